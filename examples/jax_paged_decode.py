@@ -70,7 +70,7 @@ def compute(
 
 class JaxBackend:
     """JAX on a cache in kvoffload's memory, `kvoffload.jax.OwnedCache`. The host waits for logits only: a transfer
-    follows the computation that made the cache; and computations with `cache.array` follow the transfers so far.
+    follows the computation that made the cache; and computations with `cache.arrays` follow the transfers so far.
     `cache.unordered` is the same array without that, to compute on while other blocks are being loaded.
     """
 
@@ -101,9 +101,9 @@ class JaxBackend:
         return kvoffload.jax.OwnedCache(self.devices[0], shape, "uint16", **self.size.description)
 
     def step(self, step: model.Step) -> Logits:
-        array = self._cache.array if self._follows else self._cache.unordered
+        array = self._cache.arrays if self._follows else self._cache.unordered
         self._follows = False
-        logits, self._cache.array = self._compute(self._weights, array, step)
+        logits, self._cache.arrays = self._compute(self._weights, array, step)
         return np.asarray(logits)
 
     def after(self) -> Any:
@@ -117,7 +117,7 @@ class JaxBackend:
 
 
 class ShardedJaxBackend(JaxBackend):
-    """The same on several devices (tensor parallel): each has the K and V of its heads, in a `ShardedOwnedCache`, and
+    """The same on several devices (tensor parallel): each has the K and V of its heads, in a sharded `OwnedCache`, and
     computes with its heads and hidden units. Products of all devices are added up two times a layer.
     """
 
@@ -148,7 +148,7 @@ class ShardedJaxBackend(JaxBackend):
         import kvoffload.jax
 
         description: dict[str, Any] = self.size.description | {"sharding": self._sharding}
-        return kvoffload.jax.ShardedOwnedCache(self.devices, shape, "uint16", **description)
+        return kvoffload.jax.OwnedCache(self.devices, shape, "uint16", **description)
 
 
 def add_up(product: Any) -> Any:

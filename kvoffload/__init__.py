@@ -4,18 +4,18 @@
     KVLayout, Plane  where the blocks of the KV cache lie        layout/
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
-    GroupTransfer    one transfer of several groups              engine/groups.py
+    GroupTransfer    one transfer of several groups              engine/request.py
     HostMemory       slots in memory that the caller brings      device/host_memory.py
     Stream           for callers without streams of their own    device/caller_stream.py
     Job              a transfer: done, wait, order_before        engine/job.py
-    ShardedEngine    the same over several GPUs                  sharded/
+    ShardedEngine    the same over several GPUs                  engine/sharded.py
     BlockCache       keys to slots: lookup, store, load          cache/
     chain_keys       tokens to keys                              cache/keys.py
     set_tracer       follow every transfer                       engine/tracing.py
 
 Imported by name:
 
-    kvoffload.jax             caches for JAX: OwnedCache and three others, ShardedOwnedCache for several GPUs
+    kvoffload.jax             OwnedCache: a cache in JAX, an array or a tree of them, on one GPU or several
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
     kvoffload.observability   Prometheus metrics; NVTX ranges; notebook cards, which need no import
     kvoffload.vllm            an OffloadingSpec and a connector for vLLM, which must be installed
@@ -29,8 +29,6 @@ runs.
 How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package touches no GPU and loads no CUDA
 library.
 """
-
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
@@ -46,9 +44,10 @@ from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.groups import GroupTransfer
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.report import PlanReport
+from kvoffload.engine.request import GroupTransfer
+from kvoffload.engine.sharded import ShardedEngine
 from kvoffload.engine.tracing import Tracer, set_tracer
 from kvoffload.errors import (
     CapabilityError,
@@ -64,15 +63,10 @@ from kvoffload.errors import (
 )
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
+from kvoffload.layout.sharded import ShardedLayout
 from kvoffload.observability import notebook as _notebook
 from kvoffload.observability.nvtx_ranges import nvtx_tracer
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.sharded.engine import ShardedEngine
-from kvoffload.sharded.job import ShardedJob
-from kvoffload.sharded.layout import ShardedLayout
-
-if _TYPE_CHECKING:
-    from kvoffload.cache.tiering.tiered_cache import TieredCache
 
 __all__ = [
     "NO_WAIT",
@@ -104,14 +98,12 @@ __all__ = [
     "Plane",
     "Reservation",
     "ShardedEngine",
-    "ShardedJob",
     "ShardedLayout",
     "SharedSlots",
     "Status",
     "Stream",
     "Tenant",
     "TierError",
-    "TieredCache",
     "Tracer",
     "TransferError",
     "TransferResult",
@@ -124,17 +116,3 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _notebook.register_cards()
-
-
-def __getattr__(name: str) -> object:
-    """TieredCache, imported at its first use: the modules of tiers take as long to import as a fifth of the others."""
-    if name != "TieredCache":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvoffload.cache.tiering.tiered_cache import TieredCache
-
-    globals()[name] = TieredCache
-    return TieredCache
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -17,6 +17,7 @@ from kvoffload_bench import (
     field,
     fleet_command,
     interference,
+    interop,
     plots,
     remote,
     sharded,
@@ -24,7 +25,6 @@ from kvoffload_bench import (
     transfer,
     vllm,
 )
-from kvoffload_bench import frameworks_compared as interop
 from kvoffload_bench import layer_groups as parts
 
 _FOLDER = "figures"

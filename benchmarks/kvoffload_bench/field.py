@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvoffload import kernels
 from kvoffload.copiers.selection import PREFERENCES
-from kvoffload.engine.lifecycle import Prefer
-from kvoffload.errors import CapabilityError
+from kvoffload.engine.shard import Prefer
 from kvoffload.internal.models import ModelGeometry, find_model
-from kvoffload.terminal.console import Advance, Output
+from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import COMMON, add_command, models, numbers, whole
 from kvoffload_bench import field_report
-from kvoffload_bench.field_compute import ConcurrentCompute, Situation
-from kvoffload_bench.field_measure import DIRECTIONS, Directions, FieldMeasurer
-from kvoffload_bench.field_methods import FieldMethods
-from kvoffload_bench.field_setup import FieldSetup, SeriesSize, contiguous_series, series_size
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.field_compute import Situation
+from kvoffload_bench.field_methods import (
+    ContiguousSeries,
+    FieldMethods,
+    FieldSetup,
+    SeriesSize,
+    contiguous_series,
+    series_size,
+)
+from kvoffload_bench.harness import Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct
+from kvoffload_bench.series import DIRECTIONS, Directions, SeriesRun
 from kvoffload_bench.setup import Placement
 
 _Value = TypeVar("_Value")
@@ -42,7 +45,6 @@ _MOST_BYTES = 1 << 30
 _MOST_BLOCKS = 512
 _MOST_TRANSFERS = 64
 _REPEATS = 3
-_HURRIED = 1
 _SECONDS, _QUICK_SECONDS = 270.0, 40.0  # without --repeats
 _SIMULATED_TRANSFERS = 2
 _SIMULATED_BLOCKS = 2
@@ -66,15 +68,10 @@ class Plan:
     shipped: bool
     seconds: float | None
 
-    def places(self, situations: int) -> int:
-        """How many groups of interleaved rounds there are, with so many situations that can be had."""
-        return len(self.models) * len(self.blocks or (None,)) * len(self.layouts) * situations * len(self.directions)
-
-
-def repeats_now(repeats: int, seconds: float | None, elapsed: float, done: int, places: int) -> int:
-    """Rounds for the next place: fewer while the run is behind a schedule of `seconds`; None: no schedule."""
-    behind = seconds is not None and elapsed * places > seconds * done
-    return min(repeats, _HURRIED) if behind and done else repeats
+    @property
+    def groups(self) -> int:
+        """How many sizes and layouts there are: the situations and directions of each are measured in turn."""
+        return len(self.models) * len(self.blocks or (None,)) * len(self.layouts)
 
 
 def add_parser(benches: Any) -> None:
@@ -149,91 +146,66 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
-    with output.progress("places") as progress, _FieldRun(plan, lab, progress) as field_run:
-        cells = list(field_run.cells())
-    fields: Fields = {
-        "cells": cells,
-        "not_run": field_run.not_run,
-        "profile": field_run.profile,
-        "prefer": plan.prefer,
-        "wrong_rows": sum(cell["wrong"] for cell in cells),
-    }
+    with (
+        output.progress("places") as progress,
+        SeriesRun(
+            lab,
+            plan.situations,
+            plan.directions,
+            groups=plan.groups,
+            seconds=plan.seconds,
+            progress=progress,
+            spare=True,
+        ) as series,
+    ):
+        fields: Fields = {"cells": [], "not_run": dict(series.not_run), "profile": "", "prefer": plan.prefer}
+        for model in (each.scaled(lab.size.scale) for each in plan.models):
+            for blocks in plan.blocks or (None,):
+                size = _size(plan, lab, model, blocks)
+                with contiguous_series(lab, size) as contiguous:
+                    for layout in plan.layouts:
+                        _add_cells(fields, plan, lab, series, layout, model, contiguous)
+    cells = fields["cells"]
+    fields["wrong_rows"] = sum(cell["wrong"] for cell in cells)
     if not lab.device.simulated:
         comparisons = field_report.compare(cells)
         fields |= {"comparisons": comparisons, "summary": field_report.summarize(comparisons)}
-        fields |= {"worst": field_report.worst(comparisons), "wall_seconds": field_run.elapsed}
+        fields |= {"worst": field_report.worst(comparisons), "wall_seconds": series.elapsed}
         fields["against_shipped"] = field_report.against_shipped(comparisons)
         fields["repeats"] = min(cell["rounds"] for cell in cells)
     return fields
 
 
-class _FieldRun:
-    """One run of the benchmark. A context manager, which keeps the computations."""
+def _size(plan: Plan, lab: Lab, model: ModelGeometry, blocks: int | None) -> SeriesSize:
+    if lab.device.simulated:
+        return series_size(model, blocks or _SIMULATED_BLOCKS, 0, plan.transfers or _SIMULATED_TRANSFERS)
+    return series_size(model, blocks, plan.nbytes, plan.transfers)
 
-    def __init__(self, plan: Plan, lab: Lab, progress: Advance) -> None:
-        self._plan, self._lab, self._progress = plan, lab, progress
-        self._begin, self._done = time.perf_counter(), 0
-        self.not_run: dict[str, str] = {}
-        self.profile = ""
-        self._computes: dict[Situation, ConcurrentCompute | None] = {}
-        with ExitStack() as undo:
-            for situation in plan.situations:
-                if situation is Situation.IDLE:
-                    self._computes[situation] = None
-                else:
-                    self._add_compute(situation, undo)
-            self._undo = undo.pop_all()
 
-    def _add_compute(self, situation: Situation, undo: ExitStack) -> None:
-        """A computation, or in `not_run` why there is none."""
-        reason = kernels.why_not(self._lab.device.capabilities)
-        if reason is None:
-            try:
-                compute = self._computes[situation] = ConcurrentCompute(self._lab, situation)
-                undo.callback(compute.close)
-            except CapabilityError as error:
-                reason = str(error)
-        if reason is not None:
-            self.not_run[situation] = reason
-
-    @property
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._begin
-
-    def cells(self) -> Iterator[dict[str, Any]]:
-        """Every cell, in the order in which they are measured."""
-        plan, lab = self._plan, self._lab
-        for model in (each.scaled(lab.size.scale) for each in plan.models):
-            for blocks in plan.blocks or (None,):
-                size = self._size(model, blocks)
-                with contiguous_series(lab, size) as contiguous:
-                    for layout in plan.layouts:
-                        with (
-                            FieldSetup(lab, model, LAYOUTS[layout], size) as setup,
-                            closing(FieldMethods(setup, contiguous, plan.prefer, shipped=plan.shipped)) as methods,
-                        ):
-                            self.profile = setup.setup.engine.profile.source
-                            yield from self._of_setup(FieldMeasurer(setup, contiguous, methods, layout))
-                            self.not_run |= methods.not_run
-
-    def _size(self, model: ModelGeometry, blocks: int | None) -> SeriesSize:
-        if self._lab.device.simulated:
-            transfers = self._plan.transfers or _SIMULATED_TRANSFERS
-            return series_size(model, blocks or _SIMULATED_BLOCKS, 0, transfers)
-        return series_size(model, blocks, self._plan.nbytes, self._plan.transfers)
-
-    def _of_setup(self, measurer: FieldMeasurer) -> Iterator[dict[str, Any]]:
-        plan = self._plan
-        places = plan.places(len(self._computes))
-        for situation, compute in self._computes.items():
-            for directions in plan.directions:
-                repeats = repeats_now(self._lab.repeats, plan.seconds, self.elapsed, self._done, places)
-                yield from measurer.cells(situation, directions, compute, repeats)
-                self._done += 1
-                self._progress(self._done, places)
-
-    def __enter__(self) -> _FieldRun:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()
+def _add_cells(
+    fields: Fields,
+    plan: Plan,
+    lab: Lab,
+    series: SeriesRun,
+    layout: str,
+    model: ModelGeometry,
+    contiguous: ContiguousSeries,
+) -> None:
+    """Measure one layout of a model; what cannot be measured is named."""
+    with (
+        FieldSetup(lab, model, LAYOUTS[layout], contiguous.size) as field,
+        closing(FieldMethods(field, contiguous, plan.prefer, shipped=plan.shipped)) as methods,
+    ):
+        setup = field.setup
+        fields["profile"] = setup.engine.profile.source
+        dimensions = {
+            "model": setup.model,
+            "layout": layout,
+            "blocks": field.size.slots * len(setup.groups),
+            "planes": setup.plane_count,
+            "block_bytes": setup.block_bytes,
+            "groups": len(setup.groups),
+            "row_bytes": setup.row_bytes,
+        }
+        fields["cells"] += series.cells(methods.of, field.size.transfers, dimensions)
+        fields["not_run"] |= methods.not_run

@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvoffload.calibration.compute import MATMUL, SMALL, Computation, Product, ProductTile
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.harness import Lab
 
 _CHUNK_SECONDS = 180e-6
 _MOST_IN_CHUNK = 8

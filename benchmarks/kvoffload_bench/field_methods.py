@@ -1,29 +1,34 @@
-"""How the transfers of a series are submitted: by the engine, by bare driver calls, or as contiguous copies."""
+"""What `bench field` measures: series of transfers by the engine, by bare driver calls, and as contiguous copies.
+
+Each transfer of a series has blocks and slots of its own, and so has one more of each direction, which warms up caches
+and is not verified.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffload import kernels
+from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder
-from kvoffload.engine.job import Job
-from kvoffload.engine.lifecycle import Prefer
+from kvoffload.engine.shard import Prefer
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.types import UInt64Array
+from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierChoice, CopyMethod, Profile, default_profile, key_of
-from kvoffload_bench.baselines import FLAT_BATCH, GRID_PROGRAMS, GridStride, grid_stride
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY
-from kvoffload_bench.field_setup import ContiguousSeries, FieldSetup
-from kvoffload_bench.measurements import with_shares
-from kvoffload_bench.setup import GroupBlocks
+from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GridStride, grid_stride, with_shares
+from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab
+from kvoffload_bench.series import EngineSubmitter, SeriesMethod
+from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
 
+_SERIES_BYTES = 256 << 20
+_FEWEST, _MOST = 2, 64  # transfers of a series
 CHOICE = "choice"
 SHIPPED_CHOICE = "shipped choice"  # by the default profile
 CHOICES = (CHOICE, SHIPPED_CHOICE)
@@ -41,77 +46,174 @@ _FLAT_COPIES = 32_768  # of one driver call; a call with 51,828 has crashed a dr
 Queue = Callable[[int], object]  # puts one transfer on a stream
 
 
-class Submitter(Protocol):
-    """Submits the transfers of series. The device's context must be current."""
-
-    def submit(self, direction: Direction, index: int) -> None:
-        """Submit transfer `index` of the series of a direction; returns when the call that submits it does."""
-
-    def done(self) -> bool:
-        """Whether all that was submitted has ended. Never waits."""
-
-    def finish(self) -> None:
-        """Raise the failure of a transfer; all have ended."""
-
-
-class EngineSubmitter:
-    """Submits to the engine, with the copier of each direction; None leaves the choice to it.
-
-    Args:
-        profile: for the choice.
+class SeriesSize(NamedTuple):
+    """How large a series of one direction is.
 
     Attributes:
-        chosen: by direction, how many jobs of series each copy method has carried.
+        slots: of each group in a transfer.
+        transfers: in the series; index `transfers` is that of the one that warms up.
+        nbytes: of a transfer.
     """
 
-    def __init__(self, field: FieldSetup, copiers: Mapping[Direction, CopierChoice], profile: Profile) -> None:
-        self._engine, self._copiers, self._count = field.setup.engine, copiers, field.size.transfers
-        self._profile = profile
-        self._in_series = True
-        self._transfers = _transfers(field, copiers)
-        self._unfinished: deque[Job] = deque()
-        self._ended: list[Job] = []
-        self.chosen: dict[Direction, Counter[str]] = {direction: Counter() for direction in copiers}
-
-    def submit(self, direction: Direction, index: int) -> None:
-        copier = self._copiers[direction]
-        self._engine.profile = self._profile
-        self._in_series = index < self._count
-        for group, each in enumerate(self._transfers[direction][index]):
-            if direction is Direction.STORE:
-                job = self._engine.store(each.blocks, each.slots, group=group, after=NO_WAIT, copier=copier)
-            else:
-                job = self._engine.load(each.slots, each.blocks, group=group, after=NO_WAIT, copier=copier)
-            self._unfinished.append(job)
-
-    def done(self) -> bool:
-        while self._unfinished and self._unfinished[0].done:
-            self._ended.append(self._unfinished.popleft())
-        return not self._unfinished
-
-    def finish(self) -> None:
-        for job in self._ended:
-            job.wait()
-            if self._in_series and job.method is not None:
-                self.chosen[job.direction][job.method.label] += 1
-        self._ended.clear()
-        self._engine.poll()
+    slots: int
+    transfers: int
+    nbytes: int
 
 
-def _transfers(field: FieldSetup, directions: Iterable[Direction]) -> dict[Direction, list[Sequence[GroupBlocks]]]:
-    """By direction, what each transfer of the series copies, and last the one that warms up."""
-    indices = range(field.size.transfers + 1)
-    return {direction: [field.transfer(direction, index) for index in indices] for direction in directions}
+def series_size(model: ModelGeometry, blocks: int | None, nbytes: int, transfers: int | None) -> SeriesSize:
+    """Transfers of at least `blocks` blocks over all groups, or if that is None of at least `nbytes` bytes.
+
+    Of a series without a number of transfers as many as make 256 MiB, but 2 to 64.
+    """
+    groups, group_bytes = len(model.groups), model.planes_per_group[0] * model.block_bytes
+    slots = -(-blocks // groups) if blocks is not None else -(-nbytes // (groups * group_bytes))
+    transfer = slots * groups * group_bytes
+    return SeriesSize(slots, transfers or min(max(_SERIES_BYTES // transfer, _FEWEST), _MOST), transfer)
 
 
-def _each(
-    field: FieldSetup, make: Callable[[Direction, int, Sequence[GroupBlocks]], Queue]
-) -> dict[Direction, list[Queue]]:
-    """By direction, a queue function for each transfer, made of its blocks and slots."""
-    return {
-        direction: [make(direction, index, groups) for index, groups in enumerate(each)]
-        for direction, each in _transfers(field, Direction).items()
-    }
+class FieldSetup:
+    """A `TransferSetup` with room for a series of each direction. A context manager.
+
+    Attributes:
+        setup: the planes, the pool and the engine. Which slots it takes changes from call to call.
+        size: of the series.
+        streams: by direction, a stream for bare driver calls.
+        events: by direction, an event without times.
+    """
+
+    def __init__(self, lab: Lab, model: ModelGeometry, placement: Placement, size: SeriesSize) -> None:
+        self.lab, self.size = lab, size
+        self._model, self._placement = model, placement
+        self.slots_in_series = size.slots * size.transfers
+        count = 2 * (self.slots_in_series + size.slots) * len(model.groups)
+        with ExitStack() as undo:
+            self.setup = undo.enter_context(TransferSetup(lab, model, placement=placement, count=count))
+            self.streams: dict[Direction, int] = {}
+            self.events: dict[Direction, int] = {}
+            undo.callback(self._destroy)
+            with lab.device.current():
+                for direction in Direction:
+                    self.streams[direction] = lab.driver.stream_create(0)
+                    self.events[direction] = lab.driver.event_create(timing=False)
+            self._prepare(undo)
+            self._undo = undo.pop_all()
+
+    def another(self) -> FieldSetup:
+        """One of the same kind and size, with memory of its own."""
+        return FieldSetup(self.lab, self._model, self._placement, self.size)
+
+    def _prepare(self, undo: ExitStack) -> None:
+        """Write the right bytes into all sources; keep a copy of the planes, in which all else is poison.
+
+        `poison` restores the planes from it, and so does not touch the sources of stores.
+        """
+        setup = self.setup
+        self._take(Direction.LOAD)
+        setup.prepare(Direction.LOAD)
+        setup.poison(Direction.LOAD)
+        self._take(Direction.STORE)
+        setup.prepare(Direction.STORE)
+        spans = setup.spans()
+        copies = [undo.enter_context(self.lab.device.allocate(nbytes)) for _, nbytes in spans]
+        self._images = [(address, copy.address, copy.nbytes) for (address, _), copy in zip(spans, copies, strict=True)]
+        self._copy_planes(lambda plane, image: (image, plane))
+
+    def _copy_planes(self, ends: Callable[[int, int], tuple[int, int]]) -> None:
+        driver, timer = self.lab.driver, self.lab.timer
+
+        def submit() -> None:
+            for plane, image, nbytes in self._images:
+                driver.copy(*ends(plane, image), nbytes, timer.stream)
+
+        timer.seconds(submit)
+
+    def _take(self, direction: Direction) -> None:
+        """Make the setup stand for the whole series of a direction."""
+        self.setup.take(self.slots_in_series, 0 if direction is Direction.STORE else self.slots_in_series)
+
+    def transfer(self, direction: Direction, index: int) -> Sequence[GroupBlocks]:
+        """Make the setup stand for one transfer of the series. Returns what it copies of each group."""
+        slots, series = self.size.slots, self.slots_in_series
+        load = direction is Direction.LOAD
+        first = load * series + index * slots if index < self.size.transfers else 2 * series + load * slots
+        self.setup.take(slots, first)
+        return self.setup.groups
+
+    def transfers(self, directions: Sequence[Direction]) -> dict[Direction, list[Sequence[GroupBlocks]]]:
+        """By direction, what each transfer of the series copies, and last the one that warms up."""
+        indices = range(self.size.transfers + 1)
+        return {direction: [self.transfer(direction, index) for index in indices] for direction in directions}
+
+    def poison(self, directions: Sequence[Direction]) -> None:
+        """Overwrite the targets of the series of these directions."""
+        if Direction.LOAD in directions:
+            self._copy_planes(lambda plane, image: (plane, image))
+        if Direction.STORE in directions:
+            self._take(Direction.STORE)
+            self.setup.poison(Direction.STORE)
+
+    def wrong(self, directions: Sequence[Direction]) -> int:
+        """The number of wrong rows in the targets of the series of these directions."""
+        found = 0
+        for direction in directions:
+            self._take(direction)
+            found += self.setup.wrong(direction)
+        return found
+
+    def _destroy(self) -> None:
+        with self.lab.device.current():
+            for stream in self.streams.values():
+                self.lab.driver.stream_synchronize(stream)
+                self.lab.driver.stream_destroy(stream)
+            for event in self.events.values():
+                self.lab.driver.event_destroy(event)
+
+    def close(self) -> None:
+        """Wait for the streams; free all memory."""
+        self._undo.close()
+
+    def __enter__(self) -> FieldSetup:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class ContiguousSeries:
+    """As many contiguous copies between pinned and GPU memory, as large as the transfers of a series, page by page.
+
+    Attributes:
+        size: of the series.
+        step: bytes of each copy.
+    """
+
+    def __init__(self, copies: dict[Direction, ContiguousCopy], size: SeriesSize) -> None:
+        self._copies, self.size = copies, size
+        self.step = _pages(size.nbytes)
+
+    def queue(self, direction: Direction, index: int, stream: int) -> None:
+        self._copies[direction].queue(direction, stream, first=index * self.step, nbytes=self.step)
+
+    def poison(self, directions: Sequence[Direction]) -> None:
+        for direction in directions:
+            self._copies[direction].scenario(direction).poison()
+
+    def wrong(self, directions: Sequence[Direction]) -> int:
+        return sum(self._copies[direction].scenario(direction).wrong() for direction in directions)
+
+
+@contextmanager
+def contiguous_series(lab: Lab, size: SeriesSize) -> Iterator[ContiguousSeries]:
+    with ExitStack() as stack:
+        copies = {
+            direction: stack.enter_context(closing(ContiguousCopy(lab, _pages(size.nbytes) * size.transfers)))
+            for direction in Direction
+        }
+        yield ContiguousSeries(copies, size)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class StreamSubmitter:
@@ -135,14 +237,12 @@ class StreamSubmitter:
         self._used.clear()
 
 
-class Targets(Protocol):
-    """What a series writes."""
-
-    def poison(self, directions: Sequence[Direction]) -> None:
-        """Overwrite the targets of the series of these directions."""
-
-    def wrong(self, directions: Sequence[Direction]) -> int:
-        """The number of wrong rows in them."""
+def by_engine(field: FieldSetup, copiers: Mapping[Direction, CopierChoice], profile: Profile) -> EngineSubmitter:
+    """Submits the transfers of these directions to a setup's engine."""
+    engine, series = field.setup.engine, field.size.transfers
+    return EngineSubmitter(
+        engine, field.transfers(tuple(copiers)), copiers, after=NO_WAIT, series=series, profile=profile
+    )
 
 
 class FieldMethods:
@@ -170,45 +270,48 @@ class FieldMethods:
         self.not_run: dict[str, str] = {}
         with ExitStack() as undo:
             self._apart = undo.enter_context(field.another())
-            self._bare = {CONTIGUOUS_COPY: StreamSubmitter(field, self._contiguous_queues())}
+            limit = StreamSubmitter(field, self._contiguous_queues())
+            self._bare = {CONTIGUOUS_COPY: SeriesMethod(limit, contiguous, contiguous.step)}
             capabilities = field.lab.device.capabilities
             if capabilities.flat_batch:
-                self._bare[FLAT_BATCH] = StreamSubmitter(self._apart, self._flat_queues())
+                self._bare[FLAT_BATCH] = self._on_streams(self._apart, self._flat_queues())
             else:
                 self.not_run[FLAT_BATCH] = capabilities.missing["cuMemcpyBatchAsync"]
             grid = self._grid(undo)
             if grid is not None:
-                self._bare[GRID] = StreamSubmitter(field, self._grid_queues(grid))
+                self._bare[GRID] = self._on_streams(field, self._grid_queues(grid))
             self._undo = undo.pop_all()
 
-    def targets(self, name: str) -> Targets:
-        """What the series of a copy method write."""
-        return self._contiguous if name == CONTIGUOUS_COPY else self._memory(name)
-
-    def _memory(self, name: str) -> FieldSetup:
-        return self._apart if name in _APART else self._field
-
-    def of(self, directions: Sequence[Direction]) -> dict[str, Submitter]:
+    def of(self, directions: Sequence[Direction]) -> dict[str, SeriesMethod]:
         """By name; of these directions at once."""
         setup = self._field.setup
         missing = setup.missing
         self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
-        found: dict[str, Submitter] = {
-            name: EngineSubmitter(self._field, dict.fromkeys(directions), profile)
-            for name, profile in self._profiles.items()
-        }
+        found = {}
+        for name, profile in self._profiles.items():
+            submitter = by_engine(self._field, dict.fromkeys(directions), profile)
+            found[name] = SeriesMethod(submitter, self._field, self._field.size.nbytes, partial(_chosen, submitter))
         methods: dict[str, dict[Direction, CopierChoice]] = {}
         for direction in directions:
             self._field.transfer(direction, 0)
             for method in with_shares(setup, direction, METHODS):
                 if missing[method.copier] is None:
                     methods.setdefault(method.label, {})[direction] = method
-        found |= {
-            name: EngineSubmitter(self._memory(name), copiers, self._profiles[CHOICE])
-            for name, copiers in methods.items()
-            if len(copiers) == len(directions)
-        }
+        for name, copiers in methods.items():
+            if len(copiers) == len(directions):
+                field = self._apart if name in _APART else self._field
+                found[name] = SeriesMethod(by_engine(field, copiers, self._profiles[CHOICE]), field, field.size.nbytes)
         return found | self._bare
+
+    def _on_streams(
+        self, field: FieldSetup, make: Callable[[Direction, int, Sequence[GroupBlocks]], Queue]
+    ) -> SeriesMethod:
+        """Bare calls; `make` gives a queue function for each transfer, of its blocks and slots."""
+        queues = {
+            direction: [make(direction, index, groups) for index, groups in enumerate(each)]
+            for direction, each in field.transfers(tuple(Direction)).items()
+        }
+        return SeriesMethod(StreamSubmitter(field, queues), field, field.size.nbytes)
 
     def _contiguous_queues(self) -> dict[Direction, list[Queue]]:
         """The transfer that warms up copies nothing."""
@@ -220,7 +323,7 @@ class FieldMethods:
         indices = range(self._field.size.transfers)
         return {direction: [*(queue(direction, index) for index in indices), none] for direction in Direction}
 
-    def _flat_queues(self) -> dict[Direction, list[Queue]]:
+    def _flat_queues(self) -> Callable[[Direction, int, Sequence[GroupBlocks]], Queue]:
         setup, driver = self._apart.setup, self._apart.lab.driver
         sizes = np.array([setup.row_bytes], dtype=np.uint64)
         table = FlatTable(min(self._copies_of_a_transfer(), _FLAT_COPIES))
@@ -229,13 +332,15 @@ class FieldMethods:
 
         def make(direction: Direction, _: int, groups: Sequence[GroupBlocks]) -> Queue:
             def queue(stream: int) -> None:
-                for sources, targets in _chunks(*setup.ends_of(groups, direction)):
-                    table.fill(targets, sources, sizes)  # the driver has read it when the call returns
-                    driver.copy_batch(table, 0, len(sources), SourceOrder.STREAM, stream)
+                sources, targets = setup.ends_of(groups, direction)
+                for at in range(0, len(sources), _FLAT_COPIES):
+                    stop = min(at + _FLAT_COPIES, len(sources))
+                    table.fill(targets[at:stop], sources[at:stop], sizes)  # read by the driver when the call returns
+                    driver.copy_batch(table, 0, stop - at, SourceOrder.STREAM, stream)
 
             return queue
 
-        return _each(self._apart, make)
+        return make
 
     def _grid(self, undo: ExitStack) -> GridStride | None:
         lab, setup, size = self._field.lab, self._field.setup, self._field.size
@@ -254,7 +359,7 @@ class FieldMethods:
         self._field.transfer(Direction.STORE, 0)
         return self._field.setup.copies
 
-    def _grid_queues(self, grid: GridStride) -> dict[Direction, list[Queue]]:
+    def _grid_queues(self, grid: GridStride) -> Callable[[Direction, int, Sequence[GroupBlocks]], Queue]:
         places, setup = self._field.size.transfers + 1, self._field.setup
 
         def make(direction: Direction, index: int, groups: Sequence[GroupBlocks]) -> Queue:
@@ -266,7 +371,7 @@ class FieldMethods:
 
             return queue
 
-        return _each(self._field, make)
+        return make
 
     def close(self) -> None:
         """Wait for the streams, and free the kernel and the memory of flat copies."""
@@ -276,6 +381,5 @@ class FieldMethods:
         self._undo.close()
 
 
-def _chunks(sources: UInt64Array, targets: UInt64Array) -> list[tuple[UInt64Array, UInt64Array]]:
-    starts = range(0, len(sources), _FLAT_COPIES)
-    return [(sources[at : at + _FLAT_COPIES], targets[at : at + _FLAT_COPIES]) for at in starts]
+def _chosen(submitter: EngineSubmitter) -> dict[str, dict[str, int]]:
+    return {str(direction): dict(counts) for direction, counts in submitter.chosen.items()}

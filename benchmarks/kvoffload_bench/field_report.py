@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload.terminal.console import Output, counted
-from kvoffload_bench.baselines import FLAT_BATCH
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY
+from kvoffload_bench.copy_methods import FLAT_BATCH
 from kvoffload_bench.field_compute import Situation
 from kvoffload_bench.field_methods import CHOICE, GRID, METHODS, SHIPPED_CHOICE
-from kvoffload_bench.report import Fields, number
+from kvoffload_bench.harness import CONTIGUOUS_COPY
+from kvoffload_bench.report import Fields, fixed
 
 Record = Mapping[str, Any]
 PLACE = ("model", "layout", "situation", "direction", "blocks")  # what the records of one comparison have in common
@@ -231,9 +231,13 @@ def _show_place(situation: Situation, layout: str, cells: Sequence[Record], outp
         if each is None:
             line += ["ended", chosen_text(cell["chosen"]), "-", "-", "-", "-"]
         else:
-            line += [number(each["choice_gb_per_s"]), chosen_text(each["chosen"]), number(each.get("choice/limit"), 2)]
+            line += [
+                fixed(each["choice_gb_per_s"]),
+                chosen_text(each["chosen"]),
+                fixed(each.get("choice/limit"), 2),
+            ]
             best = each.get("best_method")
-            line += [best or "-", f"{each['regret']:.0%}" if best else "-", number(each["compute_slowdown"], 2)]
+            line += [best or "-", f"{each['regret']:.0%}" if best else "-", fixed(each["compute_slowdown"], 2)]
         lines.append([*line, f"{cell['call_max_us']:.0f}"])
     output.table(f"{situation.text}, {layout}", columns, lines)
 

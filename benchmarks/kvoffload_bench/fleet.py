@@ -14,9 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.replay.below import Below, Disk
-from kvoffload.replay.tier_writes import make_writes
-from kvoffload.replay.tiers import Policies, TieredIndex
+from kvoffload.replay.hits import Below, Disk, Policies, TieredIndex, make_writes
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, Output
 

@@ -10,8 +10,8 @@ from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.replay import command as replay
-from kvoffload.replay import saving, tier_report
-from kvoffload.replay.tiers import Policies
+from kvoffload.replay import saving
+from kvoffload.replay.hits import Policies
 from kvoffload.replay.trace import Trace
 from kvoffload.terminal.console import CommandError, Output, counted
 from kvoffload.terminal.options import add_command, model, numbers, whole
@@ -51,7 +51,7 @@ def add_parser(benches: Any) -> None:
     parser.add_argument("--write", choices=WRITES, default=WRITES[0], metavar="NAME", help=", ".join(WRITES))
     parser.add_argument(
         "--least-hits",
-        type=tier_report.not_negative,
+        type=saving.not_negative,
         default=DEFAULT_LEAST_HITS,
         metavar="X",
         help=f"reads that a write has to bring, of admitted (default {DEFAULT_LEAST_HITS})",

@@ -25,9 +25,7 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.rounds import WARM_UP, Scenario, Timing
-from kvoffload_bench.tools import POISON
+from kvoffload_bench.harness import POISON, WARM_UP, Lab, Scenario, Timing
 
 Elements = npt.NDArray[np.uint16]
 Move = Callable[[], Job | None]

@@ -1,6 +1,5 @@
-"""Methods for users of JAX: the four caches of this library, and jitted gathers and scatters with device_put to pinned
-memory of JAX's, for all blocks together or each by itself. On the simulated device JAX computes on the CPU, and methods
-that need JAX's memory on the GPU are left out.
+"""Methods for users of JAX: the cache of this library, and jitted gathers and scatters with device_put to pinned
+memory of JAX's, for all blocks together or each by itself. On the simulated device JAX computes on the CPU.
 
 The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
 """
@@ -14,27 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
-from kvoffload.errors import CapabilityError
 from kvoffload_bench.framework_data import POISON_ELEMENT, Elements, EngineSlots, FrameworkData, FrameworkMethod
 
 JAX = "JAX"
-OWNED, ADOPTED, CALLBACK, STAGED = "OwnedCache", "AdoptedCache", "CallbackCache", "StagedCache"
+OWNED = "OwnedCache"
 OWN = "gather, device_put / device_put, scatter"
 OWN_IDS = f"{OWN}; ids on the device"
 OWN_JITTED = "gather into / scatter from pinned_host, jitted"
 PER_BLOCK = "per block: gather, device_put / device_put, scatter"
-_STAGE_BLOCKS = 32
-
-Submit = Callable[[OffloadEngine], list[Job]]
 
 
 class _Plain:
-    """Holds the array of JAX's own methods, as a cache of this library holds its array."""
+    """Holds the array of JAX's own methods, as a cache of this library holds its arrays."""
 
     def __init__(self, array: Any) -> None:
-        self.array = array
+        self.arrays = array
 
 
 class JaxMethods:
@@ -62,9 +56,6 @@ class JaxMethods:
         per_block = programs.gather_blocks, programs.scatter_blocks
         return {
             OWNED: self._owned,
-            ADOPTED: self._adopted,
-            CALLBACK: self._callback,
-            STAGED: self._staged,
             OWN: lambda: self._own(OWN, *apart, blocks, self._host),
             OWN_IDS: lambda: self._own(OWN_IDS, *apart, programs.ids, self._host),
             OWN_JITTED: lambda: self._own(OWN_JITTED, *jitted, blocks, self._host),
@@ -80,64 +71,19 @@ class JaxMethods:
     def _owned(self) -> FrameworkMethod:
         from kvoffload.jax import OwnedCache
 
-        return self._in_place(
-            OWNED, OwnedCache(self._device, self._data.shape, self._jax.numpy.bfloat16, plane_axis=0, block_axis=1)
-        )
-
-    def _adopted(self) -> FrameworkMethod:
-        from kvoffload.jax import AdoptedCache
-
-        self._require_gpu()
-        return self._in_place(ADOPTED, AdoptedCache(self._device, self._new_array(), plane_axis=0, block_axis=1))
-
-    def _in_place(self, name: str, held: Any) -> FrameworkMethod:
+        held = OwnedCache(self._device, self._data.shape, self._jax.numpy.bfloat16, plane_axis=0, block_axis=1)
         blocks, slots, cache = self._data.blocks, self._data.slots, self._cache(held)
-        return self._ours(
-            name,
-            cache,
-            lambda engine: [engine.store(blocks, slots, after=held)],
-            lambda engine: [engine.load(slots, blocks, after=(held, *cache.readers))],
-        )
-
-    def _callback(self) -> FrameworkMethod:
-        from kvoffload.jax import CallbackCache
-
-        self._require_gpu()
-        held = CallbackCache(self._device, self._new_array(), plane_axis=0, block_axis=1)
-        blocks, slots = self._data.blocks, self._data.slots
-        return self._ours(
-            CALLBACK,
-            self._cache(held),
-            lambda engine: [held.store(engine, blocks, slots)],
-            lambda engine: [held.load(engine, slots, blocks)],
-        )
-
-    def _staged(self) -> FrameworkMethod:
-        from kvoffload.jax import StagedCache
-
-        blocks, slots = self._data.blocks, self._data.slots
-        held = StagedCache(
-            self._device, self._new_array(), stage_blocks=min(_STAGE_BLOCKS, len(blocks)), plane_axis=0, block_axis=1
-        )
-        return self._ours(
-            STAGED,
-            self._cache(held),
-            lambda engine: held.store(engine, blocks, slots),
-            lambda engine: held.load(engine, slots, blocks),
-        )
-
-    def _ours(self, name: str, cache: _Cache, submit_store: Submit, submit_load: Submit) -> FrameworkMethod:
-        engine = self._stack.enter_context(self._data.engine(cache.holder.layout))
+        engine = self._stack.enter_context(self._data.engine(held.layout))
 
         def store() -> Job:
-            return submit_store(engine)[-1]
+            return engine.store(blocks, slots, after=held)
 
         def load() -> Job:
-            jobs = submit_load(engine)
+            job = engine.load(slots, blocks, after=held.after(*cache.readers))
             cache.look()
-            return jobs[-1]
+            return job
 
-        return FrameworkMethod(JAX, name, cache, EngineSlots(self._data, engine), store, load)
+        return FrameworkMethod(JAX, OWNED, cache, EngineSlots(self._data, engine), store, load)
 
     def _own(
         self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any], ids: Any, host: _Pinned
@@ -145,17 +91,13 @@ class JaxMethods:
         cache = self._plain
 
         def store() -> None:
-            host.stored.append(gather(cache.holder.array, ids))
+            host.stored.append(gather(cache.holder.arrays, ids))
 
         def load() -> None:
-            cache.holder.array = scatter(cache.holder.array, ids, host.stored[-1])
+            cache.holder.arrays = scatter(cache.holder.arrays, ids, host.stored[-1])
             cache.look()
 
         return FrameworkMethod(JAX, name, cache, host, store, load)
-
-    def _require_gpu(self) -> None:
-        if self._device.simulated:
-            raise CapabilityError("the simulated device cannot reach memory that JAX allocated")
 
     def close(self) -> None:
         self._stack.close()
@@ -215,7 +157,7 @@ def _scatter(cache: Any, ids: Any, blocks: Any) -> Any:
 
 
 class _Cache:
-    """The blocks of an array of JAX's; `holder.array` is set to the result of each update.
+    """The blocks of an array of JAX's; `holder.arrays` is set to the result of each update.
 
     What was seen is kept until the blocks are written from here again: each look must have found the right element.
     """
@@ -231,7 +173,7 @@ class _Cache:
 
     def look(self) -> None:
         """Compute with an element of the last block."""
-        self._seen.append(self._programs.look(self.holder.array, self._programs.ids))
+        self._seen.append(self._programs.look(self.holder.arrays, self._programs.ids))
 
     def wait(self) -> None:
         for seen in self._seen:
@@ -245,14 +187,14 @@ class _Cache:
 
     def _write(self, blocks: Any) -> None:
         self._seen.clear()
-        updated = self._programs.scatter(self.holder.array, self._programs.ids, blocks)
-        self.holder.array = updated
+        updated = self._programs.scatter(self.holder.arrays, self._programs.ids, blocks)
+        self.holder.arrays = updated
         updated.block_until_ready()
 
     def wrong(self) -> int:
         right = self._data.right
         looked_too_early = sum(int(np.asarray(seen).view(np.uint16) != right[-1, -1, -1]) for seen in self._seen)
-        found = np.asarray(self._programs.gather(self.holder.array, self._programs.ids))
+        found = np.asarray(self._programs.gather(self.holder.arrays, self._programs.ids))
         return self._data.wrong(found, right) + looked_too_early
 
 

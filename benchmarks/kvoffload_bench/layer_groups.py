@@ -17,10 +17,9 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, model, numbers
 from kvoffload.tuning import CopierName
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.measurements import COPY_ENGINE, scenario_of
-from kvoffload_bench.report import Fields, add_bench_options, conduct, number
-from kvoffload_bench.rounds import WARM_UP, Timing, time_rounds
+from kvoffload_bench.copy_methods import COPY_ENGINE, scenario_of
+from kvoffload_bench.harness import WARM_UP, Lab, Timing, time_rounds
+from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.setup import TransferSetup
 
 _MODEL = "llama-3.1-8b"
@@ -185,8 +184,8 @@ def _show(fields: Fields, output: Output) -> None:
             (
                 record["parts"],
                 record["copier"],
-                *(number(record[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")),
-                number(record["gb_per_s"]),
+                *(fixed(record[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")),
+                fixed(record["gb_per_s"]),
             )
             for record in records
             if _load_text(record) == name

@@ -1,35 +1,106 @@
-"""`kvoffload bench remote`: tiers over stores of several machines, compared with bare calls of their own clients.
-
-Needs no GPU: records are in ordinary memory that begins with a page. Only promotions use a device, real or simulated.
-"""
+"""`kvoffload bench remote`: tiers over stores, compared with the best batch calls of their own clients."""
 
 from __future__ import annotations
 
 import argparse
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffload.device.device import Device
 from kvoffload.internal import hostinfo
-from kvoffload.terminal.console import Advance, CommandError, Output, as_json, mib, open_backend
-from kvoffload.terminal.files import require_writable, write_whole
-from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide, numbers, whole
+from kvoffload.terminal.console import Advance, CommandError, Output, mib, open_backend
+from kvoffload.terminal.options import COMMON, add_command, numbers
 from kvoffload.terminal.stores import KINDS, Store, add_store_option, store_of
-from kvoffload.tiers.checksums import make_checksum
-from kvoffload.tiers.files import PAGE
-from kvoffload_bench.remote_costs import measure_calls, measure_promotion, promotion_bytes
-from kvoffload_bench.remote_report import show
-from kvoffload_bench.remote_rounds import measure_size, records_of_round
+from kvoffload_bench.remote_measure import (
+    GET,
+    PUT,
+    measure_calls,
+    measure_promotion,
+    measure_size,
+    promotion_bytes,
+    records_of_round,
+)
 from kvoffload_bench.remote_servers import started
-from kvoffload_bench.tier_calls import KEYS_OF_A_CALL, Verified
+from kvoffload_bench.report import fixed
+from kvoffload_bench.tier_calls import (
+    KEYS_OF_A_CALL,
+    Verified,
+    add_tier_options,
+    check_options,
+    conclude,
+    ratios_text,
+    require_memory,
+    show_cells,
+    verified_text,
+)
 
-_SIZES = [256 << 10, 1 << 20, 2 << 20, 4 << 20]
+Fields = Mapping[str, Any]
+_BAR, _CALL_BAR_US = 0.85, 40
+_BAR_BYTES, _BAR_IN_FLIGHT = 2 << 20, 8
+_BARE = {
+    "valkey": "glide's pipelined SET and MGET into buffers",
+    "objects": "obstore's put and get",
+    "mooncake": "batch_put_from and batch_get_into",
+}
+
+
+class _Bar(NamedTuple):
+    what: str
+    measured: Sequence[str]
+    bar: str
+
+
+def show(fields: Fields, output: Output) -> None:
+    """Print the verdict, then a table for each store, and one of all bars."""
+    output.line(verdict(fields))
+    kinds = [each["store"] for each in fields["calls"]]
+    for kind in kinds:
+        cells = [each for each in fields["cells"] if each["store"] == kind]
+        title = f"{kind}: bandwidth over that of {_BARE[kind]}, and GB/s"
+        show_cells(title, cells, "in flight", (PUT, GET), 2, output)
+    lines = [(each.what, *each.measured, each.bar) for each in _bars(fields, kinds)]
+    output.table("what this library aims at", ("", *kinds, "bar"), lines)
+    output.line("")
+    for kind, reason in fields["not_run"].items():
+        output.line(f"not run: {kind}: {reason}")
+    output.line(verified_text(fields))
+    where = "in processes of their own on this machine" if fields["started"] else f"{', '.join(fields['stores'])}"
+    output.line(f"stores: {where}; {fields['usable_cpus']} usable CPUs; promotions on {fields['device']}")
+
+
+def verdict(fields: Fields) -> str:
+    kinds = dict.fromkeys(each["store"] for each in fields["cells"])
+    found = [ratios_text(kind, [each for each in fields["cells"] if each["store"] == kind]) for kind in kinds]
+    return f"bench remote: {', '.join(found)}, times the bandwidth of bare calls"
+
+
+def _bars(fields: Fields, kinds: Sequence[str]) -> Iterator[_Bar]:
+    """A line for each figure, with a value for each store."""
+    cells = {(each["store"], each["record_bytes"], each["in_flight"], each["operation"]): each["ratio"]
+             for each in fields["cells"]}  # fmt: skip
+    for name in (PUT, GET):
+        ratios = [fixed(cells.get((kind, _BAR_BYTES, _BAR_IN_FLIGHT, name)), 2) for kind in kinds]
+        yield _Bar(f"ratio, {name}, {mib(_BAR_BYTES)}, {_BAR_IN_FLIGHT} in flight", ratios, f"{_BAR:.2f}")
+    of_keys = fields["calls"][0]["keys"]
+    for name in (PUT, GET):
+        times = [fixed(each[f"{name}_us"]) for each in fields["calls"]]
+        yield _Bar(f"host time of {name}() of {of_keys} keys, us a key", times, str(_CALL_BAR_US))
+    allocated = [fixed(each["python_bytes_a_record"] / 1024) for each in fields["calls"]]
+    size = fields["calls"][0]["record_bytes"]
+    yield _Bar(f"Python memory of a record of {mib(size)}, put and got, KiB", allocated, "-")
+    promotions = fields["promotions"]
+    size, count = promotions[0]["record_bytes"], promotions[0]["keys"]
+    for place, what in (("first", "first of"), ("all", "all")):
+        times = [fixed(each[f"{place}_ms"]) for each in promotions]
+        yield _Bar(f"promote(): {what} {count} keys of {mib(size)} ready after ms", times, "-")
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
 _IN_FLIGHT = [1, 8, 32]
 _MOST_IN_FLIGHT = 1024
-_NBYTES = 32 << 20
 _PROMOTED_BYTES = 2 << 20
 
 
@@ -48,23 +119,14 @@ def add_parser(benches: Any) -> None:
     parser.add_argument(
         "--start", nargs="*", choices=KINDS, metavar="KIND", help="start servers that are installed here"
     )
-    parser.add_argument("--sizes", type=numbers, default=_SIZES, metavar="N,...", help="bytes of a record")
     parser.add_argument("--in-flight", type=numbers, default=_IN_FLIGHT, metavar="N,...", help="records (1,8,32)")
-    parser.add_argument(
-        "--nbytes", type=whole(PAGE, 1 << 40), default=_NBYTES, metavar="N", help=f"of a round ({_NBYTES})"
-    )
-    parser.add_argument("--repeats", type=whole(1, 1_000_000), default=5, metavar="N", help="timed rounds (default 5)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures as JSON")
-    add_wide(parser, "the bare bandwidth and the range of the rounds")
-    add_common_options(parser)
+    add_tier_options(parser, "the bare bandwidth and the range of the rounds", 32 << 20, 1 << 40)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 0 if every record was right, else 1. Servers and records go also when it is interrupted."""
     output = Output(arguments.json, wide=arguments.wide)
-    if arguments.save is not None:
-        require_writable("--save", arguments.save)
     _check(arguments)
     verified = Verified()
     with (
@@ -73,17 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         output.progress("remote") as progress,
     ):
         fields = _measure(arguments, stores, device, verified, progress)
-    fields |= {
-        "not_run": missing,
-        "verified_records": verified.records,
-        "wrong_records": verified.wrong,
-        "missing_records": verified.missing,
-    }
-    if arguments.save is not None:
-        write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
-    output.result(fields)
-    show(fields, output)
-    return 1 if verified.wrong or verified.missing else 0
+    fields["not_run"] = missing
+    return conclude(arguments, fields, verified, show, output)
 
 
 def _measure(
@@ -174,21 +227,11 @@ def _store(words: Sequence[str]) -> Store:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise CommandError, or CapabilityError, for what could not be carried out."""
-    make_checksum()
-    for size in arguments.sizes:
-        if size % PAGE:
-            raise CommandError(f"--sizes must be multiples of {PAGE}, got {size}")
-    if max(arguments.in_flight) > _MOST_IN_FLIGHT:
-        raise CommandError(f"--in-flight must be at most {_MOST_IN_FLIGHT}, got {max(arguments.in_flight)}")
+    check_options(arguments, "--in-flight", arguments.in_flight, _MOST_IN_FLIGHT)
     rounds = max(
         2 * size * records_of_round(size, count, arguments.nbytes)
         for size in arguments.sizes
         for count in arguments.in_flight
     )
     needed = max(rounds, promotion_bytes(_promoted_bytes(arguments.sizes)), KEYS_OF_A_CALL * min(arguments.sizes))
-    available = hostinfo.available_bytes()
-    if available is not None and needed > available:
-        raise CommandError(
-            f"{mib(needed)} of host memory are needed, and {mib(available)} are available; lower --nbytes, --in-flight "
-            "or --sizes"
-        )
+    require_memory(needed, "lower --nbytes, --in-flight or --sizes")

@@ -7,23 +7,24 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, numbers
-from kvoffload_bench import vllm_classes, vllm_report, vllm_scheduler
-from kvoffload_bench.field_compute import Situation
-from kvoffload_bench.field_measure import DIRECTIONS
-from kvoffload_bench.lab import Lab
+from kvoffload_bench import vllm_classes, vllm_report
+from kvoffload_bench.field_compute import ConcurrentCompute, Situation
+from kvoffload_bench.harness import Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct
+from kvoffload_bench.series import DIRECTIONS, Directions, SeriesRun, Submitter
 from kvoffload_bench.setup import TransferSetup
-from kvoffload_bench.vllm_measure import VllmPlan, VllmRun
-from kvoffload_bench.vllm_setup import Geometry
+from kvoffload_bench.vllm_classes import TransferClasses
+from kvoffload_bench.vllm_methods import Geometry, TensorSetup, VllmMethods, series_of
 
 GEOMETRIES = {
     each.name: each for each in (Geometry(32, 65536), Geometry(64, 32768), Geometry(160, 8192), Geometry(61, 18432))
@@ -37,6 +38,7 @@ _REPEATS = 5
 _SECONDS = 90.0  # of the cells of one allocator, without --repeats
 _SCHEDULER_REPEATS = 200
 _SIMULATED_BLOCKS = 4
+_LONGEST_SECONDS = 30.0  # of a transfer; a thread of vLLM's that has failed never ends one
 _OPTIONS = "PYTORCH_CUDA_ALLOC_CONF"  # of PyTorch's allocator
 _NEW_OPTIONS = "PYTORCH_ALLOC_CONF"  # what newer releases call it
 _EXPANDABLE = "expandable_segments:True"
@@ -122,6 +124,99 @@ def _measure(arguments: argparse.Namespace, lab: Lab, output: Output) -> Fields:
 # transfers ------------------------------------------------------------------------------------------------------------
 
 
+class VllmPlan(NamedTuple):
+    """What is measured of transfers.
+
+    Attributes:
+        seconds: fewer rounds once the run is behind that schedule; None: never.
+        apart: this library copies a tensor of its own, of the same kind, with the same blocks.
+    """
+
+    geometries: Sequence[Geometry]
+    blocks: Sequence[int]
+    directions: Sequence[Directions]
+    situations: Sequence[Situation]
+    allocator: str
+    seconds: float | None
+    apart: bool = False
+
+
+def reported(
+    submitter: Submitter, directions: Sequence[Direction], transfers: int, compute: ConcurrentCompute | None
+) -> tuple[float, list[float]]:
+    """A `Pace`: each transfer (in both directions: two) is submitted once the one before is reported to have ended.
+
+    Raises:
+        RuntimeError: a transfer did not end within 30 seconds.
+    """
+    clock, calls = time.perf_counter, []
+    begin = clock()
+    for index in range(transfers):
+        for direction in directions:
+            called = clock()
+            submitter.submit(direction, index)
+            calls.append(clock() - called)
+        while not submitter.done():
+            time.sleep(0)  # gives the interpreter to a thread that submits
+            if compute is not None:
+                compute.top_up()
+            if clock() - called > _LONGEST_SECONDS:
+                raise RuntimeError(
+                    f"a transfer of {type(submitter).__name__} has not ended for {_LONGEST_SECONDS:.0f} s"
+                )
+    return clock() - begin, calls
+
+
+def measure(plan: VllmPlan, lab: Lab, classes: TransferClasses, progress: Advance) -> Fields:
+    """The cells of one process, in the order in which they are measured, and what else is known of them."""
+    torch = classes.torch
+    fields: Fields = {"cells": [], "batch_copy": classes.batch_copy, "profile": ""}
+    where = torch.device("cuda", lab.device.index)
+    torch.cuda.set_device(where)
+    with (
+        SeriesRun(
+            lab,
+            plan.situations,
+            plan.directions,
+            groups=len(plan.geometries) * len(plan.blocks),
+            seconds=plan.seconds,
+            progress=progress,
+            pace=reported,
+        ) as series,
+        torch.cuda.stream(torch.cuda.Stream(where)),  # the default stream would wait for the products' stream
+    ):
+        fields["not_run"] = series.not_run
+        for geometry in plan.geometries:
+            most = max(series_of(geometry, blocks).places for blocks in plan.blocks)
+            with ExitStack() as stack:
+                setups = []
+                for _ in range(1 + plan.apart):
+                    setups.append(TensorSetup(torch, where, geometry, most, lab.seed))
+                    stack.callback(setups[-1].close)
+                    _check_allocator(plan, setups[-1])
+                methods = stack.enter_context(VllmMethods(lab, classes, setups[0], setups[-1]))
+                fields["profile"] = methods.profile
+                for blocks in plan.blocks:
+                    wanted = series_of(geometry, blocks)
+                    methods.take(wanted)
+                    place = {
+                        "allocator": plan.allocator,
+                        "model": geometry.name,
+                        **geometry._asdict(),
+                        "blocks": blocks,
+                    }
+                    fields["cells"] += series.cells(methods.of, wanted.transfers, place)
+    return fields
+
+
+def _check_allocator(plan: VllmPlan, setup: TensorSetup) -> None:
+    if setup.expandable() != (plan.allocator != ALLOCATORS[0]):
+        raise CommandError(
+            f"PyTorch's allocator is not the one that was asked for ({plan.allocator}): check "
+            "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+        )
+
+
 def _plan(arguments: argparse.Namespace) -> VllmPlan:
     return VllmPlan(
         [GEOMETRIES[name] for name in dict.fromkeys(arguments.geometries)],
@@ -137,10 +232,8 @@ def _plan(arguments: argparse.Namespace) -> VllmPlan:
 def _transfers(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Fields:
     """The cells of this process's allocator."""
     classes = vllm_classes.transfer_classes()
-    with VllmRun(_plan(arguments), lab, classes, progress) as measured:
-        cells = list(measured.cells())
-    triton = bool(classes.worker.HAS_TRITON)
-    return {"cells": cells, "batch_copy": classes.batch_copy, "triton": triton, "profile": measured.profile}
+    fields = measure(_plan(arguments), lab, classes, progress)
+    return fields | {"triton": bool(classes.worker.HAS_TRITON)}
 
 
 def _current_allocator() -> str:
@@ -160,6 +253,7 @@ def _in_processes(arguments: argparse.Namespace, output: Output) -> Fields:
             merged["not_run"][f"{allocator} allocator"] = str(error)
         else:
             merged["cells"] += fields.pop("cells")
+            merged["not_run"] |= fields.get("not_run", {})
             merged |= {name: fields[name] for name in ("batch_copy", "triton", "profile")}
     if not merged["cells"]:
         raise CommandError("; ".join(merged["not_run"].values()))
@@ -222,9 +316,9 @@ def _scheduler(arguments: argparse.Namespace, not_run: dict[str, str], progress:
     except CapabilityError as error:
         not_run["calls of the scheduler"] = str(error)
         return {}
-    capacity = vllm_scheduler.CAPACITY
-    callers = vllm_scheduler.managers(classes, capacity)
+    capacity = vllm_report.CAPACITY
+    callers = vllm_report.managers(classes, capacity)
     repeats = arguments.repeats or _SCHEDULER_REPEATS
-    records = vllm_scheduler.measure(callers, capacity, repeats, progress)
+    records = vllm_report.measure(callers, capacity, repeats, progress)
     ratios = vllm_report.scheduler_ratios(records)
     return {"scheduler": records, "scheduler_ratios": ratios, "scheduler_capacity": capacity}

@@ -1,8 +1,11 @@
 """What `bench vllm` compares: this library's engine, vLLM's `CPUOffloadingWorker` and its `DmaCopyBackend`.
 
-All copy the same blocks of the same tensor. The engine's slots are its own; the two classes of vLLM share pinned
-tensors, one for each plane, which the worker has allocated. Every transfer is ordered after PyTorch's current stream,
-as vLLM's worker does it; that stream is idle.
+All copy the same blocks of one int8 PyTorch tensor (planes, blocks, block_bytes), as vLLM allocates it. The engine's
+slots are its own; the two classes of vLLM share pinned tensors, one for each plane, which the worker has allocated.
+Every transfer is ordered after PyTorch's current stream, as vLLM's worker does it; that stream is idle.
+
+Of each direction the first places are used: `blocks[direction]` and `slots[direction]` are random, and no two blocks
+are adjacent. All bytes are written and compared by the GPU, plainly: `right[:, i]` is what place `i` holds.
 """
 
 from __future__ import annotations
@@ -11,120 +14,230 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.job import Job
+from kvoffload.internal.types import Int64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.harness import Lab
+from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.vllm_classes import TransferClasses
-from kvoffload_bench.vllm_setup import POISON, TensorSetup
 
 ENGINE, ENGINE_COPIES = "kvoffload", "kvoffload, sm_limit=0"
 WORKER, BACKEND = "CPUOffloadingWorker", "DmaCopyBackend"
 OURS, THEIRS = (ENGINE, ENGINE_COPIES), (WORKER, BACKEND)
+POISON = 0x25
+_KIB = 1024
+_SERIES_BYTES = 128 << 20
+_MOST_TRANSFERS = 32
 
 
-class VllmMethod(Protocol):
-    """Submits the transfers of a series. PyTorch's current stream and the device's context must be current.
+class Geometry(NamedTuple):
+    """Planes, and bytes of a block in each."""
 
-    Attributes:
-        setup: whose blocks it copies.
-    """
+    planes: int
+    block_bytes: int
 
-    setup: TensorSetup
-
-    def take(self) -> None:
-        """Prepare the transfers of the series that the setup has taken, and write what loads read."""
-
-    def submit(self, direction: Direction, index: int) -> None:
-        """Submit a transfer of the series."""
-
-    def done(self) -> bool:
-        """Whether all that was submitted is reported to have ended. Never waits."""
-
-    def finish(self) -> None:
-        """Raise the failure of a transfer; all have ended."""
-
-    def poison_slots(self) -> None:
-        """Overwrite the slots that stores write."""
-
-    def wrong_slots(self) -> int:
-        """Wrong rows of the slots that stores write."""
+    @property
+    def name(self) -> str:
+        return f"{self.planes}x{self.block_bytes // _KIB}K"
 
 
-class EngineMethod:
-    """An `OffloadEngine`.
+class Series(NamedTuple):
+    """A series of one direction: `transfers` transfers of `blocks` blocks, each of blocks and slots of its own."""
+
+    blocks: int
+    transfers: int
+
+    @property
+    def places(self) -> int:
+        return self.blocks * self.transfers
+
+    def of(self, index: int) -> slice:
+        """The places of a transfer."""
+        return slice(index * self.blocks, (index + 1) * self.blocks)
+
+
+def series_of(geometry: Geometry, blocks: int) -> Series:
+    """As many transfers as make 128 MiB, but at most 32."""
+    wanted = _SERIES_BYTES // (blocks * geometry.planes * geometry.block_bytes)
+    return Series(blocks, min(max(wanted, 1), _MOST_TRANSFERS))
+
+
+class Ids(NamedTuple):
+    """Of a transfer: int64, (blocks,) each."""
+
+    blocks: Int64Array
+    slots: Int64Array
+
+
+class TensorSetup:
+    """The tensor, and which of its blocks are copied.
 
     Args:
-        options: of the engine.
+        torch: PyTorch.
+        where: the PyTorch device.
+        geometry: of a block.
+        most: places of a direction, at most.
+        seed: of blocks, slots and bytes.
 
     Attributes:
-        chosen: jobs by the label of their copy method.
+        cache: int8, (planes, 4 * most, block_bytes).
+        right: by direction, int8, (planes, most, block_bytes): what the blocks hold.
+        blocks, slots: by direction, int64, (places,); of the series that `take` was called with.
+        num_slots: that a method's host memory must have.
+        series: of the last `take`.
     """
 
-    def __init__(self, lab: Lab, setup: TensorSetup, undo: ExitStack, **options: Any) -> None:
-        self.setup, geometry = setup, setup.geometry
-        planes = [
-            Plane(plane.data_ptr(), block_bytes=geometry.block_bytes, num_blocks=plane.shape[0], owner=setup.cache)
-            for plane in setup.cache
-        ]
-        engine = OffloadEngine(KVLayout([planes]), device=lab.device, num_slots=setup.num_slots, **options)
-        self.engine = undo.enter_context(engine)
-        self._slots = setup.torch.from_numpy(engine.slots.view("int8"))
-        self._unfinished: list[Job] = []
-        self._ended: list[Job] = []
-        self.chosen: Counter[str] = Counter()
-
-    def take(self) -> None:
-        setup = self.setup
-        self._stream = setup.torch.cuda.current_stream().cuda_stream
-        self._ids = {
-            direction: [
-                (setup.blocks[direction][places].copy(), setup.slots[direction][places].copy())
-                for places in map(setup.series.of, range(setup.series.transfers))
-            ]
+    def __init__(self, torch: Any, where: Any, geometry: Geometry, most: int, seed: int) -> None:
+        self.torch, self.where, self.geometry, self._most = torch, where, geometry, most
+        self.num_slots = 2 * most
+        self._random = np.random.default_rng(seed)
+        shape = (geometry.planes, 4 * most, geometry.block_bytes)
+        self.cache = torch.full(shape, POISON, dtype=torch.int8, device=where)
+        generator = torch.Generator(device=where)
+        generator.manual_seed(seed)
+        self.right = {
+            direction: torch.randint(
+                -128,
+                128,
+                (geometry.planes, most, geometry.block_bytes),
+                dtype=torch.int8,
+                device=where,
+                generator=generator,
+            )
             for direction in Direction
         }
-        rows = setup.by_slot(Direction.LOAD).transpose(0, 1).reshape(setup.series.places, -1)
-        self._of(Direction.LOAD)[:, : rows.shape[1]].copy_(rows)
-        setup.synchronize()
-        self.chosen.clear()
+        even = self._random.permutation(np.arange(0, 4 * most, 2, dtype=np.int64))
+        self._all = {Direction.STORE: even[:most], Direction.LOAD: even[most:]}
+        self.blocks: dict[Direction, Int64Array] = {}
+        self.slots: dict[Direction, Int64Array] = {}
+
+    def take(self, series: Series) -> None:
+        """Choose blocks and slots of both directions, and write the right bytes into the blocks to be stored.
+
+        Slots of stores are the first `series.places`, those of loads follow slot `most`, both in a random order.
+        """
+        self.series, places = series, series.places
+        for number, direction in enumerate((Direction.STORE, Direction.LOAD)):
+            self.blocks[direction] = self._all[direction][:places]
+            self.slots[direction] = self._random.permutation(np.arange(places, dtype=np.int64)) + number * self._most
+        stored = self.tensor(self.blocks[Direction.STORE])
+        self.cache[:, stored] = self.right[Direction.STORE][:, :places]
+        self.synchronize()
+
+    def first_slot(self, direction: Direction) -> int:
+        """The lowest slot of a direction."""
+        return 0 if direction is Direction.STORE else self._most
+
+    def by_slot(self, direction: Direction) -> Any:
+        """What the slots of a direction hold, lowest slot first: int8, (planes, places, block_bytes)."""
+        order = np.argsort(self.slots[direction])
+        return self.right[direction][:, self.tensor(order)]
+
+    def poison_blocks(self) -> None:
+        """Overwrite the blocks that loads write."""
+        self.cache[:, self.tensor(self.blocks[Direction.LOAD])] = POISON
+        self.synchronize()
+
+    def wrong_blocks(self) -> int:
+        """Rows of the blocks that loads write that are wrong."""
+        found = self.cache[:, self.tensor(self.blocks[Direction.LOAD])]
+        return self.differing(found, self.right[Direction.LOAD][:, : self.series.places])
+
+    def differing(self, found: Any, right: Any) -> int:
+        """How many rows, each the bytes of a block in a plane, differ."""
+        words = self.torch.int64
+        return int((found.contiguous().view(words) != right.contiguous().view(words)).any(dim=-1).sum().item())
+
+    def by_transfer(self, direction: Direction) -> list[Ids]:
+        """Blocks and slots of each transfer of the series."""
+        return [
+            Ids(self.blocks[direction][places].copy(), self.slots[direction][places].copy())
+            for places in map(self.series.of, range(self.series.transfers))
+        ]
+
+    def tensor(self, values: Int64Array) -> Any:
+        return self.torch.from_numpy(np.ascontiguousarray(values)).to(self.where)
+
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize(self.where)
+
+    def expandable(self) -> bool:
+        """Whether PyTorch's allocator has taken the tensor from an expandable segment."""
+        address = self.cache.data_ptr()
+        return any(
+            segment.get("is_expandable", False)
+            for segment in self.torch.cuda.memory_snapshot()
+            if segment["address"] <= address < segment["address"] + segment["total_size"]
+        )
+
+    def close(self) -> None:
+        """Give the memory back to the driver."""
+        del self.cache, self.right
+        self.torch.cuda.empty_cache()
+
+
+# the host's side ------------------------------------------------------------------------------------------------------
+
+
+class HostSide(Protocol):
+    """The slots of a method."""
+
+    def prepare(self) -> None:
+        """Write what loads read."""
+
+    def poison(self) -> None:
+        """Overwrite the slots that stores write."""
+
+    def wrong(self) -> int:
+        """Wrong rows of these slots."""
+
+
+class TensorTargets:
+    """What the series of a method write: blocks of the tensor, and slots."""
+
+    def __init__(self, setup: TensorSetup, host: HostSide) -> None:
+        self._setup, self._host = setup, host
+
+    def poison(self, directions: Sequence[Direction]) -> None:
+        if Direction.STORE in directions:
+            self._host.poison()
+        if Direction.LOAD in directions:
+            self._setup.poison_blocks()
+
+    def wrong(self, directions: Sequence[Direction]) -> int:
+        wrong = self._host.wrong() if Direction.STORE in directions else 0
+        return wrong + (self._setup.wrong_blocks() if Direction.LOAD in directions else 0)
+
+
+class EngineSlots:
+    """The slots of an engine."""
+
+    def __init__(self, setup: TensorSetup, engine: OffloadEngine) -> None:
+        self.setup = setup
+        self._slots = setup.torch.from_numpy(engine.slots.view("int8"))
 
     def _of(self, direction: Direction) -> Any:
         """The slots of a direction, whole rows."""
         first = self.setup.first_slot(direction)
         return self._slots[first : first + self.setup.series.places]
 
-    def submit(self, direction: Direction, index: int) -> None:
-        blocks, slots = self._ids[direction][index]
-        if direction is Direction.STORE:
-            job = self.engine.store(blocks, slots, after=self._stream)
-        else:
-            job = self.engine.load(slots, blocks, after=self._stream)
-        self._unfinished.append(job)
+    def prepare(self) -> None:
+        rows = self.setup.by_slot(Direction.LOAD).transpose(0, 1).reshape(self.setup.series.places, -1)
+        self._of(Direction.LOAD)[:, : rows.shape[1]].copy_(rows)
+        self.setup.synchronize()
 
-    def done(self) -> bool:
-        while self._unfinished and self._unfinished[0].done:
-            self._ended.append(self._unfinished.pop(0))
-        return not self._unfinished
-
-    def finish(self) -> None:
-        for job in self._ended:
-            job.wait()
-            if job.method is not None:
-                self.chosen[job.method.label] += 1
-        self._ended.clear()
-        self.engine.poll()
-
-    def poison_slots(self) -> None:
+    def poison(self) -> None:
         rows = self._of(Direction.STORE)
         rows.copy_(self.setup.torch.full(rows.shape, POISON, dtype=rows.dtype, device=self.setup.where))
         self.setup.synchronize()
 
-    def wrong_slots(self) -> int:
+    def wrong(self) -> int:
         setup, geometry = self.setup, self.setup.geometry
         found = self._of(Direction.STORE).to(setup.where)[:, : geometry.planes * geometry.block_bytes]
         found = found.reshape(-1, geometry.planes, geometry.block_bytes).transpose(0, 1)
@@ -161,7 +274,10 @@ class PinnedTensors:
         return setup.differing(found, setup.by_slot(Direction.STORE))
 
 
-class WorkerMethod:
+# submitters -----------------------------------------------------------------------------------------------------------
+
+
+class WorkerSubmitter:
     """vLLM's `CPUOffloadingWorker`, with one group and one block a chunk. It polls `get_finished`, as vLLM does."""
 
     def __init__(self, classes: TransferClasses, setup: TensorSetup, undo: ExitStack) -> None:
@@ -178,18 +294,18 @@ class WorkerMethod:
         self._failed: list[Any] = []
 
     def take(self) -> None:
+        """Prepare the transfers of the series that the setup has taken."""
         setup, base, common = self.setup, self._classes.base, self._classes.common
         self._specs = {
             direction: [
                 (
-                    base.GPULoadStoreSpec(setup.blocks[direction][places].tolist(), [setup.series.blocks], [0]),
-                    common.CPULoadStoreSpec(setup.slots[direction][places].tolist()),
+                    base.GPULoadStoreSpec(ids.blocks.tolist(), [setup.series.blocks], [0]),
+                    common.CPULoadStoreSpec(ids.slots.tolist()),
                 )
-                for places in map(setup.series.of, range(setup.series.transfers))
+                for ids in setup.by_transfer(direction)
             ]
             for direction in Direction
         }
-        self.host.prepare()
 
     def submit(self, direction: Direction, index: int) -> None:
         device, host = self._specs[direction][index]
@@ -211,14 +327,8 @@ class WorkerMethod:
         if self._failed:
             raise RuntimeError(f"transfers of vLLM's worker failed: {self._failed}")
 
-    def poison_slots(self) -> None:
-        self.host.poison()
 
-    def wrong_slots(self) -> int:
-        return self.host.wrong()
-
-
-class BackendMethod:
+class BackendSubmitter:
     """vLLM's `DmaCopyBackend`: a thread submits the copies; the end is seen as vLLM's own worker sees it, by events."""
 
     def __init__(self, classes: TransferClasses, setup: TensorSetup, host: PinnedTensors, undo: ExitStack) -> None:
@@ -235,15 +345,11 @@ class BackendMethod:
         self._submitted = self._seen = 0
 
     def take(self) -> None:
-        setup = self.setup
+        """Prepare the transfers of the series that the setup has taken."""
         self._ids = {
-            direction: [
-                (setup.blocks[direction][places].tolist(), setup.slots[direction][places].tolist())
-                for places in map(setup.series.of, range(setup.series.transfers))
-            ]
+            direction: [(ids.blocks.tolist(), ids.slots.tolist()) for ids in self.setup.by_transfer(direction)]
             for direction in Direction
         }
-        self.host.prepare()
 
     def submit(self, direction: Direction, index: int) -> None:
         blocks, slots = self._ids[direction][index]
@@ -265,15 +371,9 @@ class BackendMethod:
     def finish(self) -> None:
         """Its thread dies of an error; then `done` is never true."""
 
-    def poison_slots(self) -> None:
-        self.host.poison()
-
-    def wrong_slots(self) -> int:
-        return self.host.wrong()
-
 
 class VllmMethods:
-    """All methods by name. A context manager, which ends what they have started.
+    """All methods. A context manager, which ends what they have started.
 
     Args:
         setup: of vLLM's.
@@ -281,18 +381,61 @@ class VllmMethods:
     """
 
     def __init__(self, lab: Lab, classes: TransferClasses, setup: TensorSetup, ours: TensorSetup) -> None:
+        self._setup, self._ours = setup, ours
         with ExitStack() as undo:
-            worker = WorkerMethod(classes, setup, undo)
-            self.by_name: dict[str, VllmMethod] = {
-                ENGINE: EngineMethod(lab, ours, undo),
-                ENGINE_COPIES: EngineMethod(lab, ours, undo, sm_limit=0),
-                WORKER: worker,
-                BACKEND: BackendMethod(classes, setup, worker.host, undo),
+            self._worker = WorkerSubmitter(classes, setup, undo)
+            self._backend = BackendSubmitter(classes, setup, self._worker.host, undo)
+            self._engines = {
+                ENGINE: undo.enter_context(_engine(lab, ours)),
+                ENGINE_COPIES: undo.enter_context(_engine(lab, ours, sm_limit=0)),
             }
+            self._slots = {name: EngineSlots(ours, engine) for name, engine in self._engines.items()}
             self._undo = undo.pop_all()
+
+    @property
+    def profile(self) -> str:
+        return self._engines[ENGINE].profile.source
+
+    def take(self, series: Series) -> None:
+        """Prepare the transfers of a series, and write what loads read."""
+        for setup in {id(each): each for each in (self._setup, self._ours)}.values():
+            setup.take(series)
+        for slots in self._slots.values():
+            slots.prepare()
+        for submitter in (self._worker, self._backend):
+            submitter.take()
+        self._worker.host.prepare()
+
+    def of(self, directions: Sequence[Direction]) -> dict[str, SeriesMethod]:
+        """By name; of these directions at once."""
+        geometry, series = self._setup.geometry, self._setup.series
+        nbytes = series.blocks * geometry.planes * geometry.block_bytes
+        after = self._ours.torch.cuda.current_stream().cuda_stream
+        transfers = {direction: [[ids] for ids in self._ours.by_transfer(direction)] for direction in directions}
+        found = {}
+        for name, engine in self._engines.items():
+            copiers = dict.fromkeys(directions)
+            submitter = EngineSubmitter(engine, transfers, copiers, after=after, series=series.transfers)
+            targets = TensorTargets(self._ours, self._slots[name])
+            found[name] = SeriesMethod(submitter, targets, nbytes, partial(_chosen, submitter))
+        targets = TensorTargets(self._setup, self._worker.host)
+        found[WORKER] = SeriesMethod(self._worker, targets, nbytes)
+        return found | {BACKEND: SeriesMethod(self._backend, targets, nbytes)}
 
     def __enter__(self) -> VllmMethods:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
+
+
+def _engine(lab: Lab, setup: TensorSetup, **options: Any) -> OffloadEngine:
+    planes = [
+        Plane(plane.data_ptr(), block_bytes=setup.geometry.block_bytes, num_blocks=plane.shape[0], owner=setup.cache)
+        for plane in setup.cache
+    ]
+    return OffloadEngine(KVLayout([planes]), device=lab.device, num_slots=setup.num_slots, **options)
+
+
+def _chosen(submitter: EngineSubmitter) -> dict[str, int]:
+    return dict(sum(submitter.chosen.values(), Counter()))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import kvoffload
-from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Tier, TierStatistics
 from paged_decode.backend import Backend
 from paged_decode.model import BLOCK_TOKENS
@@ -60,10 +56,8 @@ class Offloader:
     ) -> None:
         self._backend, self._engine, self._timeline = backend, engine, timeline
         self._by_layer, self._corrupt, self._stores_blocks = by_layer, corrupt, stores
-        if tier is None:
-            self._cache: kvoffload.BlockCache[Engine] = kvoffload.BlockCache(engine)
-        else:
-            self._cache = TieredCache(engine, tiers=[tier], write="through" if stores else "none")
+        tiers = [] if tier is None else [tier]
+        self._cache = kvoffload.BlockCache(engine, tiers=tiers, write="through" if stores else "none")
         self._stores: dict[int, kvoffload.CacheJob] = {}
         self._loads: dict[int, kvoffload.CacheJob] = {}
 
@@ -76,8 +70,7 @@ class Offloader:
         self._cache.touch(keys)
         self._stores[conversation] = job
         self._note(job)
-        if isinstance(self._cache, TieredCache):  # a server goes on; here all of it has to be there later
-            self._cache.drain(60)
+        self._cache.drain(60)  # a server goes on; here all of it has to be there later, if there is a tier
 
     def follow_store(self, conversation: int) -> None:
         """Have steps from now on follow the store of a conversation whose blocks another one has taken."""
@@ -90,7 +83,8 @@ class Offloader:
         if conversation in self._stores:
             self._stores[conversation].wait()  # it ended long ago: other conversations were served since
         keys = self._keys(tokens)
-        with self._promoted(keys) as found:
+        with self._cache.promote(keys, deadline=60) as promotion:  # what a tier has is read; it stays meanwhile
+            found = promotion.wait()
             if found < len(keys):
                 raise RuntimeError(
                     f"{found} of {len(keys)} blocks of a prefix were found, of which all were to be stored"
@@ -99,15 +93,6 @@ class Offloader:
             parts = self._backend.size.layers if self._by_layer else None  # planes 2k and 2k + 1 are part k
             job = self._loads[conversation] = self._cache.load(keys, blocks, after=self._backend.after(), parts=parts)
         self._note(job)
-
-    @contextmanager
-    def _promoted(self, keys: list[bytes]) -> Iterator[int]:
-        """How many leading keys can be loaded now, after those in the tier have been read; they stay meanwhile."""
-        if isinstance(self._cache, TieredCache):
-            with self._cache.promote(keys, deadline=60) as promotion:
-                yield promotion.wait()
-        else:
-            yield self._cache.lookup(keys)
 
     def follow_load(self, conversation: int) -> None:
         """Have steps from now on follow the load of a conversation, if there is one."""
@@ -123,7 +108,8 @@ class Offloader:
 
     def tier_statistics(self) -> TierStatistics | None:
         """What was written to the tier and read from it; None without a tier."""
-        return self._cache.tier_statistics()[0].tier if isinstance(self._cache, TieredCache) else None
+        found = self._cache.tier_statistics()
+        return found[0].tier if found else None
 
     def clear(self) -> None:
         """Remove all blocks, also those that were left in the tier earlier."""
@@ -131,8 +117,7 @@ class Offloader:
 
     def close(self) -> None:
         """Close what is below the host; the engine stays open."""
-        if isinstance(self._cache, TieredCache):
-            self._cache.close()
+        self._cache.close()
 
     def count_blocks(self) -> tuple[int, int]:
         """Blocks stored and loaded so far; waits until all transfers have ended."""

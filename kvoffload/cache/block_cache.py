@@ -9,35 +9,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from kvoffload.cache.block_queries import BlockQueries
 from kvoffload.cache.calls import guarded
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
-from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
-from kvoffload.cache.reservations import CacheJob, CacheRequest, Lease, Reservation, record_of
+from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
-from kvoffload.internal.checks import flag, names_its_calls
+from kvoffload.internal.checks import flag
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.planning.transfer_plan import Direction
+
+if TYPE_CHECKING:  # what is imported where there are tiers
+    from kvoffload.cache.tiering.attaching import WriteName
+    from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
+    from kvoffload.cache.tiering.tier import Tier
 
 BlockIds = Ids | Sequence[Ids]  # with several groups of planes a list for each
 Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
-@names_its_calls
-class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
-    """A prefix cache over the slots of an engine, which it owns. Usable from any thread.
+class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
+    """A prefix cache over the slots of an engine, which it owns. Usable from any thread; a context manager.
 
     A key stands for `blocks_per_slot` blocks of every group of the layout; see `kvoffload.chain_keys`. With several
     groups a key takes one slot for each, and `blocks` is a sequence with one list of ids per group.
@@ -49,6 +52,16 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         cache.store(keys, blocks, after=stream)                        # once the rest is computed; skips what is there
         cache.touch(keys)                                              # once, at its end
 
+    `lookup` knows the slots alone. With tiers below them, such as a disk, keys that are only in a tier are promoted
+    into slots first, which a thread of the cache does:
+
+        with cache.promote(keys, deadline=0.2) as promotion:           # what is in slots stays there
+            hits = promotion.wait()
+            cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
+        cache.store(keys, blocks, after=stream)                        # tiers get what is worth writing
+        cache.touch(keys)
+
+    A tier that fails, hangs or is full is a miss, and raises nothing here. No stream of the GPU waits for a tier.
     To move the bytes by other means, reserve slots, fill them and commit; or acquire a lease, read, release it.
 
     Args:
@@ -56,17 +69,28 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             each device. The cache owns its slots: `engine.store` refuses them, except those of an open reservation of
             this cache. With 0 slots every lookup misses and every store is declined.
         policy: what is evicted when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a
-            function that takes the capacity in keys and returns one.
+            function that takes the capacity in keys and returns one. Above tiers "prefix" declines nothing, since only
+            what is in slots can be written.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
         store_after: a key is stored only once this many lookups have missed it; 0: at once.
         max_load_blocks: `lookup` reports at most this many hits; None: all. (A very long load delays all others.)
         on_event: called with each `CacheEvent`, one at a time and in their order, outside all locks: at the end of a
-            call of the cache, or of `wait` or `done` of one of its jobs, by the thread that makes that call.
+            call of the cache, or of `wait` or `done` of one of its jobs, by the thread that makes that call; with tiers
+            by a thread of theirs, too.
+        tiers: asked in this order, each for what those before have not brought; each gets what is written. They become
+            the cache's own, and are closed with it. Empty: there are none, and what follows is not used.
+        write: what is written to the tiers: "admitted" what is worth it, as learned from what is asked for again, at
+            the end of requests (`touch`); "through" every key as soon as it is in slots; "back" every key shortly
+            before it is evicted; "none" nothing.
+        prefill_tokens_per_second: what computing costs: nothing is promoted that is expected to take longer, going by
+            the tier's speed as measured lately. None: everything is promoted. The layout must say tokens_per_block.
+        hung: seconds after which a tier's call is taken for one that hangs; until it returns, the tier is not used.
 
     Raises:
-        CapacityError: the engine has fewer slots than groups, but some; or another cache owns its slots.
+        CapacityError: the engine has fewer slots than groups, but some; or another cache owns its slots; or there are
+            tiers and no slots.
         ClosedError: the engine is closed.
-        LayoutError: the engine is one for a `kvoffload.jax.StagedCache`.
+         LayoutError: what `Tier.attach` raises.
         ValueError, TypeError: bad arguments.
     """
 
@@ -79,33 +103,44 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         store_after: int = 0,
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
+        tiers: Sequence[Tier] = (),
+        write: WriteName = "admitted",
+        prefill_tokens_per_second: float | None = None,
+        hung: float = 30.0,
     ) -> None:
         check_engine(engine)
+        below = None
+        if tiers != ():
+            from kvoffload.cache.tiering.attaching import TierPlan, seconds_per_key
+
+            key_seconds = seconds_per_key(engine.layout, prefill_tokens_per_second)
+            below = TierPlan.of(tiers, write, hung, key_seconds)
+            if below is not None and engine.num_slots == 0:
+                raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
         self.engine = engine
         self._groups = engine.layout.num_groups
-        self.capacity = engine.num_slots // self._groups
-        if self.capacity == 0 < engine.num_slots:
+        capacity = engine.num_slots // self._groups
+        if capacity == 0 < engine.num_slots:
             raise CapacityError(f"{engine.num_slots} slots hold no key of {self._groups} groups; raise num_slots")
         if self._groups > engine.max_in_flight:
             raise CapacityError(
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
             )
-        self._index = CacheIndex(
-            self.capacity,
+        super().__init__(
+            capacity,
             policy=policy,
             tenants=tenants,
             store_after=store_after,
             max_load_blocks=max_load_blocks,
             on_event=on_event,
-            lock=engine.lock,
-            check_usable=engine.check_process,
-            num_groups=self._groups,
-            in_flight=engine.jobs_in_flight,
+            engine=engine,
+            below=below,
         )
-        self._state = self._index._state
         self._state.owner = weakref.ref(self)
         self._tenants = dict(tenants or {})
         engine.guard_slots(self._state)
+        if below is not None:
+            self._tiers = below.attach_engine(self._records, engine, weakref.ref(self))
 
     # moving bytes -------------------------------------------------------------------------------------------------
 
@@ -144,7 +179,10 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         per_group = self._block_ids(len(checked), blocks)
         after = self.engine.resolve(after)
         self.engine.advance()
-        return self._store((checked, tenant, all_or_nothing, request, per_group, after))
+        job = self._store((checked, tenant, all_or_nothing, request, per_group, after))
+        if self._tiers is not None:
+            self._tiers.stored()
+        return job
 
     @guarded
     def _store(
@@ -153,7 +191,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         keys, tenant, all_or_nothing, request, per_group, after = given
         opened = None if request is None else record_of(request, self._state)
         record = self._state.propose(keys, tenant, all_or_nothing, opened, False)
-        return CacheJob(tuple(record.keys), self._submit(record, per_group, after), self._index, record)
+        return CacheJob(tuple(record.keys), self._submit(record, per_group, after), self._records, record)
 
     def _submit(self, record: ReservationRecord, per_group: list[Int64Array], after: CacheAfter) -> tuple[Job, ...]:
         """Carry a proposal out and submit its transfer, under the lock. There are four cases:
@@ -233,7 +271,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         record = state.propose_lease(keys, pending)
         self.engine.check_room(self._groups if keys else 0)
         if not keys:
-            return CacheJob((), jobs, self._index, record)
+            return CacheJob((), jobs, self._records, record)
         state.begin(record)
         try:
             for group, ids in enumerate(per_group):
@@ -248,68 +286,30 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         record.jobs = jobs
         state.loading.append(record)
         state.use(keys, opened)
-        return CacheJob(tuple(keys), jobs, self._index, record)
-
-    # entries for other copies -------------------------------------------------------------------------------------
-
-    def reserve(
-        self,
-        keys: Sequence[bytes],
-        *,
-        tenant: str = "",
-        all_or_nothing: bool = False,
-        request: CacheRequest | None = None,
-    ) -> Reservation:
-        """Reserve slots for those keys that are neither present nor pending; see `store`, which also copies.
-
-        The caller fills the slots `reservation.slots(group)` of every group, by `engine.store`, through `engine.slots`
-        or otherwise, then calls `reservation.commit(job)` or `abort()`. `tenant`, `all_or_nothing` and
-        `request`: as for `store`.
-
-        Raises:
-            CapacityError: `all_or_nothing`, and a missing key would be declined.
-            LayoutError: `keys` repeats a key, or is not a list of bytes.
-            ValueError: the cache has no such tenant; or its policy chose keys that must not be evicted; or `request` is
-                of another cache, or of another tenant than `tenant`.
-            ClosedError: the engine is closed, or `request` has ended.
-            Nothing has changed in any of these cases.
-        """
-        self.engine.advance()
-        self.engine.check_usable()
-        return self._index.reserve(keys, tenant=tenant, all_or_nothing=all_or_nothing, request=request)
-
-    def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
-        """Hold the slots of keys that are all present and ready, until the lease is released; `pending` as for `load`.
-
-        With `pending`, call `lease.order_before(stream)` before work on `stream` reads the slots.
-
-        Raises:
-            MissingKeyError: a key is absent or not ready. Nothing has changed.
-        """
-        self.engine.advance()
-        return self._index.acquire(keys, pending=pending)
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Remove keys: from now on they are missing. Returns how many of them were present or pending.
-
-        A slot that a transfer or a lease uses becomes free when that use has ended.
-        """
-        self.engine.advance()
-        return self._index.remove(keys)
-
-    def clear(self) -> int:
-        """Remove all keys, as `remove` does. Returns how many there were."""
-        self.engine.advance()
-        return self._index.clear()
+        return CacheJob(tuple(keys), jobs, self._records, record)
 
     # inner workings -----------------------------------------------------------------------------------------------
 
-    def __repr__(self) -> str:
-        return f"BlockCache({self._index.describe()})"
-
     def _html_options(self) -> dict[str, Any]:
-        statistics = None if self.engine.devices[0].foreign else self._index.statistics()
-        return {"statistics": statistics, "described": self._index.describe(), "tenants": self._tenants}
+        statistics = None if self.engine.devices[0].foreign else self._records.statistics()
+        return {"statistics": statistics, "described": self._describe(), "tenants": self._tenants}
+
+    def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
+        """See `Promotion.load`."""
+        from kvoffload.cache.tiering.promotion import ChainedLoad
+
+        record, tiers = promotion._record, self._tiers
+        per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks)]
+        if parts is not None:
+            self._check_parts(parts)
+        self._check_open()
+        chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts, promotion._when_done)
+        record.loads.add(chained)
+        if tiers is None:
+            chained._submit(self.load)
+        else:
+            tiers.post(chained)
+        return chained
 
     def _block_ids(self, num_keys: int, blocks: Any) -> list[Int64Array]:
         """Per group an array of shape (keys, blocks_per_slot)."""

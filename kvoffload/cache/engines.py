@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from kvoffload.device.device import Device
+from kvoffload.engine.base import SlotGuard
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
-from kvoffload.engine.slot_guard import SlotGuard
 from kvoffload.engine.statistics import EngineStatistics
-from kvoffload.engine.wait_streams import After
-from kvoffload.errors import ClosedError, LayoutError
+from kvoffload.engine.wait_streams import After, ShardedAfter
+from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import StreamLike
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.sharded.after import ShardedAfter
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bring it along
@@ -109,9 +108,3 @@ def check_engine(engine: CacheEngine) -> None:
         raise TypeError(f"engine must be an OffloadEngine or a ShardedEngine, got {shown(engine)}")
     if engine.closed:
         raise ClosedError("the engine is closed; make the cache over one that is open")
-    layouts = getattr(engine.layout, "layouts", (engine.layout,))  # a layout for each device
-    if any(getattr(layout, "_of_staging", False) for layout in layouts):
-        raise LayoutError(
-            "engine copies the staging array of a kvoffload.jax.StagedCache, which holds a block only during its "
-            "transfer: a cache of keys needs a kvoffload.jax.OwnedCache; or store and load by cache.store(engine, ...)"
-        )

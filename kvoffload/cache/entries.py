@@ -128,7 +128,10 @@ class ReservationRecord(_WithTransfers):
         self.keys = keys
         self.positions: Sequence[int] = range(len(keys))
         self.victims = victims
-        self.evicted = victims[0][1] if len(victims) == 1 else [key for _, mine in victims for key in mine]
+        if len(victims) < 2:
+            self.evicted = victims[0][1] if victims else _NO_KEYS
+        else:
+            self.evicted = [key for _, mine in victims for key in mine]
         self.present = present
         self.declined = _NO_KEYS
         self.short = self.promoted = False

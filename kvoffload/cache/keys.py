@@ -16,7 +16,7 @@ from kvoffload.errors import LayoutError
 from kvoffload.internal.types import Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
-from kvoffload.sharded.layout import ShardedLayout
+from kvoffload.layout.sharded import ShardedLayout
 
 KEY_BYTES = 16
 KEY_VERSION = 1  # of the byte layout; another one gives other keys throughout
@@ -53,7 +53,13 @@ def chain_keys(
         TypeError: layout, salt, extra or parent has the wrong type.
     """
     root = _root(layout, salt, extra)
-    previous = root if parent is None else _parent(parent)
+    if parent is not None and not isinstance(parent, bytes):
+        raise TypeError(f"parent must be a key from chain_keys, or None, got {parent!r:.80}")
+    if parent is not None and len(parent) != KEY_BYTES:
+        raise ValueError(
+            f"parent must be a key of {KEY_BYTES} bytes from chain_keys, got {len(parent)}: {parent!r:.80}"
+        )
+    previous = root if parent is None else parent
     data = as_tokens(token_ids).astype("<u4").tobytes()
     assert layout.tokens_per_block is not None, "else it has no fingerprint"
     step = _TOKEN_BYTES * layout.tokens_per_block * layout.blocks_per_slot
@@ -79,16 +85,6 @@ def _root(layout: KVLayout | ShardedLayout, salt: str, extra: bytes) -> bytes:
     for field in (layout.fingerprint, salt.encode("utf-8", "surrogatepass"), extra):
         message += struct.pack("<Q", len(field)) + field
     return blake2b(message, digest_size=KEY_BYTES, person=b"kvoffload root").digest()
-
-
-def _parent(parent: bytes) -> bytes:
-    if not isinstance(parent, bytes):
-        raise TypeError(f"parent must be a key from chain_keys, or None, got {parent!r:.80}")
-    if len(parent) != KEY_BYTES:
-        raise ValueError(
-            f"parent must be a key of {KEY_BYTES} bytes from chain_keys, got {len(parent)}: {parent!r:.80}"
-        )
-    return parent
 
 
 def as_tokens(token_ids: Any) -> Int64Array:

@@ -23,12 +23,12 @@ class RequestRecord:
         keys: all keys given with it so far, in the order in which they came first.
         notes: by number of pool, what that pool's policy remembers of the request; see `Policy.for_request`.
         ended: whether no call may name it any more.
-        on_end: is called with its keys when it has ended well, outside the lock.
+        on_end: is called with its keys when it has ended well, outside the lock; None: nothing is.
     """
 
     __slots__ = ("ended", "keys", "notes", "on_end", "owner", "tenant")
 
-    def __init__(self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None]) -> None:
+    def __init__(self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None] | None) -> None:
         self.owner = owner
         self.tenant = tenant
         self.on_end = on_end

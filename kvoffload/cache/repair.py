@@ -29,19 +29,41 @@ def repair(table: EntryTable, pools: Pools, in_order: set[Record]) -> dict[Recor
 
 
 def rebuild(table: EntryTable) -> None:
-    """Finish records whose stage says that they are settled, then compute from the truth what is derived."""
+    """Finish records whose stage says that they are settled, then compute from the truth what is derived.
+
+    A record was left in one of these states:
+
+    1. OPEN, in `reservations`: published, perhaps without all of its keys in `of`. It stays pending with the keys that
+       are its own, and its call or its handle, which have let go of it, will abort it.
+    2. SETTLING: the same, with transfers; it is settled when these have ended.
+    3. COMMITTED: the bytes are there. It only has to leave `reservations`; so its keys are hits.
+    4. ABORTED: keys that are still its own leave `of`, not those that a later store has put into other entries. It
+       stays in `reservations` while transfers may write its entries.
+    5. A lease that is released: it leaves `leases` unless transfers still read its entries.
+
+    All else is computed from `of`, `pool_of`, `reservations` and `leases`, so it may be done twice.
+    """
     of = table.of
-    for record in list(table.reservations):
+    for record in list(table.reservations):  # 3 and 4; the keys go before the record does, else they would be hits
         if record.stage is Stage.ABORTED:
             for key, index in zip(record.keys, record.indices, strict=True):
                 if of.get(key) == index:
                     del of[key]
         if record.stage is Stage.COMMITTED or (record.stage is Stage.ABORTED and record.transfers_ended):
             table.reservations.discard(record)
-    for lease in list(table.leases):
+    for lease in list(table.leases):  # 5
         if lease.released and lease.transfers_ended:
             table.leases.discard(lease)
-    _derive(table)
+    table.keys = [None] * len(table.pool_of)
+    for key, index in of.items():
+        table.keys[index] = key
+    unsettled = [record for record in table.reservations if record.stage is not Stage.ABORTED]
+    table.pending = {key: record for record in unsettled for key in table.still_mine(record)}
+    table.writable = {index for record in unsettled if record.stage is Stage.OPEN for index in record.indices}
+    table.holds = dict(_holders(table))
+    keyless = [index for index, key in enumerate(table.keys) if key is None]
+    table.doomed = {index for index in keyless if index in table.holds}
+    table.free = [index for index in reversed(keyless) if index not in table.holds]
 
 
 def check(table: EntryTable) -> None:
@@ -63,19 +85,6 @@ def check(table: EntryTable) -> None:
     assert all(table.still_mine(record) == [] for record in table.reservations if record.stage is Stage.ABORTED)
     opened = {index for record in unsettled if record.stage is Stage.OPEN for index in record.indices}
     assert table.writable == opened, "the writable entries are those of open reservations"
-
-
-def _derive(table: EntryTable) -> None:
-    table.keys = [None] * len(table.pool_of)
-    for key, index in table.of.items():
-        table.keys[index] = key
-    unsettled = [record for record in table.reservations if record.stage is not Stage.ABORTED]
-    table.pending = {key: record for record in unsettled for key in table.still_mine(record)}
-    table.writable = {index for record in unsettled if record.stage is Stage.OPEN for index in record.indices}
-    table.holds = dict(_holders(table))
-    keyless = [index for index, key in enumerate(table.keys) if key is None]
-    table.doomed = {index for index in keyless if index in table.holds}
-    table.free = [index for index in reversed(keyless) if index not in table.holds]
 
 
 def _holders(table: EntryTable) -> Counter[int]:

@@ -27,7 +27,7 @@ from kvoffload.internal.waiting import wait_until
 
 
 class Owner(Protocol):
-    """What handles need of an index."""
+    """What handles need of `Records`."""
 
     lock: threading.RLock
     num_groups: int
@@ -40,7 +40,9 @@ class Owner(Protocol):
 
     def release(self, record: LeaseRecord, /) -> None: ...
 
-    def settle_ended(self) -> None: ...
+    def end_request(self, record: RequestRecord, /) -> bool: ...
+
+    def settle_ended(self, _: None, /) -> None: ...
 
 
 class Reservation:
@@ -62,8 +64,8 @@ class Reservation:
         tenant: as given.
     """
 
-    def __init__(self, index: Owner, record: ReservationRecord) -> None:
-        self._index = index
+    def __init__(self, records: Owner, record: ReservationRecord) -> None:
+        self._records = records
         self._record = record
         self.keys = tuple(record.keys)
         self.positions = tuple(record.positions)
@@ -81,7 +83,7 @@ class Reservation:
 
     def slots(self, group: int = 0) -> Int64Array:
         """The engine's slots for the keys' blocks of a group: int64, (keys,)."""
-        return slot_numbers(self.indices, self._index.num_groups, group)
+        return slot_numbers(self.indices, self._records.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
         """Declare the slots filled: the keys are hits from now on.
@@ -95,10 +97,15 @@ class Reservation:
             TypeError, ValueError: one of `jobs` is no job, or one of another engine; nothing has changed.
         """
         if jobs:
-            _check_jobs(jobs, self._index)
-            self._index.commit_after(self._record, jobs)
+            for position, job in enumerate(jobs):
+                lock = getattr(job, "lock", None)
+                if lock is None or not hasattr(job, "finished"):
+                    raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
+                if lock is not self._records.lock:
+                    raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
+            self._records.commit_after(self._record, jobs)
         else:
-            self._index.commit(self._record)
+            self._records.commit(self._record)
 
     def abort(self) -> None:
         """Make the keys missing and the entries free. The caller must not write the slots any more.
@@ -106,7 +113,7 @@ class Reservation:
         Raises:
             ClosedError: it has been committed or aborted before; nothing has changed.
         """
-        self._index.abort(self._record)
+        self._records.abort(self._record)
 
     def __enter__(self) -> Reservation:
         return self
@@ -138,8 +145,8 @@ class Lease:
         pending: those of the keys whose stores had not ended when the lease was taken.
     """
 
-    def __init__(self, index: Owner, record: LeaseRecord) -> None:
-        self._index = index
+    def __init__(self, records: Owner, record: LeaseRecord) -> None:
+        self._records = records
         self._record = record
         self.keys = tuple(record.keys)
         self.indices = tuple(record.indices)
@@ -153,7 +160,7 @@ class Lease:
 
     def slots(self, group: int = 0) -> Int64Array:
         """The engine's slots of the keys' blocks of a group: int64, (keys,)."""
-        return slot_numbers(self.indices, self._index.num_groups, group)
+        return slot_numbers(self.indices, self._records.num_groups, group)
 
     def order_before(self, stream: CacheStreams) -> None:
         """Work queued on `stream` from now on starts after all entries have been written; the host does not wait.
@@ -169,8 +176,8 @@ class Lease:
             TransferError: a store failed; the bytes in its slot are not those of its key.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
-        refuse_nested(self._index.lock, "wait")
-        wait_until(self._written, timeout, repr(self))
+        refuse_nested(self._records.lock, "wait")
+        wait_until(lambda: all(job.done for job in self._jobs()), timeout, repr(self))
         self.check()
 
     def check(self) -> None:
@@ -180,13 +187,10 @@ class Lease:
 
     def release(self) -> None:
         """Unpin the keys; from now on the caller must not read their slots. Idempotent."""
-        self._index.release(self._record)
+        self._records.release(self._record)
 
     def _jobs(self) -> list[Completion]:
         return [job for source in self._record.sources for job in source.jobs]
-
-    def _written(self) -> bool:
-        return all(job.done for job in self._jobs())
 
     def __enter__(self) -> Lease:
         return self
@@ -215,7 +219,7 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     keys: tuple[bytes, ...]
     jobs: tuple[Job, ...]
-    _index: Owner
+    _records: Owner
     _record: ReservationRecord | LeaseRecord
 
     @property
@@ -237,7 +241,7 @@ class CacheJob(Waitable[list[TransferResult]]):
             TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
-        refuse_nested(self._index.lock, "wait")
+        refuse_nested(self._records.lock, "wait")
         timeout, results = as_timeout(timeout), list[TransferResult]()
         try:
             run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
@@ -301,7 +305,7 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     def _settle(self) -> None:
         if not self._settled:
-            self._index.settle_ended()
+            self._records.settle_ended(None)
 
     def _call_when_done(self, callback: Callable[[Any], object]) -> None:
         if self.jobs:
@@ -333,23 +337,6 @@ def check_readable(table: EntryTable, position: int, key: bytes, pending: bool) 
     return record
 
 
-def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:
-    for position, job in enumerate(jobs):
-        lock = getattr(job, "lock", None)
-        if lock is None or not hasattr(job, "finished"):
-            raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
-        if lock is not index.lock:
-            raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
-
-
-class RequestOwner(Protocol):
-    """What a `CacheRequest` needs of an index."""
-
-    lock: threading.RLock
-
-    def end_request(self, record: RequestRecord, /) -> bool: ...
-
-
 class CacheRequest:
     """An open request: a handle for calls that store and load its keys in pieces. Made by `open_request`.
 
@@ -364,15 +351,15 @@ class CacheRequest:
         tenant: whose quota and priority its keys have.
     """
 
-    def __init__(self, index: RequestOwner, record: RequestRecord) -> None:
-        self._index = index
+    def __init__(self, records: Owner, record: RequestRecord) -> None:
+        self._records = records
         self._record = record
         self.tenant = record.tenant
 
     @property
     def keys(self) -> tuple[bytes, ...]:
         """Its keys so far, in their order; a copy."""
-        with self._index.lock:
+        with self._records.lock:
             return tuple(self._record.keys)
 
     @property
@@ -382,7 +369,7 @@ class CacheRequest:
 
     def end(self) -> None:
         """Record the use of its keys, as `touch` of all of them does. Idempotent; afterwards no call may name it."""
-        if self._index.end_request(self._record):
+        if self._records.end_request(self._record) and self._record.on_end is not None:
             self._record.on_end(tuple(self._record.keys))
 
     def __enter__(self) -> CacheRequest:

@@ -31,13 +31,21 @@ def find_space(
         ValueError: the policy names keys that must not be evicted, or admits more keys than find entries.
     """
     own: Collection[bytes] = () if request is None else request.keys
-    protected = _protected(table, present, own)
+    of, held, named = table.of, table.holds, set(present)
+    protected: Protected  # whether a resident key has to stay
+    if own:
+        protected = lambda key: key in own or key in named or of.get(key) in held  # noqa: E731
+    elif not named and not held:
+        protected = lambda _: False  # noqa: E731
+    else:
+        protected = lambda key: key in named or of.get(key) in held  # noqa: E731
     space = pools.make_space(pool, policy, new, free, protected)
     short = space is None
     if space is None and request is not None:
         new, space = _most(lambda some: pools.make_space(pool, policy, some, free, protected), new)
     elif space is None:
-        most = pools.most_newcomers(pool, free, _protected_pools(table, present))
+        staying = {index for index in held if table.keys[index] is not None}.union(map(of.__getitem__, present))
+        most = pools.most_newcomers(pool, free, [table.pool_of[index] for index in staying])
         if 0 < most < len(new):
             new = new[:most]
             space = pools.make_space(pool, policy, new, free, protected)
@@ -89,23 +97,6 @@ def _check_victims(table: EntryTable, victims: Victims, protected: Protected) ->
                 continue
             raise ValueError(f"the policy {pool.policy!r:.80} named {key!r:.80} to be evicted, which {wrong}")
     return count
-
-
-def _protected(table: EntryTable, present: list[bytes], own: Collection[bytes]) -> Protected:
-    """A function: whether a resident key has to stay for a request with these resident keys, and its `own`."""
-    of, held, named = table.of, table.holds, set(present)
-    if own:
-        return lambda key: key in own or key in named or of.get(key) in held
-    if not named and not held:
-        return lambda _: False
-    return lambda key: key in named or of.get(key) in held
-
-
-def _protected_pools(table: EntryTable, present: list[bytes]) -> list[int]:
-    """The pool of each key that has to stay."""
-    indices = {index for index in table.holds if table.keys[index] is not None}
-    indices.update(map(table.of.__getitem__, present))
-    return [table.pool_of[index] for index in indices]
 
 
 def shortage(table: EntryTable, missing: int, admitted: int, short: bool) -> str:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import filterfalse
 
+from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import (
     ABORTED,
     COMMITTED,
@@ -50,10 +51,13 @@ class CacheState:
     Attributes:
         working: a call has not returned in the thread that holds the lock.
         consulting: the policy is asked where new keys go.
-        changes: how many calls have; counted before `working` is cleared, see `Queries.status_of`.
+        changes: how many calls have; counted before `working` is cleared, see `KeyCache.status_of`.
         proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         awaited: records with transfers in any order; looked through by every `enter`.
+        in_flight: functions that return the transfers that may still read or write entries. Entries of a record that
+            was dropped without being ended stay in use until these have ended.
+        num_groups: slots of an entry.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
     """
 
@@ -63,11 +67,9 @@ class CacheState:
         pools: Pools,
         reuse_filter: ReuseFilter,
         recorder: StatisticsRecorder,
-        lock: threading.RLock,
-        in_flight: Callable[[], tuple[Completion, ...]],
-        num_groups: int,
+        engine: CacheEngine | None = None,
     ) -> None:
-        self.lock = lock
+        self.lock = threading.RLock() if engine is None else engine.lock
         self.table = EntryTable(capacity)
         self.pools = pools
         self.filter = reuse_filter
@@ -82,8 +84,8 @@ class CacheState:
         self.abandoned: deque[Watch | Record | None] = deque()
         self.awaited: dict[Record, None] = {}
         self.owner: weakref.ref[object] | None = None  # the cache whose state this is
-        self.in_flight = [in_flight]  # functions: what may still read or write entries
-        self._num_groups = num_groups
+        self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
+        self.num_groups = 1 if engine is None else engine.layout.num_groups
 
     # up to date ---------------------------------------------------------------------------------------------------
 
@@ -106,8 +108,13 @@ class CacheState:
                 break
             self.end(lease, loaded=not lease.any_failed)
             del loading[0]
-        if self.awaited:
-            self._settle_awaited()
+        for record in list(self.awaited) if self.awaited else ():
+            if record.transfers_ended:
+                if isinstance(record, LeaseRecord):
+                    self.end(record)
+                else:
+                    self.settle(record, well=record.stage is SETTLING and not record.any_failed)
+                self.awaited.pop(record, None)
 
     def repair(self) -> None:
         """Make the derived state and the policies agree with the truth. May be interrupted and called again."""
@@ -135,15 +142,6 @@ class CacheState:
 
     def _all_in_flight(self) -> tuple[Completion, ...]:
         return tuple(job for source in self.in_flight for job in source())
-
-    def _settle_awaited(self) -> None:
-        for record in list(self.awaited):
-            if record.transfers_ended:
-                if isinstance(record, LeaseRecord):
-                    self.end(record)
-                else:
-                    self.settle(record, well=record.stage is SETTLING and not record.any_failed)
-                self.awaited.pop(record, None)
 
     # filling ------------------------------------------------------------------------------------------------------
 
@@ -208,18 +206,6 @@ class CacheState:
     def fill(self, record: ReservationRecord) -> None:
         """Complete what `publish` has begun."""
         self.table.fill(record)
-        if record.victims:
-            self._note_evicted(record)
-        if record.keys:
-            record.pool.stale = True
-            record.policy.insert(record.keys)
-            record.pool.stale = False
-            self.recorder.note_new(record.indices)
-        if record.declined:
-            self.recorder.note("declined", record.declined, record.tenant)
-        self.consistent = True
-
-    def _note_evicted(self, record: ReservationRecord) -> None:
         begin = 0
         for pool, victims in record.victims:
             pool.stale = True
@@ -228,6 +214,14 @@ class CacheState:
             end = begin + len(victims)
             self.recorder.note_evicted(victims, record.victim_indices[begin:end])
             begin = end
+        if record.keys:
+            record.pool.stale = True
+            record.policy.insert(record.keys)
+            record.pool.stale = False
+            self.recorder.note_new(record.indices)
+        if record.declined:
+            self.recorder.note("declined", record.declined, record.tenant)
+        self.consistent = True
 
     def submitted(self, record: ReservationRecord, jobs: tuple[Completion, ...], *, in_order: bool) -> None:
         """The record is settled as soon as these transfers have ended; with `in_order` they end after those of all
@@ -257,22 +251,19 @@ class CacheState:
             if self.filter.store_after:
                 self.filter.forget(mine)
         else:
-            self._fail(record)
+            record.stage = ABORTED
+            mine = table.still_mine(record)
+            held = not record.transfers_ended
+            self._unlink(record.pool, mine)
+            if held:
+                self.awaited[record] = None
+            else:
+                table.reservations.discard(record)
+            table.end(record, mine, held)
+            if mine and not record.promoted:
+                self.recorder.note("failed", mine, record.tenant)
         record.watch = None
         self.consistent = True
-
-    def _fail(self, record: ReservationRecord) -> None:
-        record.stage = ABORTED
-        mine = self.table.still_mine(record)
-        held = not record.transfers_ended
-        self._unlink(record.pool, mine)
-        if held:
-            self.awaited[record] = None
-        else:
-            self.table.reservations.discard(record)
-        self.table.end(record, mine, held)
-        if mine and not record.promoted:
-            self.recorder.note("failed", mine, record.tenant)
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         """Resident keys of a pool lose their entries, for another reason than eviction."""
@@ -347,6 +338,24 @@ class CacheState:
             pool.stale = False
         self.consistent = True
 
+    def touch(self, used: list[bytes]) -> None:
+        """A request with these keys, no repeats, found or not, has ended."""
+        table, pools = self.table, self.pools
+        try:
+            entries = list(map(table.of.__getitem__, used))
+            used = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
+        except KeyError:
+            used = table.originals(used)
+            entries = [table.of[key] for key in used if key in table.of]
+        self.recorder.note_touched(entries, len(used))
+        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number)
+        for pool, mine in split if table.capacity else ():
+            self.consistent = False
+            pool.stale = True
+            pool.policy.touch(mine)
+            pool.stale = False
+        self.consistent = True
+
     def remove(self, keys: list[bytes]) -> None:
         """Resident keys, no repeats, lose their entries; reservations of them go on without them."""
         gone = self.table.originals(keys)
@@ -376,7 +385,7 @@ class CacheState:
         """
         if not self.working:  # else it is the cache's own store
             self._come_up_to_date()
-        entries = (slots if self._num_groups == 1 else slots // self._num_groups).tolist()
+        entries = (slots if self.num_groups == 1 else slots // self.num_groups).tolist()
         if not self.table.writable.issuperset(entries):
             wrong = next(place for place, entry in enumerate(entries) if entry not in self.table.writable)
             raise ValueError(

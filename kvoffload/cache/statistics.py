@@ -299,19 +299,17 @@ class StatisticsRecorder:
             try:
                 if self._notifier.setdefault("now", mine) is not mine:  # one operation: a lock could be taken twice
                     return
-                self._notify_all()
+                while self.unreported:
+                    event = self.unreported[0]
+                    del self.unreported[0]  # not popleft(): an interrupt after that call would lose the event
+                    try:
+                        self._on_event(event)  # type: ignore[misc]
+                    except Exception as error:
+                        message = f"on_event raised {error!r}; the cache goes on"
+                        warnings.warn(message, KVOffloadWarning, stacklevel=4)
             finally:
                 if "now" in self._notifier and self._notifier["now"] is mine:  # no call, after which a signal comes
                     del self._notifier["now"]
-
-    def _notify_all(self) -> None:
-        while self.unreported:
-            event = self.unreported[0]
-            del self.unreported[0]  # not popleft(): an interrupt after that call would lose the event
-            try:
-                self._on_event(event)  # type: ignore[misc]
-            except Exception as error:
-                warnings.warn(f"on_event raised {error!r}; the cache goes on", KVOffloadWarning, stacklevel=5)
 
     def _announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
         if keys:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from kvoffload.calibration.compute import Computation, Product
+from kvoffload.calibration.compute import Computation, Product, in_context
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import PinnedMemory
 from kvoffload.planning.transfer_plan import Direction
@@ -88,16 +88,11 @@ def opposite_copies(device: Device, direction: Direction, nbytes: int) -> Iterat
         buffer = undo.enter_context(device.allocate(nbytes))
         with device.current():
             pinned = PinnedMemory(driver, nbytes)
-            undo.callback(_with_context, device, pinned.release)
+            undo.callback(in_context, device, pinned.release)
             stream = driver.stream_create(0)
-            undo.callback(_with_context, device, partial(driver.stream_destroy, stream))
+            undo.callback(in_context, device, partial(driver.stream_destroy, stream))
         target, source = buffer.address, pinned.address
         if direction is Direction.LOAD:
             target, source = source, target
         with Backdrop(device, stream, partial(driver.copy, target, source, nbytes, stream)) as backdrop:
             yield backdrop
-
-
-def _with_context(device: Device, call: Callable[[], None]) -> None:
-    with device.current():
-        call()

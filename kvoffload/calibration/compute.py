@@ -18,6 +18,12 @@ from kvoffload.kernels import KernelSpec, LoadedKernel, load_kernel
 _CHUNK_BYTES = 32 << 20
 
 
+def in_context(device: Device, call: Callable[[], None]) -> None:
+    """Call with the device's context current: for what frees memory or streams of the driver."""
+    with device.current():
+        call()
+
+
 class ProductTile(NamedTuple):
     """How a product is cut: one program per tile of the result, `inner` elements of a row or column at a time."""
 
@@ -72,11 +78,13 @@ class Computation:
         with ExitStack() as undo:
             with device.current():
                 self._kernel, tile = _load(device, product)
-                undo.callback(self._closing(self._kernel.close))
+                undo.callback(in_context, device, self._kernel.close)
                 self.stream = self._driver.stream_create(priority)
-                undo.callback(self._closing(partial(self._driver.stream_destroy, self.stream)))
+                undo.callback(in_context, device, partial(self._driver.stream_destroy, self.stream))
+            rows, columns, inner = product.rows, product.columns, product.inner
             self.left, self.right, self.result = (
-                undo.enter_context(device.allocate(2 * count)) for count in _counts(product)
+                undo.enter_context(device.allocate(2 * count))
+                for count in (rows * inner, inner * columns, rows * columns)
             )
             random = np.random.default_rng(seed)
             for buffer in (self.left, self.right):
@@ -84,13 +92,6 @@ class Computation:
             self._grid = product.rows // tile.rows * (product.columns // tile.columns)
             self._arguments = (self.left.address, self.right.address, self.result.address)
             self._undo = undo.pop_all()
-
-    def _closing(self, call: Callable[[], None]) -> Callable[[], None]:
-        def close() -> None:
-            with self._device.current():
-                call()
-
-        return close
 
     def queue(self, count: int) -> None:
         """Queue the product `count` times, and return; the device's context must be current."""
@@ -113,15 +114,12 @@ class Computation:
             for event in events[1:]:
                 self.queue(1)
                 self._driver.event_record(event, self.stream)
-            self._wait(events[-1], meanwhile)
+            while True:
+                if meanwhile is not None:
+                    meanwhile()
+                if self._driver.event_query(events[-1]):
+                    break
             return [self._driver.event_seconds(*pair) for pair in itertools.pairwise(events)]
-
-    def _wait(self, event: int, meanwhile: Callable[[], object] | None) -> None:
-        if meanwhile is not None:
-            meanwhile()
-        while not self._driver.event_query(event):
-            if meanwhile is not None:
-                meanwhile()
 
     @property
     def operations(self) -> int:
@@ -139,11 +137,6 @@ class Computation:
         self.close()
 
 
-def _counts(product: Product) -> tuple[int, int, int]:
-    """Elements of left, right and result."""
-    return product.rows * product.inner, product.inner * product.columns, product.rows * product.columns
-
-
 def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:
     """The kernel with the first tile that fits."""
     for tile in product.tiles:
@@ -159,15 +152,10 @@ def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:
 def kernel_spec(product: Product, tile: ProductTile, *, half: bool) -> KernelSpec:
     """The kernel for a product; its parameters are the addresses of left, right and result."""
     constants = {
-        "M": product.rows,
-        "N": product.columns,
-        "K": product.inner,
-        "TILE_M": tile.rows,
-        "TILE_N": tile.columns,
-        "TILE_K": tile.inner,
-        "STAGES": tile.stages,
-        "HALF": int(half),
-    }
+        "M": product.rows, "N": product.columns, "K": product.inner,
+        "TILE_M": tile.rows, "TILE_N": tile.columns, "TILE_K": tile.inner,
+        "STAGES": tile.stages, "HALF": int(half),
+    }  # fmt: skip
     parameters = (("left", "i64"), ("right", "i64"), ("result", "i64"))
     return KernelSpec("kvoffload.kernels.compute", "product", parameters, tuple(constants.items()), tile.warps)
 

@@ -39,7 +39,7 @@ from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Deviation, Profile, key_of
-from kvoffload.tuning.costs import CopyMethod, Costs, Situation
+from kvoffload.tuning.costs import CONCURRENT_COMPUTE, CopierName, CopyMethod, Costs, Situation
 from kvoffload.tuning.fitting import Sample, fit, fit_host
 
 Samples = dict[Situation, dict[Direction, list[Sample]]]
@@ -76,21 +76,13 @@ def tune(device: Device, *, scale: Scale | None = None, progress: Progress | Non
         TransferError: a transfer failed.
     """
     scale = scale or (MINIATURE if device.simulated else FULL)
-    with TrialMemory(device, scale.planes, scale.scattered_bytes, scale.pitch) as memory:
-        missing = _missing(device, memory, scale)
-        return _Tuner(device, restrict(scale, missing), missing, memory, progress).run()
-
-
-def _missing(device: Device, memory: TrialMemory, scale: Scale) -> dict[str, str]:
-    """By copier, why it cannot be used here. For the kernel that is known when an engine has loaded it."""
     missing = {name: reason for name, reason in why_not(device.capabilities).items() if reason is not None}
-    if "gather" not in missing:
-        trial = Trial(CopyMethod("gather", 1, 1.0), 1)
-        with TrialEngine(
-            device, memory, same_trials(False, scale.planes, scale.copy_bytes[0], [trial])
-        ) as trial_engine:
-            missing |= trial_engine.engine.missing_copiers
-    return missing
+    with TrialMemory(device, scale.planes, scale.scattered_bytes, scale.pitch) as memory:
+        if "gather" not in missing:  # whether the kernel can be used is known when an engine has loaded it
+            trial = Trial(CopyMethod("gather", 1, 1.0), 1)
+            with TrialEngine(device, memory, same_trials(False, scale.planes, scale.copy_bytes[0], [trial])) as trying:
+                missing |= trying.engine.missing_copiers
+        return _Tuner(device, restrict(scale, missing), missing, memory, progress).run()
 
 
 class _Tuner:
@@ -145,13 +137,10 @@ class _Tuner:
         return self._scale.hurried if late else self._scale.repeats
 
     def _open_backdrops(self, undo: ExitStack) -> None:
-        """Those of the situations that can be had here."""
+        """For the situations that are possible here."""
         scale = self._scale.field
         try:
-            for situation, product in (
-                (Situation.LARGE_PRODUCTS, scale.large),
-                (Situation.SMALL_PRODUCTS, scale.small),
-            ):
+            for situation, product in zip(CONCURRENT_COMPUTE, (scale.large, scale.small), strict=True):
                 backdrop = undo.enter_context(products(self._device, product))
                 self._backdrops |= {(situation, direction): backdrop for direction in Direction}
         except CapabilityError as error:
@@ -166,26 +155,22 @@ class _Tuner:
 
     def _time(self, trial_sets: Iterable[TrialSet], samples: Samples) -> None:
         """Time each set on an idle GPU, and what `FieldScale` says in the other situations; add the samples."""
+        scale = self._scale.field
         for trial_set in trial_sets:
             with TrialEngine(self._device, self._memory, trial_set) as trial_engine:
                 for direction, trials in trial_set.trials.items():
                     samples[Situation.IDLE][direction] += trial_engine.rounds(direction, trials, self._repeats)
                     self._timed += trial_engine.counted
-                    self._time_in_field(trial_engine, trial_set, direction, samples)
+                    in_field = [trial for trial in trials if scale.has(trial_set, trial)]
+                    for (situation, each), backdrop in self._backdrops.items():
+                        if in_field and each is direction:
+                            found = trial_engine.rounds(direction, in_field, lambda: scale.repeats, backdrop)
+                            samples[situation][direction] += found
+                            self._timed += trial_engine.counted
+                            backdrop.drain()
                 self._host += trial_engine.host
                 self._around += trial_engine.around
             self._step()
-
-    def _time_in_field(
-        self, trial_engine: TrialEngine, trial_set: TrialSet, direction: Direction, samples: Samples
-    ) -> None:
-        scale = self._scale.field
-        trials = [trial for trial in trial_set.trials[direction] if scale.has(trial_set, trial)]
-        for (situation, each), backdrop in self._backdrops.items():
-            if trials and each is direction:
-                samples[situation][direction] += trial_engine.rounds(direction, trials, lambda: scale.repeats, backdrop)
-                self._timed += trial_engine.counted
-                backdrop.drain()
 
     def _link(self) -> dict[Situation, dict[Direction, float]]:
         """Bytes per second of one contiguous copy."""
@@ -207,31 +192,31 @@ class _Tuner:
         except CapabilityError as error:
             self._missing["slowdown"] = str(error)
             return {}
-        trials = {direction: self._concurrent_trials(costs[direction], direction) for direction in Direction}
-        with computation, TrialEngine(self._device, self._memory, self._concurrent_set(trials)) as trial_engine:
+        trial_set = TrialSet(True, scale.planes, scale.concurrent_bytes, {})
+        trials = []
+        for direction in Direction:
+            shape = trial_set.shape(direction, scale.concurrent_blocks)
+            names: list[CopierName] = ["strided", "loop"] if "batch" in self._missing else ["strided", "batch", "loop"]
+            methods = [CopyMethod(name) for name in names]
+            methods += [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
+            shares = {each: costs[direction].split_share(shape, each) for each in scale.split_programs}
+            methods += [CopyMethod("split", each, share) for each, share in shares.items() if 0 < share < 1]
+            trials += [(direction, Trial(method, scale.concurrent_blocks)) for method in methods]
+        together = {each: [trial for direction, trial in trials if direction is each] for each in Direction}
+        with computation, TrialEngine(self._device, self._memory, trial_set._replace(trials=together)) as trial_engine:
             computation.seconds_each(scale.products)  # clocks rise
-            found = [
-                _slowdowns_of_round(computation, trial_engine, trials, scale.products)
-                for _ in range(_CONCURRENT_ROUNDS)
-            ]
+            rounds = []
+            for _ in range(_CONCURRENT_ROUNDS):
+                alone = statistics.median(computation.seconds_each(scale.products))
+                found: dict[str, float] = {}
+                for direction, trial in trials:
+                    with _Traffic(trial_engine, direction, trial) as traffic:
+                        times = computation.seconds_each(scale.products, traffic.keep_up)
+                    slowdown = statistics.median(times) / max(alone, 1e-9)
+                    found[trial.method.label] = max(found.get(trial.method.label, 0.0), slowdown)
+                rounds.append(found)
         self._step()
-        return {label: max(1.0, statistics.median(each[label] for each in found)) for label in found[0]}
-
-    def _concurrent_set(self, trials: Mapping[Direction, list[Trial]]) -> TrialSet:
-        return TrialSet(True, self._scale.planes, self._scale.concurrent_bytes, trials)
-
-    def _concurrent_trials(self, costs: Costs, direction: Direction) -> list[Trial]:
-        scale = self._scale
-        shape = self._concurrent_set({}).shape(direction, scale.concurrent_blocks)
-        methods = [
-            CopyMethod("strided"),
-            *([] if "batch" in self._missing else [CopyMethod("batch")]),
-            CopyMethod("loop"),
-        ]
-        methods += [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
-        shares = {each: costs.split_share(shape, each) for each in scale.split_programs}
-        methods += [CopyMethod("split", each, share) for each, share in shares.items() if 0 < share < 1]
-        return [Trial(method, scale.concurrent_blocks) for method in methods]
+        return {label: max(1.0, statistics.median(each[label] for each in rounds)) for label in rounds[0]}
 
 
 def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sample]]) -> dict[Direction, Costs]:
@@ -241,21 +226,6 @@ def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sampl
         for direction, found in samples.items()
     }
     return {direction: fit(fastest[direction], samples[direction]) for direction in Direction}
-
-
-def _slowdowns_of_round(
-    computation: Computation, trial_engine: TrialEngine, trials: Mapping[Direction, list[Trial]], products: int
-) -> dict[str, float]:
-    """One round. By label: the time of the product concurrent with transfers over its time alone, at worst."""
-    alone = statistics.median(computation.seconds_each(products))
-    found: dict[str, float] = {}
-    for direction, each in trials.items():
-        for trial in each:
-            with _Traffic(trial_engine, direction, trial) as traffic:
-                times = computation.seconds_each(products, traffic.keep_up)
-            slowdown = statistics.median(times) / max(alone, 1e-9)
-            found[trial.method.label] = max(found.get(trial.method.label, 0.0), slowdown)
-    return found
 
 
 class _Traffic:

@@ -10,7 +10,8 @@ Some of these are timed in every situation of the field, too: those of `FieldSca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
 from kvoffload.calibration.compute import LARGE, MEDIUM, SMALL, Product
@@ -148,89 +149,47 @@ class Scale(NamedTuple):
 _KIB = 1 << 10
 _MIB = 1 << 20
 FULL = Scale(
-    planes=64,
-    scattered_bytes=32 * _MIB,
-    pitch=33 * _MIB + 256 * _KIB,
-    most_bytes=128 * _MIB,
-    link_bytes=64 * _MIB,
+    planes=64, scattered_bytes=32 * _MIB, pitch=33 * _MIB + 256 * _KIB,
+    most_bytes=128 * _MIB, link_bytes=64 * _MIB,
     copy_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)),
     copies=(64, 128, 256, 512, 1024, 4096, 16384),
-    few_bytes=tuple(each * _KIB for each in (64, 256, 1024)),
-    few=(1, 8, 32),
-    loop_bytes=tuple(each * _KIB for each in (4, 64, 1024)),
-    loop_copies=(64, 512),
+    few_bytes=tuple(each * _KIB for each in (64, 256, 1024)), few=(1, 8, 32),
+    loop_bytes=tuple(each * _KIB for each in (4, 64, 1024)), loop_copies=(64, 512),
     row_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)),
-    heights=(8, 64),
-    operations=(1, 8, 64),
-    wide_bytes=tuple(each * _KIB for each in (64, 256, 1024)),
-    wide_operations=(16, 128),
-    split_bytes=tuple(each * _KIB for each in (2, 4, 8, 16, 32, 64)),
-    split_blocks=(8, 32, 128),
-    check_bytes=tuple(each * _KIB for each in (3, 6, 12, 48)),
-    check_blocks=(3, 11, 40),
-    gather_programs=(1, 2, 3, 4, 8),
-    split_programs=(1, 2),
-    concurrent_bytes=8 * _KIB,
-    concurrent_blocks=64,
-    product=MEDIUM,
-    products=240,
+    heights=(8, 64), operations=(1, 8, 64),
+    wide_bytes=tuple(each * _KIB for each in (64, 256, 1024)), wide_operations=(16, 128),
+    split_bytes=tuple(each * _KIB for each in (2, 4, 8, 16, 32, 64)), split_blocks=(8, 32, 128),
+    check_bytes=tuple(each * _KIB for each in (3, 6, 12, 48)), check_blocks=(3, 11, 40),
+    gather_programs=(1, 2, 3, 4, 8), split_programs=(1, 2),
+    concurrent_bytes=8 * _KIB, concurrent_blocks=64,
+    product=MEDIUM, products=240,
     field=FieldScale(
-        copy_bytes=tuple(each * _KIB for each in (4, 16, 64, 256, 1024)),
-        copies=(64, 128, 1024, 4096, 16384),
+        copy_bytes=tuple(each * _KIB for each in (4, 16, 64, 256, 1024)), copies=(64, 128, 1024, 4096, 16384),
         gather_programs=(1, 4),
-        row_bytes=tuple(each * _KIB for each in (4, 8, 16, 24, 32, 64, 1024)),
-        operations=(1, 8, 64),
-        large=LARGE,
-        small=MEDIUM,
-        opposite_bytes=32 * _MIB,
-        repeats=3,
+        row_bytes=tuple(each * _KIB for each in (4, 8, 16, 24, 32, 64, 1024)), operations=(1, 8, 64),
+        large=LARGE, small=MEDIUM, opposite_bytes=32 * _MIB, repeats=3,
     ),
-    repeats=5,
-    hurried=2,
-    seconds=20.0,
-)
+    repeats=5, hurried=2, seconds=20.0,
+)  # fmt: skip
 MINIATURE = Scale(  # for the simulated device
-    planes=4,
-    scattered_bytes=8 * _KIB,
-    pitch=16 * _KIB,
-    most_bytes=4 * _KIB,
-    link_bytes=16 * _KIB,
-    copy_bytes=(64, 256),
-    copies=(4, 16),
-    few_bytes=(256,),
-    few=(1, 2),
-    loop_bytes=(64, 256),
-    loop_copies=(4, 16),
-    row_bytes=(64, 256),
-    heights=(2, 4),
-    operations=(1, 4),
-    wide_bytes=(256,),
-    wide_operations=(2, 4),
-    split_bytes=(64, 256),
-    split_blocks=(2, 4),
-    check_bytes=(128,),
-    check_blocks=(3,),
-    gather_programs=(1, 2),
-    split_programs=(1, 2),
-    concurrent_bytes=64,
-    concurrent_blocks=4,
-    product=SMALL,
-    products=2,
+    planes=4, scattered_bytes=8 * _KIB, pitch=16 * _KIB,
+    most_bytes=4 * _KIB, link_bytes=16 * _KIB,
+    copy_bytes=(64, 256), copies=(4, 16),
+    few_bytes=(256,), few=(1, 2),
+    loop_bytes=(64, 256), loop_copies=(4, 16),
+    row_bytes=(64, 256), heights=(2, 4), operations=(1, 4),
+    wide_bytes=(256,), wide_operations=(2, 4),
+    split_bytes=(64, 256), split_blocks=(2, 4),
+    check_bytes=(128,), check_blocks=(3,),
+    gather_programs=(1, 2), split_programs=(1, 2),
+    concurrent_bytes=64, concurrent_blocks=4,
+    product=SMALL, products=2,
     field=FieldScale(
-        copy_bytes=(64,),
-        copies=(4,),
-        gather_programs=(1,),
-        row_bytes=(64,),
-        operations=(1,),
-        large=SMALL,
-        small=SMALL,
-        opposite_bytes=4 * _KIB,
-        repeats=1,
+        copy_bytes=(64,), copies=(4,), gather_programs=(1,), row_bytes=(64,), operations=(1,),
+        large=SMALL, small=SMALL, opposite_bytes=4 * _KIB, repeats=1,
     ),
-    repeats=1,
-    hurried=1,
-    seconds=600.0,
-)
+    repeats=1, hurried=1, seconds=600.0,
+)  # fmt: skip
 
 
 def restrict(scale: Scale, missing: Mapping[str, str]) -> Scale:
@@ -276,26 +235,13 @@ def split_sets(scale: Scale, costs: Mapping[Direction, Costs]) -> Iterator[Trial
     """Shares around the one that `costs` of strided and gather would balance."""
     for nbytes in scale.split_bytes if scale.split_programs else ():
         trial_set = same_trials(True, scale.planes, nbytes, [])
-
-        yield trial_set._replace(
-            trials={direction: _splits(scale, trial_set, direction, each) for direction, each in costs.items()}
-        )
-
-
-def _splits(scale: Scale, trial_set: TrialSet, direction: Direction, costs: Costs) -> list[Trial]:
-    found = []
-    for shape in _shapes(scale, trial_set, direction, scale.split_blocks):
-        for programs in scale.split_programs:
-            shares = {costs.split_share(shape, programs, lean) for lean in _LEANS}
-            found += [
-                Trial(CopyMethod("split", programs, share), shape.blocks) for share in sorted(shares) if 0 < share < 1
-            ]
-    return found
-
-
-def _shapes(scale: Scale, trial_set: TrialSet, direction: Direction, blocks: tuple[int, ...]) -> list[Shape]:
-    every = [trial_set.shape(direction, count) for count in blocks]
-    return [shape for shape in every if shape.nbytes <= scale.most_bytes]
+        trials: dict[Direction, list[Trial]] = {direction: [] for direction in costs}
+        for direction, shape in _shapes(scale, trial_set, costs, scale.split_blocks):
+            for programs in scale.split_programs:
+                shares = sorted({costs[direction].split_share(shape, programs, lean) for lean in _LEANS})
+                methods = [CopyMethod("split", programs, share) for share in shares if 0 < share < 1]
+                trials[direction] += [Trial(method, shape.blocks) for method in methods]
+        yield trial_set._replace(trials=trials)
 
 
 def check_sets(scale: Scale, missing: Mapping[str, str], costs: Mapping[Direction, Costs]) -> Iterator[TrialSet]:
@@ -303,25 +249,23 @@ def check_sets(scale: Scale, missing: Mapping[str, str], costs: Mapping[Directio
     apart = [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
     apart += [] if "batch" in missing else [CopyMethod("batch")]
     together = [CopyMethod("strided"), *(CopyMethod("split", programs) for programs in scale.split_programs)]
-    for nbytes in scale.check_bytes:
-        for folds, methods in ((False, apart), (True, together)):
-            trial_set = same_trials(folds, scale.planes, nbytes, [])
-            trials = {
-                direction: _checks(scale, trial_set, direction, each, methods) for direction, each in costs.items()
-            }
-            yield trial_set._replace(trials=trials)
+    for nbytes, (folds, methods) in product(scale.check_bytes, ((False, apart), (True, together))):
+        trial_set = same_trials(folds, scale.planes, nbytes, [])
+        trials: dict[Direction, list[Trial]] = {direction: [] for direction in costs}
+        for direction, shape in _shapes(scale, trial_set, costs, scale.check_blocks):
+            for method in methods:
+                if method.copier == "split":
+                    method = method._replace(share=costs[direction].split_share(shape, method.programs))
+                if method.copier != "split" or 0 < method.share < 1:
+                    trials[direction].append(Trial(method, shape.blocks))
+        yield trial_set._replace(trials=trials)
 
 
-def _checks(
-    scale: Scale, trial_set: TrialSet, direction: Direction, costs: Costs, methods: list[CopyMethod]
-) -> list[Trial]:
-    trials = [
-        Trial(_with_share(method, costs, shape), shape.blocks)
-        for shape in _shapes(scale, trial_set, direction, scale.check_blocks)
-        for method in methods
-    ]
-    return [trial for trial in trials if trial.method.copier != "split" or 0 < trial.method.share < 1]
-
-
-def _with_share(method: CopyMethod, costs: Costs, shape: Shape) -> CopyMethod:
-    return method._replace(share=costs.split_share(shape, method.programs)) if method.copier == "split" else method
+def _shapes(
+    scale: Scale, trial_set: TrialSet, directions: Iterable[Direction], blocks: tuple[int, ...]
+) -> Iterator[tuple[Direction, Shape]]:
+    """The transfers of a set that are not too large."""
+    for direction, count in product(directions, blocks):
+        shape = trial_set.shape(direction, count)
+        if shape.nbytes <= scale.most_bytes:
+            yield direction, shape

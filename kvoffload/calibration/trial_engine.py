@@ -7,10 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
 from kvoffload.calibration.backdrops import Backdrop
+from kvoffload.calibration.compute import in_context
 from kvoffload.calibration.schedule import Trial, TrialSet
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
@@ -46,7 +48,7 @@ class TrialMemory:
         with ExitStack() as undo:
             with device.current():
                 self._stream = device.driver.stream_create(0)
-            undo.callback(self._destroy_stream)
+            undo.callback(in_context, device, partial(device.driver.stream_destroy, self._stream))
             self._apart = [undo.enter_context(device.allocate(scattered_bytes)) for _ in range(plane_count)]
             self._slab = undo.enter_context(device.allocate(plane_count * self.pitch))
             self._undo = undo.pop_all()
@@ -66,10 +68,6 @@ class TrialMemory:
         with self._device.current():
             self._device.driver.fill(self._slab.address, 0, nbytes, self._stream)
             self._device.driver.stream_synchronize(self._stream)
-
-    def _destroy_stream(self) -> None:
-        with self._device.current():
-            self._device.driver.stream_destroy(self._stream)
 
     def close(self) -> None:
         self._undo.close()
@@ -172,12 +170,13 @@ class TrialEngine:
                     seconds.append(self.seconds_in_field(backdrop, direction, trial))
             done += 1
         self.counted = (done - _WARM_UP) * len(trials)
-        medians = [_median(seconds[_WARM_UP:]) for seconds in found]
-        return [
-            Sample(trial.method, self._trial_set.shape(direction, trial.blocks), median)
-            for median, trial in zip(medians, trials, strict=True)
-            if median is not None
-        ]
+        samples = []
+        for seconds, trial in zip(found, trials, strict=True):
+            known = [max(value, _LEAST_SECONDS) for value in seconds[_WARM_UP:] if not math.isnan(value)]
+            if known:
+                shape = self._trial_set.shape(direction, trial.blocks)
+                samples.append(Sample(trial.method, shape, statistics.median(known)))
+        return samples
 
     def close(self) -> None:
         self.engine.close()
@@ -187,8 +186,3 @@ class TrialEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _median(seconds: Sequence[float]) -> float | None:
-    known = [max(value, _LEAST_SECONDS) for value in seconds if not math.isnan(value)]
-    return statistics.median(known) if known else None

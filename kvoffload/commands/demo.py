@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffload.internal.models import MODELS
 from kvoffload.replay.verified import VerifiedCache
-from kvoffload.terminal.console import Output, bandwidth, counted, mib, open_backend, verified_text
+from kvoffload.terminal.console import Output, counted, mib, open_backend, verified_text
 from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, whole
 
 _SYSTEM_BLOCKS = 8
@@ -58,7 +58,9 @@ def add_parser(commands: Any) -> None:
         help="default llama-3.1-8b; an unknown name lists all",
     )
     parser.add_argument("--conversations", type=whole(1, 1000), default=8, metavar="N", help="default 8")
-    parser.add_argument("--turns", type=whole(1, 1000), default=8, metavar="N", help="of each conversation (default 8)")
+    parser.add_argument(
+        "--turns", type=whole(1, 1000), default=8, metavar="N", help="turns of each conversation (default 8)"
+    )
     parser.add_argument("--slots", type=whole(1), default=160, metavar="N", help="blocks the cache holds (default 160)")
     add_seed(parser, "the workload")
     add_common_options(parser)
@@ -84,7 +86,18 @@ def run(arguments: argparse.Namespace) -> int:
                     served.serve(turn.keys)
                     progress(number, len(turns))
             served.cache.check()
-            fields = _fields(served, turns, arguments, device.name, device.simulated)
+            fields = {
+                "simulated": device.simulated,
+                "device": device.name,
+                "model": arguments.model.name,
+                "bytes_per_block": served.bytes_per_key,
+                "slots": arguments.slots,
+                "conversations": arguments.conversations,
+                "turns": len(turns),
+                "distinct_blocks": len({key for turn in turns for key in turn.keys}),
+                **served.fields(),
+                "blocks_beyond_slots": sum(max(0, len(turn.keys) - arguments.slots) for turn in turns),
+            }
         fields["seconds"] = round(time.perf_counter() - begin, 3)
     output.result(fields)
     _print(fields, geometry.tokens_per_block, output)
@@ -110,36 +123,6 @@ def _chain(keys: tuple[bytes, ...], count: int, content: str) -> tuple[bytes, ..
         before = grown[-1] if grown else b""
         grown.append(blake2b(before + f"{content}, block {index}".encode(), digest_size=16).digest())
     return tuple(grown)
-
-
-def _fields(
-    served: VerifiedCache, turns: list[Turn], arguments: argparse.Namespace, device: str, simulated: bool
-) -> dict[str, Any]:
-    counts = served.counts
-    fields: dict[str, Any] = {
-        "simulated": simulated,
-        "device": device,
-        "model": arguments.model.name,
-        "bytes_per_block": served.bytes_per_key,
-        "slots": arguments.slots,
-        "conversations": arguments.conversations,
-        "turns": len(turns),
-        "distinct_blocks": len({key for turn in turns for key in turn.keys}),
-        "blocks_requested": counts.blocks_requested,
-        "blocks_hit": counts.blocks_hit,
-        "blocks_stored": counts.blocks_stored,
-        "blocks_evicted": served.blocks_evicted,
-        "blocks_declined": served.blocks_declined,
-        "blocks_beyond_slots": sum(max(0, len(turn.keys) - arguments.slots) for turn in turns),
-        "bytes_stored": counts.bytes_stored,
-        "bytes_loaded": counts.bytes_loaded,
-        "verified_blocks": counts.verified_blocks,
-        "corrupt_blocks": counts.corrupt_blocks,
-    }
-    if not simulated:
-        fields["store_gb_per_s"] = bandwidth(counts.bytes_stored, counts.store_seconds)
-        fields["load_gb_per_s"] = bandwidth(counts.bytes_loaded, counts.load_seconds)
-    return fields
 
 
 def _print(fields: dict[str, Any], tokens_per_block: int, output: Output) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffload.commands import findings, folders, stores
-from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError, KVOffloadError
 from kvoffload.internal import cachefiles, hostinfo
@@ -20,11 +19,10 @@ from kvoffload.terminal.options import COMMON, add_command, add_common_options
 from kvoffload.terminal.stores import add_store_option
 from kvoffload.tuning import profile_for
 
+_T = TypeVar("_T")
 _PACKAGES = ("kvoffload", "numpy", "cuda-bindings", "cuda-core", "platformdirs", "triton")
 _INDENT = " " * len("  warn  ")
-_WITHOUT_A_GPU = (
-    "without a GPU: `kvoffload demo` and `kvoffload replay TRACE --model NAME --scale 0.01` run on the simulated device"
-)
+_WITHOUT_A_GPU = "without a GPU, `kvoffload demo` and `kvoffload replay TRACE --scale 0.01` use the simulated device"
 _EXTRAS = (
     "rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash", "mooncake-transfer-engine-non-cuda",
     "valkey-glide-sync", "obstore",
@@ -70,31 +68,24 @@ def run(arguments: argparse.Namespace) -> int:
         "cache_folder_problem": cachefiles.why_not_writable(),
     }
     fields |= _device_fields(arguments, output)
-    fields["folders"] = _folders(arguments.path, output)
-    fields["stores"] = _stores(arguments.store, output)
-    fields["advice"] = _advice(fields)
+    fields["folders"] = _tried("folders", list(dict.fromkeys(arguments.path)), folders.probe, output)
+    fields["stores"] = _tried("stores", arguments.store, stores.probe, output)
+    found = sorted((each for group in findings.groups(fields).values() for each in group), key=lambda each: each.rank)
+    fields["advice"] = [f"{each.name}: {each.remedy}" for each in found if each.remedy]
+    fields["advice"] += [] if problem is None else [_WITHOUT_A_GPU]
     output.result(fields)
     _print(fields, output)
     if arguments.backend == "cuda" and problem is not None:
         return 2
-    return int(any(each.status == "fail" for group in findings.groups(fields).values() for each in group))
+    return int(any(each.status == "fail" for each in found))
 
 
-def _folders(paths: Sequence[Path], output: Output) -> list[dict[str, Any]]:
-    with output.progress("trying folders") as progress:
+def _tried(what: str, given: Sequence[_T], probe: Callable[[_T], dict[str, Any]], output: Output) -> list[Any]:
+    with output.progress(f"trying {what}") as progress:
         found = []
-        for number, path in enumerate(dict.fromkeys(paths)):
-            progress(number, len(paths))
-            found.append(folders.probe(path))
-        return found
-
-
-def _stores(given: Sequence[Sequence[str]], output: Output) -> list[dict[str, Any]]:
-    with output.progress("trying stores") as progress:
-        found = []
-        for number, words in enumerate(given):
+        for number, each in enumerate(given):
             progress(number, len(given))
-            found.append(stores.probe(words))
+            found.append(probe(each))
         return found
 
 
@@ -123,21 +114,16 @@ def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, A
     except (CapabilityError, DriverError, ImportError):
         return {"simulated": None}
     with device, output.progress("trying copy methods"):
-        return describe_device(device) | _capabilities(device)
-
-
-def _capabilities(device: Device) -> dict[str, Any]:
-    capabilities, pci = device.capabilities, device.pci
-    with device.current():
-        free, total = device.driver.free_and_total_bytes()
-    profile = profile_for(device)
-    fields: dict[str, Any] = {
-        "index": device.index,
-        "copiers": missing_copiers(device),
-        "missing": capabilities.missing,
-        "profile": profile.source,
-        "profile_is_measured": profile.key is not None,
-    }
+        capabilities, pci, profile = device.capabilities, device.pci, profile_for(device)
+        with device.current():
+            free, total = device.driver.free_and_total_bytes()
+        fields = describe_device(device) | {
+            "index": device.index,
+            "copiers": missing_copiers(device),
+            "missing": capabilities.missing,
+            "profile": profile.source,
+            "profile_is_measured": profile.key is not None,
+        }
     of_a_gpu = {
         "compute_capability": ".".join(map(str, capabilities.compute_capability)),
         "multiprocessors": capabilities.multiprocessors,
@@ -177,36 +163,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _advice(fields: dict[str, Any]) -> list[str]:
-    """Advice, the most pressing first."""
-    advice = []
-    if fields["packages"]["cuda-bindings"] is None:
-        advice.append("install the CUDA bindings: pip install 'cuda-bindings>=12.9'")
-    if fields["problem"] is not None:
-        advice.append(
-            "to use a GPU: install the NVIDIA driver, see that `nvidia-smi` works, run `kvoffload doctor` again"
-        )
-        advice.append(_WITHOUT_A_GPU)
-    if fields["simulated"] is False:
-        if (width := fields["link_width"]) and width < (fields["max_link_width"] or 0):
-            advice.append(f"the link has {width} of {fields['max_link_width']} lanes: check the slot and the riser")
-        advice += [
-            f"the {name} copier cannot run: {reason}; the others carry its copies more slowly"
-            for name, reason in fields["copiers"].items()
-            if reason
-        ]
-        if not fields["profile_is_measured"]:
-            advice.append("copiers are chosen by figures of another machine: `kvoffload tune` measures this one")
-    if fields["cache_folder_problem"]:
-        advice.append(
-            "compiled kernels and profiles are not kept, and are compiled or measured again each time: set "
-            f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written"
-        )
-    tried = (*findings.of_folders(fields), *findings.of_stores(fields))
-    advice += [f"{each.name}: {each.remedy}" for each in tried if each.remedy]
-    return advice
 
 
 # text -----------------------------------------------------------------------------------------------------------------

@@ -19,12 +19,17 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs")
 
 
 class Finding(NamedTuple):
-    """A line of the doctor's: `remedy` says what to do, "" if nothing needs to be done."""
+    """A line that the doctor prints. `remedy` says what to do, or is "" if all is well."""
 
     status: Status
     name: str
     text: str
     remedy: str = ""
+
+    @property
+    def rank(self) -> int:
+        """To sort by: the most pressing first."""
+        return ("fail", "warn", "ok").index(self.status)
 
 
 def groups(fields: Fields) -> dict[str, list[Finding]]:
@@ -50,29 +55,25 @@ def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
 
 
 def _gpu(fields: Fields) -> Iterator[Finding]:
-    gpus, problem = fields["gpus"], fields["problem"]
+    gpus, problem, again = fields["gpus"], fields["problem"], "run `kvoffload doctor` again"
     if problem is not None:
-        yield Finding("fail", "GPUs", f"none: {problem}", _remedy_without_gpu(fields))
+        remedy = f"install the NVIDIA driver, see that `nvidia-smi` works, {again}"
+        if fields["packages"].get("cuda-bindings", "") is None:
+            remedy = f"install cuda-bindings, see packages, and {again}"
+        elif problem.startswith("cuda-bindings"):  # too old
+            remedy = f"{_INSTALL_BINDINGS}, and {again}"
+        yield Finding("fail", "GPUs", f"none: {problem}", remedy)
     elif gpus is None:
-        yield Finding("ok", "GPUs", "not looked for, as --backend simulated asks")
+        yield Finding("ok", "GPUs", "not looked for: --backend simulated")
     else:
         names = ", ".join(f"{index}: {name}" for index, name in enumerate(gpus))
         yield Finding("ok" if gpus else "fail", "GPUs", names or "none", "" if gpus else "see that `nvidia-smi` works")
     if fields["simulated"]:
-        yield Finding("ok", "device", "the simulated one: the CPU copies real bytes; it has no driver and no times")
-    elif fields["simulated"] is not None:
-        yield from _real_gpu(fields)
-
-
-def _remedy_without_gpu(fields: Fields) -> str:
-    if fields["packages"].get("cuda-bindings", "") is None:
-        return "install cuda-bindings, see packages, and run `kvoffload doctor` again"
-    if fields["problem"].startswith("cuda-bindings"):  # too old
-        return f"{_INSTALL_BINDINGS}, and run `kvoffload doctor` again"
-    return "install the NVIDIA driver, see that `nvidia-smi` works, run `kvoffload doctor` again"
-
-
-def _real_gpu(fields: Fields) -> Iterator[Finding]:
+        yield Finding(
+            "ok", "device", "the simulated one: the CPU copies real bytes, without a driver; times mean nothing"
+        )
+    if fields["simulated"] is not False:
+        return
     yield Finding("ok", "device", f"{fields['index']}: {fields['device']}")
     yield Finding("ok", "driver", f"CUDA {fields['driver']}, cuda-bindings {fields['bindings']}")
     memory = f"{mib(fields['gpu_memory_free_bytes'])} free of {mib(fields['gpu_memory_bytes'])}"
@@ -100,11 +101,8 @@ def _copy_methods(fields: Fields) -> Iterator[Finding]:
             yield Finding("ok", name, f"can run{where}")
         else:
             yield Finding("warn", name, f"cannot run: {reason}", "the others carry its copies, more slowly")
-    if not fields["simulated"]:
-        yield from _of_the_driver(fields)
-
-
-def _of_the_driver(fields: Fields) -> Iterator[Finding]:
+    if fields["simulated"]:
+        return
     for name, reason in fields["missing"].items():
         yield Finding("ok", f"driver feature, {name}", f"not used: {reason}")
     measured = fields["profile_is_measured"]
@@ -163,8 +161,23 @@ def of_folders(fields: Fields) -> Iterator[Finding]:
         if each["problem"] is not None:
             remedy = "give a folder of this user's that not every user may write, and no symbolic link"
             yield Finding("fail", each["folder"], f"cannot be used: {each['problem']}", remedy)
-        else:
-            yield from _usable_folder(each)
+            continue
+        name, kind = each["folder"], each["file_system"]
+        text = f"{kind or 'file system unknown'}, mode {each['mode']}, {mib(each['free_bytes'])} free"
+        if each["direct_io"] is not None:
+            text += f"; {'direct' if each['direct_io'] else 'buffered'} I/O, {mib(each['probe_bytes'])} of 1 MiB each: "
+            text += f"write {each['write_gb_per_s']} GB/s, read {each['read_gb_per_s']} GB/s"
+        yield Finding("ok", name, text)
+        if kind in _IN_MEMORY:
+            yield Finding("warn", name, f"{kind} is host memory, not a disk", "give a folder on a disk")
+        elif each["direct_io"] is False:
+            remedy = "records go through the page cache, which takes CPU time and memory: give a folder on ext4 or XFS"
+            yield Finding("warn", name, "no direct I/O", remedy)
+        if kind in _NETWORK:
+            remedy = "give a folder on a local disk: locks and syncs are only as good as the server's"
+            yield Finding("warn", name, f"{kind} is a network file system", remedy)
+        if each["free_bytes"] < _SMALL_DISK_BYTES:
+            yield Finding("warn", name, "little space is free", "free some, or choose a small nbytes")
     if fields["folders"] and fields["extras"]["xxhash"] is None:
         yield Finding("fail", "xxhash", "a disk tier needs it", "pip install 'kvoffload[disk]'")
 
@@ -188,26 +201,5 @@ def of_stores(fields: Fields) -> Iterator[Finding]:
             remedy = "give the tier an expiry, or set maxmemory-policy to allkeys-lru"
             yield Finding("warn", name, "evicts only records that expire", remedy)
         if "conditional_puts" in says:
-            remedy = (
-                "if several machines write, use a store with conditional puts: here each record is sent by all of them"
-            )
+            remedy = "if several machines write, use a store with conditional puts: with this one all send each record"
             yield Finding("warn", name, "overwrites where it is asked to create", remedy)
-
-
-def _usable_folder(each: Fields) -> Iterator[Finding]:
-    name, kind = each["folder"], each["file_system"]
-    text = f"{kind or 'file system unknown'}, mode {each['mode']}, {mib(each['free_bytes'])} free"
-    if each["direct_io"] is not None:
-        text += f"; {'direct' if each['direct_io'] else 'buffered'} I/O, {mib(each['probe_bytes'])} of 1 MiB each: "
-        text += f"write {each['write_gb_per_s']} GB/s, read {each['read_gb_per_s']} GB/s"
-    yield Finding("ok", name, text)
-    if kind in _IN_MEMORY:
-        yield Finding("warn", name, f"{kind} is host memory, not a disk", "give a folder on a disk")
-    elif each["direct_io"] is False:
-        remedy = "records go through the page cache, which takes CPU time and memory: give a folder on ext4 or XFS"
-        yield Finding("warn", name, "no direct I/O", remedy)
-    if kind in _NETWORK:
-        remedy = "give a folder on a local disk: locks and syncs are only as good as the server's"
-        yield Finding("warn", name, f"{kind} is a network file system", remedy)
-    if each["free_bytes"] < _SMALL_DISK_BYTES:
-        yield Finding("warn", name, "little space is free", "free some, or choose a small nbytes")

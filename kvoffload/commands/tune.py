@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvoffload.copiers.selection import PREFERENCES, choose, rank
 from kvoffload.device.device import Device
 from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import CommandError, Output, open_backend
+from kvoffload.terminal.console import CommandError, Output, counted, open_backend
 from kvoffload.terminal.files import require_writable, write_whole
 from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide, whole
@@ -25,23 +26,23 @@ _BLOCK_BYTES = tuple(1 << exponent for exponent in range(11, 19))
 _BLOCKS = (1, 4, 16, 128)
 _PLACEMENTS = {
     "folded": "at one stride in one allocation, so that one strided operation copies a block of all planes",
-    "scattered": "an allocation for each plane, so that a block is a copy for each plane",
+    "scattered": "each in an allocation of its own, so that a block takes a copy for each plane",
 }
 _PREFER = {
-    "overlap": "the method that costs least, its time and what concurrent computation and the caller lose",
+    "overlap": "the method that costs least: its time, and the time that concurrent computation and the caller lose",
     "latency": "the method that ends soonest after the call, on an idle GPU",
 }
 _COPIERS = {
     "batch": "contiguous copies, many in one call of the driver",
-    "gather": "a kernel of so many programs, which occupy as many SMs",
+    "gather": "a kernel with so many programs, each of which takes an SM",
     "loop": "contiguous copies, a call of the driver each",
-    "split": "a kernel of so many programs copies some blocks, strided the others",
-    "strided": "an operation copies a block of all planes, many operations in one call",
+    "split": "a kernel with so many programs copies some blocks, strided copies the others",
+    "strided": "one operation copies a block of all planes; many operations in one call",
 }
 _INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _TEXT = """\
 Measures each copy method and how much it slows a concurrent computation, in less than 30 seconds; nothing else should \
-use the GPU. The profile is kept for this GPU, driver and link, and engines choose by it."""
+use the GPU. The profile is kept for this GPU, driver and link; engines choose copy methods by it."""
 
 
 def add_parser(commands: Any) -> None:
@@ -54,10 +55,14 @@ def add_parser(commands: Any) -> None:
         choices=PREFERENCES,
         default="overlap",
         metavar="NAME",
-        help=f"of --show: {' or '.join(PREFERENCES)}",
+        help=f"with --show: {' or '.join(PREFERENCES)}",
     )
     parser.add_argument(
-        "--sm-limit", type=whole(0, 1 << 16), default=4, metavar="N", help="of --show: SMs of a kernel (default 4)"
+        "--sm-limit",
+        type=whole(0, 1 << 16),
+        default=4,
+        metavar="N",
+        help="with --show: the most SMs a kernel may take (default 4)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile to FILE alone")
     add_wide(parser, "the runner-up, with --show")
@@ -85,7 +90,11 @@ def _tune(device: Device, output: Output, path: Path | None) -> None:
     _require_kept(device, path)
     with output.progress("measuring") as progress:
         tuning = tune(device, progress=progress)
-    written = _write(tuning.profile, path, device)
+    written = path
+    if path is not None:
+        write_whole("--output", path, render(tuning.profile))
+    elif not device.simulated:
+        written = save_profile(tuning.profile)
     fields: dict[str, Any] = {
         **describe_device(device),
         "transfers": tuning.transfers,
@@ -109,13 +118,6 @@ def _require_kept(device: Device, path: Path | None) -> None:
         )
 
 
-def _write(profile: Profile, path: Path | None, device: Device) -> Path | None:
-    if path is not None:
-        write_whole("--output", path, render(profile))
-        return path
-    return None if device.simulated else save_profile(profile)
-
-
 def _figures(profile: Profile) -> dict[str, Any]:
     return {
         "link_gb_per_s": {str(direction): costs.link / 1e9 for direction, costs in profile.costs.items()},
@@ -132,6 +134,7 @@ def _figures(profile: Profile) -> dict[str, Any]:
 def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kept: bool) -> None:
     """`kept`: whether the profile was written to where engines look for it."""
     written = "no profile written" if fields["written"] is None else f"wrote {fields['written']}"
+    profile = tuning.profile
     if fields["simulated"]:
         output.line(f"tune: simulated device: {tuning.transfers:,} transfers copied, {written}; times need a GPU")
     else:
@@ -140,27 +143,23 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kep
             f"tune: {written}: {tuning.transfers:,} transfers in {tuning.seconds:.1f} s; one contiguous copy has "
             f"{links} GB/s; {fields['device']}, link {fields['link']}"
         )
-        _print_measured(tuning.profile, output)
+        slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
+        title = "a matrix product concurrent with transfers: its time over its time alone"
+        output.table(title, ("copy method", "slow-down"), slow)
+        errors = [
+            (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
+            for name, error in profile.errors.items()
+        ]
+        title = "error of the expected times, %, at sizes between the measured ones"
+        output.table(title, ("copier", "median", "worst", "transfers"), errors)
+        host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
+        output.table("us that a submission keeps its caller", ("copier", "fixed", "each copy"), host)
         if tuning.missing or kept:
             output.line("")
     for name, reason in tuning.missing.items():
         output.line(f"not measured: {name}: {reason}")
     if kept:
         output.line("engines that are created from now on choose by it; `kvoffload tune --show` prints what it decides")
-
-
-def _print_measured(profile: Profile, output: Output) -> None:
-    slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
-    title = "a matrix product concurrent with transfers: its time over its time alone"
-    output.table(title, ("copy method", "slow-down"), slow)
-    errors = [
-        (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
-        for name, error in profile.errors.items()
-    ]
-    columns = ("copier", "median", "worst", "transfers")
-    output.table("error of the expected times, %, at sizes between the measured ones", columns, errors)
-    host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
-    output.table("us that a submission keeps its caller", ("copier", "fixed", "each copy"), host)
 
 
 # showing --------------------------------------------------------------------------------------------------------------
@@ -189,34 +188,25 @@ class Decision:
 
 def decisions(profile: Profile, available: frozenset[str], prefer: str, sm_limit: int) -> Iterator[Decision]:
     """Over directions, placements, bytes of a block and blocks."""
-    for direction in Direction:
-        for placement in _PLACEMENTS:
-            for block_bytes in _BLOCK_BYTES:
-                for blocks in _BLOCKS:
-                    copies = blocks * _PLANES
-                    operations = blocks if placement == "folded" else copies
-                    shape = Shape(direction, blocks, copies, operations, copies, copies * block_bytes)
-                    yield _decide(shape, placement, profile, available, prefer, sm_limit)
-
-
-def _decide(
-    shape: Shape, placement: str, profile: Profile, available: frozenset[str], prefer: str, sm_limit: int
-) -> Decision:
-    choice = choose(shape, available, profile, prefer, sm_limit)
-    ranked = rank(shape, available, profile, prefer, sm_limit)
-    second = next((each for each in ranked if each.method.label != choice.method.label), None)
-    return Decision(
-        direction=str(shape.direction),
-        placement=placement,
-        block_bytes=shape.nbytes // shape.plane_blocks,
-        blocks=shape.blocks,
-        planes=shape.plane_blocks // shape.blocks,
-        method=choice.method.label,
-        gb_per_s=_rate(shape, choice.seconds),
-        runner_up=None if second is None else second.method.label,
-        runner_up_gb_per_s=None if second is None else _rate(shape, second.seconds),
-        reason=choice.reason,
-    )
+    for direction, placement, block_bytes, blocks in product(Direction, _PLACEMENTS, _BLOCK_BYTES, _BLOCKS):
+        copies = blocks * _PLANES
+        operations = blocks if placement == "folded" else copies
+        shape = Shape(direction, blocks, copies, operations, copies, copies * block_bytes)
+        choice = choose(shape, available, profile, prefer, sm_limit)
+        ranked = rank(shape, available, profile, prefer, sm_limit)
+        second = next((each for each in ranked if each.method.label != choice.method.label), None)
+        yield Decision(
+            direction=str(direction),
+            placement=placement,
+            block_bytes=block_bytes,
+            blocks=blocks,
+            planes=_PLANES,
+            method=choice.method.label,
+            gb_per_s=_rate(shape, choice.seconds),
+            runner_up=None if second is None else second.method.label,
+            runner_up_gb_per_s=None if second is None else _rate(shape, second.seconds),
+            reason=choice.reason,
+        )
 
 
 def _rate(shape: Shape, seconds: float) -> float | None:
@@ -234,44 +224,41 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     fields["not_available"] = {name: reason for name, reason in missing.items() if reason is not None}
     fields["not_offered"] = list(not_offered)
     output.result(fields | _figures(profile) | {"decisions": [asdict(each) for each in found]})
-    output.line(f"tune --show: the figures are expectations, from this profile: {profile.source}")
+    output.line(f"tune --show: expected figures, from this profile: {profile.source}")
     runner_up = "then the runner-up, " if output.wide else ""
-    output.line(f"a cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
+    output.line(f"each cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
     output.line(f"prefer {prefer}: {_PREFER[prefer]}")
     for placement, meaning in _PLACEMENTS.items():
         output.line(f"planes {placement}: {meaning}")
     shown = {each.method for each in found} | {each.runner_up for each in found if each.runner_up and output.wide}
     for copier in sorted({label.partition(" ")[0] for label in shown}):
         output.line(f"{copier}: {_COPIERS[copier]}")
-    for direction in Direction:
-        for placement in _PLACEMENTS:
-            here = [each for each in found if (each.direction, each.placement) == (direction, placement)]
-            _print_decisions(f"{direction}, planes {placement}", here, output)
+
+    def cell(each: Decision) -> str:
+        text = f"{each.method} {_number(each.gb_per_s)}"
+        if each.runner_up is None or not output.wide:
+            return text
+        return f"{text} ({each.runner_up} {_number(each.runner_up_gb_per_s)})"
+
+    columns = ("block bytes", *(counted(blocks, "block") for blocks in _BLOCKS))
+    for direction, placement in product(Direction, _PLACEMENTS):
+        lines = []
+        for nbytes in _BLOCK_BYTES:
+            here = (direction, placement, nbytes)
+            cells = [cell(each) for each in found if (each.direction, each.placement, each.block_bytes) == here]
+            lines.append((f"{nbytes >> 10} KiB", *cells))
+        output.table(f"{direction}, planes {placement}", columns, lines)
     if fields["not_available"] or not_offered:
         output.line("")
     for name, reason in fields["not_available"].items():
         output.line(f"not available: {name}: {reason}")
     if not_offered:
-        output.line("gather and split are kernels: on the simulated device they run when asked for, and are not chosen")
+        output.line(
+            "gather and split are kernels: the simulated device runs them if you ask for them, but does not choose them"
+        )
     if profile.key is None and not device.simulated:
         output.line("")
         output.line("these are figures of another machine: `kvoffload tune` measures this one")
-
-
-def _print_decisions(title: str, found: list[Decision], output: Output) -> None:
-    columns = ("block bytes", *(f"{blocks} block{'s' if blocks > 1 else ''}" for blocks in _BLOCKS))
-    lines = [
-        (f"{nbytes >> 10} KiB", *(_cell(each, output.wide) for each in found if each.block_bytes == nbytes))
-        for nbytes in _BLOCK_BYTES
-    ]
-    output.table(title, columns, lines)
-
-
-def _cell(decision: Decision, wide: bool) -> str:
-    text = f"{decision.method} {_number(decision.gb_per_s)}"
-    if decision.runner_up is None or not wide:
-        return text
-    return f"{text} ({decision.runner_up} {_number(decision.runner_up_gb_per_s)})"
 
 
 def _number(value: float | None) -> str:

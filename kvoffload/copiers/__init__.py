@@ -9,32 +9,15 @@ loop      flat copies one by one: cuMemcpyAsync; works with every driver
 Which of them copies a transfer is chosen in selection.py, the copiers of an engine are in copier_set.py.
 """
 
-from kvoffload.copiers.base import Copier, Share, Staged, Submit, Work
+from kvoffload.copiers.base import Copier, Share, Staged, Submit, Work, shares_together
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.copier_set import NAMES, CopierSet, check_carries_parts, check_copier, shape_of, why_not
 from kvoffload.copiers.gather import FragmentShape, GatherCopier, GatherKernels, kernel_spec
 from kvoffload.copiers.loop import LoopCopier
-from kvoffload.copiers.several import shares_together
 from kvoffload.copiers.strided import StridedCopier
 
 __all__ = [
-    "NAMES",
-    "BatchCopier",
-    "Copier",
-    "CopierSet",
-    "FragmentShape",
-    "GatherCopier",
-    "GatherKernels",
-    "LoopCopier",
-    "Share",
-    "Staged",
-    "StridedCopier",
-    "Submit",
-    "Work",
-    "check_carries_parts",
-    "check_copier",
-    "kernel_spec",
-    "shape_of",
-    "shares_together",
-    "why_not",
-]
+    "NAMES", "BatchCopier", "Copier", "CopierSet", "FragmentShape", "GatherCopier", "GatherKernels", "LoopCopier",
+    "Share", "Staged", "StridedCopier", "Submit", "Work", "check_carries_parts", "check_copier", "kernel_spec",
+    "shape_of", "shares_together", "why_not",
+]  # fmt: skip

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from kvoffload.copiers.part_fragments import BlocksInParts
 from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import SourceOrder
-from kvoffload.planning.transfer_plan import BlockPlan
+from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan, joined
 
-
-class Work(Protocol):
-    """A plan in the shape that a copier carries, and how many operations it has: `TransferPlan` or `BlockPlan`."""
-
-    @property
-    def part_ends(self) -> tuple[int, ...]:
-        """How many operations the first of its parts has, the first two, ...; empty where there is one part."""
-
-    def __len__(self) -> int: ...
-
-    def cut(self, start: int, stop: int) -> Any:
-        """Operations `[start, stop)`."""
+Work: TypeAlias = TransferPlan | BlockPlan | BlocksInParts  # a plan in the shape that a copier carries
 
 
 class Submit(Protocol):
@@ -37,8 +28,8 @@ class Staged(NamedTuple):
 
     Attributes:
         submit: queues them.
-        table: the pinned memory that the GPU reads while they run. The launcher releases it when they, and everything
-            else of the same transfer that was queued with this table, have ended. None where there is none.
+        table: the pinned memory that the GPU reads while they run, or None. The launcher releases it when these copies
+            and all others of the transfer that use the table have ended.
     """
 
     submit: Submit
@@ -46,12 +37,11 @@ class Staged(NamedTuple):
 
 
 class Copier(Protocol):
-    """Carries plans out by one copy method. Belongs to one engine and is called under its lock.
+    """Carries out plans by one copy method. Belongs to one engine and is called under its lock.
 
     Attributes:
-        segment_operations: how many operations of a prepared plan may be queued together, so that a driver queue holds
-            them.
-        is_kernel: runs on multiprocessors, on the lane's stream for kernels.
+        segment_operations: the most operations of a prepared plan that are queued together; a driver queue holds them.
+        is_kernel: whether it runs on multiprocessors, on the lane's stream for kernels.
     """
 
     segment_operations: int
@@ -66,9 +56,8 @@ class Copier(Protocol):
     def stage(self, work: Any, order: SourceOrder) -> Staged | None:
         """Write down prepared work of at most `segment_operations`; None while there is no room for its table.
 
-        Staging and queueing are apart, so that nothing but a driver call lies between a transfer's start event and its
-        first copy. What is staged is valid until something else is. What is queued may not be touched until it has
-        ended.
+        Staging is a step of its own, so that nothing but a driver call lies between a transfer's start event and its
+        first copy. Staged work is valid until other work is staged. Queued work may not be touched until it has ended.
         """
 
 
@@ -84,3 +73,27 @@ class Share(NamedTuple):
     copier: Copier
     size: int
     nbytes: int
+
+
+def shares_together(shares: Sequence[Share]) -> tuple[Share, ...]:
+    """The same work in as few shares as possible, for a transfer of several groups. Kernels come first: they are
+    quicker to queue.
+
+    A kernel is launched for one group, so each of its shares stays. Shares that one copier of the copy engine carries
+    become one, since it has room for one staged share.
+
+    Args:
+        shares: of plans in one direction, none of them in parts.
+    """
+    found = [share for share in shares if share.copier.is_kernel]
+    alike: dict[int, list[Share]] = {}
+    for share in shares:
+        if not share.copier.is_kernel:
+            alike.setdefault(id(share.copier), []).append(share)
+    for same in alike.values():
+        if len(same) > 1:
+            plans: list[TransferPlan] = [share.work for share in same]  # type: ignore[misc]  # what these copiers prepare
+            size, nbytes = sum(share.size for share in same), sum(share.nbytes for share in same)
+            same = [Share(joined(plans), same[0].copier, size, nbytes)]
+        found += same
+    return tuple(found)

@@ -27,7 +27,7 @@ NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
 
 
 def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:
-    """For every copier: None if it can run here as far as is known without trying, else the reason."""
+    """For every copier None, or why it cannot run here. A kernel may still fail when it is loaded."""
     no_kernel = "sm_limit=0 forbids kernels" if sm_limit == 0 else kernels.why_not(capabilities)
     return {
         "strided": None,
@@ -138,20 +138,20 @@ class CopierSet:
     def offered(self) -> tuple[str, ...]:
         """The copiers to choose from: those that can run; on the simulated device no kernels."""
         able = tuple(name for name in NAMES if self.missing[name] is None)
-        return _without_kernels(able) if self._interpreted else able
+        return tuple(name for name in able if name not in _KERNELS) if self._interpreted else able
 
     def select(
         self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool = False
     ) -> Selection:
-        """The copy method for a plan, and why: `wanted` (see `check_copier`), completed; or the profile's choice.
+        """The copy method for a plan, and why: the one that is `wanted` (see `check_copier`), or the profile's choice.
 
-        Remembered for all plans of the same shape.
+        The answer is remembered for all plans of the same shape.
 
         Args:
             opposite: whether transfers in the other direction are in flight.
 
         Raises:
-            CapabilityError: the kernel is wanted for a load in parts, and cannot carry these.
+            CapabilityError: the kernel is wanted for a load in parts, and cannot carry these parts.
         """
         if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
             self._selected.clear()
@@ -178,21 +178,16 @@ class CopierSet:
         if isinstance(wanted, CopyMethod):
             self._check_parts(wanted.copier, plan)
             return Selection(self._complete(wanted, shape, profile), "asked for")
-        if wanted is None:
-            available = self._carrying_parts(plan)
-        else:
+        parts = plan.group.num_parts
+        available: tuple[str, ...] = self.offered
+        if wanted is not None:
             self._check_parts(wanted, plan)
             available = (wanted,)
-        parts = plan.group.num_parts
+        elif parts > 1:
+            unable = _KERNELS if self._why_not_in_parts(plan) else ("split",)
+            available = tuple(name for name in available if name not in unable)
         method, reason, _ = choose(shape, available, profile, prefer, self._sm_limit, parts, opposite)
         return Selection(method, reason if wanted is None else "asked for by name")
-
-    def _carrying_parts(self, plan: BlockPlan) -> tuple[str, ...]:
-        """The copiers to choose from for a plan, in parts or not."""
-        if plan.group.num_parts == 1:
-            return self.offered
-        unable = _KERNELS if self._why_not_in_parts(plan) else ("split",)
-        return tuple(name for name in self.offered if name not in unable)
 
     def _check_parts(self, name: str, plan: BlockPlan) -> None:
         if name == "gather" and plan.group.num_parts > 1 and (reason := self._why_not_in_parts(plan)):
@@ -254,7 +249,3 @@ class CopierSet:
 def _share(copier: Copier, plan: BlockPlan) -> Share:
     work = copier.prepare(plan)
     return Share(work, copier, len(work), plan.nbytes)
-
-
-def _without_kernels(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in _KERNELS)

@@ -186,35 +186,28 @@ class GatherKernels:
         pool_address = int(self._memory.device_addresses(np.array([self._memory.address]))[0])
         for group in layout.groups:
             shape = fragment_shape_of(group, layout.slot_bytes, pool_address)
-            self.groups.append(self._prepare(capabilities, group, shape))
+            kernels = {}
+            for stores, several in itertools.product((True, False), (False, True)):
+                spec = kernel_spec(shape, Direction.STORE if stores else Direction.LOAD, 1 + several)
+                if all(kernel.spec != spec for kernel in self._kernels):
+                    self._kernels.append(load_kernel(self.driver, capabilities, spec, modules=self._modules))
+                kernel = next(kernel for kernel in self._kernels if kernel.spec == spec)
+                kernels[stores, several] = kernel, spec.constant("FRAGMENTS")
+            fragments = fragment_table(group, shape)
+            divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // fragments.nbytes) if len(group.planes) > 1 else 0
+            self.driver.create("cuMemAlloc", self._fragment_tables, (1 + divisions) * fragments.nbytes)
+            address = int(self._fragment_tables[-1])
+            self._copying = True
+            self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
+            self._copying = False
+            room = range(address, address + (1 + divisions) * fragments.nbytes, fragments.nbytes)[1:]
+            of_all = Fragments(fragments.shape[1], address)
+            self.groups.append(_GroupKernels(group.disowned(), shape, of_all, room, kernels))
             self._divided.append({})
         tables = PinnedMemory(self.driver, 2 * _ARENA_BYTES, holder=self._tables)
         self.arenas = tuple(
             TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
         )
-
-    def _prepare(self, capabilities: Capabilities, group: Group, shape: FragmentShape) -> _GroupKernels:
-        kernels = {}
-        for stores, several in itertools.product((True, False), (False, True)):
-            direction = Direction.STORE if stores else Direction.LOAD
-            kernel = self._load(capabilities, kernel_spec(shape, direction, 1 + several))
-            kernels[stores, several] = kernel, kernel.spec.constant("FRAGMENTS")
-        fragments = fragment_table(group, shape)
-        divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // fragments.nbytes) if len(group.planes) > 1 else 0
-        self.driver.create("cuMemAlloc", self._fragment_tables, (1 + divisions) * fragments.nbytes)
-        address = int(self._fragment_tables[-1])
-        self._copying = True
-        self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
-        self._copying = False
-        room = range(address, address + (1 + divisions) * fragments.nbytes, fragments.nbytes)[1:]
-        return _GroupKernels(group.disowned(), shape, Fragments(fragments.shape[1], address), room, kernels)
-
-    def _load(self, capabilities: Capabilities, spec: KernelSpec) -> LoadedKernel:
-        for kernel in self._kernels:
-            if kernel.spec == spec:
-                return kernel
-        self._kernels.append(load_kernel(self.driver, capabilities, spec, modules=self._modules))
-        return self._kernels[-1]
 
     def why_not_in_parts(self, group: int, parts: Parts) -> str | None:
         """Why loads of a group cannot be carried in these parts; None if they can."""
@@ -279,15 +272,13 @@ class GatherCopier:
         return _LAUNCH_PLACES
 
     def stage(self, work: BlockPlan | BlocksOfPart, order: SourceOrder) -> Staged | None:  # noqa: ARG002
-        if isinstance(work, BlocksOfPart):
-            return self._stage_part(work)
-        table = self._write(work)
-        if table is None:
-            return None
-        return Staged(self._pack(work, self._shared.groups[work.group_index].fragments, table), table)
-
-    def _stage_part(self, work: BlocksOfPart) -> Staged | None:
-        """The first launch also copies the fragments of all parts to the GPU, from the words behind its blocks."""
+        if not isinstance(work, BlocksOfPart):
+            table = self._write(work)
+            if table is None:
+                return None
+            return Staged(self._pack(work, self._shared.groups[work.group_index].fragments, table), table)
+        # Blocks of a part: a launch of an earlier part may have left their table. The first launch of all also copies
+        # the fragments of every part to the GPU, from the words behind its blocks.
         blocks, fragments, table = work.blocks, work.whole.fragments, work.table
         missing = fragments.missing
         if table is None:

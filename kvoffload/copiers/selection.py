@@ -1,18 +1,17 @@
-"""Selects a transfer's copy method, by the seconds expected of each method where it is used, and by what it takes from
-computation and from its caller.
+"""Selects the copy method of a transfer: by the seconds that each method is expected to take, and by what it costs
+computation and the caller.
 
-Nothing is measured here, and nothing is near a device. A choice is made for a *class* of transfers, those that differ
-by a few percent in their number of blocks, and kept: every transfer of a class is carried alike, whichever came first.
+Nothing is measured here, and no device is touched. Transfers whose numbers of blocks differ by a few percent are one
+*class*. A choice is made once for a class and kept, so all transfers of a class are carried alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, CopyMethod, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
@@ -50,11 +49,10 @@ class Expected(NamedTuple):
 
     Attributes:
         seconds: on the GPU's clock; with "overlap" the mean of both situations.
-        slowdown: how many times as long a small matrix product takes concurrently with it; 1.0 for the copy engine,
-            whose methods differ in that only as much as in bandwidth.
-        host: for how long the submission keeps its caller.
-        weight: what methods are compared by, the least is the best. With "latency": seconds from the call until it is
-            seen to have ended. With "overlap": see `choose`.
+        slowdown: how many times as long a small matrix product takes concurrently with it. 1.0 for the copy engine,
+            whose methods slow computation only as much as they use bandwidth.
+        host: seconds that the submission keeps its caller.
+        weight: methods are compared by it, see `choose`; the least is the best.
     """
 
     method: CopyMethod
@@ -84,21 +82,23 @@ def choose(
 ) -> Choice:
     """Select the copy method of a transfer.
 
+    1. With "latency" a method's weight is how long it takes from the call to the end on a GPU that computes nothing.
+    2. With "overlap" a method has two prices, one concurrent with large matrix products and one with small ones. A
+       price is the transfer's time, plus the time that computation loses meanwhile, plus the time that the caller is
+       kept if that exceeds a millisecond (for more than 64 MiB: a millisecond for each 64 MiB). The weight is the
+       larger of the two ratios to the lowest price.
+    3. The least weight wins, but if a method of the copy engine is within 1.1x of it, kernels are out.
+    4. Then with "overlap" any time of the caller counts: among the methods of the copy engine that end within 1.1x of
+       the soonest, the one that keeps its caller the shortest wins. (Both directions at once, 4 blocks of 32 planes x
+       64 KiB on an H200: 367 us with strided copies, 476 with contiguous ones.)
+
     Args:
         shape: of the transfer.
-        available: names of copiers that can carry it; not empty. With one name: the best method of that copier.
-        profile: what they cost.
-        prefer: "latency": the one that ends soonest after the call on a GPU that computes nothing. "overlap": every
-            method has a price concurrent with large products of matrices and one concurrent with small ones; the larger
-            of its two ratios to the lowest price is its weight, and the least weight wins. A price is the transfer's
-            time, the time that computation loses meanwhile, and the time for which the caller is kept, if that is more
-            than a millisecond, or more than one for each 64 MiB. If a method of the copy engine is within 1.1x of the
-            best, these are preferred to a kernel. Then with "overlap" the caller's time counts however short it is: of
-            those that end within 1.1x of the soonest after the call, it is the one that keeps its caller for the
-            shortest time. (Both directions at once, 4 blocks of 32 planes x 64 KiB on an H200: 367 us with strided
-            copies, 476 with contiguous ones.)
-        sm_limit: programs of a kernel at most.
-        parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
+        available: names of the copiers that can carry it; at least one. With one name: the best method of that copier.
+        profile: what copy methods cost.
+        prefer: "latency" or "overlap".
+        sm_limit: the most programs that a kernel may have.
+        parts: the number of parts that are carried one after the other; `shape` is that of all parts together.
         opposite: whether transfers in the other direction are in flight.
     """
     alike, scale = _class_of(shape)
@@ -107,9 +107,9 @@ def choose(
 
 
 def _class_of(shape: Shape) -> tuple[Shape, float]:
-    """The shape that stands for all like it, and how many times as many blocks this one has.
+    """The shape that stands for a class, and how many times as many blocks this one has.
 
-    Bytes of a block, planes, and what is merged (a number that only some layouts have) stay as they are, or nearly so.
+    The bytes of a block, the planes, and how many blocks are merged stay the same, or nearly so.
     """
     direction, blocks, plane_blocks, operations, rows, nbytes = shape
     excess = blocks.bit_length() - _MANTISSA_BITS
@@ -159,37 +159,40 @@ def rank(
             seconds + profile.seconds_around(method, shape) for method, (seconds,) in zip(methods, times, strict=True)
         ]
     else:
-        prices = [_prices(*each, shape, profile, opposite) for each in zip(methods, times, strict=True)]
+        prices = []
+        for method, (large, small) in zip(methods, times, strict=True):
+            # In this time small products get 1 / slowdown of their work done, so they lose the rest; large ones are
+            # hardly slowed. The transfers of the other direction, which are carried alike, slow them once more.
+            slowdown = _slowdown(method, profile) ** (2 if opposite else 1)
+            host = profile.host_seconds(method, shape)
+            kept = host if host > _MOST_HOST_SECONDS * max(1.0, shape.nbytes / _HOST_BYTES) else 0.0
+            prices.append((large + kept, small * (2.0 - 1.0 / slowdown) + kept))
         lowest = tuple(map(min, zip(*prices, strict=True)))
-        weights = [max(map(_over, each, lowest)) for each in prices]
+        weights = [
+            max(price / low if low < inf else 1.0 for price, low in zip(each, lowest, strict=True)) for each in prices
+        ]
     found = [
         Expected(method, sum(each) / len(each), _slowdown(method, profile), profile.host_seconds(method, shape), weight)
         for method, each, weight in zip(methods, times, weights, strict=True)
     ]
-    return sorted(found, key=_order_of(found, prefer))
-
-
-def _order_of(found: list[Expected], prefer: str) -> Callable[[Expected], tuple[bool, bool, float, float]]:
-    """What methods are sorted by; see `choose`."""
     least = TOLERANCE * min(each.weight for each in found)
     copies = [each for each in found if each.method.programs == 0]
     if prefer == "latency" or all(each.weight > least for each in copies):
-        return lambda each: (each.weight > least or each.method.programs > 0, False, 0.0, each.weight)
+        return sorted(found, key=lambda each: (each.weight > least or each.method.programs > 0, each.weight))
     soonest = TOLERANCE * min(each.host + each.seconds for each in copies)
-    return lambda each: (each.method.programs > 0, each.host + each.seconds > soonest, each.host, each.weight)
 
+    def by_host(each: Expected) -> tuple[bool, bool, float, float]:
+        return each.method.programs > 0, each.host + each.seconds > soonest, each.host, each.weight
 
-def _over(price: float, lowest: float) -> float:
-    return price / lowest if lowest < inf else 1.0
+    return sorted(found, key=by_host)
 
 
 def _times(
     method: CopyMethod, shape: Shape, profile: Profile, prefer: str, parts: int, opposite: bool
 ) -> tuple[float, ...]:
-    """Expected seconds in each situation that counts.
+    """Expected seconds in each situation that counts: without compute for "latency", with compute for "overlap".
 
-    Both directions were not measured with compute: what they stretch on a GPU that computes nothing, they are taken to
-    stretch there.
+    Both directions at once were not measured with compute. They are taken to stretch a transfer as much as without.
     """
     more = (parts - 1) * (_PART_SECONDS_OF_KERNEL if method.programs else _PART_SECONDS)
     idle = profile.seconds(method, shape)
@@ -197,42 +200,17 @@ def _times(
     if prefer == "latency":
         return (both + more,)
     stretch = max(1.0, both / idle) if idle < inf else 1.0
-    return tuple(
-        profile.seconds(method, shape, situation) * stretch
-        + more
-        + _waits_of_launches(parts - 1, method, shape.direction, profile, situation)
-        for situation in CONCURRENT_COMPUTE
-    )
-
-
-def _waits_of_launches(
-    launches: int, method: CopyMethod, direction: Direction, profile: Profile, situation: Situation
-) -> float:
-    """How much later so many kernels begin concurrent with compute; 0.0 for the copy engine."""
-    least = Shape(direction, 1, 1, 1, 1, 1)
-    idle = profile.seconds(method, least)
-    if launches == 0 or not method.programs or idle == inf:
-        return 0.0
-    return launches * max(0.0, profile.seconds(method, least, situation) - idle)
+    times = [profile.seconds(method, shape, situation) * stretch + more for situation in CONCURRENT_COMPUTE]
+    least = Shape(shape.direction, 1, 1, 1, 1, 1)
+    alone = profile.seconds(method, least)
+    if parts > 1 and method.programs and alone < inf:  # concurrent with compute each launch begins later
+        waits = [max(0.0, profile.seconds(method, least, situation) - alone) for situation in CONCURRENT_COMPUTE]
+        times = [seconds + (parts - 1) * wait for seconds, wait in zip(times, waits, strict=True)]
+    return tuple(times)
 
 
 def _slowdown(method: CopyMethod, profile: Profile) -> float:
     return profile.slowdown(method) if method.programs else 1.0
-
-
-def _prices(
-    method: CopyMethod, times: tuple[float, ...], shape: Shape, profile: Profile, opposite: bool
-) -> tuple[float, ...]:
-    """What a transfer costs in each situation of `CONCURRENT_COMPUTE`; see `choose`.
-
-    In the seconds that it takes, small products get 1 / slowdown of their work done, so they lose the rest; large ones
-    are hardly slowed. The transfers of the other direction, which are carried alike, slow them once more.
-    """
-    slowdown = _slowdown(method, profile) ** (2 if opposite else 1)
-    host = profile.host_seconds(method, shape)
-    kept = host if host > _MOST_HOST_SECONDS * max(1.0, shape.nbytes / _HOST_BYTES) else 0.0
-    large, small = times
-    return large + kept, small * (2.0 - 1.0 / slowdown) + kept
 
 
 def _methods(
@@ -240,8 +218,8 @@ def _methods(
 ) -> list[CopyMethod]:
     """The methods that could copy a transfer; at least one.
 
-    Concurrent with compute a split ends when its kernel does, which waits, and is never much faster than the better of
-    its halves alone (`bench field`, 36 transfers concurrent with compute: at most 1.04x); its times there scatter.
+    Splits are left out concurrent with compute: a split ends when its kernel does, which waits there, and is never much
+    faster than the better of its halves alone (`bench field`, 36 transfers: at most 1.04x), while its times scatter.
     """
     folds = shape.rows > shape.operations
     # Submitted one by one, contiguous copies keep the host four times as long, and are as fast at best.
@@ -250,22 +228,14 @@ def _methods(
     names: tuple[CopierName, ...] = (flat,) if flat in available and not folds else ("strided", flat)
     methods = [CopyMethod(name) for name in names if name in available]
     if "gather" in available:
-        methods += [CopyMethod("gather", programs, 1.0) for programs in _programs(_GATHER_PROGRAMS, sm_limit)]
+        most = min(sm_limit, _MOST_PROGRAMS)
+        numbers = [programs for programs in _GATHER_PROGRAMS if programs <= most]
+        numbers += [most] if most > _GATHER_PROGRAMS[-1] else []
+        methods += [CopyMethod("gather", programs, 1.0) for programs in numbers]
     if "split" in available and ((folds and prefer == "latency") or not methods):
-        methods += _splits(shape, profile, sm_limit)
+        usable = [programs for programs in _SPLIT_PROGRAMS if programs <= sm_limit]
+        methods += [CopyMethod("split", programs, profile.split_share(shape, programs)) for programs in usable]
     return methods
-
-
-def _splits(shape: Shape, profile: Profile, sm_limit: int) -> Iterator[CopyMethod]:
-    for programs in _SPLIT_PROGRAMS:
-        if programs <= sm_limit:
-            yield CopyMethod("split", programs, profile.split_share(shape, programs))
-
-
-def _programs(usual: tuple[int, ...], sm_limit: int) -> list[int]:
-    most = min(sm_limit, _MOST_PROGRAMS)
-    more = [most] if most > usual[-1] else []
-    return [programs for programs in usual if programs <= most] + more
 
 
 def _explain(best: Expected, others: list[Expected], shape: Shape, where: str) -> str:

@@ -58,25 +58,30 @@ class TableArena:
         return sum(not table.released for table in self._tables)
 
     def take(self, count: int) -> Table | None:
-        """A table of `count` words, or None while there is no room."""
+        """A table of `count` words, or None while there is no room.
+
+        1. No table is in use: all of the memory is free.
+        2. The tables lie in one piece: there is room behind the last, and before the first.
+        3. They wrap around: there is room between the last and the first. Never all of it, since a full ring and an
+           empty one must differ; the same holds for the room before the first in case 2.
+        """
         nbytes = -(-8 * count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        start = self._find(nbytes)
-        if start is None:
+        start = self._next
+        first = self._tables[0].start if self._tables else None
+        if first is None:
+            start, fits = 0, nbytes <= self._nbytes
+        elif start > first:
+            fits = start + nbytes <= self._nbytes
+            if not fits:
+                start, fits = 0, nbytes < first
+        else:
+            fits = start + nbytes < first
+        if not fits:
             return None
         table = Table(self, start, start + nbytes, count)
         self._tables.append(table)
         self._next = table.stop
         return table
-
-    def _find(self, nbytes: int) -> int | None:
-        if not self._tables:
-            return 0 if nbytes <= self._nbytes else None
-        first = self._tables[0].start
-        if self._next > first:  # free: behind the last table, and before the first
-            if self._next + nbytes <= self._nbytes:
-                return self._next
-            return 0 if nbytes < first else None
-        return self._next if self._next + nbytes < first else None  # never all of it: full and empty must differ
 
     def collect(self) -> None:
         """Free the room of released tables at the old end of the ring."""

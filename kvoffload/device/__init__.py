@@ -1,13 +1,12 @@
 """An open device: its context, what is allocated in it, and how all of it is freed, whatever was interrupted.
 
 open_device, Device         a GPU, or a simulated one                                    device.py
-DeviceContext, Current      its context, and the context current in a `with`             context.py, current.py
+Current                     its context, current in a `with`                             current.py
 DeviceBuffer, DeviceArray   GPU memory that the device frees                             buffers.py
 PinnedMemory                pinned host memory as numpy arrays                           pinned.py
 HostMemory                  slots in host memory that the caller brings                  host_memory.py
 SharedSlots                 such slots in memory that processes share                    shared_slots.py
 Resource, DeviceResources   driver objects, freed exactly once                           ownership.py
 Lane, EventPool             streams of a lane, pools of events, other programs' streams  streams.py
-AllocationFinder            in which driver allocation planes are                        allocations.py
-device_of                   on which GPU a pointer's memory is                           placement.py
+AllocationFinder            in which driver allocation planes are, and on which GPU      allocations.py
 """

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffload.device.context import DeviceContext, DeviceUser
+from kvoffload.device.ownership import DeviceUser, OpenDevice
 from kvoffload.device.streams import stream_handle
 from kvoffload.driver import Driver, address_of
 from kvoffload.driver.core import LEGACY_STREAM
@@ -38,7 +37,7 @@ class DeviceBuffer:
         nbytes: exactly as many as asked for.
     """
 
-    def __init__(self, device: DeviceContext, nbytes: int) -> None:
+    def __init__(self, device: OpenDevice, nbytes: int) -> None:
         addresses: list[Any] = []  # the truth about what must be freed
         self.device = device
         self.nbytes = nbytes
@@ -76,8 +75,22 @@ class DeviceBuffer:
             ClosedError: the buffer or its device is closed.
         """
         self.check()
-        source = _host_bytes(array)
-        start = _as_offset(offset)
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                "array must not be masked: the bytes behind its mask are undefined; fill it with array.filled()"
+            )
+        # numpy would make one byte of b""
+        source = np.frombuffer(array, np.uint8) if isinstance(array, bytes | bytearray) else np.ascontiguousarray(array)
+        if source.dtype.hasobject:
+            raise TypeError(
+                f"array must hold plain values, got {array!r:.80}, which numpy holds as pointers ({source.dtype})"
+            )
+        try:
+            start = None if isinstance(offset, bool) else operator.index(offset)
+        except TypeError:
+            start = None
+        if start is None:
+            raise TypeError(f"offset must be an integer, got {offset!r:.80}")
         if start < 0 or start + source.nbytes > self.nbytes:
             raise ValueError(f"array of {source.nbytes} bytes at offset {start} does not fit into {self.nbytes} bytes")
         if source.nbytes:
@@ -126,6 +139,7 @@ class DeviceArray:
         buffer: the memory.
         shape: extents, all positive.
         dtype: of an element; see `dtype_name`.
+        offset: where the array begins in the buffer, bytes. None: the array is all of the buffer.
 
     Attributes:
         buffer: the memory.
@@ -133,19 +147,24 @@ class DeviceArray:
         shape, dtype, itemsize, nbytes: as numpy has them; dtype is a name, such as "bfloat16".
 
     Raises:
-        ValueError: the size of the array is not that of the buffer, or an extent is not positive.
+        ValueError: the size of the array is not that of the buffer, or it does not fit at `offset`; or an extent is not
+            positive.
         LayoutError: `dtype` is not the type of one element, or its size is not known.
     """
 
-    def __init__(self, buffer: DeviceBuffer, shape: Sequence[int], dtype: Any) -> None:
+    def __init__(self, buffer: DeviceBuffer, shape: Sequence[int], dtype: Any, *, offset: int | None = None) -> None:
         self.buffer = buffer
-        self.address = buffer.address
+        self.address = buffer.address + (offset or 0)
         self.dtype = dtype_name(dtype)
         self.itemsize = element_bytes(self.dtype)
         self.shape = check_shape(shape)
         self.nbytes = math.prod(self.shape) * self.itemsize
-        if self.nbytes != buffer.nbytes:
-            raise ValueError(f"shape {self.shape} of {self.dtype} is {self.nbytes} bytes, the buffer {buffer.nbytes}")
+        fits = self.nbytes == buffer.nbytes if offset is None else 0 <= offset <= buffer.nbytes - self.nbytes
+        if not fits:
+            where = "" if offset is None else f" from byte {offset} on"
+            raise ValueError(
+                f"shape {self.shape} of {self.dtype} is {self.nbytes} bytes{where}, the buffer {buffer.nbytes}"
+            )
 
     def view(self, dtype: Any) -> DeviceArray:
         """The same memory as elements of another type of the same size.
@@ -155,7 +174,7 @@ class DeviceArray:
         """
         if element_bytes(dtype_name(dtype)) != self.itemsize:
             raise ValueError(f"dtype must have {self.itemsize} bytes like {self.dtype}, got {dtype!r:.80}")
-        return DeviceArray(self.buffer, self.shape, dtype)
+        return DeviceArray(self.buffer, self.shape, dtype, offset=self.address - self.buffer.address)
 
     def array_view(self) -> ArrayView:
         """Where the elements lie. ClosedError if the memory has been freed."""
@@ -205,15 +224,12 @@ class DeviceArray:
             handle = stream_handle(stream or 0, "stream")
             for engine in self._engines():
                 engine.order_all_before(handle)
-        return self._export(dtype, max_version)
+        with device.current():  # cuda.core asks the driver where the memory is
+            return export_dlpack(self.address, self.nbytes, self.shape, dtype, self.buffer, max_version)
 
     def _engines(self) -> list[DeviceUser]:
         """The engines whose transfers may touch the memory."""
         return self.buffer.device.engines_over(self.address, self.nbytes)
-
-    def _export(self, dtype: np.dtype[Any], max_version: tuple[int, int] | None) -> Any:
-        with self.buffer.device.current():  # cuda.core asks the driver where the memory is
-            return export_dlpack(self.address, self.nbytes, self.shape, dtype, self.buffer, max_version)
 
     def _numpy_dtype(self) -> np.dtype[Any]:
         if self.dtype in NARROW_BYTES:
@@ -236,18 +252,15 @@ class DeviceArray:
             typestr = self._numpy_dtype().str
         except BufferError as error:
             raise AttributeError(str(error)) from None
-        data = (self.address, False)
-        interface = {"shape": self.shape, "typestr": typestr, "data": data, "version": 3, "strides": None}
-        return interface | {"stream": self._stream_after_transfers()}
-
-    def _stream_after_transfers(self) -> int | None:
+        stream = None
         busy = [engine for engine in self._engines() if engine.in_flight]
-        if not busy:
-            return None
-        wait_stream = busy[0].wait_stream()
-        for engine in busy:
-            engine.order_all_before(wait_stream)
-        return wait_stream if any(engine.in_flight for engine in busy) else None
+        if busy:
+            stream = busy[0].wait_stream()
+            for engine in busy:
+                engine.order_all_before(stream)
+            stream = stream if any(engine.in_flight for engine in busy) else None
+        data = (self.address, False)
+        return {"shape": self.shape, "typestr": typestr, "data": data, "version": 3, "strides": None, "stream": stream}
 
     def __repr__(self) -> str:
         return f"DeviceArray({self.shape}, {self.dtype}, {self.address:#x})"
@@ -271,29 +284,3 @@ def check_shape(shape: Any) -> tuple[int, ...]:
     if not extents or min(extents) < 1:
         raise ValueError(f"shape must be a sequence of positive integers, got {shape!r:.80}")
     return extents
-
-
-def _host_bytes(array: ArrayLike) -> npt.NDArray[Any]:
-    """A contiguous host array with the bytes of `array`."""
-    if isinstance(array, bytes | bytearray):  # numpy would make one byte of b""
-        return np.frombuffer(array, dtype=np.uint8)
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            "array must not be masked: the bytes behind its mask are undefined; fill it with array.filled()"
-        )
-    source = np.ascontiguousarray(array)
-    if source.dtype.hasobject:
-        raise TypeError(
-            f"array must hold plain values, got {array!r:.80}, which numpy holds as pointers ({source.dtype})"
-        )
-    return source
-
-
-def _as_offset(offset: Any) -> int:
-    try:
-        number = operator.index(offset)
-    except TypeError:
-        number = None
-    if number is None or isinstance(offset, bool):
-        raise TypeError(f"offset must be an integer, got {offset!r:.80}")
-    return number

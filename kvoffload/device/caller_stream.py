@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kvoffload.device.context import DeviceContext
+from kvoffload.device.ownership import OpenDevice
 from kvoffload.driver import Driver
 from kvoffload.driver.core import NON_BLOCKING
 from kvoffload.errors import ClosedError, DriverError
@@ -27,7 +27,7 @@ class Stream:
         device: the device that it is on.
     """
 
-    def __init__(self, device: DeviceContext, priority: int) -> None:
+    def __init__(self, device: OpenDevice, priority: int) -> None:
         handles: list[Any] = []  # the truth about what must be destroyed
         self.device = device
         with device.current():

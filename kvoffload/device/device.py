@@ -6,27 +6,25 @@ import atexit
 import logging
 import math
 import operator
+import os
+import threading
 import time
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvoffload.device.allocations import AllocationFinder
-from kvoffload.device.backends import context_handle, load_driver
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer, check_shape
 from kvoffload.device.caller_stream import Stream
-from kvoffload.device.context import DeviceContext
-from kvoffload.device.ownership import DeviceResources, Watch, warn_unreleased
-from kvoffload.driver import Capabilities, Driver, probe
-from kvoffload.errors import (
-    CapacityError,
-    DriverError,
-    KVOffloadError,
-    KVOffloadWarning,
-)
+from kvoffload.device.current import Current
+from kvoffload.device.ownership import DeviceResources, DeviceUser, Resource, Watch, warn_unreleased
+from kvoffload.driver import Capabilities, Driver, cuda, probe
+from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, KVOffloadWarning
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import as_timeout, at_least, names_its_calls, shown
+from kvoffload.internal.checks import as_timeout, at_least, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.layout.dtypes import dtype_name, element_bytes
@@ -36,6 +34,7 @@ from kvoffload.layout.planes import Plane
 if TYPE_CHECKING:
     from kvoffload.simulator import SimulatedDriver
 
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a slab keep it
 
 _FOR_ENGINES = frozenset(
@@ -55,20 +54,15 @@ def open_device(
     *,
     backend: Literal["cuda", "simulated", "auto"] | SimulatedDriver = "cuda",
     context: Any = None,
-    seed: int | None = None,
-    driver_version: tuple[int, int] | None = None,
-    bindings_version: tuple[int, int] | None = None,
 ) -> Device:
     """Open a device. This is the first moment at which kvoffload touches CUDA.
 
     Args:
         index: which GPU, as CUDA counts them.
-        backend: "cuda"; "simulated"; "auto" for a GPU where there is one and else the simulated device; or a
-            `kvoffload.testing.SimulatedDriver` to share between devices.
+        backend: "cuda"; "simulated" for `kvoffload.testing.SimulatedDriver()`; "auto" for a GPU where there is one and
+            else the simulated device; or a SimulatedDriver of yours, with a seed or versions, or for several devices.
         context: a CUDA context of the caller's (handle, or an object that `int()` takes) on that GPU. None: the GPU's
             primary context, which CuPy, JAX, PyTorch and the CUDA runtime use; it is created if it does not exist yet.
-        seed: of the order in which the simulated device executes its streams; 0 by default.
-        driver_version, bindings_version: that the simulated device pretends to have; by default `(13, 0)`, `(13, 3)`.
 
     Raises:
         CapabilityError: no driver library or no usable bindings; the message says how to go on.
@@ -77,17 +71,17 @@ def open_device(
         TypeError: `context` is not the handle of a context.
     """
     _release_garbage()
-    options = {"seed": seed, "driver_version": driver_version, "bindings_version": bindings_version}
-    driver = load_driver(backend, {name: value for name, value in options.items() if value is not None})
+    driver = _load_driver(backend)
     count = int(driver.call("cuDeviceGetCount"))
     if at_least("index", index, 0) >= count:
         raise ValueError(f"index must name one of the {count} devices, 0 to {count - 1}, got {index}")
-    device = Device(driver, operator.index(index), context_handle(context), count)
-    _log_opening(device)
-    return device
-
-
-def _log_opening(device: Device) -> None:
+    try:
+        handle = None if context is None else -1 if isinstance(context, bool | str | bytes) else int(context)
+    except (TypeError, ValueError, OverflowError):
+        handle = -1
+    if handle is not None and handle <= 0:
+        raise TypeError(f"context must be None or the handle of a CUDA context, got {context!r:.80}")
+    device = Device(driver, operator.index(index), handle, count)
     can = device.capabilities
     kind = "simulated device" if device.simulated else "device"
     versions = can.driver_version, can.bindings_version
@@ -95,10 +89,28 @@ def _log_opening(device: Device) -> None:
     for name, reason in can.missing.items():
         level = logging.INFO if can.flat_batch and can.strided_batch else logging.WARNING  # else copies go one by one
         LOGGER.log(level, "%s cannot be used on device %d: %s", name, device.index, reason)
+    return device
 
 
-@names_its_calls
-class Device(DeviceContext):
+def _load_driver(backend: Any) -> Driver:
+    if backend in ("cuda", "auto"):
+        try:
+            return cuda.load()
+        except (CapabilityError, DriverError) as error:  # no driver library, or no GPU; a broken GPU is not passed over
+            if backend == "cuda" or (isinstance(error, DriverError) and error.code != _NO_DEVICE):
+                raise
+    if backend in ("simulated", "auto"):
+        from kvoffload.simulator import SimulatedDriver
+
+        backend = SimulatedDriver()
+    if not getattr(backend, "simulated", False):
+        raise ValueError(f"backend must be 'cuda', 'simulated', 'auto' or a SimulatedDriver, got {backend!r:.80}")
+    driver = Driver(backend, raw=backend.raw, bindings_version=backend.bindings_version, simulated=True)
+    driver.init()
+    return driver
+
+
+class Device:
     """An open device; made by `open_device`. Usable from any thread; a context manager.
 
     Closing drains and closes its engines, then frees what it allocated. A child of `fork` cannot use its parent's
@@ -109,17 +121,28 @@ class Device(DeviceContext):
         pci: its PCIe link and NUMA node, as far as Linux reports it.
         index, name: of the GPU.
         context: the handle of its CUDA context; `with device.current():` makes it the calling thread's.
-        simulated: whether it is a simulated device.
+        driver: for tests and for programs that want calls of their own.
+        simulated: whether it is the simulated device: bytes are right, times and bandwidths say nothing about a GPU.
         simulator: its `SimulatedDriver`, which has the functions of `cuda.bindings.driver` and more; None on a GPU.
+        closed: whether `close` has ended.
+        lifecycle: held while an engine is constructed or closed, and while the device closes.
     """
 
+    context: int
     capabilities: Capabilities
 
     def __init__(self, driver: Driver, index: int, context: int | None, device_count: int) -> None:
-        handle = int(driver.call("cuDeviceGet", index))
-        resources = DeviceResources(driver, handle)
-        super().__init__(driver, index, resources)
+        self.driver = driver
+        self.index = index
+        self.simulated = driver.simulated
+        self.simulator: Any = driver.api if driver.simulated else None
+        self.lifecycle = threading.RLock()
         self._device_count = device_count
+        self.closed = False
+        self._users: list[weakref.ref[DeviceUser]] = []
+        handle = int(driver.call("cuDeviceGet", index))
+        self._resources = resources = DeviceResources(driver, handle)
+        self._process = resources.process
         self._watch = Watch(self, _garbage.append)
         self._watch.target = resources
         try:
@@ -128,26 +151,20 @@ class Device(DeviceContext):
                 driver.create("cuDevicePrimaryCtxRetain", resources.retained, handle)
                 context = int(resources.retained[0])
             self.context = resources.context = context
-            self._describe(handle)
+            with resources.current():
+                actual = int(driver.call("cuCtxGetDevice"))
+                if actual != handle:
+                    raise ValueError(f"context belongs to device {actual}, but index is {index}; pass index={actual}")
+                self.capabilities = probe(driver, handle)
+                low, high = driver.call("cuCtxGetStreamPriorityRange")
+            self.stream_priorities = range(int(high), int(low) + 1)  # numerically lowest is the highest priority
+            self.name = driver.call("cuDeviceGetName", 256, handle).split(b"\0")[0].decode()
+            bus = driver.call("cuDeviceGetPCIBusId", 32, handle).split(b"\0")[0].decode()
+            self.pci = hostinfo.pci_device(bus)
         except BaseException:
             resources.release_context()
-            self._unwatch()
+            _watches.discard(self._watch)  # it was never opened: its garbage needs no attention
             raise
-
-    def _describe(self, handle: int) -> None:
-        with self._resources.current():
-            actual = int(self.driver.call("cuCtxGetDevice"))
-            if actual != handle:
-                raise ValueError(f"context belongs to device {actual}, but index is {self.index}; pass index={actual}")
-            self.capabilities = probe(self.driver, handle)
-            low, high = self.driver.call("cuCtxGetStreamPriorityRange")
-        self.stream_priorities = range(int(high), int(low) + 1)  # numerically lowest is the highest priority
-        self.name = _text(self.driver.call("cuDeviceGetName", 256, handle))
-        self.pci = hostinfo.pci_device(_text(self.driver.call("cuDeviceGetPCIBusId", 32, handle)))
-
-    def _unwatch(self) -> None:
-        """The device is closed, or was never opened: its garbage needs no attention."""
-        _watches.discard(self._watch)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """GPU memory, uninitialised, of exactly `nbytes` bytes in one driver allocation.
@@ -209,19 +226,11 @@ class Device(DeviceContext):
             LayoutError: `block_bytes`, `num_blocks` or `block_stride`; as `Plane`.
         """
         count = at_least("count", count, 1)
-        span = Plane(1, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride).span_bytes
+        plane = partial(Plane, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride)
+        span = plane(1).span_bytes
         pitch = -(-span // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
         slab = self.allocate(pitch * (count - 1) + span)
-        return [
-            Plane(
-                slab.address + index * pitch,
-                block_bytes=block_bytes,
-                num_blocks=num_blocks,
-                block_stride=block_stride,
-                owner=slab,
-            )
-            for index in range(count)
-        ]
+        return [plane(slab.address + index * pitch, owner=slab) for index in range(count)]
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         """An uninitialised C-contiguous array in one driver allocation, for other libraries to take without a copy.
@@ -298,6 +307,128 @@ class Device(DeviceContext):
         bases = iter(found)
         return [[next(bases).base for _ in group.planes] for group in layout.groups]
 
+    def current(self) -> Current:
+        """A context manager: the device's context is current inside, the caller's again afterwards.
+
+        Raises:
+            ClosedError: the device is closed, or this is a forked child.
+        """
+        if self.closed or os.getpid() != self._process:
+            self.check_open()
+        current = Current()  # `make_current`, without the call: this is on the path of every transfer
+        current.driver = self.driver
+        current.context = self.context
+        current.any_call = True
+        return current
+
+    def check_open(self) -> None:
+        """Raise ClosedError if the device is closed, or in a forked child."""
+        if self.closed:
+            raise ClosedError(
+                f"{self.name} (device {self.index}) is closed and its memory is freed; open it again with open_device()"
+            )
+        self.check_process()
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child. To be called before a lock is taken: the parent may have held it."""
+        if self.foreign:
+            raise ClosedError(
+                f"device {self.index} was opened by process {self._process}, before fork(); CUDA does not "
+                "survive a fork: open a device in the child, or start it with the 'spawn' method"
+            )
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this process is a forked child of the one that opened the device."""
+        return os.getpid() != self._process
+
+    # resources --------------------------------------------------------------------------------------------------------
+
+    def adopt(self, owner: object, release: Callable[[], None], what: str | None = None) -> Resource:
+        """Register what is about to be made for `owner`; see `DeviceResources.adopt`."""
+        return self._resources.adopt(owner, release, what)
+
+    @property
+    def owned(self) -> int:
+        """How many resources are on the device: buffers, and engines that were not closed."""
+        return len(self._resources.registered)
+
+    def free(self, resource: Resource) -> None:
+        """Make the context current and free a resource. Does nothing the second time, and in a forked child.
+
+        Raises:
+            DriverError: a call failed; call it again to free the rest.
+        """
+        if resource.alive and not self.foreign:
+            with self._resources.current():
+                resource.free()
+
+    def reclaim(self) -> None:
+        """Free the resources whose owners have become garbage since the last time."""
+        with self.current():
+            self.advance_engines()
+            texts = self._resources.collect()
+        warn_unreleased(texts)
+
+    # engines ----------------------------------------------------------------------------------------------------------
+
+    def register_engine(self, engine: DeviceUser) -> None:
+        """Have the engine closed with the device. It is not kept alive."""
+        self.check_process()
+        self._users.append(weakref.ref(engine, self._users.remove))
+
+    def engines(self) -> list[DeviceUser]:
+        """The registered engines that are not garbage."""
+        return [engine for known in list(self._users) if (engine := known()) is not None]
+
+    def refuse_nested(self, call: str) -> None:
+        """Raise RuntimeError inside a call of an engine: `lifecycle` is taken before its lock, never after it."""
+        for engine in self.engines():
+            refuse_nested(engine.lock, call)
+
+    def advance_engines(self) -> None:
+        """Have every engine take note of transfers that have ended: an engine with unfinished ones is kept alive."""
+        for engine in self.engines():
+            engine.advance()
+
+    def engines_over(self, address: int, nbytes: int) -> list[DeviceUser]:
+        """The engines with a plane in a range of device memory, also those of other `Device` objects: a GPU may be
+        opened several times, and no two of a process have an address in common.
+
+        Raises:
+            ClosedError: the device is closed, or this is a forked child.
+        """
+        self.check_open()
+        devices = [device for device in _open_devices() if device.driver.api is self.driver.api]
+        engines = (engine for device in devices for engine in device.engines())
+        return [engine for engine in engines if engine.touches(address, nbytes)]
+
+    def wait_lifecycle(self, timeout: float | None) -> None:
+        """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds (None: without a limit).
+
+        Follow it by `with device.lifecycle:`. An `acquire` with a timeout outside of a `with` could be interrupted when
+        the lock is taken already, and the lock would never be released.
+
+        Raises:
+            TimeoutError: another thread held it all the time.
+            ClosedError: in a forked child, where a thread of the parent may seem to hold it for ever.
+        """
+        self.check_process()
+        if timeout is None:
+            return
+        # CPython runs no signal handler between the end of an `__enter__` that is a C function and the body of its
+        # `with`. A `partial` of a C function is one, and on a class of its own it is not bound to the instance.
+        acquire = partial(self.lifecycle.acquire, True, min(max(0.0, timeout), threading.TIMEOUT_MAX))
+        attempt: Any = type("Attempt", (), {"__enter__": acquire, "__exit__": self.lifecycle.__exit__})()
+        acquired = False
+        try:
+            with attempt as acquired:
+                pass
+        except RuntimeError:  # `__exit__` releases a lock that was not taken
+            pass
+        if not acquired:
+            raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
+
     def close(self, timeout: float | None = None) -> None:
         """Drain and close the engines, free every buffer, release the context. Idempotent.
 
@@ -319,12 +450,12 @@ class Device(DeviceContext):
         deadline = None if timeout is None else time.perf_counter() + timeout
         self.wait_lifecycle(timeout)
         with self.lifecycle:
-            if not self._closed:
+            if not self.closed:
                 for engine in self.engines():
                     engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
-                self._closed = True
+                self.closed = True
             texts = self._resources.free_all()  # also after an interrupted `close`: what is freed is not freed again
-            self._unwatch()
+            _watches.discard(self._watch)
         warn_unreleased(texts)
 
     def __dir__(self) -> list[str]:
@@ -339,12 +470,8 @@ class Device(DeviceContext):
 
     def __repr__(self) -> str:
         kind = "simulated, " if self.simulated else ""
-        state = "closed" if self._closed else f"{len(self.engines())} engines"
+        state = "closed" if self.closed else f"{len(self.engines())} engines"
         return f"Device({self.index}, {self.name!r}, {kind}{state})"
-
-
-def _text(raw: bytes) -> str:
-    return raw.split(b"\0")[0].decode()
 
 
 def _open_devices() -> list[Device]:

@@ -162,20 +162,17 @@ class CallerMemory(RegisteredMemory):
             holder.append(self)
         try:
             if self._ours:
-                self._register_all(memory, memory.span(slot_bytes))
+                for start, stop in ranges(memory.span(slot_bytes), memory.slot_stride):
+                    try:
+                        self._register(self.address + start, stop - start)
+                    except DriverError as error:
+                        del self._registered[-1]  # it may be its owner's registration, which must stay
+                        raise _explained(error, memory, stop - start, start) from error
             else:
                 self._find_registered(memory, slot_bytes)
         except BaseException:
             self.release()
             raise
-
-    def _register_all(self, memory: HostMemory, nbytes: int) -> None:
-        for start, stop in ranges(nbytes, memory.slot_stride):
-            try:
-                self._register(self.address + start, stop - start)
-            except DriverError as error:
-                del self._registered[-1]  # it may be its owner's registration, which must stay
-                raise _explained(error, memory, stop - start, start) from error
 
     def _find_registered(self, memory: HostMemory, slot_bytes: int) -> None:
         """Ask the driver where a GPU sees the first and the last byte of each slot."""
@@ -200,11 +197,6 @@ class CallerMemory(RegisteredMemory):
 
     def _mapped_apart(self) -> Sequence[int]:
         return self._registered if self._ours else self._slots
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of the slots, and 0 once it is released."""
-        return self.nbytes
 
     def release(self) -> None:
         """Unregister what was registered here, and refer to the caller's memory no more. As `RegisteredMemory`."""

@@ -19,12 +19,74 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kvoffload.device.current import Current, make_current
 from kvoffload.driver import Driver
 from kvoffload.errors import DriverError
 from kvoffload.internal.nesting import refuse_nested
+
+
+class OpenDevice(Protocol):
+    """A `Device`, as the buffers and streams on it see it."""
+
+    driver: Driver
+    index: int
+    simulated: bool
+    simulator: Any
+
+    @property
+    def foreign(self) -> bool: ...
+
+    def current(self) -> Current: ...
+
+    def check_open(self) -> None: ...
+
+    def adopt(self, owner: object, release: Callable[[], None], what: str | None = None) -> Resource: ...
+
+    def free(self, resource: Resource) -> None: ...
+
+    def engines_over(self, address: int, nbytes: int) -> list[DeviceUser]: ...
+
+
+class DeviceUser(Protocol):
+    """What a device needs of an engine on it.
+
+    Attributes:
+        lock: held by its calls.
+        submitted: transfers submitted so far.
+    """
+
+    lock: threading.RLock
+
+    @property
+    def submitted(self) -> int: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers that have not ended yet."""
+
+    def advance(self) -> None:
+        """Take note of transfers that have ended. The context is current."""
+
+    def touches(self, address: int, nbytes: int) -> bool:
+        """Whether transfers of the engine can read or write a byte of that range of device memory."""
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait on the host until every submitted transfer has ended."""
+
+    def order_all_before(self, stream: int) -> None:
+        """Work queued on `stream` from now on starts after every transfer submitted so far."""
+
+    def wait_stream(self) -> int:
+        """A stream of the engine that other streams may wait for, and that can be made to wait for them."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Drain and free everything. Idempotent.
+
+        Raises:
+            TimeoutError: transfers were still running after `timeout` seconds; nothing was freed.
+        """
 
 
 class Watch(weakref.ref[Any]):
@@ -159,7 +221,14 @@ class DeviceResources:
             try:
                 with self.current():
                     texts = self.collect()
-                    self._free_registered()
+                    first: Exception | None = None
+                    for resource in list(self.registered)[::-1]:
+                        try:
+                            resource.free()
+                        except Exception as error:
+                            first = first or error
+                    if first is not None:
+                        raise first
             except DriverError as error:
                 if not error.sticky:
                     raise
@@ -167,16 +236,6 @@ class DeviceResources:
                     resource.drop()
         self.release_context()
         return texts
-
-    def _free_registered(self) -> None:
-        first: Exception | None = None
-        for resource in list(self.registered)[::-1]:
-            try:
-                resource.free()
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
 
     def release_context(self) -> None:
         """Release the primary context as often as it was retained."""

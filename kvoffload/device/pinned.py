@@ -8,6 +8,7 @@ engine closes, the memory is unregistered and stays ordinary memory for as long 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -59,7 +60,7 @@ class RegisteredMemory:
     @property
     def pinned_bytes(self) -> int:
         """`nbytes`, and 0 once it is released."""
-        return self.nbytes if self._registered else 0
+        return self.nbytes if self._mapped_apart() else 0
 
     def _mapped_apart(self) -> Sequence[int]:
         """Addresses, ascending, from each of which on a driver may map the memory elsewhere."""
@@ -91,7 +92,15 @@ class RegisteredMemory:
         """
         try:
             while self._registered:
-                self._unregister(self._registered[-1])
+                for attempt in range(2):  # safe to repeat, unlike a free
+                    try:
+                        self._driver.host_unregister(self._registered[-1])
+                        break
+                    except DriverError as error:
+                        if error.code == _NOT_REGISTERED:
+                            break
+                        if error.sticky or attempt:
+                            raise
                 del self._registered[-1]
         except BaseException:
             self.keep()
@@ -103,17 +112,6 @@ class RegisteredMemory:
         """Keep the memory mapped while it is registered: a later mapping at its address could not be registered."""
         if self._registered and self not in _still_registered:
             _still_registered.append(self)
-
-    def _unregister(self, address: int) -> None:
-        for attempt in range(2):  # safe to repeat, unlike a free
-            try:
-                self._driver.host_unregister(address)
-                return
-            except DriverError as error:
-                if error.code == _NOT_REGISTERED:
-                    return
-                if error.sticky or attempt:
-                    raise
 
 
 class PinnedMemory(RegisteredMemory):
@@ -156,7 +154,12 @@ class PinnedMemory(RegisteredMemory):
         if holder is not None:
             holder.append(self)
         try:
-            self._pin(nbytes, unit_bytes, numa_cpus, progress)
+            for start, stop in ranges(nbytes, unit_bytes):
+                _check_available(stop - start, nbytes, start)
+                touch(self.array[start:stop], numa_cpus)
+                self._register(self.address + start, stop - start)
+                if progress is not None:
+                    progress(stop, nbytes)
         except DriverError as error:
             done = self._registered[-1] - self.address
             self.release()
@@ -164,14 +167,6 @@ class PinnedMemory(RegisteredMemory):
         except BaseException:  # an interrupt, or the progress callback, too
             self.release()
             raise
-
-    def _pin(self, nbytes: int, unit_bytes: int, numa_cpus: frozenset[int], progress: Progress | None) -> None:
-        for start, stop in ranges(nbytes, unit_bytes):
-            _check_available(stop - start, nbytes, start)
-            touch(self.array[start:stop], numa_cpus)
-            self._register(self.address + start, stop - start)
-            if progress is not None:
-                progress(stop, nbytes)
 
 
 def ranges(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
@@ -188,18 +183,11 @@ def _map(nbytes: int) -> UInt8Array:
     except (OSError, ValueError, OverflowError) as error:
         raise CapacityError(_explain(nbytes, 0, f"Linux would not map it: {error}")) from error
     # Huge pages: 2.4 times as fast to touch and register. Not every kernel has them.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            _advise(mapping, getattr(mmap, advice))
-    return np.frombuffer(mapping, dtype=np.uint8)
-
-
-def _advise(mapping: mmap.mmap, advice: int) -> None:
     # DONTFORK: a child that shares the pages would make the parent copy them on write, away from what the GPU sees.
-    try:
-        mapping.madvise(advice)
-    except OSError:
-        pass
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with contextlib.suppress(AttributeError, OSError):
+            mapping.madvise(getattr(mmap, advice))
+    return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def touch(array: UInt8Array, cpus: frozenset[int] = frozenset()) -> None:

@@ -1,6 +1,6 @@
 """SharedSlots: slots in memory that several processes of a machine map. No file has a name, so none can be left behind.
 
-    the process of an engine                              another process, such as that of a TieredIndex
+    the process of an engine                              another process, such as that of a CacheIndex
 
     slots = SharedSlots(num_slots, slot_bytes)
     engine = OffloadEngine(layout, host_memory=slots.host_memory, ...)
@@ -131,24 +131,20 @@ class SharedSlots:
             ValueError: what was offered is not what it is said to be.
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)
-        while True:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            while True:
                 try:
                     connection.connect(address)
+                    break
                 except ConnectionRefusedError:
-                    pass
-                else:
-                    return cls._received(connection, name)
-            if time.monotonic() >= end:
-                raise TimeoutError(f"no process of this machine offers {name!r:.80}; waited {timeout:g} seconds")
-            time.sleep(_BETWEEN_ATTEMPTS)
-
-    @classmethod
-    def _received(cls, connection: socket.socket, name: str) -> SharedSlots:
-        if _user_of(connection) != os.getuid():
-            raise PermissionError(f"{name!r:.80} is offered by user {_user_of(connection)}, not by this one")
-        connection.settimeout(10.0)
-        message, descriptors, _, _ = socket.recv_fds(connection, 2 * _LONGEST_NOTE, 1, socket.MSG_CMSG_CLOEXEC)
+                    if time.monotonic() >= end:
+                        text = f"no process of this machine offers {name!r:.80}; waited {timeout:g} seconds"
+                        raise TimeoutError(text) from None
+                time.sleep(_BETWEEN_ATTEMPTS)
+            if _user_of(connection) != os.getuid():
+                raise PermissionError(f"{name!r:.80} is offered by user {_user_of(connection)}, not by this one")
+            connection.settimeout(10.0)
+            message, descriptors, _, _ = socket.recv_fds(connection, 2 * _LONGEST_NOTE, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
             raise PermissionError(f"the process that offers {name!r:.80} did not hand over its memory: another user's?")
         try:

@@ -8,37 +8,35 @@ urgent load goes ahead of what waits there.
     caller's stream   ──compute──●after                          ┌─compute (order_before)
     store lane        ───────────┴─wait─[start copy copy end]────┤
     load lane                          wait for slot or block ───┴─[start copy copy end]
-
-Threads. One lock guards everything that changes; nothing waits for the GPU, and no code of the caller's runs, while it
-is held. It is taken by `with engine.lock:` alone, so that an interrupt cannot leave it taken.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvoffload.device.current import make_current
-from kvoffload.device.streams import raise_for_stream
+from kvoffload.device.device import Device
+from kvoffload.device.host_memory import HostMemory
+from kvoffload.device.pinned import Progress
+from kvoffload.device.streams import stream_handle
 from kvoffload.engine import tracing
-from kvoffload.engine.groups import GroupTransfer, make_group_requests
-from kvoffload.engine.job import Job
-from kvoffload.engine.preparation import Requests, TransferPreparation
-from kvoffload.engine.request import Request, SourceOrderName, make_request
-from kvoffload.engine.transfer import Event, Transfer
-from kvoffload.engine.urgent import put_ahead
+from kvoffload.engine.base import Engine
+from kvoffload.engine.job import Event, Job, Transfer
+from kvoffload.engine.report import PlanReport
+from kvoffload.engine.request import Requests
+from kvoffload.engine.shard import EngineOptions, Prefer, Shard
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
-from kvoffload.internal.checks import names_its_calls
-from kvoffload.internal.nesting import in_call, raise_nested
-from kvoffload.internal.types import Ids
+from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
+from kvoffload.internal.representation import HtmlRepresentation
+from kvoffload.internal.types import StreamLike, UInt8Array
+from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierName, CopyMethod
+from kvoffload.tuning import Profile
 
 
-@names_its_calls
-class OffloadEngine(TransferPreparation):
+class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 
     Usable from any thread; a context manager.
@@ -69,7 +67,6 @@ class OffloadEngine(TransferPreparation):
         layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given.
         lock: guards the engine; a BlockCache on it shares it. Take it with `with` alone. Inside, calls are refused or
             answered as inside any call of the engine.
-        number: no two engines of a process have the same.
 
     Raises:
         LayoutError: a plane is not inside one allocation of this device's memory, or inside mapped virtual memory of it
@@ -81,246 +78,108 @@ class OffloadEngine(TransferPreparation):
         ValueError, TypeError: bad arguments.
     """
 
-    # transfers ----------------------------------------------------------------------------------------------------
-
-    def store(
+    def __init__(
         self,
-        blocks: Ids,
-        slots: Ids,
+        layout: KVLayout,
         *,
-        group: int = 0,
-        first_sub_block: int = 0,
-        after: After = None,
-        copier: CopierName | CopyMethod | None = None,
-    ) -> Job:
-        """Copy blocks from the device to slots. Returns when the copies are queued; if the driver's queues are full, at
-        once, and later calls of the engine queue them. The ids are copied: their arrays may be changed afterwards.
-
-        Block `i` goes to sub-block `(first_sub_block + i) % f` of slot `(first_sub_block + i) // f` of the list, with
-        `f = layout.blocks_per_slot`. What a slot's other sub-blocks hold stays as it is.
-
-        Args:
-            blocks: source ids: ints, or what numpy turns into a 1-D integer array; a repeated one is copied each time.
-            slots: target ids, as many as `layout.slots_for` says, no repeats. If a BlockCache owns the engine's slots,
-                they must belong to an open reservation of that cache.
-            group: which group's block table `blocks` refers to.
-            first_sub_block: where in the first slot to begin.
-            after: what must have ended before a block is read: the work so far of a stream (a handle, or anything with
-                `__cuda_stream__`: CuPy, cuda.core, Numba), or an array's producer (anything with `__dlpack__`, which is
-                asked to make a stream of the engine's wait, or with `__cuda_array_interface__`), or a list of these.
-                Other work that reads or writes an array is not waited for. A CuPy array stands for CuPy's current
-                stream. None: the legacy default stream, which CuPy uses by default. `NO_WAIT`: nothing.
-            copier: "strided", "gather", "split", "batch" or "loop", or a `CopyMethod`, which also says how many
-                programs a kernel gets, and its share of the blocks in a split (0: what the profile says). None: the
-                profile's choice.
-
-        Returns:
-            The job. A driver error while it is queued, now or later, fails the job; it does not raise here.
-
-        Raises:
-            LayoutError, ValueError, TypeError: bad arguments; ValueError also if a BlockCache owns the slots and no
-                open reservation of it has them.
-            CapacityError: `max_in_flight` jobs are unfinished, or for a second no wait stream for the arrays in `after`
-                was free.
-            CapabilityError: the copier asked for cannot run here.
-            ClosedError: the engine is closed.
-            TransferError: `after` is being captured, or the CUDA context is lost.
-            DriverError: the driver failed before anything was queued.
-            RuntimeError: it is called inside another call in the same thread, such as by a signal handler.
-            Nothing has happened in any of these cases. After a KeyboardInterrupt the transfer may have begun, and fails
-            as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
-        """
-        request = make_request(self._limits, Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
-        return self._submit((request,))
-
-    def load(
-        self,
-        slots: Ids,
-        blocks: Ids,
-        *,
-        group: int = 0,
-        first_sub_block: int = 0,
-        after: After = None,
-        copier: CopierName | CopyMethod | None = None,
-        source_order: SourceOrderName = "auto",
-        parts: int | Sequence[Sequence[int]] | None = None,
-        urgent: bool = False,
-    ) -> Job:
-        """Copy slots to blocks on the device: the inverse of `store`, with the same correspondence and errors.
-
-        Args:
-            slots: source ids; repeats are legal.
-            blocks: target ids; one that repeats is refused with LayoutError, as copies of one job have no order.
-            group, first_sub_block, copier: as for `store`.
-            after: what must have ended before a block is overwritten, as for `store`; that includes what reads it.
-            source_order: when the driver may read the slots. "stream": in stream order. "any": at any moment from now
-                on, which some platforms do faster; only right when nothing on the GPU still writes them. "auto": "any"
-                if the host has seen every store to these slots end, else "stream".
-            parts: copy the planes in parts, one after the other, so that a layer's computation need not wait for later
-                layers: `job.order_before(stream, part=k)`. A number: equal parts, in the order of the planes. Or for
-                each part the indices of its planes, every plane once. The copier "split" cannot copy parts.
-            urgent: go ahead of the loads that wait on the host, but not of one that has begun, of other urgent ones, or
-                of what this load must follow. How long it waits for what is queued on the GPU, `most_queued_bytes`
-                bounds.
-
-        Raises:
-            ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
-        """
-        towards, limits = Direction.LOAD, self._limits
-        request = make_request(
-            limits, towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
-        )
-        return self._submit((request,))
-
-    def submit(
-        self,
-        direction: Direction | Literal["store", "load"],
-        blocks: Ids,
-        slots: Ids,
-        *,
-        group: int = 0,
-        first_sub_block: int = 0,
-        after: After = None,
-        copier: CopierName | CopyMethod | None = None,
-        source_order: SourceOrderName = "auto",
-        parts: int | Sequence[Sequence[int]] | None = None,
-        urgent: bool = False,
-    ) -> Job:
-        """`store` and `load` in one; arguments and errors as there."""
-        towards = direction if isinstance(direction, Direction) else Direction(direction)
-        limits = self._limits
-        request = make_request(
-            limits, towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
-        )
-        return self._submit((request,))
-
-    def store_groups(
-        self,
-        transfers: Sequence[GroupTransfer],
-        *,
-        after: After = None,
-        copier: CopierName | CopyMethod | None = None,
-    ) -> Job:
-        """Store blocks of several groups as one transfer: one job, checked all together before anything happens.
-
-        The copies of all groups by one copier of the copy engine are submitted together. `job.nbytes` is of all groups,
-        `method` and `copier` are those of most bytes, and `reason` has one text for each group.
-
-        Args:
-            transfers: what is stored of each group. A group may be in it several times, for instance for pieces that
-                begin at other sub-blocks. The slots of all must be distinct. What has no blocks counts for nothing.
-            after, copier: as for `store`; for all groups.
-
-        Raises:
-            As `store`. The message names the element of `transfers`.
-        """
-        return self._submit(make_group_requests(self._limits, Direction.STORE, transfers, after, copier))
-
-    def load_groups(
-        self,
-        transfers: Sequence[GroupTransfer],
-        *,
-        after: After = None,
-        copier: CopierName | CopyMethod | None = None,
-        source_order: SourceOrderName = "auto",
-        urgent: bool = False,
-    ) -> Job:
-        """Load blocks of several groups as one transfer: the inverse of `store_groups`. It has no parts.
-
-        Args:
-            transfers: as for `store_groups`. Slots may repeat. No two blocks may share memory: not within a group, nor
-                in groups over the same planes.
-            after, copier, source_order, urgent: as for `load`; for all groups.
-
-        Raises:
-            As `load`. The message names the element of `transfers`.
-        """
-        options = after, copier, source_order, urgent
-        return self._submit(make_group_requests(self._limits, Direction.LOAD, transfers, *options))
-
-    def submit_locked(
-        self, direction: Direction, blocks: Ids, slots: Ids, *, group: int, after: After, parts: Any = None
-    ) -> Job:
-        """`submit` for a cache, which calls it with the lock held."""
-        request = make_request(self._limits, direction, blocks, slots, group, 0, after, None, parts=parts)
-        return self._submit((request,), locked=True)
+        device: Device,
+        num_slots: int | None = None,
+        host_memory: HostMemory | None = None,
+        sm_limit: int = 4,
+        prefer: Prefer = "overlap",
+        profile: Profile | None = None,
+        max_in_flight: int = 4096,
+        most_queued_bytes: int | None = None,
+        stream_priority: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__()
+        given = num_slots, sm_limit, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
+        options = EngineOptions(*given, host_memory=host_memory)
+        self._shard = shard = Shard(layout, device, options, self._shared)
+        self._shards, self._names = (shard,), ("",)
+        self.layout, self.device, self.devices = layout, device, (device,)
+        self.num_slots, self.sm_limit = shard.num_slots, shard.sm_limit
+        self.prefer, self.profile = shard.prefer, shard.profile
+        self.max_in_flight = shard.parts.in_flight.max_in_flight
+        self._parts, self._in_flight, self._reports = shard.parts, shard.parts.in_flight, shard.reports
+        # Bound methods, not methods that call them: this is on the path of every transfer.
+        self._requests, self._requests_of_groups = shard.limits.requests, shard.limits.requests_of_groups
+        self._plan, self._resolve, self._track = shard.report, shard.resolve, shard.track
 
     def _submit(self, requests: Requests, *, locked: bool = False) -> Job:
         """A transfer in its five steps; `locked`: for a cache, which holds the lock."""
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
-        request = requests[0]
-        if self._closed or os.getpid() != self._process:  # what follows needs the device's context
-            self.device.check_process()
-            self.check_usable()
+        request, shard = requests[0], self._shard
+        if shard.closed or os.getpid() != self._process:  # what follows needs the device's context
+            self.check_process()
+            shard.check_usable()
         try:
-            with make_current(self._driver, self._context, request.arrays):
-                followed = self._follow(request.sources) if request.arrays else None  # while referred to, reserved
+            with make_current(shard.driver, shard.context, request.arrays):
+                followed = shard.follow(request.sources) if request.arrays else None  # while referred to, reserved
                 streams: tuple[int, ...] = request.sources if followed is None else followed.streams
                 with self.lock:
                     # 1. check: what depends on the moment
-                    self._check_submission(requests, streams)
+                    shard.check(requests, streams)
+                    if self._slot_guard is not None and request.direction is Direction.STORE:
+                        self._check_store(requests)
                     if len(request.blocks) == 0:
-                        return self._complete_empty(request)
+                        empty = Transfer(next(self._ids), request.direction, 0, request.num_parts)
+                        empty.simulated = shard.driver.simulated
+                        empty.step(Event.SUBMITTED)  # it ends at once, and is never in a queue
+                        empty.step(Event.ENDED)
+                        self._reports.note(self._in_flight.of(empty.direction), empty)
+                        return Job(self, empty)
                     # 2. plan, 3. select, 4. order
-                    transfer = self._new_transfer(next(self._ids), requests)
+                    transfer = shard.prepare(requests, streams, next(self._ids))
+                    transfer.engine = self  # which is kept alive as long as it is in flight
                     # 5. enqueue: as much as there is room for; the rest waits on the host
-                    self._record_markers(transfer, streams)
-                    self._enqueue(requests, transfer)
+                    shard.enqueue(requests, transfer)
                     job = Job(self, transfer)
                     if tracing.current is not None:
-                        tracing.start(tracing.current, job, transfer, self._parts.tracker.notices)
+                        tracing.start(tracing.current, job, transfer, self._reports.notices)
                     return job
         except DriverError as error:
-            self._mark_lost(error)
+            shard.mark_lost(error)
             raise
 
-    def _complete_empty(self, request: Request) -> Job:
-        """A job with nothing to copy has ended at once."""
-        transfer = Transfer(next(self._ids), request.direction, 0, request.num_parts)
-        transfer.simulated = self._driver.simulated
-        self._parts.tracker.complete_empty(transfer)
-        return Job(self, transfer)
+    def check_usable(self) -> None:
+        self._shard.check_usable()
 
-    def _record_markers(self, transfer: Transfer, streams: tuple[int, ...]) -> None:
-        """Record its markers and take its events: the last that may refuse it. What is not used is found idle again
-        by the next call, which repairs.
+    def order_job_before(self, record: Transfer, streams: StreamLike, part: int | None) -> None:
+        refuse_nested(self.lock, "order_before")
+        self._shard.order_before(record, stream_handle(streams, "stream"), part, raise_error=True)
+
+    def order_all_before(self, stream: int) -> None:
+        """Work queued on `stream` from now on starts after every transfer submitted so far has ended.
+
+        Raises:
+            CapacityError, TransferError: as `Job.order_before`.
         """
-        in_flight = self._parts.in_flight
-        timers, markers = in_flight.timers, in_flight.markers
-        in_flight.consistent = False
-        for stream in streams:
-            marker = markers.idle.pop() if markers.idle else markers.make()
-            transfer.markers.append(marker)
-            try:
-                self._driver.event_record(marker, stream)
-            except DriverError as error:
-                raise_for_stream(error, stream, "after")
-        transfer.start = timers.idle.pop() if timers.idle else timers.make()
-        transfer.end = timers.idle.pop() if timers.idle else timers.make()
+        self._shard.order_all_before(stream)
 
-    def _enqueue(self, requests: Requests, transfer: Transfer) -> None:
-        """Put a transfer in flight and queue what has room of it. A driver error fails it from here on.
+    def wait_stream(self) -> int:
+        """The handle of the export stream: importers of device memory wait for it, and it waits for transfers alone."""
+        return self._shard.wait_stream()
 
-        It is in flight from when it is in its queue. An interrupt before that leaves events, which the next call finds
-        idle; an interrupt after that fails the transfer, see `Tracker.repair`.
+    @property
+    def slots(self) -> UInt8Array:
+        """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
+
+        Row `s` holds `blocks_per_slot` blocks, in the order that the group's `slot_order` says (see `KVLayout`); the
+        rest of the row is padding. A row may be read once the store into it has ended, and written when no transfer
+        that uses it is unfinished. In `host_memory` rows are as far apart as its stride; after `close` there are none.
         """
-        in_flight = self._parts.in_flight
-        queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
-        in_flight.consistent = False
-        if not (transfer.urgent and queue.waiting and put_ahead(in_flight, transfer, requests)):
-            sequence = queue.submitted + 1
-            for request in requests:
-                self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, sequence)
-            transfer.sequence = sequence
-            transfer.step(Event.SUBMITTED)
-            queue.transfers.append(transfer)
-            queue.submitted = sequence
-            queue.waiting.append(transfer)
-        try:
-            if queue.waiting[0] is transfer and self._parts.launcher.enqueue(queue, transfer):
-                queue.waiting.popleft()
-        except DriverError as error:  # the context is lost, and every transfer has failed
-            self._parts.tracker.mark_lost(error)
-        transfer.submitting = False
-        in_flight.consistent = True
+        return self._parts.slots
+
+    def __dir__(self) -> list[str]:
+        """Without "devices" too, which is for caches: users have `device`."""
+        return [name for name in super().__dir__() if name != "devices"]
+
+    def __repr__(self) -> str:
+        return repr(self._shard)
+
+    def _html_options(self) -> dict[str, Any]:
+        shard = self._shard
+        return {"folded": shard.folds.groups, "copiers": shard.limits.missing_copiers, "closed": shard.closed}

@@ -1,20 +1,294 @@
-"""Job: what `OffloadEngine.store` and `load` return, and how a transfer ended."""
+"""A transfer: its private record, with its states as a table, and Job, the caller's handle on it.
+
+                    SUBMITTED           ENDED
+            NEW ────────────> RUNNING ─────────> DONE
+                                 │ ERROR   ENDED
+                                 ├──────> DRAINING ─────> FAILED
+                                 │ LOST       │ LOST        ^
+                                 └────────────┴─────────────┘
+
+A transfer is cut into segments: operations of one share and one part that are queued on one stream together.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
+import operator
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kvoffload.copiers import Share
+from kvoffload.copiers.table_arena import Table
+from kvoffload.device.streams import LaneStream
+from kvoffload.driver import SourceOrder
 from kvoffload.engine.callbacks import Waitable
-from kvoffload.engine.transfer import State
 from kvoffload.errors import TransferError
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import StreamLike
 from kvoffload.internal.waiting import wait_until
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod
+
+
+class State(enum.IntEnum):
+    """Where a transfer stands. (Hashing an IntEnum calls no Python function.)"""
+
+    NEW = enum.auto()  # being submitted
+    RUNNING = enum.auto()  # in flight: waiting on the host for room, queued on the GPU, or being copied
+    DRAINING = enum.auto()  # failed, but the GPU may still touch its slots and blocks
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+class Event(enum.IntEnum):
+    """What happens to a transfer."""
+
+    SUBMITTED = enum.auto()
+    ERROR = enum.auto()  # a driver call for it failed, or its submission was interrupted
+    ENDED = enum.auto()  # nothing of it is left on the GPU
+    LOST = enum.auto()  # the context is lost: nothing will run any more
+
+
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.NEW: {Event.SUBMITTED: State.RUNNING},
+    State.RUNNING: {Event.ENDED: State.DONE, Event.ERROR: State.DRAINING, Event.LOST: State.FAILED},
+    State.DRAINING: {Event.ENDED: State.FAILED, Event.LOST: State.FAILED},
+    State.DONE: {},
+    State.FAILED: {},
+}
+
+
+class Segment:
+    """Operations of one share and one part of a transfer that are queued on one stream together.
+
+    Attributes:
+        share, part: which.
+        stream: where they are queued.
+        places: of the driver's queue that they take.
+        nbytes: payload bytes, where they are bounded; else 0.
+        table: the pinned table that the GPU reads while they run, if there is one.
+        event: recorded behind them; None until then.
+    """
+
+    __slots__ = ("event", "nbytes", "part", "places", "share", "stream", "table")
+
+    def __init__(self, share: int, part: int, stream: LaneStream, places: int) -> None:
+        self.share = share
+        self.part = part
+        self.stream = stream
+        self.places = places
+        self.nbytes = 0
+        self.table: Table | None = None
+        self.event: int | None = None
+
+
+class Transfer:
+    """One submitted store or load. The engine's lock guards it; `Job` is the caller's handle on it.
+
+    Attributes:
+        id: unique within the engine, rising in the order of submission.
+        direction, nbytes, num_parts: as `Job` has them.
+        method, reason: what carries it, and why; `method` is None for an empty transfer.
+        sequence: counts the transfers of its direction.
+        shares: of its blocks, in the order in which they are queued; they run at the same time.
+        engine: its engine, which is kept alive as long as the transfer is in flight.
+        source_order: when the driver may read the sources.
+        urgent: whether it goes ahead of loads that wait on the host.
+        conflict: the latest transfer of the other direction that touches the same slots or blocks, if it was in flight.
+        markers: events on the caller's streams, which it waits for.
+        start, end: timing events.
+        segments: queued, and not known to have ended.
+        share, part, queued: what is queued next: operations of that share and part, from number `queued` on.
+        ordered: all its waits are queued.
+        enqueued: no more of it will be queued.
+        submitting: a call is submitting it or queueing a segment; still true afterwards if the call was interrupted.
+        query_failures: errors in a row when asking whether it has ended.
+        seconds: between `start` and `end`, on the GPU's clock; NaN if unknown.
+        error: why it failed.
+        trace: the tracer that follows it, and what its `on_submit` returned; None: not followed, or its end was told.
+        forgotten: whether `poll` is not to report it: its caller has waited for it.
+    """
+
+    # What most transfers have when they are made stays in the class: assigning it to each would take 1 us.
+    simulated = False
+    source_order = SourceOrder.STREAM
+    method: CopyMethod | None = None
+    reason = "nothing to copy"
+    state = State.NEW
+    sequence = 0
+    shares: tuple[Share, ...] = ()
+    engine: object = None
+    conflict: Transfer | None = None
+    start: int | None = None
+    end: int | None = None
+    share = part = queued = 0
+    ordered = enqueued = False
+    submitting = True
+    urgent = False
+    query_failures = 0
+    seconds = 0.0
+    error: TransferError | None = None
+    trace: Any = None
+    forgotten = False
+
+    def __init__(self, number: int, direction: Direction, nbytes: int, num_parts: int) -> None:
+        self.id = number
+        self.direction = direction
+        self.nbytes = nbytes
+        self.num_parts = num_parts
+        self.markers: list[int] = []
+        self.segments: deque[Segment] = deque()
+
+    def step(self, event: Event) -> None:
+        """Move along the table; an event that is not in it raises AssertionError and changes nothing."""
+        following = TRANSITIONS[self.state].get(event)
+        assert following is not None, f"transfer {self.id}: {event.name} in {self.state.name}"
+        self.state = following
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is known to have ended."""
+        return self.state is State.DONE or self.state is State.FAILED
+
+    @property
+    def held(self) -> bool:
+        """Whether some of it waits on the host for room in the driver's queues."""
+        return not self.enqueued
+
+    @property
+    def copier(self) -> str:
+        return "none" if self.method is None else self.method.copier
+
+    def fail(self, cause: BaseException) -> None:
+        """Nothing more of it will be queued. It has failed when what is queued has ended."""
+        if self.error is None:
+            error = TransferError(
+                f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {str(cause) or repr(cause)}"
+            )
+            error.__cause__ = cause.with_traceback(None)  # its frames would keep the engine alive
+            self.error = error
+        self.enqueued = True
+        if self.state is State.RUNNING:
+            self.step(Event.ERROR)
+
+    def mark_lost(self, cause: BaseException) -> None:
+        """The context is lost, so nothing of it runs any more: it has failed now."""
+        self.fail(cause)
+        self.segments.clear()
+        self.seconds = math.nan
+        self.step(Event.LOST)
+
+    def abandon(self, cause: BaseException) -> None:
+        """It never came into its queue, so it has failed now. May be interrupted and called again."""
+        if self.state is State.NEW:
+            self.step(Event.SUBMITTED)
+        self.seconds = math.nan
+        self.fail(cause)
+        if not self.finished:
+            self.step(Event.ENDED)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """It has ended, so it refers to nothing that it needed while it ran."""
+        self.start = self.end = self.conflict = self.engine = None
+        self.markers, self.shares = [], ()
+
+    def events(self) -> list[int]:
+        """All events that it refers to."""
+        found = [*self.markers, *(segment.event for segment in self.segments), self.start, self.end]
+        return [event for event in found if event is not None]
+
+
+class ShardedTransfer:
+    """One submitted store or load on several devices. It has no state of its own: it has ended when all of its
+    transfers have, and has failed if one of them has.
+
+    Attributes:
+        id, direction, nbytes, num_parts: as `Job` has them.
+        transfers: one for each device, with the same id; none where there is nothing to copy.
+        names: of the shards, for messages.
+        simulated: whether one of the devices is.
+        sequence: counts the transfers of its direction; 0 where there is nothing to copy.
+        trace, forgotten: as `Transfer` has them.
+    """
+
+    sequence = 0
+    trace: Any = None
+    forgotten = simulated = False
+
+    def __init__(
+        self,
+        number: int,
+        direction: Direction,
+        num_parts: int,
+        transfers: Sequence[Transfer],
+        names: tuple[str, ...],
+    ) -> None:
+        self.id = number
+        self.direction = direction
+        self.num_parts = num_parts
+        self.transfers = tuple(transfers)
+        self.names = names
+        self.nbytes = sum([transfer.nbytes for transfer in transfers])
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of it is known to have ended: none of its slots and blocks is touched any more."""
+        for transfer in self.transfers:  # noqa: SIM110  (asked often; a generator would be resumed for each)
+            if not transfer.finished:
+                return False
+        return True
+
+    @property
+    def error(self) -> TransferError | None:
+        """The failure of the first shard that has failed, with its name."""
+        for name, transfer in zip(self.names, self.transfers, strict=False):
+            if transfer.error is not None:
+                error = TransferError(f"{name}: {transfer.error}")
+                error.__cause__ = transfer.error.__cause__
+                return error
+        return None
+
+    @property
+    def state(self) -> State:
+        failed = self.error is not None
+        if self.finished:
+            return State.FAILED if failed else State.DONE
+        return State.DRAINING if failed else State.RUNNING
+
+    @property
+    def held(self) -> bool:
+        """Whether some of it waits on the host for room in a driver's queues."""
+        return any(transfer.held for transfer in self.transfers)
+
+    @property
+    def seconds(self) -> float:
+        """Of the shard that took longest; NaN if one is unknown."""
+        each = [transfer.seconds for transfer in self.transfers]
+        return math.nan if any(map(math.isnan, each)) else max(each, default=0.0)
+
+    @property
+    def method(self) -> CopyMethod | None:
+        """The copy method of all shards; None where they differ, and where there is nothing to copy."""
+        methods = {transfer.method for transfer in self.transfers}
+        return methods.pop() if len(methods) == 1 else None
+
+    @property
+    def copier(self) -> str:
+        """The copiers of the shards, each once, joined by "+"."""
+        return "+".join(dict.fromkeys(transfer.copier for transfer in self.transfers)) or "none"
+
+    @property
+    def reason(self) -> str:
+        reasons = dict.fromkeys(transfer.reason for transfer in self.transfers)
+        return "; ".join(reasons) or Transfer.reason
+
+
+AnyTransfer = Transfer | ShardedTransfer
+"""The record behind a job."""
 
 
 class TransferResult(NamedTuple):
@@ -59,47 +333,7 @@ class SimulatedTransferResult(TransferResult):
         return math.nan
 
 
-class TransferRecord(Protocol):
-    """What a job needs of the record behind it; `Transfer` has it."""
-
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def direction(self) -> Direction: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def num_parts(self) -> int: ...
-
-    @property
-    def method(self) -> CopyMethod | None: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def copier(self) -> str: ...
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def error(self) -> TransferError | None: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def simulated(self) -> bool: ...
-
-
-def result_of(transfer: TransferRecord) -> TransferResult:
+def result_of(transfer: AnyTransfer) -> TransferResult:
     """The result of a finished transfer."""
     kind = SimulatedTransferResult if transfer.simulated else TransferResult
     fields = transfer.id, transfer.direction, transfer.nbytes, transfer.seconds, transfer.copier, transfer.error
@@ -109,28 +343,33 @@ def result_of(transfer: TransferRecord) -> TransferResult:
 class JobEngine(Protocol):
     """What a job needs of its engine."""
 
+    lock: threading.RLock
+
     def advance(self) -> None: ...
 
-    @property
-    def lock(self) -> threading.RLock: ...
+    def forget_report(self, record: AnyTransfer) -> None: ...
 
-    def forget_report(self, job_id: int) -> None: ...
-
-    def order_job_before(self, transfer: Any, stream: Any, part: int | None) -> None: ...
+    def order_job_before(self, record: Any, streams: Any, part: int | None) -> None: ...
 
     def when_done(self, job: Any, callback: Callable[[Any], object]) -> None: ...
 
 
 class Job(Waitable[TransferResult]):
-    """One submitted transfer; returned by `OffloadEngine.store` and `load`. Usable from any thread, and awaitable.
+    """One submitted transfer; returned by `store` and `load` of an engine. Usable from any thread, and awaitable.
 
     Until it is done, the caller must not write its blocks (a load's targets, a store's sources) or, for a store, read
     its slots, except on a stream ordered with `order_before`.
+
+    A job of a `ShardedEngine` is the transfer on all of its devices. It is done when the transfers of all devices have
+    ended, and fails if one of them does: until then its blocks and slots are in use on every device, also after its
+    `error` is known. `nbytes` is the sum over the devices, `seconds` of its result the longest, `error` that of the
+    first device, in their order, that has failed, `method` None if the devices use different ones, and `copier` the
+    names of all, joined by "+".
     """
 
     __slots__ = ("__weakref__", "_engine", "_transfer")
 
-    def __init__(self, engine: JobEngine, transfer: TransferRecord) -> None:
+    def __init__(self, engine: JobEngine, transfer: AnyTransfer) -> None:
         self._engine = engine
         self._transfer = transfer
 
@@ -196,7 +435,7 @@ class Job(Waitable[TransferResult]):
         return self._transfer.finished
 
     def wait(self, timeout: float | None = None) -> TransferResult:
-        """Wait until the transfer has ended. `OffloadEngine.poll` will not report it any more.
+        """Wait until the transfer has ended. `poll` of the engine will not report it any more.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
@@ -208,8 +447,10 @@ class Job(Waitable[TransferResult]):
         """
         refuse_nested(self._engine.lock, "wait")
         wait_until(lambda: self.done, timeout, repr(self))
-        self._engine.forget_report(self._transfer.id)
-        self._raise_error()
+        self._engine.forget_report(self._transfer)
+        error = self._transfer.error
+        if error is not None:  # a copy each time, so that the stored one refers to no frames
+            raise TransferError(*error.args) from error.__cause__
         return result_of(self._transfer)
 
     def outcome(self) -> TransferResult:
@@ -222,32 +463,41 @@ class Job(Waitable[TransferResult]):
             raise RuntimeError(f"{self!r} has not ended; call wait(), or ask done, before outcome()")
         return result_of(self._transfer)
 
-    def _raise_error(self) -> None:
-        """Raise the transfer's error, if it has one: a copy each time, so that the stored one refers to no frames."""
-        error = self._transfer.error
-        if error is not None:
-            raise TransferError(*error.args) from error.__cause__
-
     def _call_when_done(self, callback: Callable[[Any], object]) -> None:
         self._engine.when_done(self, callback)
 
-    def order_before(self, stream: StreamLike, *, part: int | None = None) -> None:
+    def order_before(self, stream: StreamLike | Sequence[StreamLike], *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait for that.
 
         (Where the driver's queues are full, it waits up to a second for the transfer, or the part, to be queued.)
         A transfer that fails on the GPU later does not hold the stream back: check `wait()` or `poll()`.
 
         Args:
-            stream: a handle, or anything with `__cuda_stream__`.
+            stream: a handle, or anything with `__cuda_stream__`. For a job of a `ShardedEngine` a list or tuple with
+                one stream for each device, in their order. Each waits for its own device alone; a collective operation
+                begins when the streams of all devices have reached it, so it follows the transfer on all of them.
             part: of a load in parts: wait for this part and all before it. None: for all of the transfer.
 
         Raises:
+            TypeError: `stream` is no stream, or not one for each device.
             ValueError: the transfer has no such part; CUDA does not know the stream in this context.
             TransferError: the transfer has failed already, or the stream is being captured.
             CapacityError: the driver's queues are full, and for a second there was no room for the rest of the
-                transfer, or of the part.
+                transfer, or of the part. Streams of the devices before the one that failed wait all the same.
         """
-        self._engine.order_job_before(self._transfer, stream, part)
+        number = part
+        if part is not None:
+            count = self._transfer.num_parts
+            try:
+                number = operator.index(part)
+            except TypeError:
+                number = -1
+            if isinstance(part, bool) or not 0 <= number < count:
+                raise ValueError(
+                    f"part must be None or an integer in [0, {count}), got {part!r}: {self!r} was submitted in {count} "
+                    "parts, see `load(..., parts=)`"
+                )
+        self._engine.order_job_before(self._transfer, stream, number)
 
     def __dir__(self) -> list[str]:
         """Without `lock`, which is for caches."""
@@ -257,7 +507,7 @@ class Job(Waitable[TransferResult]):
         return describe(self._transfer)
 
 
-def describe(transfer: TransferRecord) -> str:
+def describe(transfer: AnyTransfer) -> str:
     """A transfer in words, as the repr of its job."""
     name = f"{transfer.id}, {transfer.direction}, {transfer.nbytes} bytes"
     return f"Job({name}, {transfer.copier}, {transfer.state.name.lower()})"

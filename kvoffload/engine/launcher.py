@@ -18,8 +18,8 @@ from __future__ import annotations
 from kvoffload.copiers import Share, Staged
 from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
+from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
-from kvoffload.engine.transfer import Segment, Transfer
 from kvoffload.errors import DriverError, KVOffloadError
 
 _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
@@ -50,10 +50,16 @@ class Launcher:
                     progress = True
 
     def enqueue(self, queue: TransferQueue, transfer: Transfer) -> bool:
-        """Queue segments of the first transfer that waits, while there is room.
+        """Queue segments of the first transfer that waits, until one of these stops it:
+
+        1. The transfer that it must follow is not all queued: a wait for an event that is not recorded yet would pass.
+        2. All of it is queued.
+        3. There is no room: in the driver's queues, in the bound of the caller's, or in a table that kernels read.
+        4. A driver call fails: then the transfer fails, and what was queued of it runs to its end.
+        5. An interrupt: `submitting` stays True, and the repair fails the transfer, as in 4.
 
         Returns:
-            False while some are left, or while what it must follow is not all queued.
+            False in cases 1 and 3: some is left for a later call.
 
         Raises:
             DriverError: the CUDA context is lost.
@@ -73,16 +79,23 @@ class Launcher:
         return transfer.enqueued
 
     def _enqueue_segment(self, queue: TransferQueue, transfer: Transfer, ahead: dict[int, Staged]) -> bool:
-        """Queue the next segment: behind what it must follow, before an event. False if there is no room for it."""
+        """Queue the next segment: behind what it must follow, before an event. False if there is no room for it. It is
+
+        1. the transfer's first: its stream waits for all that the transfer must follow, and records `start`;
+        2. the first of a later share: its stream waits for `start`, as it runs at the same time as the share before;
+        3. a later one of its share: its stream waits for the segment before it, unless that is on the same stream.
+        """
         number, begin = transfer.share, transfer.queued
         share = transfer.shares[number]
         work, copier, size, _ = share
+        # Where it ends: no segment is of two parts, so that the event behind a part's last one is the part's end.
         stop = min(begin + copier.segment_operations, work.part_ends[transfer.part] if work.part_ends else size)
         nbytes = 0
         if self._most_bytes is not None:
             stop, nbytes = self._bounded(queue, share, begin, stop)
             if stop == begin:
                 return False
+        # Room first: with a full queue the driver call would block, under the engine's lock.
         places = copier.queue_cost(stop - begin) + EVENT_COST
         stream = stream_with_room(queue.lane, places, copier.is_kernel)
         if stream is None:
@@ -94,16 +107,18 @@ class Launcher:
             staged: Staged | None = ahead.pop(number)
         else:
             staged = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
-        if staged is None:
+        if staged is None:  # no room in the tables
             return False
+        # On record before any driver call: after an interrupt, the record says what the GPU may be doing.
         previous = transfer.segments[-1] if transfer.segments else None
         segment = Segment(number, transfer.part, stream, places)
         segment.table = staged.table
-        transfer.segments.append(segment)  # before anything of it is queued
+        transfer.segments.append(segment)
         stream.places += places
         if nbytes:
             segment.nbytes = nbytes
             stream.nbytes += nbytes
+        # What it must follow, then its copies, then the event by which its end is known.
         if first:
             self._follow(queue, transfer, stream)
         elif begin == 0:
@@ -178,8 +193,10 @@ class Launcher:
             self._driver.stream_wait_event(stream.handle, marker)
         if queue.transfers[0] is not transfer:
             previous = queue.unfinished(transfer.sequence - 1)
-            if previous is not None and not _ends_on(previous, stream):
-                self.wait_for_transfer(stream.handle, previous)
+            if previous is not None:
+                last = previous.segments[-1].stream if previous.segments else stream
+                if previous.error is not None or last is not stream:  # else the stream itself keeps the order
+                    self.wait_for_transfer(stream.handle, previous)
         if transfer.conflict is not None and not transfer.conflict.finished:
             self.wait_for_transfer(stream.handle, transfer.conflict)
         transfer.ordered = True
@@ -252,8 +269,3 @@ def stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None
             return None
         lane.tail = following
     return streams[lane.tail]
-
-
-def _ends_on(transfer: Transfer, stream: LaneStream) -> bool:
-    """Whether what is queued on `stream` next follows `transfer` without a wait."""
-    return transfer.error is None and (not transfer.segments or transfer.segments[-1].stream is stream)

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from kvoffload.copiers import CopierSet, shape_of
-from kvoffload.copiers.selection import rank
 from kvoffload.internal.representation import HtmlRepresentation
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
-from kvoffload.tuning import CopierChoice, CopyMethod, Profile
-
-
-class Selecting(Protocol):
-    """What a report needs of an engine."""
-
-    prefer: str
-    profile: Profile
-    sm_limit: int
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.tuning import CopyMethod
 
 
 class Alternative(NamedTuple):
@@ -62,31 +52,3 @@ class PlanReport(HtmlRepresentation):
             f"PlanReport({self.direction} of {self.blocks} blocks, {self.nbytes} bytes, {self.operations} operations "
             f"of {self.rows} rows; {self.reason}; by: {self.profile})"
         )
-
-
-def make_report(
-    engine: Selecting, plan: BlockPlan, copier: CopierChoice, copiers: CopierSet, *, simulated: bool
-) -> PlanReport:
-    """What an engine would do with a plan, and what else could carry it. Asks nothing of the driver."""
-    profile = engine.profile
-    if len(plan) == 0:
-        nothing = (plan.direction, 0, 0, 0, 0, None, "nothing to copy", 0.0, ())
-        return PlanReport(*nothing, profile=profile.source, simulated=simulated)
-    method, reason = copiers.select(plan, copier, profile, engine.prefer)
-    shape = shape_of(plan)
-    ranked = rank(shape, copiers.offered, profile, engine.prefer, engine.sm_limit)
-    return PlanReport(
-        direction=shape.direction,
-        blocks=shape.blocks,
-        nbytes=shape.nbytes,
-        operations=shape.operations,
-        rows=shape.rows,
-        method=method,
-        reason=reason,
-        seconds=next((each.seconds for each in ranked if each.method == method), profile.seconds(method, shape)),
-        alternatives=tuple(
-            Alternative(each.method, each.seconds) for each in ranked if each.method.label != method.label
-        ),
-        profile=profile.source,
-        simulated=simulated,
-    )

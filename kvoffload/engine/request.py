@@ -1,9 +1,10 @@
-"""A transfer as asked for, checked: ids in range and copied, as many slots as the blocks need."""
+"""Transfers as asked for, checked: ids in range and copied, as many slots as the blocks need; no target twice."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy as np
 from kvoffload.copiers import check_carries_parts, check_copier
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver.core import LEGACY_STREAM
+from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.wait_streams import After, Followed, Source, as_sources
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import flag
+from kvoffload.internal.checks import flag, shown
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
@@ -57,6 +59,26 @@ class Request(NamedTuple):
         return 1 if self.parts is None else len(self.parts)
 
 
+Requests = tuple[Request, ...]
+"""What one transfer moves, of one group or several: at least one, in one direction, following the same sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTransfer:
+    """What a transfer of several groups moves of one group, see `OffloadEngine.store_groups`.
+
+    Attributes:
+        group: whose block table `blocks` refers to.
+        blocks, slots: ids, as for `OffloadEngine.store` and `load`; as many slots as `layout.slots_for` says.
+        first_sub_block: where in the first slot to begin.
+    """
+
+    group: int
+    blocks: Ids
+    slots: Ids
+    first_sub_block: int = field(default=0, kw_only=True)
+
+
 class Limits(NamedTuple):
     """What the arguments of an engine's transfers are checked against: its layout, slots, and missing copiers."""
 
@@ -64,74 +86,97 @@ class Limits(NamedTuple):
     num_slots: int
     missing_copiers: dict[str, str | None]
 
+    def requests(
+        self,
+        direction: Direction,
+        blocks: Ids,
+        slots: Ids,
+        group: int,
+        first_sub_block: int,
+        after: After,
+        copier: CopierName | CopyMethod | None = None,
+        source_order: SourceOrderName = "auto",
+        *,
+        parts: int | Sequence[Sequence[int]] | None = None,
+        urgent: bool = False,
+    ) -> Requests:
+        """Check the arguments of `OffloadEngine.store` and `load`. The ids are copied. One request.
 
-def make_request(
-    limits: Limits,
-    direction: Direction,
-    blocks: Ids,
-    slots: Ids,
-    group: int,
-    first_sub_block: int,
-    after: After,
-    copier: CopierName | CopyMethod | None,
-    source_order: SourceOrderName = "auto",
-    parts: int | Sequence[Sequence[int]] | None = None,
-    urgent: bool = False,
-) -> Request:
-    """Check the arguments of `OffloadEngine.store` and `load`.
+        Raises:
+            LayoutError, ValueError, TypeError: the message names the argument, the value and what is right.
+            CapabilityError: the copier asked for cannot run here.
+        """
+        layout, num_slots, missing_copiers = self
+        if source_order not in SOURCE_ORDERS:
+            raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
+        if urgent is not False and flag("urgent", urgent) and direction is Direction.STORE:
+            raise ValueError("urgent=True is for loads, which a request waits for: leave it out of a store")
+        if group.__class__ is not int or not 0 <= group < len(layout.groups):
+            group = _in_range("group", group, len(layout.groups))
+        if first_sub_block != 0 or first_sub_block.__class__ is not int:
+            first_sub_block = _in_range("first_sub_block", first_sub_block, layout.blocks_per_slot)
+        block_ids = as_ids("blocks", blocks, layout.groups[group].num_blocks)
+        slot_ids = as_ids("slots", slots, num_slots)
+        expected = -(-(len(block_ids) + first_sub_block) // layout.blocks_per_slot) if len(block_ids) else 0
+        if len(slot_ids) != expected:
+            raise LayoutError(
+                f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
+                f"(blocks_per_slot={layout.blocks_per_slot}), got {len(slot_ids)}"
+            )
+        if copier is not None:
+            check_copier(copier, missing_copiers)
+        planes: Parts | None = None
+        if parts is not None:
+            if direction is Direction.STORE:
+                raise ValueError(
+                    f"parts={parts!r:.80} is for loads; a store takes all planes together: leave parts out"
+                )
+            planes = as_parts(parts, len(layout.groups[group].planes))
+            if planes is not None:
+                check_carries_parts(copier)
+        sources: tuple[Any, ...] = ()
+        arrays = False
+        if after is None and layout.on_default_stream:
+            sources = _DEFAULT_SOURCES
+        elif after.__class__ is int and 0 < after < _MOST_HANDLE:
+            sources = (after,)
+        elif after is not NO_WAIT:
+            sources = sources_of(after, layout)
+            arrays = not _INT.issuperset(map(type, sources))
+        ids = group, slot_ids, block_ids, first_sub_block
+        return (Request(direction, *ids, sources, arrays, copier, source_order, planes, urgent),)
 
-    Raises:
-        LayoutError, ValueError, TypeError: the message names the argument, the value and what is right.
-        CapabilityError: the copier asked for cannot run here.
-    """
-    layout, num_slots, missing_copiers = limits
-    if source_order not in SOURCE_ORDERS:
-        raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
-    urgent = urgent is not False and _checked_urgency(urgent, direction)
-    if group.__class__ is not int or not 0 <= group < len(layout.groups):
-        group = _in_range("group", group, len(layout.groups))
-    if first_sub_block != 0 or first_sub_block.__class__ is not int:
-        first_sub_block = _in_range("first_sub_block", first_sub_block, layout.blocks_per_slot)
-    block_ids = as_ids("blocks", blocks, layout.groups[group].num_blocks)
-    slot_ids = as_ids("slots", slots, num_slots)
-    expected = -(-(len(block_ids) + first_sub_block) // layout.blocks_per_slot) if len(block_ids) else 0
-    if len(slot_ids) != expected:
-        raise LayoutError(
-            f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
-            f"(blocks_per_slot={layout.blocks_per_slot}), got {len(slot_ids)}"
-        )
-    if copier is not None:
-        check_copier(copier, missing_copiers)
-    planes = None if parts is None else _checked_parts(parts, direction, len(layout.groups[group].planes), copier)
-    sources: tuple[Any, ...] = ()
-    arrays = False
-    if after is None and layout.on_default_stream:
-        sources = _DEFAULT_SOURCES
-    elif after.__class__ is int and 0 < after < _MOST_HANDLE:
-        sources = (after,)
-    elif after is not NO_WAIT:
-        sources = sources_of(after, layout)
-        arrays = not _INT.issuperset(map(type, sources))
-    return Request(
-        direction, group, slot_ids, block_ids, first_sub_block, sources, arrays, copier, source_order, planes, urgent
-    )
+    def requests_of_groups(
+        self,
+        direction: Direction,
+        transfers: Sequence[GroupTransfer],
+        after: After,
+        *options: Any,
+        urgent: bool = False,
+    ) -> Requests:
+        """A request for each element that has blocks, all with the same sources; one without blocks if none has.
 
+        Args:
+            options: `copier` and `source_order`, as `requests` takes them; for all groups.
 
-def _checked_parts(
-    parts: Any, direction: Direction, num_planes: int, copier: CopierName | CopyMethod | None
-) -> Parts | None:
-    if direction is Direction.STORE:
-        raise ValueError(f"parts={parts!r:.80} is for loads; a store takes all planes together: leave parts out")
-    planes = as_parts(parts, num_planes)
-    if planes is not None:
-        check_carries_parts(copier)
-    return planes
-
-
-def _checked_urgency(urgent: Any, direction: Direction) -> bool:
-    if flag("urgent", urgent) and direction is Direction.STORE:
-        raise ValueError("urgent=True is for loads, which a request waits for: leave it out of a store")
-    return True
+        Raises:
+            LayoutError, ValueError, TypeError, CapabilityError: as `requests`; the message names the element.
+        """
+        if not isinstance(transfers, list | tuple):
+            raise TypeError(f"transfers must be a list of GroupTransfer, got {shown(transfers)}")
+        (common,) = self.requests(direction, (), (), 0, 0, after, *options, urgent=urgent)
+        found = []
+        for index, each in enumerate(transfers):
+            if not isinstance(each, GroupTransfer):
+                raise TypeError(f"transfers[{index}] must be a GroupTransfer, got {shown(each)}")
+            moved = each.blocks, each.slots, each.group, each.first_sub_block
+            try:
+                (request,) = self.requests(direction, *moved, NO_WAIT, *options, urgent=urgent)
+            except (LayoutError, ValueError, TypeError) as error:
+                raise type(error)(f"transfers[{index}]: {error}") from None
+            if len(request.blocks):
+                found.append(request._replace(sources=common.sources, arrays=common.arrays))
+        return tuple(found) or (common,)
 
 
 def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:
@@ -147,22 +192,59 @@ def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:
     return as_sources(after)
 
 
-def refuse_repeated_targets(request: Request, scratch: Int64Array) -> None:
+def refuse_repeated_targets(requests: Requests, scratch: Int64Array, layout: KVLayout, hazards: HazardTable) -> None:
     """Raise LayoutError when a target repeats: copies of one transfer have no order among each other.
+
+    1. Within a request, ids are compared.
+    2. Stores of several: a slot holds blocks of one group, so no two may store to one slot.
+    3. Loads of several: two may load to blocks that share no byte, as groups can have planes in common.
 
     Args:
         scratch: any contents, longer than every id of the engine; overwritten.
     """
-    loads = request.direction is Direction.LOAD
-    ids = request.blocks if loads else request.slots
-    if len(ids) <= _FEW and len(set(ids.tolist())) == len(ids):
+    loads = requests[0].direction is Direction.LOAD
+    for request in requests:
+        ids = request.blocks if loads else request.slots
+        if len(ids) <= _FEW and len(set(ids.tolist())) == len(ids):
+            continue
+        positions = np.arange(len(ids))
+        scratch[ids] = positions
+        repeated = scratch[ids] != positions
+        if np.logical_or.reduce(repeated):
+            wrong, name = int(repeated.argmax()), "blocks" if loads else "slots"
+            raise LayoutError(f"{name}[{wrong}] repeats {ids[wrong]}; the targets of a transfer must be distinct")
+    if len(requests) == 1:
         return
-    positions = np.arange(len(ids))
-    scratch[ids] = positions
-    repeated = scratch[ids] != positions
-    if np.logical_or.reduce(repeated):
-        wrong, name = int(repeated.argmax()), "blocks" if loads else "slots"
-        raise LayoutError(f"{name}[{wrong}] repeats {ids[wrong]}; the targets of a transfer must be distinct")
+    if not loads:
+        again = _repeated([request.slots for request in requests])
+        if again is not None:
+            raise LayoutError(f"slot {again} is a target of two of the transfers; a slot holds blocks of one group")
+        return
+    for members in hazards.sharing_memory(request.group for request in requests):
+        among = [request for request in requests if request.group in members]
+        if len(among) < 2:
+            continue
+        groups = sorted({request.group for request in among})
+        if len(groups) == 1 or hazards.alike(groups[0]):  # equal ids are the same bytes
+            again = _repeated([request.blocks for request in among])
+            if again is not None:
+                where = f"group {groups[0]}" if len(groups) == 1 else f"groups {groups}, which have the same planes,"
+                raise LayoutError(f"block {again} of {where} is a target of two of the transfers; load it once")
+            continue
+        pieces = [(plane, request.blocks) for request in among for plane in layout.groups[request.group].planes]
+        starts = [plane.address + blocks * plane.block_stride for plane, blocks in pieces]
+        start = np.concatenate(starts)
+        end = np.concatenate([each + plane.block_bytes for each, (plane, _) in zip(starts, pieces, strict=True)])
+        order = np.argsort(start)
+        if (np.maximum.accumulate(end[order])[:-1] > start[order][1:]).any():
+            raise LayoutError(f"groups {groups} share memory, and the transfers load to the same bytes of it twice")
+
+
+def _repeated(ids: Sequence[Int64Array]) -> int | None:
+    """An id that is in two of the arrays, each of which has distinct ones."""
+    ordered = np.sort(np.concatenate(ids))
+    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    return int(again[0]) if len(again) else None
 
 
 def _in_range(name: str, value: Any, limit: int) -> int:

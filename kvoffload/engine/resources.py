@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from kvoffload.copiers import CopierSet
 from kvoffload.device.device import Device
 from kvoffload.device.host_memory import CallerMemory, HostMemory
 from kvoffload.device.pinned import PinnedMemory, Progress, RegisteredMemory
 from kvoffload.engine.launcher import Launcher
-from kvoffload.engine.queues import InFlight
-from kvoffload.engine.statistics import EngineStatistics
-from kvoffload.engine.stream_order import StreamOrder
+from kvoffload.engine.queues import InFlight, Reports
 from kvoffload.engine.tracker import Tracker
 from kvoffload.engine.wait_streams import WaitStreams
+from kvoffload.errors import CapacityError
 from kvoffload.internal import hostinfo
+from kvoffload.internal.checks import at_least
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import addresses_of_slots
+
+_MOST_POOL_BYTES = 1 << 50
+_USUAL_SLOTS = 1024
 
 
 class EngineResources:
@@ -30,17 +34,12 @@ class EngineResources:
         slot_addresses: of its slots, for planning.
         copiers: that carry transfers out.
         in_flight: the transfers that have not ended.
-        launcher, tracker, order, wait_streams: what works on them.
+        launcher, tracker, wait_streams: what works on them.
     """
 
-    def __init__(
-        self, device: Device, in_flight: InFlight, num_slots: int, sm_limit: int, stream_priority: int
-    ) -> None:
+    def __init__(self, device: Device, in_flight: InFlight, reports: Reports, sm_limit: int, priority: int) -> None:
         driver = device.driver
-        self._numa_cpus = hostinfo.numa_node_cpus(device.pci.numa_node)
-        self._num_slots = num_slots
-        self._stream_priority = stream_priority
-        self._simulated = device.simulated
+        self._stream_priority = priority
         self._driver = driver
         self._pinned: list[PinnedMemory] = []  # one in one of these, once `open` has begun to pin it
         self._callers: list[CallerMemory] = []
@@ -51,20 +50,26 @@ class EngineResources:
         self.copiers = CopierSet(driver, device.capabilities, sm_limit)
         self.in_flight = in_flight
         self.launcher = Launcher(driver, self.in_flight)
-        self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers)
-        self.order = StreamOrder(driver, self.in_flight, self.launcher)
-        self.wait_streams = WaitStreams(driver, stream_priority)
+        self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers, reports)
+        self.wait_streams = WaitStreams(driver, priority)
 
-    def open(self, layout: KVLayout, host_memory: HostMemory | None, progress: Progress | None) -> None:
+    def open(
+        self,
+        device: Device,
+        layout: KVLayout,
+        num_slots: int,
+        host_memory: HostMemory | None,
+        progress: Progress | None,
+    ) -> None:
         """Pin the slots, make streams and copiers; the context must be current."""
         begin = time.perf_counter()
         self._slot_bytes = layout.slot_bytes
         if host_memory is None:
             self.memory = PinnedMemory(
                 self._driver,
-                self._num_slots * layout.slot_bytes,
+                num_slots * layout.slot_bytes,
                 unit_bytes=layout.slot_bytes,
-                numa_cpus=self._numa_cpus,
+                numa_cpus=hostinfo.numa_node_cpus(device.pci.numa_node),
                 progress=progress,
                 holder=self._pinned,
             )
@@ -72,7 +77,7 @@ class EngineResources:
             self.memory = CallerMemory(self._driver, host_memory, layout.slot_bytes, self._callers)
         self.pinning_seconds = time.perf_counter() - begin
         slot_stride = None if host_memory is None else host_memory.slot_stride
-        self.slot_addresses = addresses_of_slots(layout, self.memory.address, self._num_slots, slot_stride)
+        self.slot_addresses = addresses_of_slots(layout, self.memory.address, num_slots, slot_stride)
         self.copiers.open(layout, self.memory)
         for queue in self.in_flight.both:
             queue.lane.open(self._stream_priority)
@@ -104,28 +109,40 @@ class EngineResources:
             )
         )
 
-    def statistics(self) -> EngineStatistics:
-        """Counts and totals; in the middle of a call, what is in use by the transfers, which are the truth."""
+    def usage(self) -> tuple[int, int, int, int, int]:
+        """Pinned bytes; streams, those in use; events, those in use. In the middle of a call, what the transfers use,
+        which are the truth."""
         in_flight = self.in_flight
         lanes = [queue.lane for queue in in_flight.both]
-        transfers = [transfer for queue in in_flight.both for transfer in list(queue.transfers)]
         streams_in_use = sum(lane.in_use for lane in lanes)
         events_in_use = in_flight.timers.in_use + in_flight.markers.in_use
         if not in_flight.consistent:
+            transfers = [transfer for queue in in_flight.both for transfer in list(queue.transfers)]
             streams_in_use = len({segment.stream for transfer in transfers for segment in list(transfer.segments)})
             events_in_use = len({event for transfer in transfers for event in transfer.events()})
-        return EngineStatistics(
-            simulated=self._simulated,
-            num_slots=self._num_slots,
-            pinned_bytes=self.memory.pinned_bytes,
-            in_flight=in_flight.count,
-            held=sum(not transfer.enqueued for transfer in transfers),
-            unreported=len(self.tracker.reports),
-            dropped_reports=self.tracker.dropped_reports,
-            streams=sum(len(lane.streams) for lane in lanes) + len(self.wait_streams),
-            streams_in_use=streams_in_use,
-            events=in_flight.timers.created + in_flight.markers.created,
-            events_in_use=events_in_use,
-            store=in_flight.stores.totals,
-            load=in_flight.loads.totals,
+        streams = sum(len(lane.streams) for lane in lanes) + len(self.wait_streams)
+        events = in_flight.timers.created + in_flight.markers.created
+        return self.memory.pinned_bytes, streams, streams_in_use, events, events_in_use
+
+
+def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayout) -> int:
+    """How many slots an engine has."""
+    if host_memory is not None:
+        if not isinstance(host_memory, HostMemory):
+            raise TypeError(f"host_memory must be a HostMemory or None, got {host_memory!r:.80}")
+        if num_slots is not None:
+            raise ValueError(
+                f"num_slots={num_slots!r:.80} and host_memory are both given: leave num_slots out, host_memory has "
+                f"{host_memory.num_slots}"
+            )
+        host_memory.check_slots(layout.slot_bytes)
+        return host_memory.num_slots
+    if num_slots is None:
+        return _USUAL_SLOTS
+    count = at_least("num_slots", num_slots, 0)
+    if count * layout.slot_bytes > _MOST_POOL_BYTES:
+        raise CapacityError(
+            f"num_slots={count} of {layout.slot_bytes} bytes are {count * layout.slot_bytes} bytes of host memory, "
+            f"more than any machine has; ask for at most {_MOST_POOL_BYTES // layout.slot_bytes}"
         )
+    return count

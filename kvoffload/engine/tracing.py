@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from typing import Any, NamedTuple, Protocol
 
-from kvoffload.engine.job import Job, TransferRecord, TransferResult, result_of
+from kvoffload.engine.job import AnyTransfer, Job, TransferResult, result_of
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 
@@ -46,24 +46,10 @@ class Notice(NamedTuple):
     text: str
 
 
-class TracedRecord(TransferRecord, Protocol):
-    """A record that may be followed by a tracer.
-
-    Attributes:
-        trace: the tracer, and what its `on_submit` returned; None: not followed, or its end has been delivered.
-    """
-
-    trace: tuple[Tracer, Any] | None
-
-
-Notices = deque[TracedRecord | Notice]
+Notices = deque[AnyTransfer | Notice]
 """What is to be reported once the lock is released: transfers that a tracer follows and that have ended; log lines."""
 
 current: Tracer | None = None  # read by every submission
-
-
-def new_notices() -> Notices:
-    return deque(maxlen=MOST_NOTICES)
 
 
 def set_tracer(tracer: Tracer | None) -> Tracer | None:
@@ -89,7 +75,7 @@ def set_tracer(tracer: Tracer | None) -> Tracer | None:
     return before
 
 
-def start(tracer: Tracer, job: Job, record: TracedRecord, notices: Notices) -> None:
+def start(tracer: Tracer, job: Job, record: AnyTransfer, notices: Notices) -> None:
     """Have a tracer follow a transfer that was just put in flight; under the engine's lock."""
     try:
         started = tracer.on_submit(job)
@@ -114,23 +100,19 @@ def deliver(notices: Notices) -> None:
         if isinstance(notice, Notice):
             if _take(notices, notice):
                 LOGGER.log(notice.level, "%s", notice.text)
-        else:
-            _deliver_end(notices, notice)
+            continue
+        trace, result = notice.trace, result_of(notice)
+        if not _take(notices, notice) or trace is None:
+            continue
+        notice.trace = None
+        tracer, started = trace
+        try:
+            tracer.on_end(started, result)
+        except Exception:
+            LOGGER.exception("on_end of %r raised", tracer)
 
 
-def _deliver_end(notices: Notices, record: TracedRecord) -> None:
-    trace, result = record.trace, result_of(record)
-    if not _take(notices, record) or trace is None:
-        return
-    record.trace = None
-    tracer, started = trace
-    try:
-        tracer.on_end(started, result)
-    except Exception:
-        LOGGER.exception("on_end of %r raised", tracer)
-
-
-def _take(notices: Notices, notice: TracedRecord | Notice) -> bool:
+def _take(notices: Notices, notice: AnyTransfer | Notice) -> bool:
     """Whether this call has taken the first notice, and no other thread's has.
 
     Makes no call, after which an interrupt could come or another thread could run; `popleft` would be one.
@@ -139,12 +121,3 @@ def _take(notices: Notices, notice: TracedRecord | Notice) -> bool:
         del notices[0]
         return True
     return False
-
-
-def note_failure(notices: Notices, error: Exception) -> None:
-    notices.append(Notice(logging.WARNING, str(error)))
-
-
-def note_loss(notices: Notices, error: Exception, in_flight: int) -> None:
-    text = f"the CUDA context is lost with {in_flight} transfers in flight, which fail: {error}"
-    notices.append(Notice(logging.ERROR, text))

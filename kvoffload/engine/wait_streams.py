@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from kvoffload.device.streams import NO_WAIT, NoWait, refuse_capturing, stream_handle
 from kvoffload.driver import Driver
@@ -52,6 +52,21 @@ class Followed:
 
 After: TypeAlias = StreamLike | GpuArray | Sequence[StreamLike | GpuArray] | NoWait | Followed | None
 """What a transfer is to follow. A sequence must be a list or a tuple."""
+
+
+@runtime_checkable
+class FollowedPerDevice(Protocol):
+    """An object that knows what is to be followed on each device, such as `kvoffload.jax.OwnedCache`."""
+
+    def after(self) -> Sequence[After]:
+        """A list or tuple with what a transfer is to follow on each device, in the order of the devices.
+
+        Called when a transfer is submitted, without the engine's lock. What it raises leaves nothing in flight.
+        """
+
+
+ShardedAfter: TypeAlias = Sequence[After] | FollowedPerDevice | NoWait | None
+"""A list or tuple with one value for each device, an object that has it, or the same for all devices."""
 
 
 def as_sources(after: After) -> tuple[Source, ...]:
@@ -154,10 +169,18 @@ class WaitStreams:
         begin = time.perf_counter()
         while True:
             with self._lock:
-                stream = self._idle_stream()
-                if stream is not None:
-                    self._users[stream] = weakref.ref(user)
-                    return stream
+                for handle in map(int, self._handles):
+                    last = self._users.get(handle)
+                    if (last is None or last() is None) and self._driver.stream_query(handle):
+                        break
+                else:
+                    handle = 0
+                    if len(self._handles) < MOST_WAIT_STREAMS:
+                        self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, self._priority)
+                        handle = int(self._handles[-1])
+                if handle:
+                    self._users[handle] = weakref.ref(user)
+                    return handle
             if time.perf_counter() - begin > _WAIT_SECONDS:
                 raise CapacityError(
                     f"{MOST_WAIT_STREAMS} transfers follow arrays that are not computed yet: wait until some are, or "
@@ -165,31 +188,20 @@ class WaitStreams:
                 )
             time.sleep(1e-4)
 
-    def _idle_stream(self) -> int | None:
-        for each in self._handles:
-            handle = int(each)
-            user = self._users.get(handle)
-            if (user is None or user() is None) and self._driver.stream_query(handle):
-                return handle
-        if len(self._handles) >= MOST_WAIT_STREAMS:
-            return None
-        self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, self._priority)
-        return int(self._handles[-1])
-
-    def _follow_stream(self, wait_stream: int, stream: int, name: str) -> None:
-        refuse_capturing(self._driver, stream, name)
-        with self._lock:  # between record and wait no other thread may record the event again
-            if not self._event:
-                self._driver.create("cuEventCreate", self._event, DISABLE_TIMING)
-            self._driver.event_record(int(self._event[0]), stream)
-            self._driver.stream_wait_event(wait_stream, int(self._event[0]))
-
     def _follow_array(self, wait_stream: int, array: Array) -> None:
+        """Have `wait_stream` wait for what computes an array."""
         given, name = array.given, array.name
         if not hasattr(given, "__dlpack__"):
             stream = given.__cuda_array_interface__.get("stream")
-            if stream:  # else its owner says that there is nothing to wait for
-                self._follow_stream(wait_stream, stream_handle(stream, name), name)
+            if not stream:  # its owner says that there is nothing to wait for
+                return
+            handle = stream_handle(stream, name)
+            refuse_capturing(self._driver, handle, name)
+            with self._lock:  # between record and wait no other thread may record the event again
+                if not self._event:
+                    self._driver.create("cuEventCreate", self._event, DISABLE_TIMING)
+                self._driver.event_record(int(self._event[0]), handle)
+                self._driver.stream_wait_event(wait_stream, int(self._event[0]))
             return
         kind = int(given.__dlpack_device__()[0])
         if (kind in (CPU, CUDA_HOST)) is not self._driver.simulated:

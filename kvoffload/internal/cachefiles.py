@@ -6,7 +6,6 @@ import contextlib
 import os
 import stat
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.errors import KVOffloadWarning
@@ -32,36 +31,27 @@ def read(path: Path) -> bytes | None:
 
     A FIFO or a device file in its place is not read, and never blocks.
     """
-    return _read(path, stat_check=_is_regular)
+    return _read(path, trusted=False)
 
 
 def read_own(path: Path) -> bytes | None:
     """Like `read`, for content that is trusted: None unless the file belongs to the effective user or to root, and no
     other user may write it.
     """
-    return _read(path, stat_check=_is_own)
+    return _read(path, trusted=True)
 
 
-def _read(path: Path, stat_check: Callable[[os.stat_result], bool]) -> bytes | None:
+def _read(path: Path, *, trusted: bool) -> bytes | None:
+    def open_file(name: str, flags: int) -> int:  # a FIFO without a writer would block the open; files do not notice
+        return os.open(name, flags | os.O_NONBLOCK)
+
     try:
-        with open(path, "rb", opener=_open_nonblocking) as file:
-            return file.read() if stat_check(os.fstat(file.fileno())) else None
+        with open(path, "rb", opener=open_file) as file:
+            status = os.fstat(file.fileno())
+            own = status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            return file.read() if stat.S_ISREG(status.st_mode) and (own or not trusted) else None
     except OSError:
         return None
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO without a writer would block the open; files do not notice
-
-
-def _is_regular(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode)
-
-
-def _is_own(status: os.stat_result) -> bool:
-    if not _is_regular(status):
-        return False
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def write(path: Path, content: bytes) -> bool:

@@ -112,7 +112,7 @@ def _without_login(found: re.Match[str]) -> str:
 def names_its_calls(public: _Class) -> _Class:
     """Have Python's errors about arguments name this class, not the private bases that have its methods.
 
-    A decorator, for bases of one public class only: `OffloadEngine(num_slot=8)` blamed `EngineLifecycle.__init__()`.
+    A decorator, for bases of one public class only: `Device.stream(1)` would blame `DeviceContext.stream()`.
     """
     for base in public.__mro__[1:]:
         for name, function in vars(base).items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +21,9 @@ def _read(path: Path) -> str | None:
 
 def available_bytes() -> int | None:
     """Memory that can be taken without swapping: MemAvailable, or what the cgroup still allows if that is less."""
-    candidates = [value for value in (_meminfo("MemAvailable"), _cgroup_headroom_bytes()) if value is not None]
-    return min(candidates, default=None)
+    cgroup = tightest_cgroup()
+    candidates = (_meminfo("MemAvailable"), None if cgroup is None else cgroup.headroom_bytes)
+    return min((value for value in candidates if value is not None), default=None)
 
 
 def total_bytes() -> int | None:
@@ -36,11 +36,6 @@ def _meminfo(field: str) -> int | None:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def _cgroup_headroom_bytes() -> int | None:
-    tightest = tightest_cgroup()
-    return None if tightest is None else tightest.headroom_bytes
 
 
 class Cgroup(NamedTuple):
@@ -59,12 +54,6 @@ class Cgroup(NamedTuple):
         return max(0, self.limit_bytes - self.used_bytes)
 
 
-def tightest_cgroup() -> Cgroup | None:
-    """The memory cgroup (version 1 or 2) of this process, or its parent, with the least headroom; None: no limit."""
-    limits = [group for folder, names in _memory_cgroups() if (group := _read_cgroup(folder, names)) is not None]
-    return min(limits, key=lambda group: group.headroom_bytes, default=None)
-
-
 class _Names(NamedTuple):
     """The file names of a cgroup version."""
 
@@ -78,8 +67,9 @@ _VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_ina
 _NO_LIMIT = 1 << 60  # version 1 writes a huge number for none
 
 
-def _memory_cgroups() -> Iterator[tuple[Path, _Names]]:
-    """The folders of this process's memory cgroups and of their parents, innermost first."""
+def tightest_cgroup() -> Cgroup | None:
+    """The memory cgroup (version 1 or 2) of this process, or its parent, with the least headroom; None: no limit."""
+    limits = []
     for line in (_read(_PROC / "self/cgroup") or "").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
@@ -90,16 +80,15 @@ def _memory_cgroups() -> Iterator[tuple[Path, _Names]]:
             continue
         parts = [part for part in path.split("/") if part]
         for length in range(len(parts), -1, -1):
-            yield root.joinpath(*parts[:length]), names
-
-
-def _read_cgroup(folder: Path, names: _Names) -> Cgroup | None:
-    limit, usage = _read(folder / names.limit), _read(folder / names.usage)
-    if limit is None or usage is None or not limit.isdigit() or int(limit) >= _NO_LIMIT:
-        return None
-    statistics = dict(line.split(" ", 1) for line in (_read(folder / "memory.stat") or "").splitlines() if " " in line)
-    droppable = int(statistics.get(names.inactive_file, "0"))
-    return Cgroup(str(folder), int(limit), max(0, int(usage) - droppable))
+            folder = root.joinpath(*parts[:length])
+            limit, usage = _read(folder / names.limit), _read(folder / names.usage)
+            if limit is None or usage is None or not limit.isdigit() or int(limit) >= _NO_LIMIT:
+                continue
+            lines = (_read(folder / "memory.stat") or "").splitlines()
+            statistics = dict(line.split(" ", 1) for line in lines if " " in line)
+            droppable = int(statistics.get(names.inactive_file, "0"))
+            limits.append(Cgroup(str(folder), int(limit), max(0, int(usage) - droppable)))
+    return min(limits, key=lambda group: group.headroom_bytes, default=None)
 
 
 def locked_memory_limit() -> int | None:
@@ -127,9 +116,14 @@ class PciDevice:
 
     @property
     def generation(self) -> int | None:
-        """PCIe generation of the current link, from its speed."""
-        speeds = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
-        return speeds.get((self.link_speed or "").split(" ")[0])
+        """PCIe generation of the current link."""
+        return generation_of(self.link_speed)
+
+
+def generation_of(speed: str | None) -> int | None:
+    """The PCIe generation of a link speed such as "32.0 GT/s PCIe"."""
+    speeds = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
+    return speeds.get((speed or "").split(" ")[0])
 
 
 def pci_device(address: str) -> PciDevice:

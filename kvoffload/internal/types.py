@@ -7,21 +7,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from numpy.typing import ArrayLike
-
-__all__ = [
-    "ArrayLike",
-    "DTypeLike",
-    "GpuArray",
-    "Ids",
-    "Int64Array",
-    "StreamLike",
-    "SupportsCudaArray",
-    "SupportsCudaStream",
-    "SupportsDLPack",
-    "UInt8Array",
-    "UInt64Array",
-]
+from numpy.typing import ArrayLike as ArrayLike
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 UInt8Array: TypeAlias = npt.NDArray[np.uint8]

@@ -1,83 +1,354 @@
-"""A cache in kvoffload's memory on one device."""
+"""A cache in kvoffload's memory, which JAX imports, updates in place, and reads after transfers."""
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
-from kvoffload.device.device import Device
+import numpy as np
+
+from kvoffload.device.buffers import DeviceArray, DeviceBuffer
+from kvoffload.device.device import Device, checked_devices
+from kvoffload.device.ownership import DeviceUser
+from kvoffload.driver.core import LEGACY_STREAM
+from kvoffload.errors import KVOffloadWarning, LayoutError, TransferError
+from kvoffload.internal.checks import shown
+from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import DTypeLike
-from kvoffload.jax.base import OneDeviceCache, check_device
-from kvoffload.jax.imported import ImportedCache, LayoutOptions
+from kvoffload.jax.imports import address_of, follow, from_device, import_jax, wait_for_computations
+from kvoffload.jax.leaves import Description, Leaf, as_leaves, jax_devices, shards_of
+from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.planes import SlotOrder
+from kvoffload.layout.sharded import ShardedLayout
 
 
-class OwnedCache(ImportedCache, OneDeviceCache):
-    """A KV cache in one `jax.Array` over memory that kvoffload allocates, initially zero.
+class OwnedCache:
+    """A KV cache in memory that kvoffload allocates and JAX imports: a `jax.Array`, or a tree of them, initially zero.
 
-    Recommended is a block-major shape `(blocks, planes, ...)`, with `block_axis=0, plane_axis=1`: a block is one copy.
-    In JAX `array[block_table, plane]` reads blocks, and `array.at[blocks, plane, offsets].set(...)` writes tokens. With
-    `(planes, blocks, ...)` the planes fold: a block is one strided copy.
+    A tree is what JAX takes for one (a list, a dict, nested in any way), with an array for each layer, say. All arrays
+    have as many blocks. A step is given `arrays` as a donated argument, and `arrays` is set to its result:
 
-    If transfers were submitted since `array` was read last, reading it imports the memory again and deletes the
-    previous array, so that using that one raises. The import makes JAX wait, on the GPU, for these transfers and for
-    its own computations.
+        cache = OwnedCache(device, [(pages, 16, 8, 128)] * 64, jnp.bfloat16, block_axis=0, plane_axis=None)
+        cache.arrays, logits = step(cache.arrays, tokens)       # jitted with donate_argnums=0
+        engine.store(blocks, slots, after=cache)                # on the GPU it follows the step
+        cache.arrays, logits = step(cache.arrays, tokens)       # this step follows the store
 
-    The caller's obligations:
+    After a transfer `arrays` are new arrays in the same memory: the import makes JAX wait, on the GPU, for the
+    transfer. The arrays from before are deleted, so that using them raises. The host waits for nothing.
 
-    - Donate the cache to every update, and set `array` to the result.
-    - Give transfers `after=cache`; and where other computations have read the array since its last update, name their
-      results, too: `after=(cache, logits)`.
+    What you must do:
+
+    - Donate the cache to every update, and set `arrays` to the result. The result must lie where the cache lies, which
+      is checked on every device. On several devices compute with `jax.shard_map`, or give `jax.jit` the cache's
+      shardings: `out_shardings=cache.sharding`.
+    - Give transfers `after=cache`. If other computations have read the arrays since their last update, name their
+      results, too: `after=cache.after(logits)`.
     - Keep no array across a transfer, except to use it as `unordered` says.
 
-    If a step was given the array and its result was not set, because the step raised or was interrupted, reading
-    `array` waits on the host until JAX has ended all computations, imports the memory again and warns. The memory has
+    If a step was given the arrays and its result was not set, because the step raised or was interrupted, reading
+    `arrays` waits on the host until JAX has ended all computations, imports the memory again and warns. The memory has
     what the step wrote.
+
+    On each device all arrays lie in one allocation. If they are alike, a block of all of them is one strided copy. A
+    block of one block-major array `(blocks, planes, ...)` is one contiguous copy.
 
     JAX takes three quarters of the GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE); the cache needs room in
     the rest.
 
-    On a simulated device JAX computes on the CPU. Setting `array` copies it to the device: the bytes are those that a
-    GPU would have, but no order is tested. An update to which the array was not donated is refused there, too.
+    On a simulated device JAX computes on the CPU. Setting `arrays` copies them to the device: the bytes are those that
+    a GPU would have, but no order is tested. An update to which the cache was not donated is refused there, too.
 
     Args:
-        device: opened with the GPU's primary context (the default), which JAX uses.
-        shape: extents.
-        dtype: of an element, such as `jnp.bfloat16`, also of the layout.
-        plane_axis, block_axis: which axes count planes (a layer's K, a layer's V) and blocks. Always named: the shape
-            does not tell them apart.
+        devices: the device, or a list of devices, in the order of the engine's. Opened with the primary context (the
+            default), which JAX uses.
+        shapes: the shape of the whole array, or a tree with a shape for each; or with a `jax.ShapeDtypeStruct`, or an
+            array, whose shape, dtype and sharding count (its contents are not copied).
+        dtype: of the elements of arrays that `shapes` gives as bare shapes, such as `jnp.bfloat16`. It is also the
+            dtype of the layout, which keys depend on; None: that of the arrays, if all have the same.
+        sharding: for a list of devices a `jax.sharding.NamedSharding` over the same devices in any order, all of this
+            process; of all arrays. None: `shapes` says it for each. Heads may be divided (tensor parallel), or planes
+            (pipeline), or nothing (replicated), but not blocks. JAX's device for a GPU is the one whose
+            `local_hardware_id` is the GPU's index; for a simulated device, the CPU device whose `id` is that index.
+        block_axis: the axis of each array that counts blocks.
+        plane_axis: the axis of each array that counts planes (K and V, or a layer's K, a layer's V, the next layer's
+            K, ...). None: each array is one plane. Always named: the shape does not tell the axes apart.
         tokens_per_block: tokens in a block; needed for keys (`chain_keys`, `layout.fingerprint`), not for transfers.
         block_axes: the names of the axes of one block of one plane, the slowest first, such as
             `("tokens", "heads", "dim")`; needed for keys.
         blocks_per_slot, slot_order: as for `KVLayout`.
 
     Attributes:
-        memory: the `DeviceArray`.
+        layout: one group with the planes of all arrays, in the order of the tree. For one device a `KVLayout`, for an
+            `OffloadEngine`; for a list a `ShardedLayout`, for a `ShardedEngine`.
+        devices: a tuple.
+        shapes: the tree, with a `jax.ShapeDtypeStruct` for each array, as for `step.lower(cache.shapes)`.
+        sharding: the tree, with the sharding of each array; None on one device, if none was given.
+        memories: a `DeviceBuffer` on each device.
+        nbytes: of the arrays on all devices.
 
     Raises:
         CapabilityError: JAX is not installed.
-        TypeError: `device` is no device.
-        CapacityError, LayoutError, ValueError: as `Device.empty` and `KVLayout.from_stacked`.
+        TypeError: `devices` are no devices, or a sharding is no NamedSharding.
+        ValueError: `shapes` has no shape or a wrong one, or a dtype is missing.
+        LayoutError: a sharding is over other devices, divides blocks, divides an axis unevenly, or is for another kind
+            of memory; or as `KVLayout.from_stacked`.
+        CapacityError: as `Device.allocate`. Nothing stays allocated after any of these.
     """
+
+    # Truth: `memories`, which no interrupt can lose. Derived: `_latest`, `_followed` and `_replaced`, changed together
+    # by assignments between which no interrupt comes. An import that is interrupted before them is done again.
 
     def __init__(
         self,
-        device: Device,
-        shape: Sequence[int],
-        dtype: DTypeLike,
+        devices: Device | Sequence[Device],
+        shapes: Any,
+        dtype: DTypeLike | None = None,
         *,
-        plane_axis: SupportsIndex,
+        sharding: Any = None,
+        plane_axis: SupportsIndex | None,
         block_axis: SupportsIndex,
         tokens_per_block: SupportsIndex | None = None,
         block_axes: Sequence[str] | None = None,
         blocks_per_slot: SupportsIndex = 1,
         slot_order: SlotOrder | None = None,
     ) -> None:
-        check_device(device)
-        options = LayoutOptions(plane_axis, block_axis, tokens_per_block, block_axes, blocks_per_slot, slot_order)
-        super().__init__((device,), shape, shape, dtype, options)
-        self.memory = self._memories[0]
-        self.layout = self._layouts[0]
+        jax = import_jax()
+        several = isinstance(devices, Sequence)
+        if not several and not isinstance(devices, Device):
+            raise TypeError(f"devices must be a device from open_device(), or a list of them, got {shown(devices)}")
+        self.devices = checked_devices(devices if several else (devices,))
+        self._leaves, self._structure = as_leaves(shapes, dtype, sharding, several=several)
+        self._jax_devices = jax_devices(self.devices, self._leaves)
+        described = Description(
+            plane_axis, block_axis, dtype, tokens_per_block, block_axes, blocks_per_slot, slot_order
+        )
+        described.check(self._leaves, len(self.devices))
+        memories: list[DeviceBuffer] = []
+        try:
+            for device in self.devices:
+                memories.append(device.allocate(self._leaves[-1].offset + self._leaves[-1].nbytes))
+                with (
+                    device.current()
+                ):  # fresh memory may hold NaN, which multiplying by a mask of zeros does not remove
+                    device.driver.fill(memories[-1].address, 0, memories[-1].nbytes, LEGACY_STREAM)
+                    device.driver.stream_synchronize(LEGACY_STREAM)
+        except BaseException:
+            run_all(memory.close for memory in memories)
+            raise
+        self.memories = tuple(memories)
+        layouts = [described.layout(self._leaves, memory.address, memory) for memory in self.memories]
+        self.layout: Any = ShardedLayout(layouts) if several else layouts[0]
+        self.nbytes = sum(leaf.nbytes for leaf in self._leaves) * len(self.devices)
+        self.sharding = self._structure.unflatten([leaf.sharding for leaf in self._leaves])
+        self.shapes = self._structure.unflatten(
+            jax.ShapeDtypeStruct(leaf.shape, jax.numpy.dtype(leaf.dtype), sharding=leaf.sharding)
+            for leaf in self._leaves
+        )
+        self._simulated = any(device.simulated for device in self.devices)
+        self._replaced: Sequence[Any] = ()  # arrays that must be deleted
+        self._latest = self._import(None)
+        self._followed = self._transfers()
 
-    def _join(self, shards: list[Any]) -> Any:
-        return shards[0]
+    @property
+    def arrays(self) -> Any:
+        """The cache in JAX: an array, or the tree of them. What JAX computes with it follows all transfers submitted so
+        far. After a transfer the arrays are new, and the previous ones are deleted: using those raises.
+
+        Set it to the result of every update, to which the arrays were given as a donated argument.
+
+        Raises:
+            LayoutError: what is set is another tree; or an array of it has another address, shape, dtype or sharding,
+                was deleted, or is no `jax.Array`. The cache is as it was.
+        """
+        return self._structure.unflatten(self._ordered())
+
+    @arrays.setter
+    def arrays(self, new: Any) -> None:
+        leaves = self._checked(new)
+        if self._simulated:
+            self._write_back(leaves)
+        self._latest = leaves
+
+    @property
+    def unordered(self) -> Any:
+        """The arrays, for computing concurrently with transfers: what JAX computes with them does not wait for
+        transfers that were submitted since `arrays` was read last. Such a computation must not read or write blocks
+        that are being loaded, nor write blocks that are being stored. `arrays`, read later, waits for them.
+        """
+        return self._structure.unflatten(self._ordered() if self._simulated or self.is_deleted() else self._latest)
+
+    def is_deleted(self) -> bool:
+        """Whether an array was donated, and no result has been set."""
+        return any(array.is_deleted() for array in self._latest)
+
+    def after(self, *results: Any) -> tuple[Any, ...]:
+        """What a transfer is to follow: the cache's arrays, and `results`. An engine takes it as `after`; `after=cache`
+        is the same without results.
+
+        Args:
+            results: `jax.Array`s of computations that have read the cache since its last update, such as logits,
+                sharded or replicated. One that is on some of the devices only is followed there.
+
+        Returns:
+            The arrays. For a cache on a list of devices, for each device in their order a tuple of what is there.
+
+        Raises:
+            ValueError: the cache was donated and no result was set, or a result was deleted or is on none of the
+                devices.
+            TypeError: a result is no `jax.Array`.
+        """
+        if self.is_deleted():
+            raise ValueError(
+                "the cache's array was donated, and no result was set: set cache.arrays to the result of the update; "
+                "if it is lost, read cache.arrays, which recovers the memory"
+            )
+        given = [shards_of(array) for array in self._latest]
+        here = self._jax_devices or tuple(given[0])
+        for index, result in enumerate(results):
+            if not is_jax_array(result):
+                raise TypeError(f"results[{index}] must be a jax.Array, got {type(result).__name__}")
+            if result.is_deleted():
+                raise ValueError(
+                    f"results[{index}] was deleted, or donated to a computation: pass the array that took its place"
+                )
+            given.append(shards_of(result))
+            if given[-1].keys().isdisjoint(here):
+                raise ValueError(f"results[{index}] is on {list(given[-1])}, and the cache on {list(here)}")
+        followed = tuple(tuple(shards[device] for shards in given if device in shards) for device in here)
+        return followed if isinstance(self.layout, ShardedLayout) else followed[0]
+
+    # after=cache, for an engine of one device; a sharded engine calls `after`
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        if len(self.devices) > 1:
+            raise BufferError(
+                f"the cache is on {len(self.devices)} devices, and a transfer of one of them cannot follow all: pass "
+                "after=cache to a ShardedEngine, or after=cache.after()[number] to the engine of that device"
+            )
+        kind, index = self._latest[0].__dlpack_device__()
+        return int(kind), int(index)
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        """For `after=cache`: makes a stream wait for the computations that made the arrays."""
+        capsules = [follow(array, stream) for array in self._latest]
+        return capsules[-1]
+
+    # reading
+
+    def _ordered(self) -> Sequence[Any]:
+        self._delete_replaced()
+        transfers = self._transfers()
+        if self.is_deleted():  # a step may still be writing the memory; or, if it was interrupted, `_write_back`
+            wait_for_computations(self._latest[0])
+            for device in self.devices if self._simulated else ():
+                with device.current():
+                    device.driver.stream_synchronize(LEGACY_STREAM)
+            self._replace(self._import(None), transfers)
+            warnings.warn(
+                "array was donated and no result was set; the host has waited for JAX and imported the memory anew. "
+                "Set cache.arrays to the result of every step",
+                KVOffloadWarning,
+                stacklevel=3,
+            )
+        elif transfers != self._followed:
+            self._replace(self._import(self._latest), transfers)
+        return self._latest
+
+    def _replace(self, new: Sequence[Any], transfers: frozenset[Any]) -> None:
+        self._replaced, self._latest, self._followed = self._latest, new, transfers
+        self._delete_replaced()
+
+    def _delete_replaced(self) -> None:
+        for array in self._replaced:
+            array.delete()
+        self._replaced = ()
+
+    def _import(self, previous: Sequence[Any] | None) -> Sequence[Any]:
+        """The memory as new arrays, whose computations follow the transfers so far, and on the same device the
+        computations of `previous`, if that is not None."""
+        arrays = []
+        for index, leaf in enumerate(self._leaves):
+            after = [None] * len(self.devices) if previous is None else self._shards(previous[index])
+            shards = [
+                from_device(DeviceArray(memory, leaf.shard_shape, leaf.dtype, offset=leaf.offset), after=each)
+                for memory, each in zip(self.memories, after, strict=True)
+            ]
+            arrays.append(self._join(leaf, shards))
+        return arrays
+
+    def _join(self, leaf: Leaf, shards: list[Any]) -> Any:
+        if leaf.sharding is None:
+            return shards[0]
+        jax = import_jax()
+        if self._simulated:  # JAX imports memory of the host on its first CPU device
+            shards = [jax.device_put(shard, device) for shard, device in zip(shards, self._jax_devices, strict=True)]
+            jax.block_until_ready(shards)
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+    def _shards(self, array: Any) -> list[Any]:
+        """The shard of an array on each device, in the order of the devices."""
+        if not self._jax_devices:
+            return [array]
+        shards = shards_of(array)
+        return [shards[device] for device in self._jax_devices]
+
+    def _addresses(self, array: Any) -> list[int]:
+        return [address_of(shard) for shard in self._shards(array)]
+
+    def _engines(self) -> list[DeviceUser]:
+        """The engines over this memory."""
+        found = (memory.device.engines_over(memory.address, memory.nbytes) for memory in self.memories)
+        return [engine for engines in found for engine in engines]
+
+    def _transfers(self) -> frozenset[tuple[weakref.ref[Any], int]]:
+        """For each engine over this memory, how many transfers it was given: changes with each submitted transfer."""
+        return frozenset((weakref.ref(engine), count) for engine in self._engines() if (count := engine.submitted))
+
+    # setting
+
+    def _checked(self, new: Any) -> Sequence[Any]:
+        """The arrays of an update, in the order of the tree. Raises LayoutError, see `arrays`."""
+        if self._leaves[0].name == "array":  # one array, and no tree
+            arrays = [new]
+        else:
+            arrays, structure = import_jax().tree.flatten(new)
+            if structure != self._structure:
+                raise LayoutError(f"arrays must be the tree {self._structure}, got {structure}: set the updated cache")
+        for leaf, array, present in zip(self._leaves, arrays, self._latest, strict=True):
+            leaf.check_update(array)
+            if self._simulated:  # JAX on the CPU copies imported memory to update it, and deletes it if it was donated
+                if not present.is_deleted() and self._addresses(array) != self._addresses(present):
+                    raise LayoutError(
+                        f"{leaf.name} is no update in place: the cache's array was not donated to it, which makes a "
+                        "copy on a GPU. Donate the cache to it (jax.jit(..., donate_argnums=...))"
+                    )
+                continue
+            for memory, found in zip(self.memories, self._addresses(array), strict=True):
+                address = memory.address + leaf.offset
+                if found != address:
+                    raise LayoutError(
+                        f"{leaf.name} lies at {found:#x} on device {memory.device.index}, and the cache at "
+                        f"{address:#x}: the update made a copy. Donate the cache to it (jax.jit(..., "
+                        "donate_argnums=...)), and use the array for nothing else meanwhile"
+                    )
+        return arrays
+
+    def _write_back(self, arrays: Sequence[Any]) -> None:
+        """Give simulated devices what JAX computed on the CPU, where it updates no imported memory in place."""
+        if self._transfers() != self._followed:
+            raise TransferError("array was computed concurrently with transfers, which a simulated device cannot do")
+        for engine in self._engines():
+            engine.drain()
+        for leaf, array in zip(self._leaves, arrays, strict=True):
+            for memory, shard in zip(self.memories, self._shards(array), strict=True):
+                if address_of(shard) != memory.address + leaf.offset:  # else it is imported, as it was read
+                    memory.copy_from(np.asarray(shard).view(np.uint8).reshape(-1), offset=leaf.offset)
+
+    def __repr__(self) -> str:
+        first = self._leaves[0]
+        count = "" if first.name == "array" else f"{len(self._leaves)} arrays, first "
+        spec = "" if first.sharding is None else f", {first.sharding.spec}"
+        indices = [device.index for device in self.devices]
+        return f"OwnedCache({count}{first.shape}, {first.dtype}{spec}, devices {indices})"

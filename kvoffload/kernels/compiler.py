@@ -56,7 +56,12 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Com
     with LOCK, contextlib.redirect_stdout(sys.stderr):  # Triton prints to stdout when it fails
         try:
             require_triton()
-            return _describe(_build_somewhere(spec, compute_capability))
+            try:
+                built = _build(spec, compute_capability)
+            except OSError:  # Triton keeps what it compiles in a folder under the home directory; that may be read-only
+                with _temporary_folder():
+                    built = _build(spec, compute_capability)
+            return _describe(built)
         except CapabilityError:
             raise
         except Exception as error:
@@ -91,15 +96,6 @@ def require_triton() -> None:
 def no_triton() -> str:
     """The message for where `triton_version` is None."""
     return f"kernels need Triton, which is not installed; {_INSTALL}"
-
-
-def _build_somewhere(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
-    """Triton keeps what it compiles in a folder of its own, under the home directory; that may be read-only."""
-    try:
-        return _build(spec, compute_capability)
-    except OSError:
-        with _temporary_folder():
-            return _build(spec, compute_capability)
 
 
 def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
@@ -142,20 +138,16 @@ def _describe(built: Any) -> Compiled:
     assert not getattr(facts, "global_scratch_size", 0), (
         "the kernel needs scratch memory, which kvoffload does not allocate"
     )
+    header = re.search(rf"\.entry\s+{re.escape(facts.name)}\s*\((.*?)\)", ptx, re.DOTALL)
+    assert header is not None, f"the PTX has no entry {facts.name}"
     return Compiled(
         cubin=built.asm["cubin"],
         ptx=ptx,
         name=facts.name,
         shared_bytes=int(facts.shared),
-        parameter_count=_parameter_count(ptx, facts.name),
+        parameter_count=len(re.findall(r"^\s*\.param\b", header.group(1), re.MULTILINE)),
         threads=THREADS_PER_WARP * int(facts.num_warps),
     )
-
-
-def _parameter_count(ptx: str, name: str) -> int:
-    header = re.search(rf"\.entry\s+{re.escape(name)}\s*\((.*?)\)", ptx, re.DOTALL)
-    assert header is not None, f"the PTX has no entry {name}"
-    return len(re.findall(r"^\s*\.param\b", header.group(1), re.MULTILINE))
 
 
 def _essence(error: Exception) -> str:

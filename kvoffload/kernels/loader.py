@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,6 @@ from kvoffload.kernels.compiler import Compiled, no_triton, require_triton, trit
 from kvoffload.kernels.spec import KernelSpec
 from kvoffload.kernels.store import compiled_kernel
 
-# The simulated device compiles no kernel. This is more than the 48 KiB that a launch gets without asking, so that the
-# call that asks for more is tested.
-SIMULATED_SHARED_BYTES = 64 << 10
 _FREE_SHARED_BYTES = 48 << 10
 
 
@@ -52,38 +48,40 @@ def load_kernel(
     """
     if not capabilities.kernels:
         raise CapabilityError(capabilities.missing["kernels"])
-    if driver.simulated:
-        compiled = _simulated(spec)
-    else:
-        compiled = compiled_kernel(spec, capabilities.compute_capability, cache_folder)
+    compiled = machine_code(driver, capabilities, spec, cache_folder)
     if compiled.shared_bytes > capabilities.max_shared_bytes:
         raise CapabilityError(
             f"{spec} needs {compiled.shared_bytes} bytes of shared memory in a block, and this GPU has "
             f"{capabilities.max_shared_bytes}"
         )
-    with _refusals(spec):
-        if modules is not None:
-            driver.create("cuModuleLoadData", modules, compiled.cubin)
-            return LoadedKernel(driver, spec, compiled, int(modules[-1]), [])
-        own: list[Any] = []
-        try:
-            driver.create("cuModuleLoadData", own, compiled.cubin)
-            return LoadedKernel(driver, spec, compiled, int(own[0]), own)
-        except BaseException:
-            with contextlib.suppress(DriverError):
-                driver.destroy("cuModuleUnload", own)
-            raise
-
-
-@contextlib.contextmanager
-def _refusals(spec: KernelSpec) -> Iterator[None]:
-    """Turn a refusal of the driver into CapabilityError, unless the context is lost or out of memory."""
+    loaded: list[Any] = [] if modules is None else modules
     try:
-        yield
-    except DriverError as error:
-        if error.sticky or error.out_of_memory:
+        driver.create("cuModuleLoadData", loaded, compiled.cubin)
+        return LoadedKernel(driver, spec, compiled, int(loaded[-1]), loaded if modules is None else [])
+    except BaseException as error:
+        if modules is None:
+            with contextlib.suppress(DriverError):
+                driver.destroy("cuModuleUnload", loaded)
+        if not isinstance(error, DriverError) or error.sticky or error.out_of_memory:
             raise
         raise CapabilityError(f"{spec} cannot be loaded into this GPU: {error}") from error
+
+
+def machine_code(
+    driver: Driver, capabilities: Capabilities, spec: KernelSpec, cache_folder: Path | None = None
+) -> Compiled:
+    """A kernel as this driver loads it; the arguments are those of `load_kernel`.
+
+    The simulated driver's machine code is the name of the kernel, which Triton's interpreter executes.
+    """
+    if not driver.simulated:
+        return compiled_kernel(spec, capabilities.compute_capability, cache_folder)
+    from kvoffload.simulator.kernels import IMAGE_SHARED_BYTES, pack
+
+    require_triton()
+    fields = spec._asdict() | {"constants": dict(spec.constants), "threads": spec.threads}
+    del fields["warps"]
+    return Compiled(pack(**fields), "", spec.function, IMAGE_SHARED_BYTES, len(spec.parameters), spec.threads)
 
 
 class LoadedKernel:
@@ -103,7 +101,11 @@ class LoadedKernel:
         self._driver = driver
         self._modules = own_modules  # those that `close` unloads
         self._function = driver.module_function(module, compiled.name)
-        self._require_threads()
+        most = driver.function_max_threads(self._function)
+        if most < self.threads:
+            raise CapabilityError(
+                f"{spec} needs {self.threads} threads in a block, and this GPU launches at most {most}"
+            )
         if self.shared_bytes > _FREE_SHARED_BYTES:
             driver.function_allow_shared(self._function, self.shared_bytes)
         self._pack_into = spec.arguments.pack_into
@@ -111,13 +113,6 @@ class LoadedKernel:
         self._room = values.data
         self._pointers = address_of(values) + 8 * np.arange(compiled.parameter_count, dtype=np.uint64)
         self._pointers_address = address_of(self._pointers)
-
-    def _require_threads(self) -> None:
-        most = self._driver.function_max_threads(self._function)
-        if most < self.threads:
-            raise CapabilityError(
-                f"{self.spec} needs {self.threads} threads in a block, and this GPU launches at most {most}"
-            )
 
     def launch(self, stream: int, grid: int, arguments: Sequence[int]) -> None:
         """`pack`, then `queue`."""
@@ -147,24 +142,3 @@ class LoadedKernel:
     def __repr__(self) -> str:
         state = "" if self._modules else ", closed"
         return f"LoadedKernel({self.spec}, {self.threads} threads, {self.shared_bytes} shared bytes{state})"
-
-
-def _simulated(spec: KernelSpec) -> Compiled:
-    """Machine code for the simulated GPU: the name of the kernel, which Triton's interpreter executes."""
-    require_triton()
-    image: dict[str, Any] = {
-        "module": spec.module,
-        "function": spec.function,
-        "parameters": spec.parameters,
-        "constants": dict(spec.constants),
-        "threads": spec.threads,
-        "shared_bytes": SIMULATED_SHARED_BYTES,
-    }
-    return Compiled(
-        cubin=b"kvoffload simulated kernel\n" + json.dumps(image).encode(),
-        ptx="",
-        name=spec.function,
-        shared_bytes=SIMULATED_SHARED_BYTES,
-        parameter_count=len(spec.parameters),
-        threads=spec.threads,
-    )

@@ -5,6 +5,7 @@ cuda.core is imported for an array that has DLPack only, and no other library fo
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
@@ -34,26 +35,22 @@ def is_jax_array(array: object) -> bool:
 
 def common_dtype(arrays: Sequence[GpuArray]) -> str | None:
     """The name of the arrays' type of elements; None if they differ, or have none that has a name."""
-    names = {_dtype_of(array) for array in arrays}
+    try:
+        names = {dtype_name(getattr(array, "dtype", None)) for array in arrays}
+    except LayoutError:
+        return None
     return names.pop() if len(names) == 1 else None
 
 
-def _dtype_of(array: Any) -> str | None:
-    try:
-        return dtype_name(getattr(array, "dtype", None))
-    except LayoutError:
-        return None
-
-
-def plane_of_view(view: ArrayView, name: str, owner: object) -> Plane:
-    """The plane behind an array of shape `(num_blocks, ...)` that lies where `view` says; it keeps `owner` alive.
+def plane_of_view(view: ArrayView, name: str, owner: object, *, block_axis: SupportsIndex = 0) -> Plane:
+    """The plane behind an array with one block axis that lies where `view` says; it keeps `owner` alive.
 
     Raises:
-        LayoutError: empty, or not contiguous within a block; the message begins with `name`.
+        LayoutError: empty, or not contiguous within a block; the message begins with `name`. `block_axis` is no axis.
     """
     if not view.shape:
         raise LayoutError(f"{name} has no axes; a plane needs a block axis: shape (num_blocks, ...)")
-    return _plane(view, 0, name, owner)
+    return _plane(view, _axis("block_axis", block_axis, view.shape), name, owner)
 
 
 def block_shape(shape: tuple[int, ...], plane_axis: SupportsIndex, block_axis: SupportsIndex) -> tuple[int, ...]:
@@ -103,14 +100,26 @@ def _axis(name: str, axis: SupportsIndex, shape: tuple[int, ...]) -> int:
 def view_of(array: Any, name: str) -> ArrayView:
     """Where a device array lies.
 
+    The array says so itself, if it is one of kvoffload's; or through `__cuda_array_interface__`, unless it is JAX's,
+    which calls every array read-only; or through DLPack.
+
     Raises:
         LayoutError: not an array in GPU memory, or read-only; the message begins with `name`.
     """
     if isinstance(array, DescribesItself):
         return array.array_view()
-    interface = None if is_jax_array(array) else _cuda_array_interface(array)  # JAX's calls every array read-only
+    interface: dict[str, Any] | None = None
+    if not is_jax_array(array):
+        with contextlib.suppress(Exception):  # PyTorch refuses bfloat16 here, for one, and has DLPack for it
+            interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
-        view = _from_interface(interface, name)
+        if interface.get("mask") is not None:
+            raise LayoutError(f"{name} has a mask; blocks are copied whole")
+        shape = tuple(int(extent) for extent in interface["shape"])
+        itemsize, strides = np.dtype(interface["typestr"]).itemsize, interface.get("strides")
+        in_bytes = packed_strides(shape, itemsize) if strides is None else tuple(int(stride) for stride in strides)
+        address, read_only = interface["data"]
+        view = ArrayView(int(address), shape, in_bytes, itemsize, bool(read_only))
     elif hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         view = _from_dlpack(array, name)
     else:
@@ -123,25 +132,6 @@ def view_of(array: Any, name: str) -> ArrayView:
     if 0 in view.shape:
         raise LayoutError(f"{name} is empty: shape {view.shape}")
     return view
-
-
-def _cuda_array_interface(array: Any) -> dict[str, Any] | None:
-    try:
-        interface: dict[str, Any] | None = getattr(array, "__cuda_array_interface__", None)
-    except Exception:  # PyTorch refuses bfloat16 here, for one, and has DLPack for it
-        return None
-    return interface
-
-
-def _from_interface(interface: dict[str, Any], name: str) -> ArrayView:
-    if interface.get("mask") is not None:
-        raise LayoutError(f"{name} has a mask; blocks are copied whole")
-    shape = tuple(int(extent) for extent in interface["shape"])
-    itemsize = np.dtype(interface["typestr"]).itemsize
-    address, read_only = interface["data"]
-    strides = interface.get("strides")
-    in_bytes = packed_strides(shape, itemsize) if strides is None else tuple(int(stride) for stride in strides)
-    return ArrayView(int(address), shape, in_bytes, itemsize, bool(read_only))
 
 
 def _from_dlpack(array: Any, name: str) -> ArrayView:

@@ -12,22 +12,8 @@ from kvoffload.internal.checks import shown
 from kvoffload.internal.types import DTypeLike
 
 # Types that numpy does not know without ml_dtypes, whose names both give them, and their bytes.
-NARROW_BYTES = {
-    "bfloat16": 2,
-    **dict.fromkeys(
-        (
-            "float8_e4m3fn",
-            "float8_e5m2",
-            "float8_e4m3fnuz",
-            "float8_e5m2fnuz",
-            "float8_e4m3b11fnuz",
-            "float8_e3m4",
-            "float8_e4m3",
-            "float8_e8m0fnu",
-        ),
-        1,
-    ),
-}
+_FLOAT8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz", "e3m4", "e4m3", "e8m0fnu")
+NARROW_BYTES = {"bfloat16": 2, **{f"float8_{each}": 1 for each in _FLOAT8}}
 
 _ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

@@ -156,11 +156,36 @@ def fold_group(
     for (width, block_stride, host_step, _, part), points in alike.items():
         mergeable = block_stride == width == host_step and width * blocks_per_slot <= MAX_PITCH
         widest = width * blocks_per_slot if mergeable else width
-        members = [(_with_pitch(each, widest), part) for each in _find_folds(points, width)]
-        found.setdefault((width, block_stride, host_step, mergeable), []).extend(members)
-    classes = tuple(_fold_class(*key, members, len(parts), group.num_blocks) for key, members in found.items())
-    folds = sum(len(each.address) for each in classes)
-    return FoldedGroup(classes, len(group.planes), group.bytes_per_block, tuple(map(tuple, parts)), len(parts), folds)
+        members = found.setdefault((width, block_stride, host_step, mergeable), [])
+        for each in _find_folds(points, width):
+            if each.rows == 1:  # a single row has no pitch, but the driver refuses one below the width
+                each = each._replace(device_pitch=widest, host_pitch=widest)
+            members.append((each, part))
+    classes = []
+    for (width, block_stride, host_step, mergeable), members in found.items():
+        folds, part_of = zip(*members, strict=True)
+        address, host_offset, rows, device_pitch, host_pitch = np.array(folds, dtype=np.int64).T[:, :, np.newaxis]
+        places = (address, host_offset, rows, device_pitch, host_pitch)
+        classes.append(
+            FoldClass(
+                width,
+                block_stride,
+                host_step,
+                *places,
+                mergeable=mergeable,
+                row_count=int(rows.sum()),
+                part_folds=np.bincount(part_of, minlength=len(parts)),
+                columns=(_column(rows), _column(device_pitch), _column(host_pitch)),
+                width_column=np.array([width], dtype=np.uint64),
+                block_addresses=address[0] + np.arange(group.num_blocks if len(folds) == 1 else 0) * block_stride,
+                first_offset=host_offset[0].copy(),
+                has_offset=bool(host_offset[0, 0]),
+            )
+        )
+    operations = sum(map(len, found.values()))
+    return FoldedGroup(
+        tuple(classes), len(group.planes), group.bytes_per_block, tuple(map(tuple, parts)), len(parts), operations
+    )
 
 
 def _rows(group: Group, planes: Sequence[int], allocations: Sequence[int]) -> list[_Row]:
@@ -174,42 +199,6 @@ def _rows(group: Group, planes: Sequence[int], allocations: Sequence[int]) -> li
         else:
             rows.append(row)
     return rows
-
-
-def _with_pitch(found: PlaneFold, widest: int) -> PlaneFold:
-    """The fold as the driver is to see it: a single row has no pitch, but the driver refuses one below the width."""
-    return found if found.rows > 1 else found._replace(device_pitch=widest, host_pitch=widest)
-
-
-def _fold_class(
-    width: int,
-    block_stride: int,
-    host_step: int,
-    mergeable: bool,
-    members: list[tuple[PlaneFold, int]],
-    num_parts: int,
-    num_blocks: int,
-) -> FoldClass:
-    folds, parts = zip(*members, strict=True)
-    address, host_offset, rows, device_pitch, host_pitch = np.array(folds, dtype=np.int64).T[:, :, np.newaxis]
-    return FoldClass(
-        width,
-        block_stride,
-        host_step,
-        address,
-        host_offset,
-        rows,
-        device_pitch,
-        host_pitch,
-        mergeable=mergeable,
-        row_count=int(rows.sum()),
-        part_folds=np.bincount(parts, minlength=num_parts),
-        columns=(_column(rows), _column(device_pitch), _column(host_pitch)),
-        width_column=np.array([width], dtype=np.uint64),
-        block_addresses=address[0] + np.arange(num_blocks if len(folds) == 1 else 0) * block_stride,
-        first_offset=host_offset[0].copy(),
-        has_offset=bool(host_offset[0, 0]),
-    )
 
 
 def _column(values: Int64Array) -> UInt64Array:
@@ -235,7 +224,9 @@ def _find_folds(points: list[tuple[int, int]], width: int) -> list[PlaneFold]:
                 continue
             if len(best) > 1 and (start[0] + len(best) * pitch, start[1] + len(best) * host_pitch) not in remaining:
                 continue  # cannot be longer than the best
-            chain = _follow(start, pitch, host_pitch, remaining)
+            chain = [start]
+            while (following := (chain[-1][0] + pitch, chain[-1][1] + host_pitch)) in remaining:
+                chain.append(following)
             if len(chain) > len(best):
                 best = chain
             if len(best) == len(remaining):
@@ -245,16 +236,6 @@ def _find_folds(points: list[tuple[int, int]], width: int) -> list[PlaneFold]:
         step = (best[1][0] - start[0], best[1][1] - start[1]) if len(best) > 1 else (0, 0)
         folds.append(PlaneFold(*start, len(best), *step))
     return folds
-
-
-def _follow(
-    start: tuple[int, int], pitch: int, host_pitch: int, points: dict[tuple[int, int], None]
-) -> list[tuple[int, int]]:
-    """The points that continue `start` in steps of `(pitch, host_pitch)`."""
-    chain = [start]
-    while (following := (chain[-1][0] + pitch, chain[-1][1] + host_pitch)) in points:
-        chain.append(following)
-    return chain
 
 
 def describe_fold(groups: Sequence[FoldedGroup]) -> str:

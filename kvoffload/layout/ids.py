@@ -18,16 +18,16 @@ _INT = frozenset((int,))
 def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
     """A copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
 
-    The result shares no memory with `ids`, of whatever type: a transfer may read it long after the call that was given
-    the ids has returned, and the caller may reuse theirs at once.
+    The result never shares memory with `ids`: a transfer may read it long after the call has returned, while the caller
+    may reuse its own ids at once.
 
     Args:
-        name: of the argument, for messages.
-        ids: a list, a tuple, a range, or an array of integers with one axis. An empty one may have any type.
+        name: the argument's name, for messages.
+        ids: a list, a tuple, a range, or a one-dimensional array of integers. An empty one may have any type.
 
     Raises:
-        LayoutError: not one-dimensional, booleans, floats, objects or a masked array, or a value out of range; the
-            message names the argument, the position and the value, and says what to pass.
+        LayoutError: `ids` is not one-dimensional, holds booleans, floats or objects, is a masked array, or has a value
+            out of range. The message names the argument, the position and the value, and says what to pass.
     """
     kind: object = type(ids)
     if kind is range:
@@ -41,8 +41,15 @@ def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
     else:
         if kind is not np.ndarray:
             values = _of_others(name, ids)
-        if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
-            _refuse(name, values)
+        if values.ndim != 1:
+            raise LayoutError(f"{name} must be one-dimensional, got shape {values.shape}")
+        if values.dtype.kind not in "iu" and values.size:
+            remedy = "pass a list of ints or an integer array"
+            if values.dtype.kind == "b":
+                remedy = f"for the ids where a mask is True pass numpy.flatnonzero({name})"
+            elif values.dtype.kind in "fO":
+                remedy = f"if they are integers, convert them: numpy.array({name}, dtype=numpy.int64)"
+            raise LayoutError(f"{name} must hold integers, got dtype {values.dtype}; {remedy}")
         copied = np.array(values, np.int64)
     if len(copied) > _FEW:
         if int(np.maximum.reduce(copied.view(np.uint64))) >= limit:  # unsigned, negative ids are huge
@@ -76,7 +83,11 @@ def _of_others(name: str, ids: Ids) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(ids)
         if array.ndim == 1 and isinstance(ids, list | tuple):
-            _refuse_booleans_among(name, ids)
+            for index, each in enumerate(ids):  # numpy takes True for 1 where the other values are integers
+                if isinstance(each, bool) or getattr(each, "dtype", None) == np.bool_:
+                    if all(isinstance(other, bool | np.bool_) for other in ids):
+                        break  # an array of booleans, refused as such
+                    raise LayoutError(f"{name}[{index}] is {each}, a boolean among integers; pass integers")
     except LayoutError:
         raise
     except Exception as error:  # an array of another library raises what it likes while it is converted
@@ -84,27 +95,6 @@ def _of_others(name: str, ids: Ids) -> np.ndarray[Any, Any]:
             f"{name} must be something numpy turns into a 1-D integer array, such as a list of ints: {error}"
         ) from None
     return array
-
-
-def _refuse_booleans_among(name: str, ids: list[Any] | tuple[Any, ...]) -> None:
-    """numpy takes True for 1 where the other values are integers."""
-    for index, each in enumerate(ids):
-        if isinstance(each, bool) or getattr(each, "dtype", None) == np.bool_:
-            if all(isinstance(other, bool | np.bool_) for other in ids):
-                return  # an array of booleans, refused as such
-            raise LayoutError(f"{name}[{index}] is {each}, a boolean among integers; pass integers")
-
-
-def _refuse(name: str, array: np.ndarray[Any, Any]) -> NoReturn:
-    if array.ndim != 1:
-        raise LayoutError(f"{name} must be one-dimensional, got shape {array.shape}")
-    if array.dtype.kind == "b":
-        remedy = f"for the ids where a mask is True pass numpy.flatnonzero({name})"
-    elif array.dtype.kind in "fO":
-        remedy = f"if they are integers, convert them: numpy.array({name}, dtype=numpy.int64)"
-    else:
-        remedy = "pass a list of ints or an integer array"
-    raise LayoutError(f"{name} must hold integers, got dtype {array.dtype}; {remedy}")
 
 
 def _refuse_outside(name: str, ids: Any, limit: int) -> NoReturn:

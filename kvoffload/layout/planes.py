@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 from typing import Literal, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import Int64Array
-from kvoffload.layout.overlap import refuse_overlap
 
 INTEGER_LIMIT = 1 << 63  # numbers of a layout, and what follows from them, are int64 in plans and in the fingerprint
 SlotOrder: TypeAlias = Literal["plane-major", "block-major"]  # see `Group`
@@ -47,15 +46,15 @@ class Plane:
     """One device tensor indexed by block: block `i` is `block_bytes` bytes at `address + i * block_stride`.
 
     Args:
-        address: device address of block 0, bytes.
-        block_bytes: payload of one block, bytes. Padding between blocks is never read or written.
-        num_blocks: blocks in the plane; ids are in `[0, num_blocks)`.
-        block_stride: bytes from one block to the next; None means `block_bytes` (no padding).
-        owner: any object; the plane keeps it alive, for example the array that the memory belongs to.
+        address: the device address of block 0.
+        block_bytes: the bytes of one block. Padding between blocks is never read or written.
+        num_blocks: how many blocks there are; block ids go from 0 to `num_blocks - 1`.
+        block_stride: bytes from one block to the next. None means `block_bytes`: no padding.
+        owner: any object that must live as long as the plane, such as the array that the memory belongs to.
 
     Raises:
-        LayoutError: a number that is not an integer in `[1, 2**63)`, a stride smaller than the payload, or a plane that
-            ends beyond address 2**63 - 1.
+        LayoutError: a number is not an integer of at least 1, the stride is smaller than the block, or the plane ends
+            beyond the largest address, 2**63 - 1.
     """
 
     address: int
@@ -107,6 +106,53 @@ class Plane:
         return f"Plane({self.address:#x}, block_bytes={self.block_bytes}, num_blocks={self.num_blocks}{padding})"
 
 
+def refuse_overlap(planes: Sequence[Plane], name: str) -> None:
+    """Raise LayoutError if two planes share a byte: a load would write it twice, in no particular order.
+
+    Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and still share no byte: they have one stride, and
+    their blocks lie at different places within it. Planes that overlap with different strides count as sharing.
+
+    Args:
+        name: names the sequence in the message, which gives both planes by index.
+    """
+    order = sorted(range(len(planes)), key=lambda index: planes[index].address)
+    cluster: list[int] = []  # planes whose ranges overlap
+    end = 0
+    for index in order:
+        if planes[index].address >= end:
+            _refuse_shared_bytes(planes, cluster, name)
+            cluster = []
+        cluster.append(index)
+        end = max(end, planes[index].end)
+    _refuse_shared_bytes(planes, cluster, name)
+
+
+def _refuse_shared_bytes(planes: Sequence[Plane], cluster: list[int], name: str) -> None:
+    if len(cluster) < 2 or _interleaved([planes[index] for index in cluster]):
+        return
+    for low, high in combinations(cluster, 2):
+        if planes[high].address < planes[low].end and share_bytes(planes[low], planes[high]):
+            raise LayoutError(f"{name}[{low}] and {name}[{high}] share bytes of device memory")
+
+
+def _interleaved(planes: Sequence[Plane]) -> bool:
+    """True if all planes have one stride and use different bytes of it. False proves nothing."""
+    stride = planes[0].block_stride
+    if any(plane.block_stride != stride for plane in planes):
+        return False
+    places = sorted((plane.address % stride, plane.block_bytes) for plane in planes)
+    following = [*(start for start, _ in places[1:]), places[0][0] + stride]
+    return all(start + nbytes <= limit for (start, nbytes), limit in zip(places, following, strict=True))
+
+
+def share_bytes(low: Plane, high: Plane) -> bool:
+    """Whether two planes share a byte, if their ranges overlap and `low` begins first."""
+    if low.block_stride != high.block_stride:
+        return True
+    shift = (high.address - low.address) % low.block_stride
+    return shift < low.block_bytes or shift + high.block_bytes > low.block_stride
+
+
 class Group:
     """Planes that share one block table, in the order in which a slot holds them.
 
@@ -115,19 +161,20 @@ class Group:
         name: for messages.
 
     Attributes:
-        planes: the planes; all have the same `num_blocks`, and no two share a byte.
-        num_blocks: blocks of each plane; ids are in `[0, num_blocks)`.
-        device_order: "block-major" if a block of all planes, in their order, is one range on the device, as in an array
-            `(blocks, planes, ...)`; else "plane-major".
-        slot_order: "block-major" (sub-block after sub-block, each with all planes) or "plane-major" (plane after plane,
-            each with all sub-blocks). With one block a slot, and with one plane, the bytes are the same in both.
-        host_offsets: int64, (planes,): where plane p's sub-block 0 begins in a slot, bytes.
-        host_steps: int64, (planes,): bytes from one of plane p's sub-blocks to the next.
-        payload_bytes: bytes of a slot that this group uses.
+        planes: the planes. All have the same `num_blocks`, and no two share a byte.
+        num_blocks: how many blocks each plane has.
+        device_order: "block-major" if a block of all planes is one range on the device, as in an array
+            `(blocks, planes, ...)`, else "plane-major".
+        slot_order: "block-major" (one sub-block after the other, each with all planes) or "plane-major" (one plane
+            after the other, each with all sub-blocks). The bytes are the same if a slot holds one block, or if there is
+            one plane.
+        host_offsets: int64, (planes,): where in a slot each plane's first sub-block begins, in bytes.
+        host_steps: int64, (planes,): bytes from one sub-block of a plane to its next.
+        payload_bytes: how many bytes of a slot this group uses.
         bytes_per_block: bytes of one block over all planes.
 
     Raises:
-        LayoutError: no planes, something that is no `Plane`, different `num_blocks`, planes that share bytes, or blocks
+        LayoutError: there are no planes, one is not a `Plane`, `num_blocks` differ, planes share bytes, or blocks are
             too large for a slot.
     """
 
@@ -147,8 +194,22 @@ class Group:
         refuse_overlap(self.planes, name)
         self.bytes_per_block = sum(plane.block_bytes for plane in self.planes)
         self.payload_bytes = self.bytes_per_block * blocks_per_slot
-        _refuse_large_slots(self.bytes_per_block, blocks_per_slot, name)
-        self.device_order: SlotOrder = "block-major" if self._blocks_are_ranges() else "plane-major"
+        # sizes and offsets in a slot are int64: larger ones would wrap around, and copies would miss the pool
+        if self.bytes_per_block > MAX_SLOT_BYTES:
+            raise LayoutError(
+                f"{name}: one block has {self.bytes_per_block} bytes over its planes, more than a slot may have "
+                f"({MAX_SLOT_BYTES}); check block_bytes of the planes"
+            )
+        if self.payload_bytes > MAX_SLOT_BYTES:
+            raise LayoutError(
+                f"blocks_per_slot must be at most {MAX_SLOT_BYTES // self.bytes_per_block} for blocks of "
+                f"{self.bytes_per_block} bytes over the planes of {name} (a slot has at most {MAX_SLOT_BYTES} bytes), "
+                f"got {blocks_per_slot}"
+            )
+        stride = self.planes[0].block_stride
+        whole = stride >= self.bytes_per_block and all(plane.block_stride == stride for plane in self.planes)
+        whole = whole and all(one.address + one.block_bytes == other.address for one, other in pairwise(self.planes))
+        self.device_order: SlotOrder = "block-major" if whole else "plane-major"
         order: SlotOrder = slot_order or self.device_order
         self.slot_order = order
         factor = 1 if order == "block-major" else blocks_per_slot
@@ -159,30 +220,8 @@ class Group:
         steps = [self.bytes_per_block] * len(sizes) if order == "block-major" else sizes
         self.host_steps: Int64Array = np.array(steps, dtype=np.int64)
 
-    def _blocks_are_ranges(self) -> bool:
-        """Whether `device_order` is block-major."""
-        stride = self.planes[0].block_stride
-        if stride < self.bytes_per_block or any(plane.block_stride != stride for plane in self.planes):
-            return False
-        ends = (plane.address + plane.block_bytes for plane in self.planes[:-1])
-        return all(end == plane.address for end, plane in zip(ends, self.planes[1:], strict=True))
-
     def disowned(self) -> Group:
         """The same group, which keeps nothing alive: planes without their owners."""
         group = copy.copy(self)
         group.planes = tuple(plane.disowned() for plane in self.planes)
         return group
-
-
-def _refuse_large_slots(bytes_per_block: int, blocks_per_slot: int, name: str) -> None:
-    """Sizes and offsets in a slot are int64: beyond that they would wrap around, and copies would miss the pool."""
-    if bytes_per_block > MAX_SLOT_BYTES:
-        raise LayoutError(
-            f"{name}: one block has {bytes_per_block} bytes over its planes, more than a slot may have "
-            f"({MAX_SLOT_BYTES}); check block_bytes of the planes"
-        )
-    if bytes_per_block * blocks_per_slot > MAX_SLOT_BYTES:
-        raise LayoutError(
-            f"blocks_per_slot must be at most {MAX_SLOT_BYTES // bytes_per_block} for blocks of {bytes_per_block} "
-            f"bytes over the planes of {name} (a slot has at most {MAX_SLOT_BYTES} bytes), got {blocks_per_slot}"
-        )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import SupportsIndex, TypeAlias
 
@@ -40,7 +40,13 @@ def as_parts(parts: PartsLike, num_planes: int) -> Parts | None:
     try:
         count = operator.index(parts)  # type: ignore[arg-type]
     except TypeError:
-        found = _as_tuples(parts)
+        try:
+            given = [list(planes) for planes in parts]  # type: ignore[union-attr]
+            if any(isinstance(plane, bool) for planes in given for plane in planes):
+                raise TypeError
+            found: Parts = tuple(tuple(map(operator.index, planes)) for planes in given)
+        except TypeError:
+            raise TypeError(f"{_WANTED}; got {shown(parts)}") from None
         _check_planes(found, num_planes)
     else:
         found = _equal_parts(count, num_planes)
@@ -57,16 +63,6 @@ def _equal_parts(count: int, num_planes: int) -> Parts:
         )
     size = num_planes // count
     return tuple(tuple(range(first, first + size)) for first in range(0, num_planes, size))
-
-
-def _as_tuples(parts: PartsLike) -> Parts:
-    try:
-        given = [list(planes) for planes in parts]  # type: ignore[union-attr]
-        if not any(isinstance(plane, bool) for planes in given for plane in planes):
-            return tuple(tuple(map(operator.index, planes)) for planes in given)
-    except TypeError:
-        pass
-    raise TypeError(f"{_WANTED}; got {shown(parts)}")
 
 
 def _check_planes(parts: Parts, num_planes: int) -> None:
@@ -95,16 +91,13 @@ class Folds:
 
     Attributes:
         groups: each with all of its planes together.
+        of: called with the index of a group and with parts, returns the group folded in these parts.
     """
 
     def __init__(self, layout: KVLayout, allocations: Sequence[Sequence[int]]) -> None:
         self.groups = fold(layout, allocations)
-        self._in_parts = lru_cache(maxsize=_KEPT_FOLDS)(partial(_fold_in_parts, layout, allocations))
 
-    def of(self, group: int, parts: Parts) -> FoldedGroup:
-        """A group by its index, folded in parts."""
-        return self._in_parts(group, parts)
+        def of(group: int, parts: Parts) -> FoldedGroup:
+            return fold_group(layout.groups[group], layout.blocks_per_slot, allocations[group], parts)
 
-
-def _fold_in_parts(layout: KVLayout, allocations: Sequence[Sequence[int]], group: int, parts: Parts) -> FoldedGroup:
-    return fold_group(layout.groups[group], layout.blocks_per_slot, allocations[group], parts)
+        self.of: Callable[[int, Parts], FoldedGroup] = lru_cache(maxsize=_KEPT_FOLDS)(of)

@@ -4,9 +4,9 @@ A transfer is a `BlockPlan`: blocks, and where each lies in a slot. That is all 
 gives it as strided operations, n x k of them for n blocks over k folds (`kvoffload.layout.fold`), computed by
 broadcasting; `flat()` of those as copies of one row each. Pure numpy: no device is seen here.
 
-Every transfer passes through `build`, `count` and `operations`, so they call no function of Python's for an ordinary
-group but each other, and none of numpy's functions that are written in Python (`concatenate`, `any`, `full`, ...):
-ufuncs, `arange`, `empty` and methods written in C do the work.
+Every transfer passes through `build`, `count` and `operations`. For an ordinary group they call no Python function but
+each other, and no numpy function that is written in Python (`concatenate`, `any`, `full`, ...): ufuncs, `arange`,
+`empty` and methods written in C do the work.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockPlan:
         slot_address: host address of the slot of each block, int64, (n,), bytes.
         sub_block: position of each block in its slot, int64, (n,); None where a slot holds one block.
         nbytes: payload.
-        part_ends: empty, since every block is of all parts; `operations` has them.
+        part_ends: empty, since every block has planes of all parts; `operations()` has the parts.
     """
 
     __slots__ = ("_merged", "blocks", "direction", "group", "group_index", "nbytes", "slot_address", "sub_block")
@@ -102,16 +102,33 @@ class BlockPlan:
         merge into wider rows.
         """
         classes = self.group.classes
-        if len(classes) > 1 or self.group.num_parts > 1:
-            return self._operations_of_several()
-        folds = classes[0]
-        if self.sub_block is None and len(folds.address) == 1:  # what most transfers are: few numpy calls, no reshaping
-            device = folds.block_addresses[self.blocks]
-            host = self.slot_address + folds.first_offset if folds.has_offset else self.slot_address
-            return TransferPlan(
-                self.direction, device.view(_UINT64), host.view(_UINT64), folds.width_column, *folds.columns
-            )
-        return TransferPlan(self.direction, *self._columns(folds))
+        if len(classes) == 1 and self.group.num_parts == 1:
+            folds = classes[0]
+            # 1. One fold, one block a slot: what most transfers are. Few numpy calls, no reshaping.
+            if self.sub_block is None and len(folds.address) == 1:
+                device = folds.block_addresses[self.blocks]
+                host = self.slot_address + folds.first_offset if folds.has_offset else self.slot_address
+                return TransferPlan(
+                    self.direction, device.view(_UINT64), host.view(_UINT64), folds.width_column, *folds.columns
+                )
+            # 2. Folds of one class.
+            return TransferPlan(self.direction, *self._columns(folds))
+        # 3. Several classes: class after class.
+        planned = [self._columns(each) for each in classes]
+        columns = planned[0]
+        if len(classes) > 1:
+            spread = [[np.broadcast_to(column, each[0].shape) for column in each] for each in planned]
+            columns = [np.concatenate(column) for column in zip(*spread, strict=True)]
+        if self.group.num_parts == 1:
+            return TransferPlan(self.direction, *columns)
+        # 4. Several parts: each class has its operations in the order of the parts; several classes are sorted by part.
+        per_fold = [len(found[0]) // len(folds.rows) for folds, found in zip(classes, planned, strict=True)]
+        counts = np.array([folds.part_folds * each for folds, each in zip(classes, per_fold, strict=True)])
+        if len(classes) > 1:
+            parts = np.tile(np.arange(self.group.num_parts), len(classes))
+            order = np.argsort(np.repeat(parts, counts.reshape(-1)), kind="stable")
+            columns = [column[order] for column in columns]
+        return TransferPlan(self.direction, *columns, part_ends=tuple(counts.sum(axis=0).cumsum().tolist()))
 
     def _columns(self, folds: FoldClass) -> list[UInt64Array]:
         """The six columns of a plan for the folds of one class: fold after fold, blocks ascending in each."""
@@ -135,10 +152,10 @@ class BlockPlan:
         return columns
 
     def _merge(self, sub_block: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where blocks that are adjacent on both sides start, and how many blocks follow each other there.
+        """Where runs of blocks that are adjacent on both sides start, and how many blocks each run has.
 
-        Blocks of two slots never merge, even if both slots are full and adjacent: the driver refuses a copy across two
-        of the ranges in which the pool was registered, and a plan does not know these.
+        Blocks of two slots never merge, even if both slots are full and adjacent: the pool may have been registered in
+        several ranges, the driver refuses a copy across two of them, and a plan does not know them.
         """
         blocks = self.blocks
         is_start = np.empty(len(blocks), dtype=np.bool_)
@@ -151,24 +168,6 @@ class BlockPlan:
         merged[-1:] = len(blocks) - starts[-1:]
         self._merged = starts, merged
         return self._merged
-
-    def _operations_of_several(self) -> TransferPlan:
-        """For several classes of folds, or several parts: class after class, then sorted by part."""
-        classes = self.group.classes
-        planned = [self._columns(each) for each in classes]
-        columns = planned[0]
-        if len(classes) > 1:
-            spread = [[np.broadcast_to(column, each[0].shape) for column in each] for each in planned]
-            columns = [np.concatenate(column) for column in zip(*spread, strict=True)]
-        if self.group.num_parts == 1:
-            return TransferPlan(self.direction, *columns)
-        per_fold = [len(found[0]) // len(folds.rows) for folds, found in zip(classes, planned, strict=True)]
-        counts = np.array([folds.part_folds * each for folds, each in zip(classes, per_fold, strict=True)])
-        if len(classes) > 1:
-            parts = np.tile(np.arange(self.group.num_parts), len(classes))
-            order = np.argsort(np.repeat(parts, counts.reshape(-1)), kind="stable")
-            columns = [column[order] for column in columns]
-        return TransferPlan(self.direction, *columns, part_ends=tuple(counts.sum(axis=0).cumsum().tolist()))
 
     def __repr__(self) -> str:
         place = f"{len(self.blocks)} blocks of group {self.group_index}"
@@ -244,41 +243,29 @@ class TransferPlan:
 
     def flat(self) -> TransferPlan:
         """The same bytes with one row per operation."""
-        if self.height is _ONE or self.is_flat:  # the first is what most transfers are, and costs no call
+        # 1. Every operation is one row already. The first test is true for most transfers, and costs no call.
+        if self.height is _ONE or self.is_flat:
             return self
-        return self._flat_of_one_height() if len(self.height) == 1 else self._flat_of_several_heights()
-
-    def _flat_of_one_height(self) -> TransferPlan:
-        height = int(self.height[0])
-        row = np.arange(height, dtype=np.uint64)
-        device = self.device_address[:, np.newaxis] + row * self.device_pitch[:, np.newaxis]
-        host = self.host_address[:, np.newaxis] + row * self.host_pitch[:, np.newaxis]
-        width = self.width if len(self.width) == 1 else self.width.repeat(height)
-        ends = tuple([height * end for end in self.part_ends])
-        return TransferPlan(
-            self.direction, device.reshape(-1), host.reshape(-1), width, _ONE, width, width, part_ends=ends
-        )
-
-    def _flat_of_several_heights(self) -> TransferPlan:
+        # 2. All have the same number of rows: one broadcast.
+        if len(self.height) == 1:
+            height = int(self.height[0])
+            row = np.arange(height, dtype=np.uint64)
+            device = (self.device_address[:, np.newaxis] + row * self.device_pitch[:, np.newaxis]).reshape(-1)
+            host = (self.host_address[:, np.newaxis] + row * self.host_pitch[:, np.newaxis]).reshape(-1)
+            width = self.width if len(self.width) == 1 else self.width.repeat(height)
+            ends = tuple([height * end for end in self.part_ends])
+            return TransferPlan(self.direction, device, host, width, _ONE, width, width, part_ends=ends)
+        # 3. They have different numbers of rows: say for each row which operation it belongs to.
         counts = self.height.astype(np.intp)
-        operation = np.arange(len(counts)).repeat(counts)  # of each row
-        ends = np.add.accumulate(counts)
-        row = (np.arange(len(operation)) - (ends - counts)[operation]).astype(np.uint64)
-
-        def of_each(column: UInt64Array) -> UInt64Array:
-            return column if len(column) == 1 else column[operation]
-
-        width = of_each(self.width)
-        return TransferPlan(
-            self.direction,
-            self.device_address[operation] + row * of_each(self.device_pitch),
-            self.host_address[operation] + row * of_each(self.host_pitch),
-            width,
-            _ONE,
-            width,
-            width,
-            part_ends=tuple([int(ends[end - 1]) for end in self.part_ends]),
-        )
+        operation = np.arange(len(counts)).repeat(counts)
+        stops = np.add.accumulate(counts)
+        row = (np.arange(len(operation)) - (stops - counts)[operation]).astype(np.uint64)
+        columns = (self.width, self.device_pitch, self.host_pitch)
+        width, device_pitch, host_pitch = (each if len(each) == 1 else each[operation] for each in columns)
+        device = self.device_address[operation] + row * device_pitch
+        host = self.host_address[operation] + row * host_pitch
+        ends = tuple([int(stops[end - 1]) for end in self.part_ends])
+        return TransferPlan(self.direction, device, host, width, _ONE, width, width, part_ends=ends)
 
     def __repr__(self) -> str:
         return f"TransferPlan({self.direction}, {len(self.device_address)} operations)"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffload.replay.metadata import OPTIMUM, PolicyResult
+from kvoffload.replay.hits import OPTIMUM, PolicyResult
 from kvoffload.replay.trace import Request
 from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError

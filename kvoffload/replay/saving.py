@@ -48,13 +48,9 @@ class Rates:
     @property
     def fields(self) -> dict[str, object]:
         """For JSON."""
-        return {
-            "model": self.model.name,
-            "tokens_per_hash": self.tokens_per_hash,
-            "prefill_tokens_per_second": self.prefill_tokens_per_second,
-            "load_gb_per_s": self.load_gb_per_s,
-            "load_gb_per_s_measured": self.measured,
-        }
+        names = ("tokens_per_hash", "prefill_tokens_per_second", "load_gb_per_s")
+        known = {name: getattr(self, name) for name in names}
+        return {"model": self.model.name, **known, "load_gb_per_s_measured": self.measured}
 
     def fields_of(self, hits: int) -> dict[str, object]:
         """For JSON, of `hits` hits."""
@@ -75,9 +71,9 @@ class Rates:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prefill-tokens-per-second", type=positive, metavar="X", help="print what hits save, at this rate"
+        "--prefill-tokens-per-second", type=positive, metavar="X", help="print the time that hits save, at this rate"
     )
-    parser.add_argument("--load-gb-per-s", type=positive, metavar="X", help="where no GPU measures it")
+    parser.add_argument("--load-gb-per-s", type=positive, metavar="X", help="speed of loads, if no GPU measures it")
     add_tokens_per_hash(parser)
 
 
@@ -87,7 +83,7 @@ def add_tokens_per_hash(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         default=_TOKENS_PER_HASH,
         metavar="N",
-        help=f"tokens of a hash id (default {_TOKENS_PER_HASH})",
+        help=f"tokens per hash id (default {_TOKENS_PER_HASH})",
     )
 
 
@@ -99,17 +95,17 @@ def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
         measures: whether the replay moves bytes on a GPU, which measures the bandwidth.
 
     Raises:
-        CommandError: an option is missing, or has no use; the message names it.
+        CommandError: an option is missing or useless; the message names it.
     """
     if arguments.prefill_tokens_per_second is None:
         if arguments.load_gb_per_s is not None:
             raise CommandError("--load-gb-per-s is of no use without --prefill-tokens-per-second: give that, too")
         return None
     if arguments.model is None:
-        raise CommandError("--prefill-tokens-per-second needs --model: the bytes to load are its blocks'")
+        raise CommandError("--prefill-tokens-per-second needs --model: its blocks are the bytes to load")
     if arguments.load_gb_per_s is None and not measures:
         raise CommandError(
-            "--prefill-tokens-per-second needs --load-gb-per-s here: no load is timed without bytes that move on a GPU"
+            "--prefill-tokens-per-second needs --load-gb-per-s here: loads are timed only when bytes move on a GPU"
         )
     given = None if measures else arguments.load_gb_per_s
     return Rates(arguments.model, arguments.tokens_per_hash, arguments.prefill_tokens_per_second, given)
@@ -124,3 +120,8 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
     return value
+
+
+def not_negative(text: str) -> float:
+    """An argparse type: 0, or a finite number above it."""
+    return 0.0 if text.strip() in ("0", "0.0") else positive(text)

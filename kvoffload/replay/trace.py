@@ -18,9 +18,9 @@ Request = tuple[bytes, ...]
 
 
 def require_readable(path: Path) -> None:
-    """CommandError now, not after other options were checked, if a trace is missing, a folder, or may not be read.
+    """Raise CommandError at once if a trace is missing, a folder, or may not be read.
 
-    A pipe is not opened: what has been read from it once cannot be read again.
+    A pipe is not opened: its content can be read only once.
     """
     with _refused(path):
         mode = path.stat().st_mode
@@ -29,12 +29,12 @@ def require_readable(path: Path) -> None:
 
 
 class Trace(NamedTuple):
-    """What a trace says.
+    """The requests of a trace.
 
     Attributes:
         requests: the keys of each, in the order of the file.
-        seconds: when each came, from the first one on; None unless all lines have a "timestamp", in milliseconds, none
-            is smaller than the one before, and the last is larger than the first.
+        seconds: when each request came, counted from the first. None unless every line has a "timestamp" in
+            milliseconds, they never fall, and the last is larger than the first.
     """
 
     requests: list[Request]
@@ -47,12 +47,12 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
 
 
 def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
-    """The first `limit` requests, all of them for None, and when they came.
+    """The first `limit` requests (None: all), and when they came.
 
-    Lines of white space are passed over. An empty `hash_ids` is a request for nothing.
+    Blank lines are skipped. An empty `hash_ids` is a request for nothing.
 
     Raises:
-        CommandError: the file cannot be read, or a line is broken; the message names it by its number.
+        CommandError: the file cannot be read, or a line is broken; the message gives its number.
     """
     requests: list[Request] = []
     stamps: list[Any] = []
@@ -61,10 +61,14 @@ def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
             if limit is not None and len(requests) >= limit:
                 break
             if line.strip():
-                record = _parse(line, f"{path}, line {number}")
-                requests.append(_keys(record, f"{path}, line {number}"))
-                stamps.append(record.get("timestamp"))
-    return Trace(requests, _seconds(stamps))
+                keys, stamp = _parse(line, f"{path}, line {number}")
+                requests.append(keys)
+                stamps.append(stamp)
+    numbers = [stamp for stamp in stamps if isinstance(stamp, int | float) and not isinstance(stamp, bool)]
+    timed = numbers == stamps and all(map(math.isfinite, numbers)) and numbers == sorted(numbers)
+    if not timed or not numbers or numbers[0] == numbers[-1]:
+        return Trace(requests, None)
+    return Trace(requests, [(stamp - numbers[0]) / 1000 for stamp in numbers])
 
 
 @contextmanager
@@ -75,33 +79,21 @@ def _refused(path: Path) -> Iterator[None]:
         raise CommandError(f"cannot read the trace {path}: {error.strerror or error}") from error
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _parse(line: bytes, where: str) -> tuple[Request, Any]:
+    """The keys of a request, and its timestamp, whatever that is."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{where}: not a JSON object: {error}") from error
     if not isinstance(record, dict):
         raise CommandError(f"{where}: must be a JSON object, got {_shown(record)}")
-    return record
-
-
-def _keys(record: dict[str, Any], where: str) -> Request:
     if "hash_ids" not in record:
         raise CommandError(f'{where}: has no "hash_ids"')
     ids = record["hash_ids"]
     if not isinstance(ids, list):
         raise CommandError(f'{where}: "hash_ids" must be a list of integers, got {_shown(ids)}')
-    return tuple(_key(each, f'{where}: "hash_ids"[{position}]') for position, each in enumerate(ids))
-
-
-def _seconds(stamps: list[Any]) -> list[float] | None:
-    """See `Trace.seconds`."""
-    numbers = [stamp for stamp in stamps if isinstance(stamp, int | float) and not isinstance(stamp, bool)]
-    if len(numbers) < len(stamps) or not stamps or not all(map(math.isfinite, numbers)):
-        return None
-    if stamps != sorted(stamps) or stamps[0] == stamps[-1]:
-        return None
-    return [(stamp - stamps[0]) / 1000 for stamp in stamps]
+    keys = tuple(_key(each, f'{where}: "hash_ids"[{position}]') for position, each in enumerate(ids))
+    return keys, record.get("timestamp")
 
 
 def _key(hash_id: Any, where: str) -> bytes:

@@ -9,9 +9,11 @@ Some loaded blocks are also read back plane by plane with synchronous copies, wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from itertools import islice
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,9 +21,8 @@ from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, make_policy
 from kvoffload.cache.reservations import CacheJob
-from kvoffload.cache.tiering.index_tiers import WriteName
+from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.cache.tiering.promotion import Promotion
-from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT
@@ -29,9 +30,10 @@ from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
-from kvoffload.internal.types import Int64Array, UInt8Array
+from kvoffload.internal.types import Int64Array
+from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout
-from kvoffload.replay.overlap import overlap
+from kvoffload.terminal.console import bandwidth
 from kvoffload.tiers import Tier
 
 _STAGING_BYTES = 128 << 20
@@ -42,6 +44,7 @@ SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -99,7 +102,7 @@ class VerifiedCache:
         in_flight: requests that may be unfinished at a time.
         seed: of the patterns and of where blocks lie.
         make_tier: called with the bytes of a record; a tier below the slots, for the cache to own. None: none.
-        write: what is written to it; see `TieredCache`.
+        write: what is written to it; see `BlockCache`.
         deadline: seconds of a promotion.
         progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
@@ -125,7 +128,17 @@ class VerifiedCache:
         self._deadline = deadline
         self._lanes = in_flight
         self._places = max(1, min(longest, capacity))  # of a lane
-        self.layout = _make_layout(device, geometry, in_flight * self._places, blocks_per_key)
+        num_blocks = in_flight * self._places * blocks_per_key
+        self.layout = KVLayout(
+            [
+                device.allocate_planes(count, block_bytes=geometry.block_bytes, num_blocks=num_blocks)
+                for count in geometry.planes_per_group
+            ],
+            blocks_per_slot=blocks_per_key,
+            dtype="bfloat16",
+            tokens_per_block=geometry.tokens_per_block,
+            block_axes=("tokens", "heads", "dim"),
+        )
         self._groups = range(self.layout.num_groups)
         self.bytes_per_key = geometry.bytes_per_block * blocks_per_key
         # room for copies that hold many operations: each takes places in the streams' queues
@@ -137,22 +150,34 @@ class VerifiedCache:
         )
         chosen = make_policy(policy, capacity)
         self._may_decline = type(chosen).make_room is not Policy.make_room
+        self._tiered = make_tier is not None
         if make_tier is None:
             self.cache = BlockCache(self.engine, policy=chosen)
         else:
             tier = make_tier(self.layout.slot_bytes * self.layout.num_groups)
-            self.cache = TieredCache(self.engine, policy=policy, tiers=[tier], write=write)  # type: ignore[arg-type]
+            self.cache = BlockCache(self.engine, policy=policy, tiers=[tier], write=write)  # type: ignore[arg-type]
         self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
         self._random = np.random.default_rng(seed)
         self.counts = Counts()
 
-    @property
-    def blocks_evicted(self) -> int:
-        return self.cache.statistics().evicted
-
-    @property
-    def blocks_declined(self) -> int:
-        return self.cache.statistics().declined
+    def fields(self) -> dict[str, Any]:
+        """What was served, for JSON; on a GPU with the bandwidth of stores and loads on its clock."""
+        counts, done = self.counts, self.cache.statistics()
+        fields: dict[str, Any] = {
+            "blocks_requested": counts.blocks_requested,
+            "blocks_hit": counts.blocks_hit,
+            "blocks_stored": counts.blocks_stored,
+            "blocks_evicted": done.evicted,
+            "blocks_declined": done.declined,
+            "bytes_stored": counts.bytes_stored,
+            "bytes_loaded": counts.bytes_loaded,
+            "verified_blocks": counts.verified_blocks,
+            "corrupt_blocks": counts.corrupt_blocks,
+        }
+        if not self._device.simulated:
+            fields["store_gb_per_s"] = bandwidth(counts.bytes_stored, counts.store_seconds)
+            fields["load_gb_per_s"] = bandwidth(counts.bytes_loaded, counts.load_seconds)
+        return fields
 
     def serve(self, keys: Sequence[bytes]) -> int:
         """One request: load and verify what leads and is present, store the rest, touch all. The number of hits."""
@@ -188,8 +213,8 @@ class VerifiedCache:
             return
         places = lane * self._places + self._random.permutation(self._places)[: len(used)]
         hits = clock.call(self.cache.lookup, used)
-        if isinstance(self.cache, TieredCache):
-            hits = yield from self._promote(self.cache, used, places, hits, clock)
+        if self._tiered:
+            hits = yield from self._promote(used, places, hits, clock)
         elif hits:
             yield from self._load(used[:hits], places[:hits], clock)
         counts.blocks_hit += hits
@@ -198,12 +223,12 @@ class VerifiedCache:
         counts.call_seconds.append(clock.seconds)
 
     def _promote(
-        self, cache: TieredCache, keys: Sequence[bytes], places: Int64Array, found: int, clock: _Clock
+        self, keys: Sequence[bytes], places: Int64Array, found: int, clock: _Clock
     ) -> Generator[CacheJob | Promotion, None, int]:
         """Load the leading keys that are in slots or come from the tier, of which there are `found` now; how many."""
         begin = time.perf_counter()
         unique = list(dict.fromkeys(keys))
-        promotion = clock.call(cache.promote, unique, deadline=self._deadline)
+        promotion = clock.call(self.cache.promote, unique, deadline=self._deadline)
         try:
             yield promotion
             self.counts.promotion_seconds += time.perf_counter() - begin
@@ -291,14 +316,12 @@ class VerifiedCache:
                 for sub_block in range(self._factor):
                     begin = offset + sub_block * step
                     address = plane.address + (place * self._factor + sub_block) * plane.block_stride
-                    self._read(found[begin : begin + plane.block_bytes], address)
+                    part = found[begin : begin + plane.block_bytes]
+                    with self._device.current():
+                        self._device.driver.copy_to_host(address_of(part), address, part.nbytes)
             if not np.array_equal(found, self._patterns.expected(key, index)):
                 return False
         return True
-
-    def _read(self, target: UInt8Array, address: int) -> None:
-        with self._device.current():
-            self._device.driver.copy_to_host(address_of(target), address, target.nbytes)
 
     def _blocks(self, places: Int64Array) -> Int64Array:
         """The device blocks of places: `blocks_per_key` adjacent ones each."""
@@ -310,8 +333,7 @@ class VerifiedCache:
 
     def close(self) -> None:
         """Close both engines, and the tier. Idempotent."""
-        if isinstance(self.cache, TieredCache):
-            self.cache.close()
+        self.cache.close()
         self._patterns.close()
         self.engine.close()
         self._staging.close()
@@ -323,17 +345,59 @@ class VerifiedCache:
         self.close()
 
 
-def _make_layout(device: Device, geometry: ModelGeometry, places: int, blocks_per_key: int) -> KVLayout:
-    groups = [
-        device.allocate_planes(count, block_bytes=geometry.block_bytes, num_blocks=places * blocks_per_key)
-        for count in geometry.planes_per_group
-    ]
-    axes = ("tokens", "heads", "dim")
-    tokens = geometry.tokens_per_block
-    return KVLayout(groups, blocks_per_slot=blocks_per_key, dtype="bfloat16", tokens_per_block=tokens, block_axes=axes)
-
-
 def _finish(job: CacheJob) -> tuple[float, int]:
     """Wait for a job: its seconds on the device's clock, and its bytes."""
     results = job.wait()
     return sum(result.seconds for result in results), sum(result.nbytes for result in results)
+
+
+# several requests at a time -------------------------------------------------------------------------------------------
+
+
+class Ending(Protocol):
+    """What a request waits for."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+def overlap(
+    start: Callable[[_T, int], Iterator[Ending]], requests: Iterable[_T], lanes: int, ended: Callable[[], None]
+) -> None:
+    """Start requests in order, at most `lanes` at a time, and resume each when the job that it waits for has ended.
+
+    Args:
+        start: called with a request and the number of a lane that no other unfinished request has; yields the jobs that
+            the request waits for, and is resumed when they have ended, well or not.
+        requests: what to serve.
+        lanes: how many requests may be unfinished at a time.
+        ended: called after each request.
+
+    Raises:
+        What `start` and its steps raise; the other unfinished requests are not resumed.
+    """
+    free = deque(range(lanes))
+    waiting: dict[int, tuple[Iterator[Ending], Ending]] = {}  # by lane, a request and the job that it waits for
+    remaining = iter(requests)
+
+    def resume(lane: int, steps: Iterator[Ending]) -> None:
+        job = next(steps, None)
+        if job is not None:
+            waiting[lane] = steps, job
+        else:
+            free.append(lane)
+            ended()
+
+    while True:
+        beginning = list(islice(remaining, len(free)))
+        for request in beginning:
+            lane = free.popleft()
+            resume(lane, start(request, lane))
+        if waiting:
+            wait_until(lambda: any(job.done for _, job in waiting.values()), None, "a request of the replay")
+            for lane in [lane for lane, (_, job) in waiting.items() if job.done]:
+                resume(lane, waiting.pop(lane)[0])
+        elif not beginning:
+            return

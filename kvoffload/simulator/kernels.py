@@ -21,6 +21,7 @@ from kvoffload.simulator.operations import BYTES_PER_MICROSECOND, MICROSECONDS_P
 
 MAGIC = b"kvoffload simulated kernel\n"
 DEFAULT_SHARED_BYTES = 48 << 10  # what a launch may ask for without cuFuncSetAttribute
+IMAGE_SHARED_BYTES = 64 << 10  # what launches of an image need if it does not say: more than they get without asking
 
 _NAMES = {"module", "function", "parameters", "constants", "threads", "shared_bytes"}
 
@@ -121,6 +122,6 @@ class LaunchOperation(Operation):
             self.stored_bytes += nbytes * addresses.size
 
 
-def pack(**fields: Any) -> bytes:
+def pack(*, shared_bytes: Any = IMAGE_SHARED_BYTES, **fields: Any) -> bytes:
     """An image; the fields are those of `Code`."""
-    return MAGIC + json.dumps(fields).encode()
+    return MAGIC + json.dumps(fields | {"shared_bytes": shared_bytes}).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
 WIDTH = 80
@@ -38,22 +38,21 @@ def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
     return widths
 
 
-def render(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wide: bool, left: Collection[str] = ()) -> str:
+def render(columns: Sequence[str], rows: Sequence[Sequence[object]], *, wide: bool, left: Collection[str] = ()) -> str:
     """A table as text: the first column and those named in `left` to the left, the others to the right, two spaces
     between them.
     """
-    cells = [[str(cell) for cell in line] for line in (columns, *lines)]
+    cells = [[str(cell) for cell in line] for line in (columns, *rows)]
     widths = column_widths(cells, WIDE if wide else WIDTH)
     aligned = [str.ljust if not index or name in left else str.rjust for index, name in enumerate(columns)]
-    heading, *body = ["\n".join(_physical_lines(line, widths, aligned)) for line in cells]
-    return "\n".join((heading, "  ".join("-" * width for width in widths), *body)) + "\n"
-
-
-def _physical_lines(
-    cells: Sequence[str], widths: Sequence[int], aligned: Sequence[Callable[[str, int], str]]
-) -> Iterator[str]:
-    """The lines that a table's line takes, where cells are broken between words."""
-    broken = [wrap(cell, width=max(width, 1)).splitlines() for cell, width in zip(cells, widths, strict=True)]
-    for texts in zip_longest(*broken, fillvalue=""):
-        placed = (align(text, width) for align, text, width in zip(aligned, texts, widths, strict=True))
-        yield "  ".join(placed).rstrip()
+    lines = []
+    for row in cells:  # a row takes several lines where its cells are broken between words
+        broken = [wrap(cell, width=max(width, 1)).splitlines() for cell, width in zip(row, widths, strict=True)]
+        physical = []
+        for texts in zip_longest(*broken, fillvalue=""):
+            placed = (align(text, width) for align, text, width in zip(aligned, texts, widths, strict=True))
+            physical.append("  ".join(placed).rstrip())
+        lines.append("\n".join(physical))
+        if row is cells[0]:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(lines) + "\n"

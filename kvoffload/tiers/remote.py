@@ -164,7 +164,7 @@ class RemoteTier(ThreadedTier):
         prefix: with which all names in the store begin, 1 to 100 characters, such as "kvoffload/production".
         key: 16 to 64 secret bytes, the same on all machines, for checksums by keyed BLAKE2b: records of programs that
             do not have the key are misses. None: xxh3_128, which finds accidents alone; see `DiskTier`.
-        name: of the tier, in metrics, messages and what `TieredCache.locate` returns.
+        name: of the tier, in metrics, messages and what `BlockCache.locate` returns.
         durable: whether records outlive the store's processes.
         limits: see `Limits`; None: `Limits()`.
 

@@ -35,24 +35,7 @@ from kvoffload.tuning.profile import (
 )
 
 __all__ = [
-    "CONCURRENT_COMPUTE",
-    "FIELD",
-    "CopierChoice",
-    "CopierName",
-    "CopyMethod",
-    "Deviation",
-    "HostCosts",
-    "Profile",
-    "ProfileKey",
-    "Shape",
-    "Situation",
-    "check_profile",
-    "default_profile",
-    "key_of",
-    "load_profile",
-    "parse",
-    "profile_for",
-    "profile_path",
-    "render",
-    "save_profile",
-]
+    "CONCURRENT_COMPUTE", "FIELD", "CopierChoice", "CopierName", "CopyMethod", "Deviation", "HostCosts", "Profile",
+    "ProfileKey", "Shape", "Situation", "check_profile", "default_profile", "key_of", "load_profile", "parse",
+    "profile_for", "profile_path", "render", "save_profile",
+]  # fmt: skip

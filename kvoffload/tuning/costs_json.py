@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 from kvoffload.tuning.costs import COPIERS, WITH_PROGRAMS, Costs, Curve, FlatCosts, HostCosts, SplitCosts, StridedCosts
@@ -75,14 +76,24 @@ def short(value: float) -> float:
 
 def parse_costs(fields: dict[str, Any]) -> Costs:
     """The costs that `render_costs` wrote; ValueError, KeyError, TypeError or AttributeError for anything else."""
-    strided = fields["strided"]
-    return Costs(
+    costs = Costs(
         link=number(fields["link_gb_per_s"], above=0.0) * 1e9,
-        strided=None if strided is None else _parse_strided(strided),
         flat={str(name): _parse_flat(flat) for name, flat in fields["flat"].items()},
         gather={_whole(programs): _parse_flat(flat) for programs, flat in fields["gather"].items()},
-        split={_whole(programs): _parse_split(split) for programs, split in fields["split"].items()},
     )
+    for programs, each in fields["split"].items():
+        sizes = _ascending(each["row_bytes"])
+        stretch, lean = (
+            tuple(number(factor, above=0.0) for factor in _of_length(each[name], len(sizes)))
+            for name in ("stretch", "lean")
+        )
+        costs.split[_whole(programs)] = SplitCosts(number(each["extra"]) * 1e-6, sizes, stretch, lean)
+    strided = fields["strided"]
+    if strided is None:
+        return costs
+    sizes = _ascending(strided["row_bytes"])
+    operation, row = (_seconds(strided[name], len(sizes)) for name in ("operation", "row"))
+    return replace(costs, strided=StridedCosts(number(strided["fixed"]) * 1e-6, sizes, operation, row))
 
 
 def parse_host(fields: dict[str, Any]) -> HostCosts:
@@ -100,34 +111,12 @@ def parse_label(text: str) -> str:
     return text
 
 
-def _parse_strided(fields: dict[str, Any]) -> StridedCosts:
-    sizes = _ascending(fields["row_bytes"])
-    return StridedCosts(
-        number(fields["fixed"]) * 1e-6,
-        sizes,
-        _seconds(fields["operation"], len(sizes)),
-        _seconds(fields["row"], len(sizes)),
-    )
-
-
-def _parse_split(fields: dict[str, Any]) -> SplitCosts:
-    sizes = _ascending(fields["row_bytes"])
-
-    def factors(name: str) -> tuple[float, ...]:
-        return tuple(number(each, above=0.0) for each in _of_length(fields[name], len(sizes)))
-
-    return SplitCosts(number(fields["extra"]) * 1e-6, sizes, factors("stretch"), factors("lean"))
-
-
 def _parse_flat(fields: dict[str, Any]) -> FlatCosts:
-    sizes = _ascending([_whole(nbytes) for nbytes in fields])
-    each = [fields[str(nbytes)] for nbytes in sizes]
-    return FlatCosts(
-        tuple(
-            Curve(nbytes, _ascending(curve["counts"]), _seconds(curve["us"], len(curve["counts"])))
-            for nbytes, curve in zip(sizes, each, strict=True)
-        )
-    )
+    curves = []
+    for nbytes in _ascending([_whole(nbytes) for nbytes in fields]):
+        curve = fields[str(nbytes)]
+        curves.append(Curve(nbytes, _ascending(curve["counts"]), _seconds(curve["us"], len(curve["counts"]))))
+    return FlatCosts(tuple(curves))
 
 
 def _ascending(values: list[Any]) -> tuple[int, ...]:

@@ -43,39 +43,31 @@ def fit(link: float, samples: Sequence[Sample]) -> Costs:
             operation stays zero there; of "batch" and "loop" with rows, and of "gather" with plane blocks, of one size;
             of "split" with the share that was used.
     """
-    copies = {label: _curves(label, samples) for label in _labels(samples, ("batch", "loop", "gather"))}
-    flat = {label: costs for label, costs in copies.items() if " " not in label}
-    gather = {int(label.split(" ")[1]): costs for label, costs in copies.items() if " " in label}
+    by_copier: dict[str, dict[CopyMethod, None]] = {}  # each method once, without its share
+    for each in samples:
+        by_copier.setdefault(each.method.copier, {})[each.method._replace(share=0.0)] = None
+    flat = {name: _flat_costs(name, samples) for name in by_copier if name in ("batch", "loop")}
+    gather = {each.programs: _flat_costs(each.label, samples) for each in by_copier.get("gather", ())}
     strided = [each for each in samples if each.method.copier == "strided"]
     costs = Costs(link, fit_strided(strided) if strided else None, flat, gather)
-    split = {programs: fit_split(costs, each) for programs, each in _by_programs(samples).items()}
+    split = {}
+    for method in by_copier.get("split", ()):
+        own = [each for each in samples if each.method.label == method.label]
+        split[method.programs] = fit_split(costs, own)
     return replace(costs, split=split)
 
 
-def _labels(samples: Sequence[Sample], copiers: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(each.method.label for each in samples if each.method.copier in copiers))
-
-
-def _by_programs(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
-    found: dict[int, list[Sample]] = {}
-    for each in samples:
-        if each.method.copier == "split":
-            found.setdefault(each.method.programs, []).append(each)
-    return found
-
-
-def _curves(label: str, samples: Sequence[Sample]) -> FlatCosts:
+def _flat_costs(label: str, samples: Sequence[Sample]) -> FlatCosts:
     points: dict[int, dict[int, float]] = {}
     for method, shape, seconds in samples:
         if method.label == label:
             count = shape.plane_blocks if method.copier == "gather" else shape.rows
             points.setdefault(shape.nbytes // count, {})[count] = seconds
-    return FlatCosts(
-        tuple(
-            Curve(nbytes, tuple(sorted(curve)), tuple(curve[count] for count in sorted(curve)))
-            for nbytes, curve in sorted(points.items())
-        )
-    )
+    curves = []
+    for nbytes, curve in sorted(points.items()):
+        counts = tuple(sorted(curve))
+        curves.append(Curve(nbytes, counts, tuple(curve[count] for count in counts)))
+    return FlatCosts(tuple(curves))
 
 
 def fit_strided(samples: Sequence[Sample]) -> StridedCosts:
@@ -109,14 +101,19 @@ def _width(sample: Sample) -> int:
 
 
 def fit_split(costs: Costs, samples: Sequence[Sample]) -> SplitCosts:
-    """One price for joining two streams; for each row size the kernel's share of the blocks, and the factor by which
-    dividing them then stretches the ideal time.
+    """One price for joining two streams; for each row size the kernel's best share of the blocks, and the factor by
+    which dividing them stretches the ideal time.
 
-    Of samples of one transfer with different shares, only the fastest is used.
+    If one transfer was timed with several shares, only the fastest sample is used.
     """
-    leans = {size: _best_lean(costs, [each for each in samples if _width(each) == size]) for size in _sizes(samples)}
     samples = _fastest(samples)
-    sizes = list(leans)
+    sizes = sorted({_width(each) for each in samples})
+    leans = []
+    for size in sizes:  # by the largest transfer, since its shares have the smallest steps
+        alike = [each for each in samples if _width(each) == size]
+        method, shape, _ = max(alike, key=lambda each: each.shape.nbytes)
+        balanced = costs.split_share(shape, method.programs, 1.0)
+        leans.append(method.share / balanced if balanced else 1.0)
     columns = np.zeros((len(samples), 1 + len(sizes)))
     columns[:, 0] = 1.0
     for index, (method, shape, _) in enumerate(samples):
@@ -124,11 +121,7 @@ def fit_split(costs: Costs, samples: Sequence[Sample]) -> SplitCosts:
         columns[index, 1 + sizes.index(_width(samples[index]))] = ideal
     prices = solve(columns, np.array([each.seconds for each in samples]))
     stretch = _floats(np.maximum(prices[1:], LEAST_STRETCH))
-    return SplitCosts(float(prices[0]), tuple(sizes), stretch, tuple(leans.values()))
-
-
-def _sizes(samples: Sequence[Sample]) -> list[int]:
-    return sorted({_width(each) for each in samples})
+    return SplitCosts(float(prices[0]), tuple(sizes), stretch, tuple(leans))
 
 
 def _fastest(samples: Sequence[Sample]) -> list[Sample]:
@@ -138,13 +131,6 @@ def _fastest(samples: Sequence[Sample]) -> list[Sample]:
         if each.shape not in best or each.seconds < best[each.shape].seconds:
             best[each.shape] = each
     return list(best.values())
-
-
-def _best_lean(costs: Costs, samples: Sequence[Sample]) -> float:
-    """The fastest share over the balanced one, of the largest transfer, since its shares have the smallest steps."""
-    method, shape, _ = max(_fastest(samples), key=lambda each: each.shape.nbytes)
-    balanced = costs.split_share(shape, method.programs, 1.0)
-    return method.share / balanced if balanced else 1.0
 
 
 def solve(columns: Float64Array, seconds: Float64Array) -> Float64Array:

@@ -12,10 +12,9 @@
     options.py    kv_connector_extra_config, checked
     requests.py   what the manager keeps for each request of vLLM
     offers.py     how often a key was offered
-    planes.py     vLLM's KV cache tensors as a KVLayout
     events.py     events of the index as vLLM's
     metrics.py    statistics of the index as vLLM's
-    tiers.py      tiers below the workers' host memory: tiered_manager.py, promotions.py, identity.py, tier_options.py
+    tiers.py      tiers below the workers' host memory: promotions.py, identity.py
     releases.py   the releases of vLLM that were tested
 
 Nothing else in the package imports it; it imports vLLM, and for the current stream torch. See docs/guides/vllm.md.

@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -38,10 +39,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
-from kvoffload.cache.statistics import CacheEvent
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
+from kvoffload.vllm.promotions import Promotions
 from kvoffload.vllm.requests import end_request, in_order, state_of
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
@@ -65,6 +66,9 @@ class _Filling:
 class KVOffloadManager(OffloadingManager):
     """Which chunks are offloaded, and in which slot. See vLLM's `OffloadingManager` for the calls.
 
+    With `promotions` there are tiers below the slots: keys that are missing in slots are promoted from them. Then each
+    key counts in statistics once for a request, when its answer is final: a HIT or a MISS.
+
     Args:
         num_chunks: slots of each worker; 0: nothing is stored.
         policy: what is evicted, see `CacheIndex`.
@@ -72,6 +76,7 @@ class KVOffloadManager(OffloadingManager):
         store_threshold, max_tracker_size: see `Options`.
         windowed_groups: vLLM's numbers of the groups whose blocks are freed while a request runs.
         info: labels for vLLM's metric of the configuration.
+        promotions: the tiers below; None: there are none.
     """
 
     def __init__(
@@ -84,7 +89,9 @@ class KVOffloadManager(OffloadingManager):
         max_tracker_size: int = 64_000,
         windowed_groups: Collection[int] = (),
         info: dict[str, Any] | None = None,
+        promotions: Promotions | None = None,
     ) -> None:
+        self._promotions = promotions
         self._events = EventLog() if enable_events else None
         self._num_chunks, self._policy_name = num_chunks, policy
         self._info = info or {}
@@ -100,13 +107,13 @@ class KVOffloadManager(OffloadingManager):
 
     @cached_property
     def index(self) -> CacheIndex:
-        """The keys."""
-        index = self._make_index(None if self._events is None else self._events.note)
+        """The keys. With tiers below it, it is opened at its first use."""
+        on_event = None if self._events is None else self._events.note
+        if self._promotions is not None:
+            return self._promotions.open(on_event)
+        index = CacheIndex(self._num_chunks, policy=self._policy_name, on_event=on_event)
         self._status_of = index.status_of
         return index
-
-    def _make_index(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
-        return CacheIndex(self._num_chunks, policy=self._policy_name, on_event=on_event)
 
     # loading ------------------------------------------------------------------------------------------------------
 
@@ -115,11 +122,18 @@ class KVOffloadManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """HIT: it can be loaded. HIT_PENDING, RETRY: it is being stored or promoted, or may be promoted."""
+        if self._promotions is not None:
+            return self._promotions.lookup(self.index, key, req_context)
         status = self._status_of(key)
         return _HIT if status is _IS_HIT else _MISS if status is _IS_MISS else _PENDING
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        return CacheHitSource.HOST
+        return CacheHitSource.HOST if self._promotions is None else self._promotions.source_of(key, req_context)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self._promotions is not None:
+            self._promotions.advance()
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
@@ -130,18 +144,20 @@ class KVOffloadManager(OffloadingManager):
         known = len(state.record.keys)
         leases = self._reading.setdefault(which := frozenset(wanted), [])
         try:
-            lease = index.hold((wanted, leases, None if first is None else state.record, used))
+            lease = index.records.hold((wanted, leases, None if first is None else state.record, used))
         finally:
             if not leases:  # a key is missing
                 del self._reading[which]
         if first is not None and len(state.record.keys) > known:
             state.keep_order(req_context, used, first)
+        if self._promotions is not None:
+            self._promotions.release(req_context)
         return CPULoadStoreSpec(lease.indices)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         which = frozenset(keys)
         leases = self._reading[which]
-        self.index.release(leases[-1])
+        self.index.records.release(leases[-1])
         leases.pop()
         if not leases:
             del self._reading[which]
@@ -159,11 +175,13 @@ class KVOffloadManager(OffloadingManager):
             return
         state = state_of(index, req_context, self._resets)
         known = len(state.record.keys)
-        index.use((used, state.record))
+        index.records.use((used, state.record))
         if len(state.record.keys) > known:
             state.keep_order(req_context, used, first)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        if self._promotions is not None:
+            self._promotions.release(req_context)
         end_request(self.index, req_context)
 
     # storing ------------------------------------------------------------------------------------------------------
@@ -179,20 +197,27 @@ class KVOffloadManager(OffloadingManager):
         if self._windowed and state.resets < self._resets:
             offered = [key for key in offered if get_offload_group_idx(key) not in self._windowed]
         wanted = offered if len(offered) < 2 else in_order(offered, req_context)
-        if self._offers.threshold > 1:
-            wanted = self._passing(wanted)
+        if self._offers.threshold > 1:  # leave out missing keys that have not been offered often enough
+            self._offers.note(wanted)
+            statuses = zip(wanted, self.index.status(wanted), strict=True)
+            missing = [key for key, status in statuses if status is Status.MISS]
+            left_out = set(missing).difference(self._offers.passing(missing))
+            wanted = [key for key in wanted if key not in left_out]
         first = req_context.get_offload_key_position(wanted[0]) if wanted else None
         known = len(state.record.keys)
-        if self._begun:
-            self._abandon_begun()
-        record = index.reserve_record((wanted, self._begun, None if first is None else state.record))
+        for begun in self._begun:  # of calls that an interrupt has ended
+            index.records.abandon(begun)
+            for key in begun.keys:
+                self._filling.pop(key, None)
+        self._begun.clear()
+        record = index.records.reserve((wanted, self._begun, None if first is None else state.record))
         if first is not None and len(state.record.keys) > known:
             state.keep_order(req_context, wanted, first)
         asked = len(record.keys) + len(record.declined)
         if asked:
             self._reporter.sizes.append(asked)
         if not record.keys:
-            index.commit(record)
+            index.records.commit(record)
             self._begun.clear()
             if record.short and (self._filling or self._reading or self._before_reset):
                 return None
@@ -202,31 +227,11 @@ class KVOffloadManager(OffloadingManager):
             self._filling[key] = filling
         self._begun.clear()
         stored, slots = record.keys, record.indices
-        if wanted is not offered:
-            stored, slots = self._as_offered(offered, record)
+        if wanted is not offered:  # vLLM expects the order in which it has offered the keys, group after group
+            slot_of = dict(zip(record.keys, record.indices, strict=True))
+            stored = [key for key in offered if key in slot_of]
+            slots = [slot_of[key] for key in stored]
         return PrepareStoreOutput(list(stored), CPULoadStoreSpec(slots), list(record.evicted))
-
-    def _abandon_begun(self) -> None:
-        """Abandon what calls that an interrupt has ended have reserved."""
-        for record in self._begun:
-            self.index.abandon(record)
-            for key in record.keys:
-                self._filling.pop(key, None)
-        self._begun.clear()
-
-    def _passing(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Without missing keys that have not been offered often enough."""
-        self._offers.note(keys)
-        missing = [key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS]
-        left_out = set(missing).difference(self._offers.passing(missing))
-        return [key for key in keys if key not in left_out]
-
-    @staticmethod
-    def _as_offered(offered: list[OffloadKey], record: ReservationRecord) -> tuple[list[OffloadKey], list[int]]:
-        """Keys and slots of a reservation in the order in which vLLM has offered the keys, group after group."""
-        slots = dict(zip(record.keys, record.indices, strict=True))
-        stored = [key for key in offered if key in slots]
-        return stored, [slots[key] for key in stored]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Every worker has ended the store. The keys are hits if none has reported a failure, else missing."""
@@ -240,9 +245,9 @@ class KVOffloadManager(OffloadingManager):
             if filling.left > 1:
                 filling.left -= 1
             elif filling.well:
-                self.index.commit(filling.record)
+                self.index.records.commit(filling.record)
             else:
-                self.index.abort(filling.record)
+                self.index.records.abort(filling.record)
             del filling_of[key]
 
     def note_failed(self, slots: Collection[int]) -> None:
@@ -257,10 +262,8 @@ class KVOffloadManager(OffloadingManager):
                 filling.well = False
         for leases in self._reading.values():
             for lease in leases:
-                self._forget([key for key, slot in zip(lease.keys, lease.indices, strict=True) if slot in failed])
-
-    def _forget(self, keys: list[bytes]) -> None:
-        self.index.remove(keys)
+                wrong = [key for key, slot in zip(lease.keys, lease.indices, strict=True) if slot in failed]
+                self.index.remove(wrong, below=False)  # the tiers' records are not at fault
 
     # the rest -----------------------------------------------------------------------------------------------------
 
@@ -268,18 +271,20 @@ class KVOffloadManager(OffloadingManager):
         """Make all keys missing. Slots of transfers under way are free at `on_reset_flushed`."""
         self._resets += 1
         kept = 0 if self._events is None else len(self._events)
-        self._clear()
+        if self._promotions is None:
+            self.index.clear()
+        else:
+            self._promotions.clear(self.index)
         if self._events is not None:  # vLLM reports a reset by an event of its own
             self._events.cut_back(kept)
         self._before_reset += [
-            partial(self.index.release, lease) for leases in self._reading.values() for lease in leases
+            partial(self.index.records.release, lease) for leases in self._reading.values() for lease in leases
         ]
-        self._before_reset += [partial(self.index.abandon, filling.record) for filling in set(self._filling.values())]
+        self._before_reset += [
+            partial(self.index.records.abandon, filling.record) for filling in set(self._filling.values())
+        ]
         self._reading.clear()
         self._filling.clear()
-
-    def _clear(self) -> None:
-        self.index.clear()
 
     def on_reset_flushed(self) -> None:
         for end in self._before_reset:
@@ -295,7 +300,15 @@ class KVOffloadManager(OffloadingManager):
                 yield event
 
     def get_stats(self) -> Any:
-        return self._reporter.report(self.index.statistics(), self._offers.take_skipped())
+        stats = self._reporter.report(self.index.statistics(), self._offers.take_skipped())
+        if self._promotions is not None:
+            self._reporter.report_tiers(stats, self._promotions.tier_statistics())
+        return stats
+
+    def shutdown(self) -> None:
+        """Close the tiers, once what is being written has been; at most 10 seconds."""
+        if self._promotions is not None:
+            self._promotions.close()
 
     def config_info(self) -> list[dict[str, Any]]:
         return [self._info]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
-from kvoffload.cache.tiering.index_tiers import WriteName
+from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, shown
-from kvoffload.vllm.tier_options import CHECKS, TierChoice
 
 PREFIX = "kvoffload_"
 Preference = Literal["overlap", "latency"]
@@ -23,6 +23,20 @@ _REFUSED = {
     "canonical_layout": "leave it out; slots hold blocks in the layout of the GPU",
     "secondary_tiers": "give kvoffload_tiers; tiers of vLLM cannot be used",
 }
+
+
+@dataclass(frozen=True)
+class TierChoice:
+    """A tier in kvoffload_tiers: an object with a "kind", and arguments of that tier.
+
+    Attributes:
+        kind: as for `kvoffload.tiers.load_tier`.
+        arguments: by name. All kinds but "memory" are given `identity`, too, unless it is among them. In strings "{dp}"
+            stands for the number of the data-parallel replica.
+    """
+
+    kind: str
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,7 @@ class Options:
             `OffloadEngine`.
         kvoffload_tiers: tiers below host memory, in the order in which they are asked.
         kvoffload_tier_identity: what their bytes depend on besides the layout; None: the model, its weights, and more.
-        kvoffload_tier_write: what they are given: "admitted", "through", "back" or "none", see `TieredCache`.
+        kvoffload_tier_write: what they are given: "admitted", "through", "back" or "none", see `BlockCache`.
         kvoffload_promotion_seconds: that a request waits for tiers at most, above 0.
         kvoffload_prefill_tokens_per_second: what computing costs; None: not known, so all that tiers have is read.
     """
@@ -96,10 +110,45 @@ _LOWEST = {"store_threshold": 0, "kvoffload_sm_limit": 0}
 
 
 def _checked(name: str, value: Any) -> Any:
-    if name in CHECKS:
-        return CHECKS[name](name, value)
+    if name == "kvoffload_tiers":
+        return _tier_choices(name, value)
+    if name == "kvoffload_tier_identity":
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name} must be a string that is not empty, got {shown(value)}")
+        return value
+    if name in ("kvoffload_promotion_seconds", "kvoffload_prefill_tokens_per_second"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a number above 0, got {shown(value)}")
+        return float(value)
     if name not in _CHOICES:
         return at_least(name, value, _LOWEST.get(name, 1))
     if value not in _CHOICES[name]:
         raise ValueError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {shown(value)}")
+    return value
+
+
+def _tier_choices(name: str, value: Any) -> tuple[TierChoice, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f'{name} must be a list such as [{{"kind": "disk", ...}}], got {shown(value)}')
+    for place, each in enumerate(value):
+        if not isinstance(each, Mapping) or not isinstance(each.get("kind"), str):
+            raise ValueError(
+                f'{name}[{place}] must be an object with a "kind" such as "disk", "memory", "valkey", "objects" or '
+                f'"mooncake", got {shown(each)}'
+            )
+    return tuple(
+        TierChoice(each["kind"], {argument: given for argument, given in each.items() if argument != "kind"})
+        for each in value
+    )
+
+
+def positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a number above 0, got {shown(value)}")
+    return float(value)
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a string that is not empty, got {shown(value)}")
     return value

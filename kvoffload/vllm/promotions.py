@@ -13,15 +13,22 @@ brought until the request's load has begun, it has finished, or the deadline has
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.cache.entries import Status
-from kvoffload.cache.tiering.promotion import IndexPromotion
-from kvoffload.cache.tiering.tiered_index import TieredIndex
-from kvoffload.errors import KVOffloadError
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.reservations import Lease
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering import CacheTierStatistics
+from kvoffload.cache.tiering.promotion import Promotion
+from kvoffload.errors import KVOffloadError, MissingKeyError, TierError
+from kvoffload.internal.log import LOGGER
+
+OpenIndex = Callable[[Callable[[CacheEvent], None] | None], CacheIndex]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,43 +42,81 @@ class PromotionState:
         asked: keys that are promoted, or were.
         held: promotions that have not been released.
         until: when they end, by `time.monotonic`; 0: none has begun.
+        counted: keys that statistics have counted, until its load begins.
     """
 
     owner: Promotions
     seen: dict[int, dict[OffloadKey, None]] = field(default_factory=dict)
     wanted: set[OffloadKey] = field(default_factory=set)
-    asked: dict[OffloadKey, IndexPromotion] = field(default_factory=dict)
-    held: list[IndexPromotion] = field(default_factory=list)
+    asked: dict[OffloadKey, Promotion] = field(default_factory=dict)
+    held: list[Promotion] = field(default_factory=list)
     until: float = 0.0
+    counted: set[OffloadKey] = field(default_factory=set)
 
 
 class Promotions:
-    """The promotions of a manager. Used by vLLM's scheduler thread alone.
+    """The tiers below a manager's slots, and the promotions from them. Used by vLLM's scheduler thread alone.
+
+    A thread of the tiers evicts keys for what it promotes. So a key that `lookup` has called a hit is held until the
+    end of the step, in which vLLM begins to load it.
 
     Args:
-        index: where keys are promoted to.
-        seconds: that a request waits at most.
-        windows: chunks of the window of each group that has one: of a request's chunks in such a group no more than
-            the last ones are promoted where a tier cannot say what it has.
+        open_index: opens the index over the tiers, at the manager's first use of it.
+        seconds: how long a request waits for tiers at most.
+        windows: window size in chunks, for each group that has a window, by the group's number. If a tier cannot say
+            what it has, only the last chunks of a request in such a group are promoted.
+        source: where promoted keys come from, for vLLM's metrics.
     """
 
-    def __init__(self, index: TieredIndex, seconds: float, windows: Mapping[int, int]) -> None:
-        self._index, self._seconds, self._windows = index, seconds, windows
+    def __init__(
+        self,
+        open_index: OpenIndex,
+        *,
+        seconds: float,
+        windows: Mapping[int, int],
+        source: CacheHitSource = CacheHitSource.EXTERNAL_UNSPECIFIED,
+    ) -> None:
+        self._open_index = open_index
+        self._seconds, self._windows, self._source = seconds, windows, source
+        self._index: CacheIndex | None = None
+        self._ended = False
         self._active: set[PromotionState] = set()
-        self.ended = False
+        self._held: list[Lease] = []  # hits of this step
 
-    def note(self, key: OffloadKey, context: ReqContext) -> None:
-        """A request has asked for a key that has a slot."""
-        self._state(context).seen.setdefault(get_offload_group_idx(key), {})[key] = None
+    def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
+        """The index, opened now."""
+        self._index = self._open_index(on_event)
+        return self._index
 
-    def ask(self, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """The answer to a request that has looked up a key without a slot."""
+    def lookup(self, index: CacheIndex, key: OffloadKey, context: ReqContext) -> LookupResult:
+        """The answer to a request that looks up a key. It counts once for the request, when it is final: vLLM asks
+        again in each step until it is.
+        """
         state = self._state(context)
+        [status] = index.status([key])  # counts nothing
+        if status is Status.HIT:
+            try:
+                self._held.append(index.acquire([key]))
+            except MissingKeyError:  # evicted meanwhile
+                status = Status.MISS
+        if status is Status.MISS:
+            result = self._ask(state, key)
+        else:
+            state.seen.setdefault(get_offload_group_idx(key), {})[key] = None
+            result = LookupResult.HIT if status is Status.HIT else LookupResult.HIT_PENDING
+        if result in (LookupResult.HIT, LookupResult.MISS) and key not in state.counted:
+            index.status_of(key)
+            state.counted.add(key)
+        return result
+
+    def _ask(self, state: PromotionState, key: OffloadKey) -> LookupResult:
+        """The answer for a key without a slot."""
         promotion = state.asked.get(key)
         if promotion is not None:
             return LookupResult.MISS if promotion.done else LookupResult.RETRY
-        if self.ended or 0 < state.until <= time.monotonic():
+        if self._ended or 0 < state.until <= time.monotonic():
             return LookupResult.MISS
+        assert self._index is not None
         below = self._index.status_below(key)
         group = get_offload_group_idx(key)
         seen = state.seen.setdefault(group, {})
@@ -83,17 +128,21 @@ class Promotions:
         state.wanted.add(key)
         return LookupResult.HIT_PENDING if below is Status.HIT else LookupResult.RETRY
 
-    def brought(self, key: OffloadKey, context: ReqContext) -> bool:
-        """Whether a key came from a tier for this request."""
+    def source_of(self, key: OffloadKey, context: ReqContext) -> CacheHitSource:
+        """Where a key came from for this request."""
         state = context.get_state(PromotionState)
-        return state is not None and state.owner is self and key in state.asked
+        brought = state is not None and state.owner is self and key in state.asked
+        return self._source if brought else CacheHitSource.HOST
 
     def advance(self) -> None:
         """At the end of a step: promote what was asked for in it, and release what was held for too long."""
+        self._release_hits()
         now = time.monotonic()
         for state in list(self._active):
-            if state.wanted and not self.ended:
-                self._begin(state, now)
+            if state.wanted and not self._ended:
+                state.until = state.until or now + self._seconds
+                for seen in state.seen.values():
+                    self._promote(state, seen, state.until - now)
             state.seen.clear()
             state.wanted.clear()
             if state.held and now >= state.until and all(promotion.done for promotion in state.held):
@@ -101,36 +150,60 @@ class Promotions:
             if not state.held:
                 self._active.discard(state)
 
-    def _begin(self, state: PromotionState, now: float) -> None:
-        if not state.until:
-            state.until = now + self._seconds
-        left = state.until - now
-        for seen in state.seen.values():
-            wanted = state.wanted.intersection(seen)
-            if not wanted or left <= 0:
-                continue
-            try:
-                promotion = self._index.promote(list(seen), deadline=left, counted=False)  # `lookup` counts
-            except KVOffloadError:  # closed
-                continue
-            state.held.append(promotion)
-            state.asked.update(dict.fromkeys(wanted, promotion))
+    def _promote(self, state: PromotionState, seen: Mapping[OffloadKey, None], seconds: float) -> None:
+        """Begin to promote the keys of one group that are wanted; what a request has seen of it is held with them."""
+        wanted = state.wanted.intersection(seen)
+        if not wanted or seconds <= 0:
+            return
+        assert self._index is not None
+        try:
+            promotion = self._index.promote(list(seen), deadline=seconds, counted=False)  # `lookup` counts
+        except KVOffloadError:  # closed
+            return
+        state.held.append(promotion)
+        state.asked.update(dict.fromkeys(wanted, promotion))
 
     def release(self, context: ReqContext) -> None:
         """The request has begun to load, or has finished: what was promoted for it may be evicted."""
         state = context.get_state(PromotionState)
         if state is not None and state.owner is self:
             self._release(state)
+            state.counted.clear()
 
-    def end(self) -> None:
-        """Release all, and promote nothing more."""
-        self.ended = True
-        self.forget()
+    def clear(self, index: CacheIndex) -> None:
+        """Forget all keys, also in the tiers: vLLM resets for new weights, for one, which make their records wrong."""
+        self._forget()
+        try:
+            index.clear()
+        except TierError as error:
+            LOGGER.error("the tiers are not used any more, since a reset of vLLM's cache failed there: %s", error)
+            self._ended = True
+            assert self._index is not None
+            self._index.close(0.0)
 
-    def forget(self) -> None:
-        """Release all."""
+    def tier_statistics(self) -> tuple[CacheTierStatistics, ...]:
+        return () if self._index is None else tuple(self._index.tier_statistics())
+
+    def close(self) -> None:
+        """Close the tiers, once what is being written has been; at most 10 seconds. Nothing more is promoted."""
+        if self._index is None:
+            return
+        self._ended = True
+        self._forget()
+        if not self._index.close():
+            LOGGER.warning("a call of a tier has not returned; it ends with the process")
+        self._index = None
+
+    def _forget(self) -> None:
+        """Release all that is held."""
+        self._release_hits()
         for state in list(self._active):
             self._release(state)
+
+    def _release_hits(self) -> None:
+        for lease in self._held:
+            lease.release()
+        self._held.clear()
 
     def _release(self, state: PromotionState) -> None:
         for promotion in state.held:

@@ -52,7 +52,7 @@ class RequestState:
         if ordered != keys:
             self.open()
             self.end = end
-            self.owner.use((ordered, self.record))
+            self.owner.records.use((ordered, self.record))
 
 
 def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestState:

@@ -16,7 +16,6 @@ from kvoffload.vllm.identity import note_of
 from kvoffload.vllm.manager import KVOffloadManager
 from kvoffload.vllm.metrics import definitions, tier_definitions
 from kvoffload.vllm.options import Options
-from kvoffload.vllm.tiered_manager import TieredKVOffloadManager
 from kvoffload.vllm.tiers import TiersOfWorkers
 from kvoffload.vllm.worker import KVOffloadWorker
 
@@ -61,35 +60,23 @@ class KVOffloadSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side. Pins no memory, and needs no GPU."""
-        if self._manager is None:
-            self._manager = self._make_manager()
-        return self._manager
-
-    def _make_manager(self) -> KVOffloadManager:
-        options = self.options
+        if self._manager is not None:
+            return self._manager
+        options, groups = self.options, self.config.groups
         info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._of_all_workers)
-        common: dict[str, Any] = {
-            "policy": options.kvoffload_policy,
-            "enable_events": self.kv_events_config.enable_kv_cache_events,
-            "store_threshold": options.store_threshold,
-            "max_tracker_size": options.max_tracker_size,
-            "windowed_groups": [
-                group.group_id for group in self.config.groups if group.sliding_window_size_in_chunks is not None
-            ],
-            "info": {**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
-        }
-        if self._tiers is None:
-            return KVOffloadManager(self.num_chunks, **common)
-        manager = TieredKVOffloadManager(
+        manager = KVOffloadManager(
             self.num_chunks,
-            open_index=self._tiers.open,
-            promotion_seconds=options.kvoffload_promotion_seconds,
-            windows=self._tiers.windows,
-            source=self._tiers.source,
-            **common,
+            policy=options.kvoffload_policy,
+            enable_events=self.kv_events_config.enable_kv_cache_events,
+            store_threshold=options.store_threshold,
+            max_tracker_size=options.max_tracker_size,
+            windowed_groups=[group.group_id for group in groups if group.sliding_window_size_in_chunks is not None],
+            info={**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
+            promotions=None if self._tiers is None else self._tiers.promotions(),
         )
-        if self._tiers.workers_are_there():
+        if self._tiers is not None and self._tiers.workers_are_there():
             manager.index.check()  # errors of tiers come at the start
+        self._manager = manager
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVOffloadWorker:
@@ -100,6 +87,7 @@ class KVOffloadSpec(OffloadingSpec):
             LayoutError: the tensors are not on the GPU.
         """
         if self._worker is None:
+            given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
             self._worker = KVOffloadWorker(
                 kv_caches,
                 device=self.open_device(kv_caches),
@@ -107,7 +95,7 @@ class KVOffloadSpec(OffloadingSpec):
                 num_chunks=self.num_chunks,
                 current_stream=self.current_stream(kv_caches),
                 shared=self._tiers is not None,
-                **self._engine_options(),
+                **{name: value for name, value in given.items() if value is not None},
             )
             if self._worker.layout.slot_bytes > max(self._chunk_bytes, _ALIGNMENT):
                 needed = self._worker.layout.slot_bytes
@@ -119,10 +107,6 @@ class KVOffloadSpec(OffloadingSpec):
             if self._tiers is not None:
                 self._worker.offer(self._tiers.name_of(self.config.parallel.rank), note_of(self._worker.layout))
         return self._worker
-
-    def _engine_options(self) -> dict[str, Any]:
-        given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
-        return {name: value for name, value in given.items() if value is not None}
 
     def open_device(self, kv_caches: CanonicalKVCaches) -> Device:
         """The GPU that holds the tensors. For tests: a subclass may give another device."""

@@ -7,22 +7,22 @@ not, the manager looks for them at its first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.tier import Tier
-from kvoffload.cache.tiering.tiered_index import TieredIndex
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.loading import load_tier
 from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest
-from kvoffload.vllm.options import Options
-from kvoffload.vllm.tier_options import TierChoice
+from kvoffload.vllm.options import Options, TierChoice
+from kvoffload.vllm.promotions import Promotions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,17 +66,16 @@ class TiersOfWorkers:
         """Under which a worker offers its slots: all processes of an engine know its unique identifier."""
         return f"{self._config.engine_id}/{rank}"
 
-    @property
-    def windows(self) -> Mapping[int, int]:
-        """The chunks of each group's window, by the group's number, of those that have one."""
+    def promotions(self) -> Promotions:
+        """For the manager; opens the index at its first use."""
         sizes = {group.group_id: group.sliding_window_size_in_chunks for group in self._config.groups}
-        return {number: size for number, size in sizes.items() if size is not None}
-
-    @property
-    def source(self) -> CacheHitSource:
-        """Where promoted chunks come from, for vLLM's metrics."""
         disks_alone = all(choice.kind == "disk" for choice in self._options.kvoffload_tiers)
-        return CacheHitSource.DISK if disks_alone else CacheHitSource.EXTERNAL_UNSPECIFIED
+        return Promotions(
+            self.open,
+            seconds=self._options.kvoffload_promotion_seconds,
+            windows={number: size for number, size in sizes.items() if size is not None},
+            source=CacheHitSource.DISK if disks_alone else CacheHitSource.EXTERNAL_UNSPECIFIED,
+        )
 
     def workers_are_there(self) -> bool:
         """Whether all workers offer their slots now."""
@@ -87,7 +86,7 @@ class TiersOfWorkers:
             return False
         return True
 
-    def open(self, on_event: Callable[[CacheEvent], None] | None) -> TieredIndex:
+    def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
         """The index, over all workers' slots.
 
         Raises:
@@ -99,12 +98,14 @@ class TiersOfWorkers:
         options = self._options
         pools, notes = self._pools()
         tiers = self._tiers()
-        per_chunk = None
-        if options.kvoffload_prefill_tokens_per_second is not None:
-            per_chunk = self._tokens_per_chunk / options.kvoffload_prefill_tokens_per_second
+        per_chunk, per_second = None, options.kvoffload_prefill_tokens_per_second
+        if per_second is not None:  # of the group whose chunks take the most: those of several are computed together
+            tokens = max(int(group.tokens_per_block) for group in self._config.groups)
+            per_chunk = tokens * int(self._config.cache.blocks_per_chunk) / per_second
         try:
-            return TieredIndex(
-                pools,
+            return CacheIndex(
+                len(pools[0]),
+                pools=pools,
                 tiers=tiers,
                 layout=layout_digest(self._config, notes),
                 write=options.kvoffload_tier_write,
@@ -116,12 +117,6 @@ class TiersOfWorkers:
             for tier in tiers:
                 tier.close()
             raise
-
-    @property
-    def _tokens_per_chunk(self) -> int:
-        """Of the group whose chunks take the most: those of several groups are computed together."""
-        cache = self._config.cache
-        return max(int(group.tokens_per_block) for group in self._config.groups) * int(cache.blocks_per_chunk)
 
     def _pools(self) -> tuple[list[UInt8Array], list[str]]:
         pools, notes = [], []

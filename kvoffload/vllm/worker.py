@@ -33,12 +33,13 @@ from vllm.v1.kv_offload.base import (
 from kvoffload.device.device import Device
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.groups import GroupTransfer
 from kvoffload.engine.job import Job
+from kvoffload.engine.request import GroupTransfer
 from kvoffload.errors import CapacityError, DriverError, TransferError
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import StreamLike
-from kvoffload.vllm.planes import layout_of
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 
 _CONNECTOR = (
     'vLLM\'s OffloadingConnector cannot report it; give kv_connector="KVOffloadConnector" and '
@@ -204,20 +205,21 @@ class KVOffloadWorker(OffloadingWorker):
         if not self._transfers:
             return []
         self.engine.poll()
-        ended = [transfer for transfer in self._transfers.values() if transfer.ended]
         results = []
-        for transfer in ended:
-            self._note_end(transfer)
+        for transfer in [each for each in self._transfers.values() if each.ended]:
+            failure, seconds, nbytes = transfer.failure, None, None
+            if failure is not None:
+                self._note_failure(transfer, failure)
+            elif not transfer.is_load and self._bad_slots:
+                self._bad_slots -= transfer.slots
             del self._transfers[transfer.job_id]
-            results.append(_result(transfer))
+            if transfer.job is not None and failure is None:
+                outcome = transfer.job.outcome()
+                nbytes, seconds = outcome.nbytes, None if math.isnan(outcome.seconds) else outcome.seconds
+            results.append(TransferResult(transfer.job_id, True, transfer_size=nbytes, transfer_time=seconds))
         return results
 
-    def _note_end(self, transfer: _Transfer) -> None:
-        failure = transfer.failure
-        if failure is None:
-            if not transfer.is_load and self._bad_slots:
-                self._bad_slots -= transfer.slots
-            return
+    def _note_failure(self, transfer: _Transfer, failure: BaseException) -> None:
         if transfer.is_load and not self.reports_failures:
             raise TransferError(f"load {transfer.job_id} of vLLM has failed: {failure}; {_CONNECTOR}") from failure
         kind = "load" if transfer.is_load else "store"
@@ -273,9 +275,22 @@ def _wait(job: Job) -> None:
         pass
 
 
-def _result(transfer: _Transfer) -> TransferResult:
-    if transfer.job is None or transfer.failure is not None:
-        return TransferResult(transfer.job_id, success=True)
-    outcome = transfer.job.outcome()
-    seconds = None if math.isnan(outcome.seconds) else outcome.seconds
-    return TransferResult(transfer.job_id, success=True, transfer_size=outcome.nbytes, transfer_time=seconds)
+def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
+    """vLLM's KV cache tensors as a layout with vLLM's groups; a slot holds `blocks_per_chunk` blocks of one of them.
+
+    The tensors are `(num_blocks, page bytes)`, with any stride between blocks. Groups may lie over each other: a block
+    number belongs to one group alone. The layout keeps the tensors alive.
+    """
+    groups = []
+    for refs in kv_caches.group_data_refs:
+        page_bytes: dict[int, int] = {}  # layers of the group may share a tensor, and the largest page counts
+        for ref in refs:
+            page_bytes[ref.tensor_idx] = max(page_bytes.get(ref.tensor_idx, 0), ref.page_size_bytes)
+        planes = []
+        for index, nbytes in page_bytes.items():
+            tensor = kv_caches.tensors[index].tensor
+            stride = tensor.stride(0) * tensor.element_size()
+            sizes = {"block_bytes": nbytes, "num_blocks": tensor.shape[0], "block_stride": stride}
+            planes.append(Plane(tensor.data_ptr(), **sizes, owner=tensor))
+        groups.append(planes)
+    return KVLayout(groups, blocks_per_slot=blocks_per_chunk)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import kvoffload
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.tools import SMALL
+from kvoffload_bench.harness import SMALL, Lab
 
 
 @pytest.fixture

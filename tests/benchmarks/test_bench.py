@@ -15,16 +15,20 @@ from kvoffload.commands import main
 from kvoffload.errors import DriverError
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload.tuning import CopyMethod
-from kvoffload_bench.baselines import GridStride, bare_calls, bare_strided, flat_batch
-from kvoffload_bench.contiguous import ContiguousCopy
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.measurements import Measurement, time_engine, with_shares
-from kvoffload_bench.rounds import WARM_UP, Scenario, time_rounds
+from kvoffload_bench.copy_methods import (
+    GridStride,
+    Measurement,
+    bare_calls,
+    bare_strided,
+    flat_batch,
+    time_engine,
+    with_shares,
+)
+from kvoffload_bench.harness import SMALL, WARM_UP, ContiguousCopy, Lab, Scenario, time_rounds
 from kvoffload_bench.setup import Placement, TransferSetup
-from kvoffload_bench.tools import SMALL
-from kvoffload_bench.transfer_report import ratios
+from kvoffload_bench.transfer import ratios
 
 MODEL = MODELS["gpt-oss-20b"].scaled(0.01)  # two groups of 24 planes
 SMALL_TRANSFER = (
@@ -75,7 +79,7 @@ def test_bench_transfer_verifies_every_scenario_of_every_placement(capsys: pytes
 def test_bench_transfer_counts_wrong_bytes_of_every_round_and_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload_bench.measurements.time_engine", lambda *_: 1.0)
+    monkeypatch.setattr("kvoffload_bench.copy_methods.time_engine", lambda *_: 1.0)
     fields = run_json(capsys, *SMALL_TRANSFER, "--repeats", "2", "--backend", "simulated", code=1)
     for row in fields["transfers"]:
         every_row = row["blocks"] * row["planes"] * (WARM_UP + 2)
@@ -96,7 +100,7 @@ def test_one_bad_transfer_among_good_ones_is_seen(
             return 1.0
         return time_engine(setup, direction, name, chosen, *rest)
 
-    monkeypatch.setattr("kvoffload_bench.measurements.time_engine", copy_nothing_once)
+    monkeypatch.setattr("kvoffload_bench.copy_methods.time_engine", copy_nothing_once)
     fields = run_json(capsys, *SMALL_TRANSFER, "--repeats", "3", "--backend", "simulated", code=1)
     assert fields["transfers"][0]["wrong"]["batch"] == 4 * 24
     assert fields["wrong_rows"] == 4 * 24
@@ -105,7 +109,7 @@ def test_one_bad_transfer_among_good_ones_is_seen(
 def test_bench_transfer_leaves_out_what_the_driver_lacks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = kvoffload.open_device(backend="simulated", driver_version=(12, 4), bindings_version=(13, 3))
+    old = kvoffload.open_device(backend=SimulatedDriver(driver_version=(12, 4), bindings_version=(13, 3)))
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     assert main([*SMALL_TRANSFER, "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
@@ -201,7 +205,7 @@ def test_where_planes_lie_decides_what_folds(lab: Lab) -> None:
     folds = {}
     for placement in Placement:
         with TransferSetup(lab, MODEL, placement=placement, count=2) as setup:
-            folds[placement] = [(group.folds, group.planes) for group in setup.engine._folds.groups]
+            folds[placement] = [(group.folds, group.planes) for group in setup.engine._shard.folds.groups]
             shape = setup.shape(Direction.LOAD)
             assert (shape.blocks, shape.plane_blocks, shape.nbytes) == (1, 24, setup.nbytes // 2)
             assert (shape.operations, shape.rows) == {
@@ -285,7 +289,7 @@ def test_rounds_begin_with_another_scenario_each_and_leave_the_first_out() -> No
 
 
 def test_a_bare_call_that_fails_raises(seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     with Lab(device, SMALL, repeats=1, seed=seed) as lab, TransferSetup(lab, MODEL, count=2) as setup:
         for name, make in (("cuMemcpy3DBatchAsync", bare_strided), ("cuMemcpyBatchAsync", flat_batch)):
             assert device.simulator is not None

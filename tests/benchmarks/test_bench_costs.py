@@ -20,9 +20,9 @@ from kvoffload.kernels import KernelSpec, compile_kernel
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.files import require_writable, write_whole
 from kvoffload.tuning import CopyMethod
-from kvoffload_bench.backgrounds import EngineBackground, StreamBackground
-from kvoffload_bench.baselines import GridStride
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.copy_methods import GridStride
+from kvoffload_bench.harness import Lab
+from kvoffload_bench.interference import EngineBackground, StreamBackground
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 
 # bench sweep ----------------------------------------------------------------------------------------------------------

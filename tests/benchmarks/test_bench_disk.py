@@ -14,8 +14,7 @@ from kvoffload.commands import main
 from kvoffload.tiers import DiskTier, Outcome
 from kvoffload.tiers.files import OpenFile
 from kvoffload.tiers.threaded import Rows
-from kvoffload_bench.disk_files import BareLoop, open_tier, pages, places_of
-from kvoffload_bench.disk_rounds import measure_cell
+from kvoffload_bench.disk_measure import BareLoop, measure_cell, open_tier, pages, places_of
 from kvoffload_bench.tier_calls import Verified
 
 SMALL = ("--sizes", "16384,1048576", "--threads", "1,3", "--nbytes", "2097152", "--repeats", "1", "--records", "1000")

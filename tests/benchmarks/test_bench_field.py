@@ -17,12 +17,22 @@ from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
+from kvoffload.testing import SimulatedDriver
 from kvoffload.tuning import default_profile, key_of
 from kvoffload_bench import field
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY, ContiguousCopy
 from kvoffload_bench.field_compute import ComputeTimes, Situation, Span, compute_ended, slowdown
-from kvoffload_bench.field_measure import Recorded, figures
-from kvoffload_bench.field_methods import CHOICE, GRID, SHIPPED_CHOICE, EngineSubmitter, FieldMethods, StreamSubmitter
+from kvoffload_bench.field_methods import (
+    CHOICE,
+    GRID,
+    SHIPPED_CHOICE,
+    FieldMethods,
+    FieldSetup,
+    SeriesSize,
+    StreamSubmitter,
+    by_engine,
+    contiguous_series,
+    series_size,
+)
 from kvoffload_bench.field_report import (
     against_shipped,
     chosen_text,
@@ -34,9 +44,8 @@ from kvoffload_bench.field_report import (
     worst,
     worst_text,
 )
-from kvoffload_bench.field_setup import FieldSetup, SeriesSize, contiguous_series, series_size
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.rounds import Timing
+from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab, Timing
+from kvoffload_bench.series import EngineSubmitter, Recorded, figures, repeats_now
 from kvoffload_bench.setup import Placement
 
 SIMULATED = ("bench", "field", "--backend", "simulated")
@@ -121,7 +130,7 @@ def test_one_planted_byte_is_one_wrong_row(lab: Lab, placement: Placement) -> No
     model = MODELS["gpt-oss-120b-tp2"].scaled(1 / 64)
     with FieldSetup(lab, model, placement, SeriesSize(2, 2, 1)) as setup:
         both = tuple(Direction)
-        submitter = EngineSubmitter(setup, dict.fromkeys(both), setup.setup.engine.profile)
+        submitter = by_engine(setup, dict.fromkeys(both), setup.setup.engine.profile)
 
         def move() -> None:
             setup.poison(both)
@@ -163,7 +172,7 @@ def test_without_kernels_the_idle_gpu_is_measured(
 
 
 def test_what_the_driver_lacks_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    old = kvoffload.open_device(backend="simulated", driver_version=(12, 4), bindings_version=(13, 3))
+    old = kvoffload.open_device(backend=SimulatedDriver(driver_version=(12, 4), bindings_version=(13, 3)))
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     fields = run_json(capsys, *ONE)
     assert {"batch", "flat batch"} <= set(fields["not_run"])
@@ -322,7 +331,7 @@ def test_each_choice_is_by_its_own_profile(lab: Lab) -> None:
         own = engine.profile = replace(shipped, source="measured here")
         with closing(FieldMethods(setup, contiguous, "overlap", shipped=True)) as methods:
             for _ in range(2):  # directions of two places
-                submitters = methods.of([Direction.STORE])
+                submitters = {name: each.submitter for name, each in methods.of([Direction.STORE]).items()}
                 for name, profile in ((CHOICE, own), (SHIPPED_CHOICE, shipped), ("strided", own)):
                     submitters[name].submit(Direction.STORE, 0)
                     assert engine.profile is profile
@@ -387,10 +396,10 @@ def test_the_plan_of_the_options() -> None:
         *("llama-3.1-8b", "deepseek-v3-mla", "gpt-oss-120b-tp2", "qwen2.5-0.5b")
     ]
     assert (whole.layouts, whole.situations) == (list(field.LAYOUTS), list(Situation))
-    assert (whole.nbytes, whole.blocks, whole.places(4)) == (64 << 20, None, 4 * 3 * 4 * 3)
+    assert (whole.nbytes, whole.blocks, whole.groups) == (64 << 20, None, 4 * 3)
     quick = plan("--quick", "--layouts", "scattered")
     assert (quick.layouts, quick.situations) == (["scattered"], [Situation.IDLE, Situation.LARGE])
-    assert (quick.places(2), quick.seconds) == (2 * 1 * 2 * 3, 40)
+    assert (quick.groups, quick.seconds) == (2 * 1, 40)
     chosen = plan("--blocks", "1,512", "--repeats", "5", "--model", "all")
     assert (chosen.blocks, chosen.seconds, len(chosen.models)) == ([1, 512], None, len(MODELS))
     twice = plan(
@@ -398,14 +407,14 @@ def test_the_plan_of_the_options() -> None:
     )
     assert (twice.situations, twice.directions, twice.blocks) == ([Situation.IDLE], ["store"], [8])
     small = plan(simulated=True)
-    assert ([model.name for model in small.models], small.places(2)) == (["qwen2.5-0.5b"], 1 * 3 * 2 * 3)
+    assert ([model.name for model in small.models], small.groups) == (["qwen2.5-0.5b"], 1 * 3)
 
 
 def test_what_is_behind_its_schedule_gets_fewer_rounds() -> None:
-    assert field.repeats_now(3, 100.0, 20.0, 1, 10) == 1
-    assert field.repeats_now(3, 100.0, 9.0, 1, 10) == 3
-    assert field.repeats_now(3, 100.0, 5.0, 0, 10) == 3
-    assert field.repeats_now(7, None, 1000.0, 1, 10) == 7
+    assert repeats_now(3, 100.0, 20.0, 1, 10) == 1
+    assert repeats_now(3, 100.0, 9.0, 1, 10) == 3
+    assert repeats_now(3, 100.0, 5.0, 0, 10) == 3
+    assert repeats_now(7, None, 1000.0, 1, 10) == 7
 
 
 def test_sizes_of_series() -> None:

@@ -9,14 +9,12 @@ import pytest
 import kvoffload
 from kvoffload.errors import KVOffloadError
 from kvoffload.internal.models import MODELS
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload_bench.field_compute import ConcurrentCompute, Situation
-from kvoffload_bench.field_measure import FieldMeasurer
-from kvoffload_bench.field_methods import FieldMethods
-from kvoffload_bench.field_setup import FieldSetup, SeriesSize, contiguous_series
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.field_methods import FieldMethods, FieldSetup, SeriesSize, contiguous_series
+from kvoffload_bench.harness import SMALL, Lab
+from kvoffload_bench.series import SeriesRun
 from kvoffload_bench.setup import Placement
-from kvoffload_bench.tools import SMALL
 
 MODEL = MODELS["qwen2.5-0.5b"].scaled(1 / 64)
 SIZE = SeriesSize(2, 2, 1)
@@ -57,17 +55,18 @@ def test_a_computation_that_is_not_topped_up_ends(lab: Lab) -> None:
     ],
 )
 def test_after_a_failed_call_all_is_freed(seed: int, call: str, nth: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     assert device.simulator is not None
     with (
         Lab(device, SMALL, repeats=1, seed=seed) as lab,
-        closing(ConcurrentCompute(lab, Situation.SMALL)) as compute,
+        SeriesRun(
+            lab, [Situation.SMALL], ["both"], groups=1, seconds=None, progress=lambda *_: None, spare=True
+        ) as run,
         contiguous_series(lab, SIZE) as contiguous,
         FieldSetup(lab, MODEL, Placement.INTERLEAVED, SIZE) as setup,
         closing(FieldMethods(setup, contiguous, "overlap", shipped=True)) as methods,
     ):
-        measurer = FieldMeasurer(setup, contiguous, methods, "block-major")
         device.simulator.faults.fail_call(call, nth)
         with pytest.raises(KVOffloadError):
-            list(measurer.cells(Situation.SMALL, "both", compute, 1))
+            list(run.cells(methods.of, SIZE.transfers, {}))
     check_clean_close(device)

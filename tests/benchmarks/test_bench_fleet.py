@@ -15,7 +15,7 @@ from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace
 
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
-from kvoffload.replay.tiers import Policies
+from kvoffload.replay.hits import Policies
 from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.workloads import WORKLOADS, make_workload
 from kvoffload.terminal.console import Output

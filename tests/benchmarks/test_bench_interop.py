@@ -16,12 +16,9 @@ from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
-from kvoffload_bench import frameworks_compared as interop
-from kvoffload_bench import jax_methods
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY
+from kvoffload_bench import interop, jax_methods
 from kvoffload_bench.framework_data import POISON_ELEMENT, FrameworkData, FrameworkMethod, time_warmed
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.rounds import WARM_UP, Scenario
+from kvoffload_bench.harness import CONTIGUOUS_COPY, WARM_UP, Lab, Scenario
 
 SIMULATED = ("bench", "interop", "--backend", "simulated")
 GEOMETRY = MODELS["llama-3.1-8b"].scaled(1 / 64)

@@ -17,14 +17,14 @@ from mooncake_servers import mooncake_program
 from remote_stores import for_objects, for_valkey, names_in_s3, patient_mooncake, taken_from_mooncake
 from servers import Process, ask, need_module, valkey_program, weed_program
 
-from kvoffload.cache.tiering.tiered_cache import TieredCache
+from kvoffload.cache.block_cache import BlockCache
 from kvoffload.commands import main
 from kvoffload.terminal.stores import KINDS, Store
 from kvoffload.terminal.tables import WIDTH
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
 from kvoffload_bench import tier_calls
-from kvoffload_bench.remote_bare import BareLoop
+from kvoffload_bench.remote_measure import BareLoop
 from kvoffload_bench.remote_servers import started
 
 pytestmark = pytest.mark.servers
@@ -190,7 +190,7 @@ def test_a_package_that_cannot_be_imported_brings_no_server(monkeypatch: pytest.
     assert main([*REMOTE, "--start", "valkey", *TINY]) == 2
 
 
-@pytest.mark.parametrize("where", [(BareLoop, "get"), (tracemalloc, "start"), (TieredCache, "promote")], ids=str)
+@pytest.mark.parametrize("where", [(BareLoop, "get"), (tracemalloc, "start"), (BlockCache, "promote")], ids=str)
 def test_an_interrupt_ends_the_servers_and_deletes_the_records(
     monkeypatch: pytest.MonkeyPatch, valkey_server: Process, where: tuple[Any, str]
 ) -> None:

@@ -15,10 +15,9 @@ from kvoffload.internal.models import find_model
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError
 from kvoffload.testing import SimulatedDriver, check_clean_close
-from kvoffload_bench import sharded_series
-from kvoffload_bench.field_measure import DIRECTIONS
-from kvoffload_bench.sharded import ONE, SHARDED, size_of
-from kvoffload_bench.sharded_series import Processes, Series, ShardSize
+from kvoffload_bench import sharded
+from kvoffload_bench.series import DIRECTIONS
+from kvoffload_bench.sharded import ONE, SHARDED, Processes, Series, ShardSize, size_of
 
 SIZE = ShardSize(3, 64, 2, 3)
 BOTH = tuple(Direction)
@@ -61,18 +60,17 @@ def test_what_is_not_copied_is_counted(directions: tuple[Direction, ...], seed: 
 def test_processes_answer_for_all(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The main function of a process, in threads, each on a simulated device of its own."""
     monkeypatch.setattr(
-        sharded_series, "open_device", lambda index: kvoffload.open_device(backend="simulated", seed=seed + index)
+        sharded, "open_device", lambda index: kvoffload.open_device(backend=SimulatedDriver(seed=seed + index))
     )
     pipes = [Pipe() for _ in range(2)]
     threads = [
-        Thread(target=sharded_series._serve, args=(theirs, index, SIZE, seed))
-        for index, (_, theirs) in enumerate(pipes)
+        Thread(target=sharded._serve, args=(theirs, index, SIZE, seed)) for index, (_, theirs) in enumerate(pipes)
     ]
     for thread in threads:
         thread.start()
     connections = [mine for mine, _ in pipes]
     for connection in connections:
-        assert sharded_series._answer(connection, 30) is None
+        assert sharded._answer(connection, 30) is None
     movers = Processes(connections, SIZE)
     movers.poison(BOTH)
     assert movers.wrong(BOTH) == 2 * SIZE.in_series * 2
@@ -91,6 +89,6 @@ def test_a_process_that_does_not_answer_is_an_error() -> None:
     mine, theirs = Pipe()
     with mine:
         with theirs, pytest.raises(CommandError, match="has not answered for 0 s"):
-            sharded_series._answer(mine, 0.01)
+            sharded._answer(mine, 0.01)
         with pytest.raises(CommandError, match="has ended"):
-            sharded_series._answer(mine, 0.01)
+            sharded._answer(mine, 0.01)

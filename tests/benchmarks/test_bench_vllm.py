@@ -21,12 +21,11 @@ from kvoffload.commands import main
 from kvoffload.errors import CapabilityError
 from kvoffload.terminal.console import CommandError, Output
 from kvoffload.terminal.tables import WIDTH
-from kvoffload_bench import vllm, vllm_classes, vllm_report, vllm_scheduler
+from kvoffload_bench import vllm, vllm_classes, vllm_report
 from kvoffload_bench.field_compute import Situation
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.vllm_measure import VllmPlan, VllmRun, series_of
-from kvoffload_bench.vllm_methods import BACKEND, ENGINE, ENGINE_COPIES, WORKER
-from kvoffload_bench.vllm_setup import Geometry
+from kvoffload_bench.harness import Lab
+from kvoffload_bench.vllm import VllmPlan
+from kvoffload_bench.vllm_methods import BACKEND, ENGINE, ENGINE_COPIES, WORKER, Geometry, series_of
 
 SMALL = Geometry(3, 64)
 SIMULATED = ("bench", "vllm", "--backend", "simulated")
@@ -38,8 +37,9 @@ def plan(**changes: Any) -> VllmPlan:
 
 
 def cells(lab: Lab, plan: VllmPlan, **options: Any) -> list[dict[str, Any]]:
-    with fake_classes(lab.device, **options) as classes, VllmRun(plan, lab, classes, lambda *_: None) as run:
-        return list(run.cells())
+    with fake_classes(lab.device, **options) as classes:
+        found: list[dict[str, Any]] = vllm.measure(plan, lab, classes, lambda *_: None)["cells"]
+        return found
 
 
 # transfers ------------------------------------------------------------------------------------------------------------
@@ -80,11 +80,9 @@ def test_blocks_that_a_method_leaves_out_are_counted(lab: Lab, options: dict[str
 
 @pytest.mark.parametrize(("apart", "tensors"), [(False, 1), (True, 2)])
 def test_this_library_copies_the_same_tensor_or_one_of_its_own(lab: Lab, apart: bool, tensors: int) -> None:
-    with (
-        fake_classes(lab.device) as classes,
-        VllmRun(plan(apart=apart, directions=["load"]), lab, classes, lambda *_: None) as run,
-    ):
-        assert all(each["wrong"] == 0 for each in run.cells())
+    with fake_classes(lab.device) as classes:
+        fields = vllm.measure(plan(apart=apart, directions=["load"]), lab, classes, lambda *_: None)
+        assert all(each["wrong"] == 0 for each in fields["cells"])
         assert len(classes.torch.cuda.memory_snapshot()) == tensors
 
 
@@ -239,24 +237,24 @@ MANAGERS = vllm_classes.ManagerClasses(BASE, SimpleNamespace(CPUOffloadingManage
 
 
 def test_every_call_of_every_manager_is_timed() -> None:
-    callers = vllm_scheduler.managers(MANAGERS, 1024)
-    ours = [name for name in callers if name not in vllm_scheduler.THEIRS]
+    callers = vllm_report.managers(MANAGERS, 1024)
+    ours = [name for name in callers if name not in vllm_report.CACHES]
     assert len(ours) == 2
-    records = vllm_scheduler.measure(callers, 1024, 3, lambda *_: None, (1, 4))
+    records = vllm_report.measure(callers, 1024, 3, lambda *_: None, (1, 4))
     assert [(each["name"], each["keys"]) for each in records] == [(name, n) for n in (1, 4) for name in callers]
     assert [each["vllm"] for each in records] == 2 * [False, False, True, True]
     assert {each["keys"]: each["stored"] for each in records} == {1: 4, 4: 16}
-    assert all(set(each["us"]) == set(vllm_scheduler.CALLS) for each in records)
+    assert all(set(each["us"]) == set(vllm_report.CALLS) for each in records)
     ratios = vllm_report.scheduler_ratios(records)
     assert [(each["keys"], each["call"], each["over"]) for each in ratios] == [
-        (keys, call, name) for keys in (1, 4) for call in vllm_scheduler.CALLS for name in vllm_scheduler.THEIRS
+        (keys, call, name) for keys in (1, 4) for call in vllm_report.CALLS for name in vllm_report.CACHES
     ]
 
 
 def test_loads_of_keys_that_were_declined_are_not_timed() -> None:
     manager = FakeManager(8, "lru", declines=True)
-    callers: dict[str, Any] = {vllm_scheduler.THEIRS[0]: vllm_scheduler.ManagerCalls(BASE, manager)}
-    (record,) = vllm_scheduler.measure(callers, 8, 2, lambda *_: None, (4,))
+    callers: dict[str, Any] = {vllm_report.CACHES[0]: vllm_report.ManagerCalls(BASE, manager)}
+    (record,) = vllm_report.measure(callers, 8, 2, lambda *_: None, (4,))
     assert record["stored"] == 0
     assert (record["us"]["prepare_load"], record["us"]["lookup"]) == (None, None)
     assert not any(call.startswith("load") for call in manager.calls)
@@ -270,7 +268,7 @@ def test_loads_of_keys_that_were_declined_are_not_timed() -> None:
 def _with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_classes, "version", lambda: "0.33.0")
     monkeypatch.setattr(vllm_classes, "manager_classes", lambda: MANAGERS)
-    monkeypatch.setattr(vllm_scheduler, "CAPACITY", 2048)
+    monkeypatch.setattr(vllm_report, "CAPACITY", 2048)
 
 
 @pytest.mark.usefixtures("_with_vllm")
@@ -403,10 +401,10 @@ def test_the_report_names_the_worst_cell_and_fits_80_columns(capsys: pytest.Capt
     found = [cell(ENGINE, 140.0), cell(ENGINE_COPIES, 130.0), cell(WORKER, 120.0), cell(BACKEND, 110.0)]
     found += [cell(ENGINE, 9.0, 4.25, blocks=256, **busy), cell(BACKEND, 10.0, 12.25, blocks=256, **busy)]
     comparisons = vllm_report.compare(found)
-    us: dict[str, float | None] = dict.fromkeys(vllm_scheduler.CALLS, 12345.6)
+    us: dict[str, float | None] = dict.fromkeys(vllm_report.CALLS, 12345.6)
     records = [
         {"name": "CacheIndex, prefix", "vllm": False, "keys": 512, "stored": 0, "us": us},
-        {"name": vllm_scheduler.THEIRS[0], "vllm": True, "keys": 512, "stored": 0, "us": us | {"touch": None}},
+        {"name": vllm_report.CACHES[0], "vllm": True, "keys": 512, "stored": 0, "us": us | {"touch": None}},
     ]
     fields = {
         "cells": found, "comparisons": comparisons, "summary": vllm_report.summarize(comparisons), "vllm": "0.33.0",

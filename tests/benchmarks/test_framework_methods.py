@@ -18,14 +18,10 @@ from fakecupy import FakeStream, fake_cupy
 import kvoffload
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload_bench import cupy_methods, jax_methods
-from kvoffload_bench import frameworks_compared as interop
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY
+from kvoffload_bench import cupy_methods, interop, jax_methods
 from kvoffload_bench.cupy_methods import CupyMethods
 from kvoffload_bench.framework_data import FrameworkData, FrameworkMethod, time_warmed
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.rounds import WARM_UP, Scenario
-from kvoffload_bench.tools import SMALL
+from kvoffload_bench.harness import CONTIGUOUS_COPY, SMALL, WARM_UP, Lab, Scenario
 
 SIMULATED = ("bench", "interop", "--backend", "simulated")
 GEOMETRY = MODELS["llama-3.1-8b"].scaled(1 / 64)
@@ -253,13 +249,13 @@ def test_what_jax_can_do_on_the_cpu_is_verified(
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     fields = run_json(capsys, *SIMULATED, "--blocks", "40", "--repeats", "2")
     carried = {row["method"]: row["copiers"] for row in fields["methods"]}
-    names = [jax_methods.OWNED, jax_methods.STAGED, *JAXS_OWN, CONTIGUOUS_COPY]
+    names = [jax_methods.OWNED, *JAXS_OWN, CONTIGUOUS_COPY]
     assert [(row["back_to_back"], row["method"]) for row in fields["methods"]] == [
         (times, name) for times in (1, BACK_TO_BACK) for name in names
     ]
     assert carried[jax_methods.OWNED] == {"store": "strided", "load": "strided"}
     assert not any(carried[name] for name in JAXS_OWN)
-    assert set(fields["not_run"]) == {"CuPy", "JAX: AdoptedCache", "JAX: CallbackCache"}
+    assert set(fields["not_run"]) == {"CuPy"}
     for row in fields["methods"]:
         assert row["wrong"] == NO_WRONG
         assert not {"gb_per_s", "median_us", "samples_us"} & set(row), "no time is a GPU's"
@@ -267,7 +263,7 @@ def test_what_jax_can_do_on_the_cpu_is_verified(
 
 
 @needs_jax
-@pytest.mark.parametrize("name", [jax_methods.OWNED, jax_methods.STAGED, *JAXS_OWN])
+@pytest.mark.parametrize("name", [jax_methods.OWNED, *JAXS_OWN])
 def test_blocks_that_jax_has_not_moved_are_counted(data: FrameworkData, name: str) -> None:
     with closing(jax_methods.JaxMethods(data)) as made:
         method = made.makers[name]()
@@ -277,13 +273,13 @@ def test_blocks_that_jax_has_not_moved_are_counted(data: FrameworkData, name: st
         assert method.cache.wrong() == ROWS
         method.execute(Direction.LOAD)
         assert method.cache.wrong() == 0
-        if name in (jax_methods.OWNED, jax_methods.STAGED):
+        if name == jax_methods.OWNED:
             method.scenario(Direction.STORE, data, 1).poison()
             assert method.host.wrong() == ROWS
 
 
 @needs_jax
-@pytest.mark.parametrize("name", [jax_methods.OWNED, jax_methods.STAGED, jax_methods.OWN])
+@pytest.mark.parametrize("name", [jax_methods.OWNED, jax_methods.OWN])
 def test_a_look_of_jaxs_that_comes_before_its_load_is_counted(data: FrameworkData, name: str) -> None:
     with closing(jax_methods.JaxMethods(data)) as made:
         assert_early_looks_are_counted(data, made.makers[name]())

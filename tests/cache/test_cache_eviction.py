@@ -155,10 +155,10 @@ def test_never_used_slots_go_first(pair: tuple[Rig, BlockCache]) -> None:
 def test_the_least_recently_used_key_goes(pair: tuple[Rig, BlockCache]) -> None:
     _, cache = pair
     cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
-    assert list(cache._index._state.pools.all[0].policy) == keys(3, 2, 1, 0), "a prefix stays longer than what needs it"
+    assert list(cache._state.pools.all[0].policy) == keys(3, 2, 1, 0), "a prefix stays longer than what needs it"
     cache.load(keys(3), [20]).wait(10)
     cache.store(keys(4), [4]).wait(10)
-    assert list(cache._index._state.pools.all[0].policy) == keys(1, 0, 3, 4)
+    assert list(cache._state.pools.all[0].policy) == keys(1, 0, 3, 4)
 
 
 def test_pitfall_26_recency_follows_requests_not_lookups_or_completions(pair: tuple[Rig, BlockCache]) -> None:
@@ -166,16 +166,16 @@ def test_pitfall_26_recency_follows_requests_not_lookups_or_completions(pair: tu
     cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
     for _ in range(5):
         cache.lookup(keys(3, 2, 1, 0))
-    assert list(cache._index._state.pools.all[0].policy) == keys(3, 2, 1, 0)
+    assert list(cache._state.pools.all[0].policy) == keys(3, 2, 1, 0)
     cache.touch(keys(2, 3, 9))
-    assert list(cache._index._state.pools.all[0].policy) == keys(1, 0, 3, 2)
+    assert list(cache._state.pools.all[0].policy) == keys(1, 0, 3, 2)
     held = bench.stream()
     gate = bench.gate(held)
     late = cache.load(keys(1), [20], after=held)
     cache.load(keys(3), [21], after=NO_WAIT)
     gate.open()
     late.wait(10)
-    assert list(cache._index._state.pools.all[0].policy) == keys(0, 2, 1, 3)
+    assert list(cache._state.pools.all[0].policy) == keys(0, 2, 1, 3)
 
 
 def test_pitfall_24_eviction_is_all_or_nothing(pair: tuple[Rig, BlockCache]) -> None:
@@ -248,7 +248,7 @@ def test_pitfall_25_what_is_in_use_is_never_evicted(pair: tuple[Rig, BlockCache]
     cache.store(keys(4), [4], after=NO_WAIT)
     with pytest.raises(CapacityError):
         cache.store(keys(5), [5], after=NO_WAIT, all_or_nothing=True)
-    assert set(cache._index.keys) == set(keys(0, 2, 3, 4))
+    assert set(cache._records.keys) == set(keys(0, 2, 3, 4))
     assert (cache.statistics().pinned, cache.statistics().pending) == (1, 3)
     gate.open()
     reading.wait(10)
@@ -280,7 +280,7 @@ def test_keys_of_the_request_are_not_evicted_for_it(pair: tuple[Rig, BlockCache]
     _, cache = pair
     cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
     cache.store(keys(3, 2, 8), [3, 2, 8]).wait(10)
-    assert set(cache._index.keys) == set(keys(0, 2, 3, 8))
+    assert set(cache._records.keys) == set(keys(0, 2, 3, 8))
 
 
 def test_more_keys_than_the_cache_holds_are_refused(pair: tuple[Rig, BlockCache]) -> None:
@@ -302,7 +302,7 @@ def test_a_policy_of_ones_own() -> None:
         cache.store(keys(0), [0]).wait(10)
         cache.store(keys(1), [1]).wait(10)
         cache.store(keys(2), [2]).wait(10)
-        assert set(cache._index.keys) == set(keys(0, 2))
+        assert set(cache._records.keys) == set(keys(0, 2))
         cache.check()
         with pytest.raises(ValueError, match="policy must be one of arc, lru"):
             BlockCache(bench.engine, policy="lfu")  # type: ignore[arg-type]

@@ -48,9 +48,8 @@ class Scene:
         self.events: list[Any] = []
         hook = self.events.append if on_event else None
         self.in_flight: list[Jobs] = []
-        self.index = CacheIndex(
-            CAPACITY, policy=policy, tenants=TENANTS, on_event=hook, in_flight=lambda: tuple(self.in_flight)
-        )
+        self.index = CacheIndex(CAPACITY, policy=policy, tenants=TENANTS, on_event=hook)
+        self.index._state.in_flight.append(lambda: tuple(self.in_flight))
         self.index.reserve(keys(0, 1, 2)).commit()
         self.index.touch(keys(0, 1, 2))
         if full:

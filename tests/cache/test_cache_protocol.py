@@ -748,13 +748,13 @@ def test_open_reservations_leases_and_settlements_keep_the_slots() -> None:
         held = bench.stream()
         gate = bench.gate(held)
         reservation.commit(bench.engine.store([3], reservation.slots(), after=held))
-        index: Any = reservation._index
+        records: Any = reservation._records
         del reservation
         assert refused(bench.engine), "a copy is still queued"
         gate.open()
         bench.engine.drain(10)
-        lease = index.acquire(keys(0))
-        del index
+        lease = records.acquire((keys(0), False))
+        del records
         assert refused(bench.engine)
         lease.release()
         assert not refused(bench.engine)

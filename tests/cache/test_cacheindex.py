@@ -27,8 +27,8 @@ from kvoffload import (
 )
 from kvoffload.cache import statistics as recorder
 from kvoffload.cache.entries import EntryTable
+from kvoffload.cache.key_cache import leading
 from kvoffload.cache.policies import LRU, POLICIES, Prefix
-from kvoffload.cache.queries import leading
 
 MISS, HIT, PENDING = Status.MISS, Status.HIT, Status.PENDING
 
@@ -149,7 +149,8 @@ def test_entries_of_open_reservations_and_resident_keys_are_distinct(index: Cach
 
 
 def test_slots_of_several_groups_lie_side_by_side() -> None:
-    index = CacheIndex(4, num_groups=3)
+    index = CacheIndex(4)
+    index.records.num_groups = 3
     reservation = index.reserve(keys(0, 1))
     assert [list(reservation.slots(group)) for group in range(3)] == [[0, 3], [1, 4], [2, 5]]
     reservation.commit()
@@ -267,14 +268,14 @@ def test_entries_are_held_and_loaded_in_one_call(index: CacheIndex) -> None:
     kept: list[Any] = []
     with index.open_request() as request:
         with pytest.raises(MissingKeyError, match=r"keys\[1\]"):
-            index.hold(([key(0), key(99)], kept, request._record, [key(0)]))
+            index.records.hold(([key(0), key(99)], kept, request._record, [key(0)]))
         assert (kept, request.keys, index.statistics().pinned) == ([], (), 0)
-        record = index.hold((keys(0, 2), kept, request._record, keys(0, 2)))
+        record = index.records.hold((keys(0, 2), kept, request._record, keys(0, 2)))
         assert kept == [record]
         assert request.keys == tuple(keys(0, 2))
         assert index.statistics().pinned == 2
-        index.release(record)
-        index.release(record)
+        index.records.release(record)
+        index.records.release(record)
         assert index.statistics().pinned == 0
         index.check()
 
@@ -754,17 +755,17 @@ def test_repr_says_how_it_stands() -> None:
 def test_the_keys_that_go_next_are_those_beyond_what_is_free(index: CacheIndex) -> None:
     store(index, keys(0))
     store(index, keys(1))
-    assert [len(index.next_to_go(count)) for count in range(6)] == [0, 0, 0, 1, 2, 2]
+    assert [len(index.records.next_to_go(count)) for count in range(6)] == [0, 0, 0, 1, 2, 2]
     with index.acquire(keys(0)):
-        assert index.next_to_go(4) == keys(1)
+        assert index.records.next_to_go(4) == keys(1)
 
 
 def test_a_promotion_that_ends_without_bytes_is_no_failed_store() -> None:
     """And neither is an aborted reservation whose keys were removed: nothing is told of either."""
     events: list[CacheEvent] = []
     index = CacheIndex(4, on_event=events.append)
-    for record in index.reserve_each(keys(0, 1)):
-        index.abort_after(record, ())
+    for record in index.records.reserve_each((keys(0, 1), "")):
+        index.records.abort_after(record, ())
     assert (index.status(keys(0, 1)), events, index.statistics().failed) == ([MISS, MISS], [], 0)
     reservation = index.reserve(keys(2))
     index.remove(keys(2))

@@ -33,6 +33,7 @@ from kvoffload import (
     Status,
     TransferError,
 )
+from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.policies import POLICIES
 
 CAPACITY = 5
@@ -151,7 +152,7 @@ class Books:
     def let_go(self, indices: Any) -> None:
         self.holds.subtract(indices)
 
-    def agree(self, index: CacheIndex) -> None:
+    def agree(self, index: KeyCache) -> None:
         """Compare with an index whose calls have all come to their end."""
         index.check()
         names = keys(*range(12))
@@ -245,7 +246,7 @@ class IndexMachine(RuleBasedStateMachine):
     @property
     def state(self) -> dict[str, Any]:
         idle = SimpleNamespace(statistics=lambda: SimpleNamespace(in_flight=0))
-        stub: Any = SimpleNamespace(_index=self.index, engine=idle)
+        stub: Any = SimpleNamespace(_state=self.index._state, statistics=self.index.statistics, engine=idle)
         return cache_state(stub)
 
     @rule()
@@ -408,7 +409,7 @@ class CacheMachine(RuleBasedStateMachine):
             for lease, _ in self.leases:
                 lease.release()
                 self.books.let_go(set(lease.indices))
-            self.books.agree(self.cache._index)
+            self.books.agree(self.cache)
             assert not +self.books.holds
             whole(self.engine)
             self.context.__exit__(None, None, None)
@@ -500,7 +501,7 @@ class CacheMachine(RuleBasedStateMachine):
             add(own, request)
             return
         assert not (whole and refuses)
-        there = self.cache._index._state.table.of
+        there = self.cache._state.table.of
         self.books.store(request, job.keys, [name for name in ready if name not in there], own)
         add(own, request)
         fill = Fill(None, job.jobs)
@@ -698,7 +699,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.cache.check()  # before anything more ends
         self.settle()
-        self.books.agree(self.cache._index)
+        self.books.agree(self.cache)
         self.cache.check()
         assert all(list(request.keys) == own for request, own in self.requests.all)
         names = keys(*range(12))
@@ -846,8 +847,8 @@ def test_threads_with_their_own_ways_share_a_cache(policy: Any, seed: int) -> No
         whole(bench.engine)
         statistics = cache.statistics()
         assert (statistics.pending, statistics.pinned) == (0, 0)
-        assert cache._index._state.table.holds == {}
-        assert (mirror.wrong, mirror.keys) == ([], set(cache._index.keys)), "events came in their order"
+        assert cache._state.table.holds == {}
+        assert (mirror.wrong, mirror.keys) == ([], set(cache._records.keys)), "events came in their order"
         assert sum(client.loaded for client in clients) > 20, "something was read"
         simulator.faults.clear()
         present = [number for number in range(20) if cache.lookup([key(number)])]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.cache import restoring
+from kvoffload.cache import index as restoring
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import LRU, PolicyName
 from kvoffload.cache.pools import Tenant

@@ -120,7 +120,8 @@ def test_a_key_that_a_call_is_changing_is_no_hit() -> None:
         return ()
 
     ended = threading.Event()
-    index = CacheIndex(4, in_flight=in_flight)
+    index = CacheIndex(4)
+    index._state.in_flight.append(in_flight)
     mine, other = index.reserve(keys(0)), index.reserve(keys(1))
     del mine
     del other

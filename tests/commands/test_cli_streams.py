@@ -127,7 +127,7 @@ def test_a_memory_error_is_exit_code_2_and_says_what_to_change(
     def short(*_: object) -> None:
         raise MemoryError("Unable to allocate 745. GiB")
 
-    monkeypatch.setattr("kvoffload.replay.metadata.survey", short)
+    monkeypatch.setattr("kvoffload.replay.report.hits_of_policies", short)
     assert main([*WORKLOAD, "--metadata-only"]) == 2
     assert "host memory is short: Unable to allocate 745. GiB; choose smaller numbers" in capsys.readouterr().err
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from strategies import Case, cases, place
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, HostMemory, KVLayout, LayoutError, OffloadEngine, TieredCache
+from kvoffload import NO_WAIT, BlockCache, CapacityError, HostMemory, KVLayout, LayoutError, OffloadEngine
 from kvoffload.device import pinned
 from kvoffload.driver import address_of
-from kvoffload.testing import Mirror, check_clean_close, leak_check, scramble
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, leak_check, scramble
 from kvoffload.tiers import MemoryTier
 
 PAGE = 4096
@@ -62,7 +62,7 @@ def buffer_of(layout: KVLayout) -> Any:
 def test_any_transfers_touch_the_slots_and_nothing_between_them(
     case: Case, seed: int, gap: int, first: int, registered: bool
 ) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     layout, buffers = place(device, case.layout, seed)
     stride = layout.slot_bytes + gap * PAGE
     memory = mapped(first * PAGE + case.num_slots * stride, seed)
@@ -335,10 +335,10 @@ def test_tiers_take_slots_that_follow_each_other_and_refuse_a_stride(
         OffloadEngine(layout, device=device, host_memory=apart, **COPY_ENGINE_ONLY) as engine,
         pytest.raises(LayoutError, match=r"pools\[0\] must be a C-contiguous writable array of uint8"),
     ):
-        TieredCache(engine, tiers=[tier])
+        BlockCache(engine, tiers=[tier])
     together = HostMemory.of_buffer(mapped(8 * PAGE), num_slots=8, slot_stride=PAGE)
     with OffloadEngine(layout, device=device, host_memory=together, **COPY_ENGINE_ONLY) as engine:
-        cache = TieredCache(engine, tiers=[tier])
+        cache = BlockCache(engine, tiers=[tier])
         cache.store([b"a"], [1]).wait(10)
         cache.close()
 

@@ -380,9 +380,9 @@ def test_what_finds_no_room_in_the_queues_waits_on_the_host(monkeypatch: pytest.
 
 def test_reports_that_are_not_taken_are_bounded() -> None:
     with simulated(1) as device, rig(device) as bench:
-        tracker = bench.engine._parts.tracker
-        assert tracker.most_reports == 65_536
-        tracker.most_reports = 10
+        reports = bench.engine._reports
+        assert reports.most == 65_536
+        reports.most = 10
         jobs = [bench.engine.store([], []) for _ in range(25)]
         statistics = bench.engine.statistics()
         assert (statistics.unreported, statistics.dropped_reports) == (10, 15)

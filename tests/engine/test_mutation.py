@@ -65,7 +65,7 @@ def test_the_sites_are_found() -> None:
     assert names.count("stream_wait_event") >= 6
     assert names.count("wait_for_transfer") >= 3
     assert {site.module for site in SITES} >= {
-        f"kvoffload.engine.{name}" for name in ("launcher", "lifecycle", "stream_order", "wait_streams")
+        f"kvoffload.engine.{name}" for name in ("launcher", "shard", "wait_streams")
     }
 
 

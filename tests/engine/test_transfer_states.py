@@ -10,8 +10,7 @@ from helpers import LEVELS, rig, simulated
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, TransferError
-from kvoffload.engine.job import SimulatedTransferResult, TransferResult, result_of
-from kvoffload.engine.transfer import TRANSITIONS, Event, State, Transfer
+from kvoffload.engine.job import TRANSITIONS, Event, SimulatedTransferResult, State, Transfer, TransferResult, result_of
 from kvoffload.internal.waiting import wait_until
 
 

@@ -55,8 +55,8 @@ def test_the_oldest_result_is_forgotten_at_the_same_cost_however_many_were_befor
     if devices == 1:
         with simulated(1) as device, rig(device) as bench:
             bench.engine.poll()
-            assert isinstance(bench.engine._parts.tracker.reports, OrderedDict)
+            assert isinstance(bench.engine._reports.results, OrderedDict)
     else:
         with machine() as two:
             two.engine.poll()
-            assert isinstance(two.engine._tracker.reports, OrderedDict)
+            assert isinstance(two.engine._reports.results, OrderedDict)

@@ -1,4 +1,4 @@
-"""JAX on a GPU: its arrays, its order without streams to name, and the four ways to keep a cache."""
+"""JAX on a GPU: its arrays, its order without streams to name, and the cache."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_programs import ELEMENTS, PLANES, SHAPE, JaxProgram, jax_on, run_random_program
+from random_programs import ELEMENTS, PLANES, SHAPE, JaxProgram, JaxTreeProgram, jax_on, run_random_program
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
-from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, from_device
+from kvoffload.jax import OwnedCache, from_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+PAGED: dict[str, Any] = {"block_axis": 0, "plane_axis": None}
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +24,12 @@ def jax(gpu_device: kvoffload.Device) -> Iterator[Any]:
         yield module
 
 
-@pytest.mark.parametrize("kind", ["owned", "adopted", "callback", "staged"])
-def test_two_thousand_random_steps(jax: Any, gpu_device: kvoffload.Device, kind: str, seed: int) -> None:
-    assert run_random_program(JaxProgram(jax, gpu_device, kind), 2000, seed) == 0
+def test_two_thousand_random_steps(jax: Any, gpu_device: kvoffload.Device, seed: int) -> None:
+    assert run_random_program(JaxProgram(jax, gpu_device), 2000, seed) == 0
 
 
 def test_without_the_ordering_calls_these_steps_go_wrong(jax: Any, gpu_device: kvoffload.Device, seed: int) -> None:
-    wrong = run_random_program(JaxProgram(jax, gpu_device, "owned", ordered=False), 2000, seed)
+    wrong = run_random_program(JaxProgram(jax, gpu_device, ordered=False), 2000, seed)
     print(f"{wrong} elements wrong without ordering")
     assert wrong > 0
 
@@ -74,14 +75,38 @@ def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvof
     burn = jnp.ones((6144, 6144), jnp.bfloat16)
     cache = OwnedCache(gpu_device, SHAPE, np.float32, plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
-        cache.array = slow(cache.array, burn)
-        cache.array.block_until_ready()
+        cache.arrays = slow(cache.arrays, burn)
+        cache.arrays.block_until_ready()
         engine.slots[:] = 0
-        cache.array = slow(cache.array, burn)  # about 35 ms
+        cache.arrays = slow(cache.arrays, burn)  # about 35 ms
         job = engine.store([5], [0], after=cache)
         assert not job.done, "the call has returned before JAX's computation ended"
         job.wait(30)
         assert bool((engine.slots[0].view(np.float32)[: PLANES * ELEMENTS] == 3).all())
+
+
+def test_two_thousand_random_steps_of_a_tree(jax: Any, gpu_device: kvoffload.Device, seed: int) -> None:
+    assert run_random_program(JaxTreeProgram(jax, gpu_device), 2000, seed) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
+def test_a_layer_for_each_array_is_updated_in_place_and_moved(
+    jax: Any, gpu_device: kvoffload.Device, dtype: str
+) -> None:
+    """An array for each of 32 layers: imports, updates and a reinterpretation keep each at its own address."""
+    cache = OwnedCache(gpu_device, {"k": [(24, 16, 128)] * 32, "v": [(24, 16, 128)] * 32}, dtype, **PAGED)
+    addresses = [plane.address for plane in cache.layout.groups[0].planes]
+    fill = jax.jit(
+        lambda tree, block, value: jax.tree.map(lambda leaf: leaf.at[block].set(value.astype(leaf.dtype)), tree),
+        donate_argnums=0,
+    )
+    with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
+        for turn in range(5):
+            cache.arrays = fill(cache.arrays, turn, jax.numpy.float32(turn))
+            assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.arrays)] == addresses
+            engine.store([turn], [0], after=cache)
+            engine.load([0], [20], after=cache)
+            assert all(bool((leaf[20].astype("float32") == turn).all()) for leaf in jax.tree.leaves(cache.arrays))
 
 
 @pytest.mark.parametrize("factor", [1, 2])
@@ -96,66 +121,50 @@ def test_a_block_major_cache_is_updated_in_place_and_moved(jax: Any, gpu_device:
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
         for turn in range(5):
             blocks = jnp.array([4 + turn, 5 + turn])
-            cache.array = write(cache.array, blocks, jnp.int32(turn % PLANES), values + turn)
+            cache.arrays = write(cache.arrays, blocks, jnp.int32(turn % PLANES), values + turn)
             slots = range(2 // factor)
             engine.store([4 + turn, 5 + turn], slots, after=cache)
             engine.load(slots, [20, 21], after=cache)
-            found = read(cache.array, jnp.array([20, 21]), jnp.int32(turn % PLANES))
+            found = read(cache.arrays, jnp.array([20, 21]), jnp.int32(turn % PLANES))
             assert bool((found == values + turn).all())
 
 
 # wrong uses that can be told
 
 
-@pytest.mark.parametrize("kind", [OwnedCache, AdoptedCache])
-def test_an_update_that_moved_is_refused(jax: Any, gpu_device: kvoffload.Device, kind: Any) -> None:
-    zeros = jax.numpy.zeros(SHAPE, np.float32)
-    given = (SHAPE, np.float32) if kind is OwnedCache else (zeros,)
-    cache = kind(gpu_device, *given, plane_axis=0, block_axis=1)
+def test_an_update_that_moved_is_refused(gpu_device: kvoffload.Device) -> None:
+    cache = OwnedCache(gpu_device, SHAPE, np.float32, plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.LayoutError, match="the update made a copy"):
-        cache.array = cache.array + 1
+        cache.arrays = cache.arrays + 1
     with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape \(4, 24, 4096\), got float32 of"):
-        cache.array = cache.array[:2]
+        cache.arrays = cache.arrays[:2]
     with pytest.raises(kvoffload.LayoutError, match=r"array must be a jax.Array, got ndarray"):
-        cache.array = np.zeros(SHAPE, np.float32)
+        cache.arrays = np.zeros(SHAPE, np.float32)
 
 
 def test_an_array_from_before_a_transfer_is_deleted(gpu_device: kvoffload.Device) -> None:
     cache = OwnedCache(gpu_device, SHAPE, "bfloat16", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
-        old = cache.array
-        assert cache.array is old
+        old = cache.arrays
+        assert cache.arrays is old
         engine.load([0], [1], after=cache)
         assert cache.unordered is old
-        assert cache.array is not old
+        assert cache.arrays is not old
         with pytest.raises(RuntimeError, match="deleted"):
             _ = old + 1
         with pytest.raises(ValueError, match="after was deleted, or donated"):
             engine.store([0], [0], after=old)
         assert engine.submitted == 1
-        assert bool((cache.array[:, 0] == 0).all())
+        assert bool((cache.arrays[:, 0] == 0).all())
 
 
-def test_a_stale_host_copy_is_not_seen(jax: Any, gpu_device: kvoffload.Device) -> None:
-    for make in (
-        lambda: OwnedCache(gpu_device, SHAPE, np.float32, plane_axis=0, block_axis=1),
-        lambda: AdoptedCache(gpu_device, jax.numpy.zeros(SHAPE), plane_axis=0, block_axis=1),
-    ):
-        cache = make()
-        with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
-            assert (np.asarray(cache.array) == 0).all()  # remembered on the array
-            engine.slots[0].view(np.float32)[:] = 9
-            engine.load([0], [7], after=cache)
-            assert (np.asarray(cache.array)[:, 7] == 9).all()
-
-
-def test_a_callback_that_is_refused_raises_and_the_cache_goes_on(jax: Any, gpu_device: kvoffload.Device) -> None:
-    cache = CallbackCache(gpu_device, jax.numpy.zeros(SHAPE, "bfloat16"), plane_axis=0, block_axis=1)
+def test_a_stale_host_copy_is_not_seen(gpu_device: kvoffload.Device) -> None:
+    cache = OwnedCache(gpu_device, SHAPE, np.float32, plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
-        with pytest.raises(kvoffload.LayoutError, match=r"slots\[0\] is 99"):
-            cache.store(engine, [0], [99])
-        cache.store(engine, [0], [1]).wait(30)
-        assert bool((cache.array == 0).all())
+        assert (np.asarray(cache.arrays) == 0).all()  # remembered on the array
+        engine.slots[0].view(np.float32)[:] = 9
+        engine.load([0], [7], after=cache)
+        assert (np.asarray(cache.arrays)[:, 7] == 9).all()
 
 
 def test_our_memory_as_an_array_of_jax(gpu_device: kvoffload.Device) -> None:

@@ -17,7 +17,7 @@ from sharded_jax import JaxDevices, ShardedProgram, Spec
 
 import kvoffload
 from kvoffload import BlockCache
-from kvoffload.jax import ShardedOwnedCache
+from kvoffload.jax import OwnedCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -39,14 +39,14 @@ def two(gpu_device: kvoffload.Device) -> Iterator[JaxDevices]:
         yield JaxDevices(jax, [gpu_device, other])
 
 
-def updater(jax: Any, cache: ShardedOwnedCache) -> Any:
+def updater(jax: Any, cache: OwnedCache) -> Any:
     def update(array: Any, blocks: Any, values: Any) -> Any:
         return array.at[blocks].set(values.astype(array.dtype))
 
     return jax.jit(update, donate_argnums=0, out_shardings=cache.sharding)
 
 
-def slow_update(jax: Any, cache: ShardedOwnedCache) -> tuple[Any, Any]:
+def slow_update(jax: Any, cache: OwnedCache) -> tuple[Any, Any]:
     """A jitted function that fills the cache with a value, 35 ms later on each device; and its second argument."""
 
     def fill(array: Any, burn: Any, value: Any) -> Any:
@@ -58,7 +58,7 @@ def slow_update(jax: Any, cache: ShardedOwnedCache) -> tuple[Any, Any]:
     return jax.jit(fill, donate_argnums=0, out_shardings=cache.sharding), burn
 
 
-def addresses(cache: ShardedOwnedCache) -> dict[int, int]:
+def addresses(cache: OwnedCache) -> dict[int, int]:
     """Where JAX's array lies on each GPU."""
     shards = cache.unordered.addressable_shards
     return {shard.device.local_hardware_id: shard.data.unsafe_buffer_pointer() for shard in shards}
@@ -84,20 +84,20 @@ def test_without_the_ordering_calls_these_steps_go_wrong(two: JaxDevices, seed: 
 @pytest.mark.parametrize("spec", SPECS)
 def test_updates_stay_in_place_on_both_gpus_and_blocks_are_moved(two: JaxDevices, spec: Spec, dtype: str) -> None:
     cache = two.cache(SHAPE, dtype, *spec, **AXES)
-    ours = {memory.buffer.device.index: memory.address for memory in cache.memories}
+    ours = {memory.device.index: memory.address for memory in cache.memories}
     assert addresses(cache) == ours
     update, expected = updater(two.jax, cache), np.zeros(SHAPE, np.float32)
     chance = np.random.default_rng(0)
     with two.engine(cache, 4) as engine:
         for turn in range(6):
             values = chance.integers(0, 16, (2, *SHAPE[1:])).astype(np.float32)
-            cache.array = update(cache.array, np.array([turn, turn + 1]), values)
+            cache.arrays = update(cache.arrays, np.array([turn, turn + 1]), values)
             expected[[turn, turn + 1]] = values
             assert addresses(cache) == ours
             engine.store([turn, turn + 1], [3, 1], after=cache)
             engine.load([1, 3], [20, 21], after=cache)
             expected[[20, 21]] = expected[[turn + 1, turn]]
-            assert (np.asarray(cache.array).astype(np.float32) == expected).all()
+            assert (np.asarray(cache.arrays).astype(np.float32) == expected).all()
             assert addresses(cache) == ours
 
 
@@ -110,13 +110,13 @@ def test_a_block_cache_on_it(two: JaxDevices) -> None:
     read = two.jax.jit(lambda array: array.astype("float32").sum((0, 1, 2, 4)))
     with two.engine(cache) as engine:
         blocks = BlockCache(engine)
-        cache.array = update(cache.array, np.array([3, 1, 2]), values)
+        cache.arrays = update(cache.arrays, np.array([3, 1, 2]), values)
         blocks.store(keys, [3, 1, 2], after=cache).wait(30)
         assert blocks.lookup(keys) == 3
-        logits = read(cache.array)
+        logits = read(cache.arrays)
         blocks.load(keys, [5, 6, 7], after=cache.after(logits))
-        cache.array = update(cache.array, np.array([3, 1, 2]), 0 * values)
-        found = np.asarray(cache.array).astype(np.float32)
+        cache.arrays = update(cache.arrays, np.array([3, 1, 2]), 0 * values)
+        found = np.asarray(cache.arrays).astype(np.float32)
         assert (found[5:8] == values).all()
         assert (found[:5] == 0).all()
         assert (np.asarray(logits) == values.sum((0, 1, 2, 4))).all()
@@ -130,10 +130,10 @@ def test_a_store_follows_jax_on_each_gpu_without_the_host_waiting(two: JaxDevice
     cache = two.cache(SHAPE, "float32", *spec, **AXES)
     slow, burn = slow_update(two.jax, cache)
     with two.engine(cache, 2) as engine:
-        cache.array = slow(cache.array, burn, 1.0)
+        cache.arrays = slow(cache.arrays, burn, 1.0)
         engine.store([5], [0], after=cache).wait(30)
-        cache.array.block_until_ready()
-        cache.array = slow(cache.array, burn, 3.0)
+        cache.arrays.block_until_ready()
+        cache.arrays = slow(cache.arrays, burn, 3.0)
         job = engine.store([5], [0], after=cache)
         assert not job.done, "the call has returned before JAX's computation ended"
         job.wait(30)
@@ -150,9 +150,9 @@ def test_a_load_follows_jax_and_jax_follows_it_without_the_host_waiting(two: Jax
         for value in (5.0, 7.0):  # the first time, things are compiled
             for pool in engine.slots:
                 pool[0].view(np.float32)[:] = value
-            cache.array = slow(cache.array, burn, 2.0)
+            cache.arrays = slow(cache.arrays, burn, 2.0)
             job = engine.load([0], [9], after=cache)
-            totals = total(cache.array)
+            totals = total(cache.arrays)
             ended = job.done
             assert np.asarray(totals).tolist() == [(value if block == 9 else 2.0) * ELEMENTS for block in range(24)]
             job.wait(30)
@@ -172,16 +172,16 @@ def test_a_transfer_follows_results_that_only_read_the_cache(two: JaxDevices) ->
 
     read = jax.jit(read)
     with two.engine(cache, 2) as engine:
-        cache.array = updater(jax, cache)(cache.array, np.array([4]), np.ones((1, *SHAPE[1:]), np.float32))
+        cache.arrays = updater(jax, cache)(cache.arrays, np.array([4]), np.ones((1, *SHAPE[1:]), np.float32))
         for pool in engine.slots:
             pool[0].view(np.float32)[:] = 100
-        read(cache.array, burn).block_until_ready()
-        logits = read(cache.array, burn)
+        read(cache.arrays, burn).block_until_ready()
+        logits = read(cache.arrays, burn)
         job = engine.load([0], [4], after=cache.after(logits))
         assert not job.done
         assert (np.asarray(logits) == ELEMENTS // 4).all()
         job.wait(30)
-        assert bool((cache.array[4] == 100).all())
+        assert bool((cache.arrays[4] == 100).all())
 
 
 def test_what_a_lost_step_wrote_is_stored(two: JaxDevices) -> None:
@@ -189,10 +189,10 @@ def test_what_a_lost_step_wrote_is_stored(two: JaxDevices) -> None:
     cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
     slow, burn = slow_update(two.jax, cache)
     with two.engine(cache, 2) as engine:
-        cache.array = slow(cache.array, burn, 1.0)
-        slow(cache.array, burn, 3.0)
+        cache.arrays = slow(cache.arrays, burn, 1.0)
+        slow(cache.arrays, burn, 3.0)
         with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
-            array = cache.array
+            array = cache.arrays
         assert not array.is_deleted()
         engine.store([2], [0], after=cache).wait(30)
         for pool, layout in zip(engine.slots, cache.layout.layouts, strict=True):
@@ -205,22 +205,22 @@ def test_what_a_lost_step_wrote_is_stored(two: JaxDevices) -> None:
 def test_an_update_that_moved_is_refused(two: JaxDevices) -> None:
     cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
     with pytest.raises(kvoffload.LayoutError, match=r"array lies at 0x\w+ on device \d, .*the update made a copy"):
-        cache.array = two.jax.jit(lambda array: array + 1, out_shardings=cache.sharding)(cache.array)
+        cache.arrays = two.jax.jit(lambda array: array + 1, out_shardings=cache.sharding)(cache.arrays)
     with pytest.raises(kvoffload.LayoutError, match=r"array must have the sharding .*out_shardings=cache.sharding"):
-        cache.array = two.jax.device_put(cache.array, two.sharding())
-    assert bool((cache.array == 0).all())
+        cache.arrays = two.jax.device_put(cache.arrays, two.sharding())
+    assert bool((cache.arrays == 0).all())
 
 
 def test_an_array_from_before_a_transfer_is_deleted(two: JaxDevices) -> None:
     cache = two.cache(SHAPE, "bfloat16", *HEADS, **AXES)
     with two.engine(cache, 2) as engine:
-        old = cache.array
+        old = cache.arrays
         engine.load([0], [1], after=cache)
         assert cache.unordered is old
-        assert cache.array is not old
+        assert cache.arrays is not old
         with pytest.raises(RuntimeError, match="deleted"):
             _ = old + 1
-        assert bool((cache.array[0] == 0).all())
+        assert bool((cache.arrays[0] == 0).all())
 
 
 # the example and the document

@@ -11,7 +11,7 @@ from mapped_memory import Mapping, check_every_copier, planes_at
 
 import kvoffload
 from kvoffload import KVLayout, LayoutError, OffloadEngine, Plane
-from kvoffload.device.placement import is_mapped_on
+from kvoffload.device.allocations import is_mapped_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

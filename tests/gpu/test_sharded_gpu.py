@@ -11,7 +11,7 @@ from helpers import all_are
 from sharding import Machine, RandomTransfers, machine
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, ShardedEngine, ShardedJob, ShardedLayout
+from kvoffload import NO_WAIT, BlockCache, Job, ShardedEngine, ShardedLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -70,7 +70,7 @@ def test_random_transfers_give_the_bytes_of_loops(
     shape = {"groups": 1 + number % 2, "blocks_per_slot": 1 + number, "sm_limit": 2 if kernels else 0}
     with machine((6, 2), devices=devices, seed=number, num_slots=8, block_bytes=4 * KIB, **shape) as made:
         random = RandomTransfers(made, chance)
-        jobs: list[ShardedJob] = []
+        jobs: list[Job] = []
         for _ in range(100):
             job, expected = random.transfer()
             jobs.append(job)

@@ -16,7 +16,6 @@ from tiering import SECONDS, key, keys
 
 import kvoffload
 from kvoffload import NO_WAIT, CacheIndex, DeviceBuffer, KVLayout, OffloadEngine, SharedSlots, Status
-from kvoffload.cache.tiering import TieredIndex
 from kvoffload.testing import poison
 from kvoffload.tiers import DiskTier
 
@@ -62,7 +61,7 @@ class Rank:
 class Server:
     """The index of the scheduler, which maps the slots of the ranks, and the ranks' engines."""
 
-    index: TieredIndex
+    index: CacheIndex
     ranks: list[Rank]
 
     def contents(self, rank: int, numbers: Sequence[int]) -> list[Bytes]:
@@ -121,7 +120,9 @@ def server(device: kvoffload.Device, folder: Path, name: str, **options: Any) ->
                 pools.append(received.array)
         layout_digest = blake2b(repr([pool.shape for pool in pools]).encode(), digest_size=16).digest()
         tier = DiskTier(folder / "records", nbytes=64 << 20, identity="a model", **options)
-        index = TieredIndex(pools, tiers=[tier], layout=layout_digest, write="through", policy="lru")
+        index = CacheIndex(
+            len(pools[0]), pools=pools, tiers=[tier], layout=layout_digest, write="through", policy="lru"
+        )
         stack.callback(lambda: index.close(SECONDS))
         yield Server(index, ranks)
         index.check()
@@ -187,7 +188,7 @@ def test_what_was_demoted_is_written_from_the_slots_and_not_from_later_keys(
     with server(each_device, tmp_path, name) as bench:
         bench.store([1, 2, 3])
         assert bench.index.drain(SECONDS)
-        CacheIndex.clear(bench.index)
+        bench.index.clear(below=False)
         for rank in bench.ranks:
             poison(rank.slots.array)
         bench.load([1, 2, 3])

@@ -1,4 +1,4 @@
-"""The caches for JAX on a simulated device, where JAX computes on the CPU: the same bytes, no streams."""
+"""The cache for JAX on a simulated device, where JAX computes on the CPU: the same bytes, no streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from random_programs import JaxProgram, jax_on, run_random_program
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
-from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, ShardedOwnedCache, StagedCache, from_device
+from kvoffload.jax import OwnedCache, from_device
 
 
 def test_without_jax_the_error_says_what_to_install(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,15 +22,9 @@ def test_without_jax_the_error_says_what_to_install(device: kvoffload.Device, mo
     with pytest.raises(kvoffload.CapabilityError, match=r"needs JAX.*pip install 'kvoffload\[jax\]'"):
         OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.CapabilityError, match=r"pip install 'kvoffload\[jax\]'"):
-        ShardedOwnedCache([device], (2, 4, 8), "float32", sharding=None, plane_axis=0, block_axis=1)
+        OwnedCache([device], (2, 4, 8), "float32", sharding=None, plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.CapabilityError, match=r"pip install 'kvoffload\[jax\]'"):
         from_device(device.empty((2, 4), "float32"))
-
-
-@pytest.mark.parametrize("make", [AdoptedCache, CallbackCache, StagedCache])
-def test_caches_of_jaxs_take_arrays_of_jaxs(device: kvoffload.Device, make: Any) -> None:
-    with pytest.raises(kvoffload.LayoutError, match=r"array must be a jax\.Array, got ndarray"):
-        make(device, np.zeros((2, 4, 8)), plane_axis=0, block_axis=1)
 
 
 @pytest.fixture
@@ -39,9 +33,8 @@ def jax(device: kvoffload.Device) -> Iterator[Any]:
         yield module
 
 
-@pytest.mark.parametrize("kind", ["owned", "staged"])
-def test_random_steps(jax: Any, device: kvoffload.Device, kind: str, seed: int) -> None:
-    assert run_random_program(JaxProgram(jax, device, kind), 150, seed) == 0
+def test_random_steps(jax: Any, device: kvoffload.Device, seed: int) -> None:
+    assert run_random_program(JaxProgram(jax, device), 150, seed) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
@@ -50,15 +43,15 @@ def test_an_owned_cache_updates_stores_and_loads(jax: Any, device: kvoffload.Dev
     cache = OwnedCache(device, (4, 16, 8, 32), dtype, plane_axis=0, block_axis=1)
     update = jax.jit(lambda array, ids, values: array.at[:, ids].set(values), donate_argnums=0)
     assert (cache.layout.dtype, cache.layout.on_default_stream) == (dtype, False)
-    assert bool((cache.array == 0).all())
+    assert bool((cache.arrays == 0).all())
     with OffloadEngine(cache.layout, device=device, num_slots=8, sm_limit=0) as engine:
-        cache.array = update(cache.array, jnp.array([1, 2]), jnp.full((4, 2, 8, 32), 3, dtype))
+        cache.arrays = update(cache.arrays, jnp.array([1, 2]), jnp.full((4, 2, 8, 32), 3, dtype))
         with pytest.raises(ValueError, match="after=None stands for the legacy default stream"):
             engine.store([1], [0])
         engine.store([1, 2], [5, 6], after=cache)
         engine.load([5, 6], [9, 10], after=cache)
-        assert bool((cache.array[:, 9:11] == 3).all())
-        assert bool((cache.array[:, 3:9] == 0).all())
+        assert bool((cache.arrays[:, 9:11] == 3).all())
+        assert bool((cache.arrays[:, 3:9] == 0).all())
 
 
 def test_a_block_major_cache_is_addressed_by_block_and_plane(jax: Any, device: kvoffload.Device) -> None:
@@ -70,23 +63,23 @@ def test_a_block_major_cache_is_addressed_by_block_and_plane(jax: Any, device: k
     table = jnp.array([5, 6])
     values = jnp.arange(2 * 8 * 32, dtype="float32").reshape(2, 8, 32)
     with OffloadEngine(cache.layout, device=device, num_slots=4, sm_limit=0) as engine:
-        cache.array = write(cache.array, table, 3, values)
+        cache.arrays = write(cache.arrays, table, 3, values)
         device.simulator.faults.calls = []
         engine.store([5, 6], [1], after=cache).wait(10)
         engine.load([1], [9, 10], after=cache).wait(10)
         copies = [name for name, *_ in device.simulator.faults.calls if name.startswith("cuMemcpy")]
         assert len(copies) == 2, "both blocks are one range on both sides"
-        assert bool((cache.array[table + 4, 3] == values).all())
+        assert bool((cache.arrays[table + 4, 3] == values).all())
         assert (engine.slots[1].view(np.float32).reshape(2, 4, 8, 32)[:, 3] == np.asarray(values)).all()
 
 
 def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
-        old = cache.array
-        assert cache.array is old
+        old = cache.arrays
+        assert cache.arrays is old
         engine.load([0], [1], after=cache)
-        assert cache.array is not old
+        assert cache.arrays is not old
         with pytest.raises(ValueError, match="after was deleted"):
             engine.load([0], [1], after=old)
 
@@ -99,43 +92,43 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulate
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
         engine.slots[0].view(np.float32)[:] = 5
-        before = cache.array
+        before = cache.arrays
         engine.load([0], [1], after=cache)
         computed = jax.jit(lambda array: array + 1, donate_argnums=0)(before)
         with pytest.raises(
             kvoffload.TransferError, match="concurrently with transfers, which a simulated device cannot do"
         ):
-            cache.array = computed
+            cache.arrays = computed
         with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
-            assert (np.asarray(cache.array)[:, 1] == 5).all()
+            assert (np.asarray(cache.arrays)[:, 1] == 5).all()
 
 
 def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
     """As many as the first engine's, which is gone."""
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     for value in (1, 2):
-        before = cache.array
+        before = cache.arrays
         with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
             engine.slots[0].view(np.float32)[:] = value
             engine.load([0], [1], after=cache)
-            assert cache.array is not before
-            assert (np.asarray(cache.array)[:, 1] == value).all()
+            assert cache.arrays is not before
+            assert (np.asarray(cache.arrays)[:, 1] == value).all()
         del engine
         gc.collect()
-        before = cache.array
+        before = cache.arrays
 
 
 def test_an_update_that_was_not_donated_is_refused_as_on_a_gpu(jax: Any, device: kvoffload.Device) -> None:
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
-    before = cache.array
+    before = cache.arrays
     for not_donated in (jax.jit(lambda array: array + 1)(before), before.at[0].set(1), jax.numpy.zeros((2, 4, 8))):
         with pytest.raises(kvoffload.LayoutError, match=r"was not donated to it, which makes a copy on a GPU\. Donate"):
-            cache.array = not_donated
-        assert cache.array is before
-    assert (cache.memory.buffer.to_numpy() == 0).all()
-    cache.array = before
-    cache.array = jax.jit(lambda array: array + 1, donate_argnums=0)(before)
-    assert (cache.memory.buffer.to_numpy().view(np.float32) == 1).all()
+            cache.arrays = not_donated
+        assert cache.arrays is before
+    assert (cache.memories[0].to_numpy() == 0).all()
+    cache.arrays = before
+    cache.arrays = jax.jit(lambda array: array + 1, donate_argnums=0)(before)
+    assert (cache.memories[0].to_numpy().view(np.float32) == 1).all()
 
 
 @pytest.mark.usefixtures("jax")
@@ -152,18 +145,17 @@ def test_what_keys_need_is_named_at_the_cache(device: kvoffload.Device) -> None:
         kvoffload.chain_keys(range(32), layout=bare.layout, salt="model")
 
 
-@pytest.mark.parametrize("kind", [OwnedCache, AdoptedCache])
-def test_tokens_of_a_block_are_those_of_its_keys(jax: Any, device: kvoffload.Device, kind: Any) -> None:
+@pytest.mark.usefixtures("jax")
+def test_tokens_of_a_block_are_those_of_its_keys(device: kvoffload.Device) -> None:
     axes: Any = {"plane_axis": 1, "block_axis": 0, "block_axes": ("tokens", "heads", "dim")}
     shape, dtype = (8, 2, 16, 4, 8), "float32"
-    given = (shape, dtype) if kind is OwnedCache else (jax.numpy.zeros(shape, dtype),)
-    assert kind(device, *given, tokens_per_block=16, **axes).layout.tokens_per_block == 16
+    assert OwnedCache(device, shape, dtype, tokens_per_block=16, **axes).layout.tokens_per_block == 16
     with pytest.raises(kvoffload.LayoutError, match="tokens_per_block is 32, but the axis 'tokens'"):
-        kind(device, *given, tokens_per_block=32, **axes)
+        OwnedCache(device, shape, dtype, tokens_per_block=32, **axes)
 
 
-@pytest.mark.parametrize("cache", [OwnedCache, ShardedOwnedCache])
-def test_options_of_a_cache_are_named_in_its_signature(cache: type) -> None:
+def test_options_of_a_cache_are_named_in_its_signature() -> None:
+    cache = OwnedCache
     parameters = inspect.signature(cache).parameters
     named = {"plane_axis", "block_axis", "tokens_per_block", "block_axes", "blocks_per_slot", "slot_order"}
     assert named <= set(parameters)
@@ -176,54 +168,14 @@ def test_options_of_a_cache_are_named_in_its_signature(cache: type) -> None:
 def test_what_is_no_update_of_the_cache_is_refused(jax: Any, device: kvoffload.Device) -> None:
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape \(2, 4, 8\), got float32 of \(1"):
-        cache.array = cache.array[:1]
+        cache.arrays = cache.arrays[:1]
     with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape .* got int32"):
-        cache.array = jax.numpy.zeros((2, 4, 8), "int32")
+        cache.arrays = jax.numpy.zeros((2, 4, 8), "int32")
     with pytest.raises(kvoffload.LayoutError, match=r"array must be a jax\.Array, got list"):
-        cache.array = [1]
+        cache.arrays = [1]
 
 
 def test_arrays_of_the_cpu_are_no_planes(jax: Any) -> None:
     cpu = jax.device_put(np.zeros((2, 4, 8)), jax.devices("cpu")[0])
     with pytest.raises(kvoffload.LayoutError, match="array is not in GPU memory"):
         KVLayout.from_stacked(cpu, plane_axis=0, block_axis=1)
-
-
-def test_a_staged_cache_refuses_an_array_that_is_elsewhere(
-    jax: Any, device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    array = jax.numpy.zeros((2, 4, 8))
-    monkeypatch.setattr(type(array), "__dlpack_device__", lambda _: (2, 0))
-    with pytest.raises(kvoffload.LayoutError, match=r'array is on .*; put it on jax.devices\("cpu"\)\[0\], since'):
-        StagedCache(device, array, plane_axis=0, block_axis=1)
-
-
-@pytest.mark.parametrize(("plane_axis", "block_axis"), [(1, 0), (0, 1), (-1, -2), (0, -1)])
-def test_a_staged_cache_takes_any_axes_and_more_blocks_than_its_stage(
-    jax: Any, device: kvoffload.Device, plane_axis: int, block_axis: int
-) -> None:
-    jnp = jax.numpy
-    content = np.arange(12 * 3 * 5, dtype=np.float32).reshape(12, 3, 5)
-    given = jnp.moveaxis(jnp.asarray(content), (0, 1), (block_axis, plane_axis))
-    cache = StagedCache(device, given, stage_blocks=4, plane_axis=plane_axis, block_axis=block_axis)
-    assert cache.stage.shape == (4, 3, 5)
-    with OffloadEngine(cache.layout, device=device, num_slots=8, sm_limit=0) as engine:
-        assert len(cache.store(engine, [0, 1, 2, 3, 4, 5], range(6))) == 2
-        cache.load(engine, [5, 4, 3, 2, 1, 0], [6, 7, 8, 9, 10, 11])
-        now = np.moveaxis(np.asarray(cache.array), (block_axis, plane_axis), (0, 1))
-        assert (now[6:] == content[5::-1]).all()
-        assert (now[:6] == content[:6]).all()
-        with pytest.raises(kvoffload.LayoutError, match="blocks repeats an id"):
-            cache.load(engine, [0, 1], [3, 3])
-        with pytest.raises(kvoffload.LayoutError, match="2 blocks need as many slots, got 1"):
-            cache.store(engine, [0, 1], [3])
-        with pytest.raises(kvoffload.LayoutError, match=r"blocks\[0\] is 12, outside \[0, 12\)"):
-            cache.store(engine, [12], [3])
-        with pytest.raises(kvoffload.LayoutError, match=r"slots\[0\] is 8, outside \[0, 8\)"):
-            cache.store(engine, [1], [8])
-    other = KVLayout([device.allocate_planes(3, block_bytes=20, num_blocks=4)])
-    with (
-        OffloadEngine(other, device=device, num_slots=8, sm_limit=0) as engine,
-        pytest.raises(kvoffload.LayoutError, match="engine must be one of this cache's layout"),
-    ):
-        cache.store(engine, [0], [0])

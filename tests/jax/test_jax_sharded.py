@@ -1,4 +1,4 @@
-"""ShardedOwnedCache on simulated devices, where JAX computes on as many CPU devices: the same bytes, no streams."""
+"""OwnedCache on several simulated devices, where JAX computes on as many CPU devices: the same bytes, no streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sharded_jax import JaxDevices, ShardedProgram, Spec, simulated_devices
 
 import kvoffload
 from kvoffload import BlockCache, LayoutError, OffloadEngine
-from kvoffload.jax import ShardedOwnedCache
+from kvoffload.jax import OwnedCache
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "jax.md"
 SHAPE = (8, 6, 4, 4, 2)  # blocks, planes, tokens, heads, head size
@@ -40,7 +40,7 @@ def numbers(shape: tuple[int, ...], dtype: str) -> Any:
     return np.random.default_rng(0).integers(0, highest, shape).astype(np.float32)
 
 
-def updater(jax: Any, cache: ShardedOwnedCache) -> Any:
+def updater(jax: Any, cache: OwnedCache) -> Any:
     """A jitted update of some blocks of a block-major cache."""
 
     def update(array: Any, blocks: Any, values: Any) -> Any:
@@ -49,8 +49,8 @@ def updater(jax: Any, cache: ShardedOwnedCache) -> Any:
     return jax.jit(update, donate_argnums=0, out_shardings=cache.sharding)
 
 
-def contents(cache: ShardedOwnedCache) -> Any:
-    return np.asarray(cache.array).astype(np.float32)
+def contents(cache: OwnedCache) -> Any:
+    return np.asarray(cache.arrays).astype(np.float32)
 
 
 # bytes
@@ -69,15 +69,15 @@ def test_a_cache_is_updated_stored_and_loaded(
     four: JaxDevices, dtype: str, spec: Spec, extents: tuple[int, ...], shard: tuple[int, ...]
 ) -> None:
     cache = four.cache(SHAPE, dtype, *spec, extents=extents, **AXES)
-    assert (cache.shape, cache.dtype, cache.layout.dtype) == (SHAPE, dtype, dtype)
-    assert [memory.shape for memory in cache.memories] == [shard] * 4
+    assert (cache.shapes.shape, cache.shapes.dtype.name, cache.layout.dtype) == (SHAPE, dtype, dtype)
+    assert [each.data.shape for each in cache.arrays.addressable_shards] == [shard] * 4
     assert cache.nbytes == sum(memory.nbytes for memory in cache.memories)
     assert all(not layout.on_default_stream for layout in cache.layout.layouts)
     assert (contents(cache) == 0).all()
     update, expected = updater(four.jax, cache), np.zeros(SHAPE, np.float32)
     with four.engine(cache) as engine:
         expected[[1, 6]] = numbers((2, *SHAPE[1:]), dtype)
-        cache.array = update(cache.array, np.array([1, 6]), expected[[1, 6]])
+        cache.arrays = update(cache.arrays, np.array([1, 6]), expected[[1, 6]])
         engine.store([1, 6], [5, 2], after=cache)
         engine.load([2, 5], [0, 3], after=cache)
         expected[[0, 3]] = expected[[6, 1]]
@@ -96,10 +96,10 @@ def test_a_pipeline_of_planes_first(two: JaxDevices) -> None:
     update = two.jax.jit(lambda array, values: array.at[:, [2, 3]].set(values), donate_argnums=0)
     values = numbers((6, 2, 16), "float32")
     with two.engine(cache) as engine:
-        cache.array = update(cache.array, values)
+        cache.arrays = update(cache.arrays, values)
         engine.store([2, 3], [1], after=cache)
         engine.load([1], [7, 0], after=cache)
-        assert (np.asarray(cache.array)[:, [7, 0]] == values).all()
+        assert (np.asarray(cache.arrays)[:, [7, 0]] == values).all()
 
 
 @pytest.mark.parametrize("order", [(1, 0), (2, 0, 3)])
@@ -107,18 +107,18 @@ def test_devices_may_be_in_another_order_than_those_of_the_sharding(four: JaxDev
     on = JaxDevices(four.jax, [four.devices[index] for index in order])
     sharding = JaxDevices(four.jax, [four.devices[index] for index in sorted(order)]).sharding(*HEADS)
     shape = (*SHAPE[:3], 2 * len(order), 2)
-    cache = ShardedOwnedCache(on.devices, shape, "bfloat16", sharding=sharding, **AXES)
+    cache = OwnedCache(on.devices, shape, "bfloat16", sharding=sharding, **AXES)
     values = numbers((1, *shape[1:]), "bfloat16")
     with on.engine(cache) as engine:
-        cache.array = updater(on.jax, cache)(cache.array, np.array([4]), values)
+        cache.arrays = updater(on.jax, cache)(cache.arrays, np.array([4]), values)
         engine.store([4], [0], after=cache)
         engine.load([0], [7], after=cache)
         assert (contents(cache)[7] == values).all()
         slices = cache.sharding.devices_indices_map(shape)
         for device, memory in zip(on.of_jax, cache.memories, strict=True):
-            assert memory.buffer.device.index == device.id
-            there = np.asarray(cache.array)[slices[device]]
-            assert (memory.buffer.to_numpy() == np.ascontiguousarray(there).view(np.uint8).ravel()).all()
+            assert memory.device.index == device.id
+            there = np.asarray(cache.arrays)[slices[device]]
+            assert (memory.to_numpy() == np.ascontiguousarray(there).view(np.uint8).ravel()).all()
 
 
 def test_random_steps(two: JaxDevices, seed: int) -> None:
@@ -132,10 +132,10 @@ def test_a_block_cache_on_it(two: JaxDevices) -> None:
     values = numbers((3, *SHAPE[1:]), "bfloat16")
     with two.engine(cache) as engine:
         blocks = BlockCache(engine)
-        cache.array = updater(two.jax, cache)(cache.array, np.array([3, 1, 2]), values)
-        logits = two.jax.jit(lambda array: array.astype("float32").sum((0, 1, 2, 4)))(cache.array)
+        cache.arrays = updater(two.jax, cache)(cache.arrays, np.array([3, 1, 2]), values)
+        logits = two.jax.jit(lambda array: array.astype("float32").sum((0, 1, 2, 4)))(cache.arrays)
         blocks.store(keys, [3, 1, 2], after=cache).wait(10)
-        cache.array = updater(two.jax, cache)(cache.array, np.array([3, 1, 2]), 0 * values)
+        cache.arrays = updater(two.jax, cache)(cache.arrays, np.array([3, 1, 2]), 0 * values)
         assert blocks.lookup(keys) == 3
         blocks.load(keys, [5, 6, 7], after=cache.after(logits))
         assert (contents(cache)[5:] == values).all()
@@ -150,17 +150,17 @@ def test_updates_by_shard_map_and_with_an_explicit_mesh(two: JaxDevices) -> None
     for kind in (kinds.Auto, kinds.Explicit):
         mesh = jax.sharding.Mesh(np.array(two.of_jax), ("heads",), axis_types=(kind,))
         sharding = jax.sharding.NamedSharding(mesh, spec)
-        cache = ShardedOwnedCache(two.devices, SHAPE, "float32", sharding=sharding, **AXES)
+        cache = OwnedCache(two.devices, SHAPE, "float32", sharding=sharding, **AXES)
 
         def write(shard: Any) -> Any:
             return shard.at[3].set(jax.lax.axis_index("heads") + 1.0)
 
         step = jax.jit(jax.shard_map(write, mesh=mesh, in_specs=spec, out_specs=spec), donate_argnums=0)
-        cache.array = step(cache.array)
+        cache.arrays = step(cache.arrays)
         with two.engine(cache) as engine:
             engine.store([3], [0], after=cache)
             engine.load([0], [4], after=cache)
-            assert (np.asarray(cache.array)[4] == np.array([1, 1, 2, 2])[:, None]).all()
+            assert (np.asarray(cache.arrays)[4] == np.array([1, 1, 2, 2])[:, None]).all()
 
 
 # what is followed
@@ -170,7 +170,7 @@ def test_what_a_transfer_follows_on_each_device(two: JaxDevices) -> None:
     jax = two.jax
     cache = two.cache(SHAPE, "bfloat16", *HEADS, **AXES)
     assert [[shard.devices() for shard in shards] for shards in cache.after()] == [[{each}] for each in two.of_jax]
-    sharded = jax.jit(lambda array: array.astype("float32").sum((0, 1, 2, 4)))(cache.array)
+    sharded = jax.jit(lambda array: array.astype("float32").sum((0, 1, 2, 4)))(cache.arrays)
     replicated = jax.device_put(np.ones(3), two.sharding())
     on_one = jax.device_put(np.ones(3), two.of_jax[1])
     first, second = cache.after(sharded, replicated, on_one)
@@ -184,7 +184,7 @@ def test_results_that_cannot_be_followed_are_refused(two: JaxDevices) -> None:
     jax = two.jax
     cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
     with pytest.raises(TypeError, match=r"results\[1\] must be a jax.Array, got ndarray"):
-        cache.after(cache.array, np.ones(3))
+        cache.after(cache.arrays, np.ones(3))
     deleted = jax.device_put(np.ones(3), two.of_jax[0])
     deleted.delete()
     with pytest.raises(ValueError, match=r"results\[0\] was deleted, or donated to a computation: pass the array that"):
@@ -197,10 +197,10 @@ def test_results_that_cannot_be_followed_are_refused(two: JaxDevices) -> None:
 def test_arrays_from_before_a_transfer_are_deleted(two: JaxDevices) -> None:
     cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
     with two.engine(cache) as engine:
-        old = cache.array
-        assert cache.array is old
+        old = cache.arrays
+        assert cache.arrays is old
         engine.load([0], [1], after=cache)
-        new = cache.array
+        new = cache.arrays
         assert new is not old
         assert old.is_deleted()
         assert not new.is_deleted()
@@ -215,9 +215,9 @@ def test_transfers_of_one_device_alone_are_followed_too(two: JaxDevices, number:
     layout = cache.layout.layouts[number]
     with OffloadEngine(layout, device=two.devices[number], num_slots=2, sm_limit=0) as engine:
         engine.slots[0].view(np.float32)[:] = 5
-        before = cache.array
+        before = cache.arrays
         engine.load([0], [1], after=cache.after()[number])
-        assert cache.array is not before
+        assert cache.arrays is not before
         heads = slice(2 * number, 2 * number + 2)
         assert (contents(cache)[1, :, :, heads] == 5).all()
         assert contents(cache).sum() == 5 * SHAPE[1] * SHAPE[2] * 2 * SHAPE[4]
@@ -237,12 +237,16 @@ def allocated(on: JaxDevices) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("spec", "changes", "text"),
     [
-        (HEADS, {"shape": (8, 6, 4, 3, 2)}, r"shape \(8, 6, 4, 3, 2\) cannot be divided evenly by sharding .*multiple"),
+        (
+            HEADS,
+            {"shapes": (8, 6, 4, 3, 2)},
+            r"shape \(8, 6, 4, 3, 2\) cannot be divided evenly by sharding .*multiple",
+        ),
         (("heads",), {}, r"divides the 8 blocks of block_axis=0, and every device needs every block: divide heads"),
         ((*HEADS, None, None), {}, r"is for 6 axes, and shape \(8, 6, 4, 4, 2\) has fewer"),
         (HEADS, {"block_axis": 1}, r"plane_axis and block_axis must differ"),
         (HEADS, {"plane_axis": 9}, r"plane_axis must be an axis of shape"),
-        (HEADS, {"shape": (8, 0, 4, 4, 2)}, r"shape must be a sequence of positive integers"),
+        (HEADS, {"shapes": (8, 0, 4, 4, 2)}, r"shape must be a sequence of positive integers"),
         (HEADS, {"dtype": "words"}, r"dtype"),
         (HEADS, {"blocks_per_slot": 0}, r"blocks_per_slot"),
         (HEADS, {"slot_order": "any"}, r"slot_order must be"),
@@ -252,9 +256,15 @@ def test_what_does_not_fit_is_refused_and_nothing_allocated(
     two: JaxDevices, spec: Spec, changes: dict[str, Any], text: str
 ) -> None:
     before = allocated(two)
-    arguments: dict[str, Any] = {"shape": SHAPE, "dtype": "float32", "sharding": two.sharding(*spec), **AXES, **changes}
+    arguments: dict[str, Any] = {
+        "shapes": SHAPE,
+        "dtype": "float32",
+        "sharding": two.sharding(*spec),
+        **AXES,
+        **changes,
+    }
     with pytest.raises(ValueError, match=text) as caught:
-        ShardedOwnedCache(two.devices, **arguments)
+        OwnedCache(two.devices, **arguments)
     assert allocated(two) == before
     assert caught.tb is not None, "what its frames refer to is not garbage"
 
@@ -266,17 +276,19 @@ def test_devices_that_are_not_those_of_the_sharding_are_refused(four: JaxDevices
         with pytest.raises(
             LayoutError, match=r"sharding is over \[\('cpu', 0\), \('cpu', 1\)\], and devices are .*give"
         ):
-            ShardedOwnedCache(devices, SHAPE, "float32", sharding=two.sharding(*HEADS), **AXES)
-    for wrong in (5, [5], four.devices[0]):
-        with pytest.raises(TypeError, match=r"devices must be a list of devices from open_device\(\), got"):
-            ShardedOwnedCache(wrong, SHAPE, "float32", sharding=two.sharding(*HEADS), **AXES)  # type: ignore[arg-type]
+            OwnedCache(devices, SHAPE, "float32", sharding=two.sharding(*HEADS), **AXES)
+    with pytest.raises(LayoutError, match=r"sharding is over \[.*\], and devices are \[\('cpu', 0\)\]"):
+        OwnedCache(four.devices[0], SHAPE, "float32", sharding=two.sharding(*HEADS), **AXES)
+    for wrong in (5, [5]):
+        with pytest.raises(TypeError, match=r"devices must be .* from open_device\(\),.* got"):
+            OwnedCache(wrong, SHAPE, "float32", sharding=two.sharding(*HEADS), **AXES)  # type: ignore[arg-type]
     one = four.jax.sharding.SingleDeviceSharding(four.of_jax[0])
     for sharding in (None, one, "heads"):
         with pytest.raises(TypeError, match=r"sharding must be a jax\.sharding\.NamedSharding over the devices, got"):
-            ShardedOwnedCache(two.devices, SHAPE, "float32", sharding=sharding, **AXES)
+            OwnedCache(two.devices, SHAPE, "float32", sharding=sharding, **AXES)
     kept = two.sharding(*HEADS).with_memory_kind("pinned_host")
     with pytest.raises(LayoutError, match=r"sharding has memory_kind='pinned_host', .* leave memory_kind out"):
-        ShardedOwnedCache(two.devices, SHAPE, "float32", sharding=kept, **AXES)
+        OwnedCache(two.devices, SHAPE, "float32", sharding=kept, **AXES)
     assert allocated(four) == before
 
 
@@ -294,12 +306,12 @@ def test_what_is_no_update_of_the_cache_is_refused(two: JaxDevices) -> None:
     jax = two.jax
     cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
     with pytest.raises(LayoutError, match=r"array must be float32 of shape \(8, 6, 4, 4, 2\), got float32 of \(1"):
-        cache.array = cache.array[:1]
+        cache.arrays = cache.arrays[:1]
     with pytest.raises(LayoutError, match=r"array must be a jax\.Array, got list"):
-        cache.array = [1]
+        cache.arrays = [1]
     for other in (two.sharding(), two.sharding(None, "planes"), jax.sharding.SingleDeviceSharding(two.of_jax[0])):
         with pytest.raises(LayoutError, match=r"array must have the sharding .*out_shardings=cache.sharding"):
-            cache.array = jax.device_put(np.zeros(SHAPE, np.float32), other)
+            cache.arrays = jax.device_put(np.zeros(SHAPE, np.float32), other)
     assert (contents(cache) == 0).all()
 
 
@@ -308,11 +320,11 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused(two: JaxDevic
     with two.engine(cache) as engine:
         for pool in engine.slots:
             pool.view(np.float32)[0] = 5
-        before = cache.array
+        before = cache.arrays
         engine.load([0], [1], after=cache)
         computed = two.jax.jit(lambda array: array + 1, donate_argnums=0)(before)
         with pytest.raises(kvoffload.TransferError, match="concurrently with transfers"):
-            cache.array = computed
+            cache.arrays = computed
         with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
             assert (contents(cache)[1] == 5).all()
 
@@ -321,8 +333,8 @@ def test_an_update_that_was_not_donated_is_refused(two: JaxDevices) -> None:
     cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
     update = lambda array: array + 1  # noqa: E731
     with pytest.raises(kvoffload.LayoutError, match="was not donated to it, which makes a copy on a GPU"):
-        cache.array = two.jax.jit(update, out_shardings=cache.sharding)(cache.array)
-    cache.array = two.jax.jit(update, out_shardings=cache.sharding, donate_argnums=0)(cache.array)
+        cache.arrays = two.jax.jit(update, out_shardings=cache.sharding)(cache.arrays)
+    cache.arrays = two.jax.jit(update, out_shardings=cache.sharding, donate_argnums=0)(cache.arrays)
     assert (contents(cache) == 1).all()
 
 
@@ -337,5 +349,5 @@ def test_the_snippet_of_the_document_runs(two: JaxDevices, capsys: pytest.Captur
 def test_it_is_shown(two: JaxDevices) -> None:
     cache = two.cache(SHAPE, "bfloat16", *HEADS, **AXES)
     shown = repr(cache)
-    assert shown.startswith("ShardedOwnedCache((8, 6, 4, 4, 2), bfloat16, P")
+    assert shown.startswith("OwnedCache((8, 6, 4, 4, 2), bfloat16, P")
     assert shown.endswith("devices [0, 1])")

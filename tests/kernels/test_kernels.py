@@ -713,7 +713,7 @@ def test_cuda_forbids_what_the_simulator_forbids_during_a_capture(gpu_device: kv
 def _capture_verdicts(device: kvoffload.Device, spec: KernelSpec, *, relaxed: bool = False) -> dict[str, str]:
     """What each call answers while another stream is captured, and in the library's capture mode if `relaxed`."""
     api, driver = device.driver.api, device.driver
-    made = loader._simulated(spec) if device.simulated else compile_kernel(spec, device.capabilities.compute_capability)
+    made = loader.machine_code(driver, device.capabilities, spec)
     arguments = np.zeros(made.parameter_count, np.uint64)
     memory = device.allocate(8)
     arguments[:2] = memory.address

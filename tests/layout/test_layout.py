@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvoffload import KVLayout, LayoutError, Plane
-from kvoffload.layout import overlap
-from kvoffload.layout.overlap import share_bytes
+from kvoffload.layout import planes as planes_module
+from kvoffload.layout.planes import share_bytes
 
 FAR = 1 << 20
 
@@ -256,7 +256,7 @@ def test_many_interleaved_planes_are_checked_without_comparing_pairs(monkeypatch
         compared.append(low)
         return share_bytes(low, high)
 
-    monkeypatch.setattr(overlap, "share_bytes", counted)
+    monkeypatch.setattr(planes_module, "share_bytes", counted)
     KVLayout([interleaved(2000)])
     assert not compared
     with pytest.raises(LayoutError, match=r"groups\[0\]\[19[89]\] and groups\[0\]\[19[89]\] share bytes"):

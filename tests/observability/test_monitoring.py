@@ -31,7 +31,7 @@ def exposed(device: kvoffload.Device) -> dict[str, set[str]]:
     registry = client.CollectorRegistry()
     with kvoffload.OffloadEngine(layout, device=device, num_slots=2) as engine:
         tiers = [MemoryTier(1 << 20)]
-        cache = kvoffload.TieredCache(engine, tiers=tiers, write="through", tenants={"a": kvoffload.Tenant()})
+        cache = kvoffload.BlockCache(engine, tiers=tiers, write="through", tenants={"a": kvoffload.Tenant()})
         register(cache, registry=registry)
         keys = kvoffload.chain_keys(range(64), layout=layout, salt="a")
         for key in keys:  # the later ones evict the earlier ones

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import kvoffload
-from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine, SharedSlots, TieredCache
-from kvoffload.cache.tiering import TieredIndex
+from kvoffload import BlockCache, CacheIndex, KVLayout, OffloadEngine, ShardedEngine, SharedSlots
 from kvoffload.observability.router_events import RouterEvents
 from kvoffload.tiers import MemoryTier
 
@@ -34,23 +33,16 @@ SHOWN = {
     "OffloadEngine": f"{ENGINE} device prefer profile sm_limit",
     "ShardedEngine": f"{ENGINE} devices",
     "Job": JOB,
-    "ShardedJob": JOB,
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
     "BlockCache": (
-        "acquire capacity check clear engine load lookup lookup_many open_request remove reserve statistics status "
-        "status_of store touch"
-    ),
-    "TieredCache": (
         "acquire capacity check clear close drain engine load locate lookup lookup_many open_request promote remove "
         "reserve statistics status status_of store tier_statistics touch"
     ),
-    "TieredIndex": (
-        "abandon abort abort_after acquire capacity check clear close commit commit_after commit_and_hold describe "
-        "drain end_request hold hold_ready keys load locate lock lookup lookup_many max_load_blocks next_to_go "
-        "note_promotion num_groups open_request promote release remove reserve reserve_each reserve_record restore "
-        "settle_ended statistics status status_below status_of tier_statistics touch use"
+    "CacheIndex": (
+        "acquire capacity check clear close describe drain keys load locate lock lookup lookup_many max_load_blocks "
+        "open_request promote records remove reserve restore statistics status status_below status_of tier_statistics "
+        "touch"
     ),
-    "IndexPromotion": "add_done_callback cancel done finished keys ready release result wait",
     "SharedSlots": "array close host_memory note offer receive",
     "Promotion": "add_done_callback cancel done finished keys load ready release result wait",
     "ChainedLoad": "add_done_callback done error finished job result submitted wait",
@@ -63,7 +55,7 @@ SHOWN = {
         "record_bytes release remove remove_all remove_records start statistics threads warn write_record write_records"
     ),
     "RouterEvents": ("cleared describe form lost medium not_described rank removed since stored take tokens_per_key"),
-    "OwnedCache": "address array device dtype is_deleted layout memory nbytes shape unordered",
+    "OwnedCache": "after arrays devices is_deleted layout memories nbytes shapes sharding unordered",
 }
 
 
@@ -77,12 +69,12 @@ def objects() -> Iterator[dict[str, Any]]:
         cache = BlockCache(engine)
         stored = cache.store([b"a"], [0])
         lower = OffloadEngine(layout, device=device, num_slots=4)
-        tiered = TieredCache(lower, tiers=[MemoryTier(1 << 16)])
+        tiered = BlockCache(lower, tiers=[MemoryTier(1 << 16)])
         promotion = tiered.promote([b"a"])
         chained = promotion.load([0])
         both = sharded.store([1], [0])
         shared = SharedSlots(1, 4096)
-        index = TieredIndex([shared.array], tiers=[MemoryTier(1 << 16)], layout=None)
+        index = CacheIndex(1, pools=[shared.array], tiers=[MemoryTier(1 << 16)], layout=None)
         with device.stream() as stream:
             tier = MemoryTier(1 << 16)
             tier.attach([engine.slots], None)
@@ -91,7 +83,6 @@ def objects() -> Iterator[dict[str, Any]]:
                 tier.clear(),
                 tiered,
                 index,
-                index.promote([b"a"]),
                 shared,
                 promotion,
                 chained,

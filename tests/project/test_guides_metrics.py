@@ -9,10 +9,9 @@ import pytest
 from documents import Snippet, snippets
 
 import kvoffload
-from kvoffload.cache import tiering
 from kvoffload.observability.prometheus import CacheCollector
 
-CACHES = {"BlockCache": kvoffload, "CacheIndex": kvoffload, "TieredCache": kvoffload, "TieredIndex": tiering}
+CACHES = {"BlockCache": kvoffload, "CacheIndex": kvoffload}
 BLOCKS = {each.name: each for each in snippets()}
 FLOWS: dict[str, list[tuple[int, dict[str, int]]]] = {
     # by the block's name, for each cache that it makes: keys asked for, and hits by where they were
@@ -31,7 +30,7 @@ FLOWS: dict[str, list[tuple[int, dict[str, int]]]] = {
     "tiers below ranks": [(2, {"host": 1})],
     "asyncio": [(18, {"host": 6})],
 }
-WITH_TIERS = [name for name in FLOWS if "Tiered" in BLOCKS[name].code]
+WITH_TIERS = [name for name in FLOWS if "tiers=" in BLOCKS[name].code]
 NOTHING_IS_ASKED_FOR = {"events for routers"}
 
 

@@ -30,9 +30,8 @@ from kvoffload import (
     OffloadEngine,
     ShardedEngine,
     SharedSlots,
-    TieredCache,
 )
-from kvoffload.cache.tiering import ChainedLoad, Promotion, TieredIndex
+from kvoffload.cache.tiering import ChainedLoad, Promotion
 from kvoffload.testing import TierFaults, check_clean_close, check_tier, fuzz_tier
 from kvoffload.tiers import DiskTier, MemoryTier, TierJob, ValkeyConnection
 
@@ -44,10 +43,10 @@ class World:
     device: kvoffload.Device
     layout: KVLayout
     cache: BlockCache[OffloadEngine]
-    tiered: TieredCache[OffloadEngine]
+    tiered: BlockCache[OffloadEngine]
     sharded: ShardedEngine
     index: CacheIndex
-    below: TieredIndex
+    below: CacheIndex
     promotion: Promotion
     chained: ChainedLoad
 
@@ -68,8 +67,10 @@ def world(device: kvoffload.Device) -> Iterator[World]:
     with ExitStack() as stack:
         engines = [OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) for _ in range(2)]
         sharded = ShardedEngine([layout], devices=[device], num_slots=4, **COPY_ENGINE_ONLY)
-        tiered = stack.enter_context(closing(TieredCache(engines[1], tiers=[MemoryTier(1 << 16)])))
-        below = stack.enter_context(closing(TieredIndex([aligned(4)], tiers=[MemoryTier(1 << 16)], layout=None)))
+        tiered = stack.enter_context(closing(BlockCache(engines[1], tiers=[MemoryTier(1 << 16)])))
+        below = stack.enter_context(
+            closing(CacheIndex(4, pools=[aligned(4)], tiers=[MemoryTier(1 << 16)], layout=None))
+        )
         cache, index = BlockCache(engines[0]), CacheIndex(4)
         for each in (cache, tiered):
             each.store(keys([0]), [0], after=NO_WAIT).wait(10)
@@ -109,7 +110,7 @@ SECONDS: dict[str, Call] = {
     "CacheJob.wait timeout": lambda world, value: world.cache.load(keys([]), [], after=NO_WAIT).wait(value),
     "ChainedLoad.wait timeout": lambda world, value: world.chained.wait(value),
     "Device.close timeout": lambda world, value: world.device.close(value),
-    "IndexPromotion.wait timeout": lambda world, value: world.promotion.wait(value),
+    "Promotion.wait timeout": lambda world, value: world.promotion.wait(value),
     "Job.wait timeout": lambda world, value: world.sharded.load([], [], after=NO_WAIT).wait(value),
     "Lease.wait timeout": lambda world, value: world.cache.acquire([]).wait(value),
     "OffloadEngine.close timeout": lambda world, value: world.engine.close(value),
@@ -120,20 +121,20 @@ SECONDS: dict[str, Call] = {
     "Stream.synchronize timeout": lambda world, value: _stream(world, value),
     "TierFaults longest_delay": lambda _, value: TierFaults(longest_delay=value),
     "TierJob.wait timeout": lambda _, value: TierJob([]).wait(value),
-    "TieredCache hung": lambda world, value: TieredCache(world.engine, tiers=[tier()], hung=value),
-    "TieredCache prefill_tokens_per_second": lambda world, value: TieredCache(
+    "BlockCache hung": lambda world, value: BlockCache(world.engine, tiers=[tier()], hung=value),
+    "BlockCache prefill_tokens_per_second": lambda world, value: BlockCache(
         world.engine, tiers=[tier()], prefill_tokens_per_second=value
     ),
-    "TieredCache.close timeout": lambda world, value: world.tiered.close(value),
-    "TieredCache.drain timeout": lambda world, value: world.tiered.drain(value),
-    "TieredCache.promote deadline": lambda world, value: world.tiered.promote(keys([0]), deadline=value),
-    "TieredIndex hung": lambda _, value: TieredIndex([aligned(4)], tiers=[tier()], layout=None, hung=value),
-    "TieredIndex seconds_per_key": lambda _, value: TieredIndex(
-        [aligned(4)], tiers=[tier()], layout=None, seconds_per_key=value
+    "BlockCache.close timeout": lambda world, value: world.tiered.close(value),
+    "BlockCache.drain timeout": lambda world, value: world.tiered.drain(value),
+    "BlockCache.promote deadline": lambda world, value: world.tiered.promote(keys([0]), deadline=value),
+    "CacheIndex hung": lambda _, value: CacheIndex(4, pools=[aligned(4)], tiers=[tier()], layout=None, hung=value),
+    "CacheIndex seconds_per_key": lambda _, value: CacheIndex(
+        4, pools=[aligned(4)], tiers=[tier()], layout=None, seconds_per_key=value
     ),
-    "TieredIndex.close timeout": lambda world, value: world.below.close(value),
-    "TieredIndex.drain timeout": lambda world, value: world.below.drain(value),
-    "TieredIndex.promote deadline": lambda world, value: world.below.promote(keys([0]), deadline=value),
+    "CacheIndex.close timeout": lambda world, value: world.below.close(value),
+    "CacheIndex.drain timeout": lambda world, value: world.below.drain(value),
+    "CacheIndex.promote deadline": lambda world, value: world.below.promote(keys([0]), deadline=value),
     "check_clean_close timeout": lambda world, value: check_clean_close(world.device, timeout=value),
     "check_tier timeout": lambda _, value: check_tier(tier, timeout=value),
     "fuzz_tier timeout": lambda _, value: fuzz_tier(tier(), timeout=value),
@@ -207,13 +208,14 @@ FLAGS: dict[str, Call] = {
     "ShardedEngine.load_groups urgent": lambda world, value: world.sharded.load_groups([], urgent=value),
     "ShardedEngine.submit urgent": lambda world, value: world.sharded.submit("load", [0], [0], urgent=value),
     "ValkeyConnection tls": lambda _, value: ValkeyConnection(tls=value),
-    "TieredIndex.promote counted": lambda world, value: world.below.promote(keys([0]), counted=value),
-    "TieredCache.store all_or_nothing": lambda world, value: world.tiered.store(
-        keys([1]), [1], after=NO_WAIT, all_or_nothing=value
-    ),
+    "CacheIndex.promote counted": lambda world, value: world.below.promote(keys([0]), counted=value),
+    "BlockCache.clear below": lambda world, value: world.tiered.clear(below=value),
+    "BlockCache.promote counted": lambda world, value: world.tiered.promote(keys([0]), counted=value),
+    "BlockCache.remove below": lambda world, value: world.tiered.remove(keys([0]), below=value),
+    "CacheIndex.clear below": lambda world, value: world.below.clear(below=value),
+    "CacheIndex.remove below": lambda world, value: world.below.remove(keys([0]), below=value),
 }
 NOT_CHECKED = {  # between the library's own classes, said by who implements a tier, or of no consequence
-    *("CacheIndex.commit_and_hold hold", "CacheIndex.hold_ready hold"),
     *("RemoteTier durable", "TierCapabilities durable", "TierCapabilities local_index", "TierCapabilities shared"),
     *("ValkeyTier cluster", "Prefix declines"),
     *("Faults.fail_call after", "Faults.fail_nth after", "fuzz_tier lossless"),
@@ -241,7 +243,7 @@ def test_every_flag_is_in_the_table() -> None:
 @pytest.mark.parametrize("junk", [None, 7, "engine", object(), OffloadEngine], ids=lambda junk: type(junk).__name__)
 def test_a_cache_over_what_is_no_engine_is_refused(junk: Any) -> None:
     taken = tier()
-    for make in (BlockCache, partial(TieredCache, tiers=[taken])):
+    for make in (BlockCache, partial(BlockCache, tiers=[taken])):
         with pytest.raises(TypeError, match=r"^engine must be an OffloadEngine or a ShardedEngine, got "):
             make(junk)
     taken.attach([aligned(4)], None)
@@ -253,7 +255,7 @@ def test_a_cache_over_a_closed_engine_is_refused(world: World) -> None:
     single = OffloadEngine(world.layout, device=world.device, num_slots=4, **COPY_ENGINE_ONLY)
     for engine in (single, sharded):
         engine.close()
-        for make in (BlockCache, partial(TieredCache, tiers=[tier()])):
+        for make in (BlockCache, partial(BlockCache, tiers=[tier()])):
             with pytest.raises(ClosedError, match=r"the engine is closed; make the cache over one that is open"):
                 make(engine)
 
@@ -262,11 +264,11 @@ def test_a_tier_outside_of_a_list_is_refused(world: World) -> None:
     bare = tier()
     values: list[Any] = [bare, None, 7]
     with OffloadEngine(world.layout, device=world.device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
-        for make in (partial(TieredCache, engine), partial(TieredIndex, [aligned(4)], layout=None)):
+        for make in (partial(BlockCache, engine), partial(CacheIndex, 4, pools=[aligned(4)], layout=None)):
             for value in values:
                 with pytest.raises(TypeError, match=r"^tiers must be a list, of one tier too: tiers=\[tier\], got "):
                     make(tiers=value)
-        with closing(TieredCache(engine, tiers=[bare])) as cache:
+        with closing(BlockCache(engine, tiers=[bare])) as cache:
             assert cache.capacity == 4
 
 
@@ -309,7 +311,7 @@ def test_an_unknown_argument_names_the_class_that_was_called() -> None:
 
 def test_every_call_has_a_public_name_in_errors() -> None:
     calls = public_calls()
-    public = {name.partition(".")[0] for name in calls} | {"Waitable"}  # of jobs and promotions alike
+    public = {name.partition(".")[0] for name in calls} | {"Waitable", "KeyCache", "Engine"}  # of jobs, caches, engines
     for name, (function, given) in calls.items():
         called: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
         owner = called.__qualname__.partition(".")[0]  # "object" of a named tuple, whose `__new__` names it

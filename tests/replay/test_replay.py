@@ -36,9 +36,9 @@ def test_every_request_does_what_the_oracle_does(
         device, geometry, capacity=capacity, longest=longest, blocks_per_key=blocks_per_key, policy="lru", seed=seed
     ) as served:
         for ids in trace:
-            before = served.counts.blocks_stored, served.blocks_evicted
+            before = served.counts.blocks_stored, served.cache.statistics().evicted
             hits = served.serve(keys_of(ids))
-            found = Served(hits, served.counts.blocks_stored - before[0], served.blocks_evicted - before[1])
+            found = Served(hits, served.counts.blocks_stored - before[0], served.cache.statistics().evicted - before[1])
             assert found == oracle.serve(ids), (seed, ids)
         served.cache.check()
         assert len(served.cache) == len(oracle.present)

@@ -20,8 +20,7 @@ from replaying import TINY, replay, serve_overlapping
 import kvoffload
 from kvoffload.cache.reservations import CacheJob
 from kvoffload.commands import main
-from kvoffload.replay.overlap import overlap
-from kvoffload.replay.verified import VerifiedCache
+from kvoffload.replay.verified import VerifiedCache, overlap
 
 
 @pytest.mark.parametrize("policy", ["lru", "prefix"])
@@ -44,7 +43,7 @@ def test_one_at_a_time_does_what_the_oracle_does(device: kvoffload.Device, seed:
     served = serve_overlapping(device, seed, in_flight=1)
     counts = served.counts
     expected = Oracle(60).serve_all(generated_trace(seed))
-    assert (counts.blocks_hit, counts.blocks_stored, served.blocks_evicted) == expected
+    assert (counts.blocks_hit, counts.blocks_stored, served.cache.statistics().evicted) == expected
     assert counts.requests_refused == 0
 
 
@@ -163,11 +162,10 @@ def test_on_a_gpu_times_are_printed_and_loads_are_measured(
     """As far as that can be tried without one: a simulated device that does not say so."""
 
     def unmarked(*_: object) -> kvoffload.Device:
-        device = kvoffload.open_device(backend="simulated")
-        device.simulated = False
-        return device
+        return kvoffload.open_device(backend="simulated")
 
     monkeypatch.setattr("kvoffload.replay.command.open_backend", unmarked)
+    monkeypatch.setattr(kvoffload.Device, "simulated", False)
     path = write_trace(tmp_path / "trace.jsonl", [[1, 2], [1, 2]])
     options = ("--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "4", "--prefill-tokens-per-second", "1000")
     assert main(["replay", str(path), *options, "--json"]) == 0

@@ -27,11 +27,19 @@ from replay_oracles import (
 )
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
+from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES, make_policy
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
-from kvoffload.replay import hitplot, metadata
-from kvoffload.replay.belady import belady_hits, belady_hits_by_request
+from kvoffload.replay import hitplot
+from kvoffload.replay.hits import (
+    OPTIMUM,
+    PolicyResult,
+    TieredIndex,
+    belady_hits,
+    belady_hits_by_request,
+    hits_of_policies,
+)
+from kvoffload.replay.report import print_policies
 from kvoffload.replay.saving import Rates
 from kvoffload.replay.trace import read_trace
 from kvoffload.replay.workloads import make_workload
@@ -66,11 +74,12 @@ def real_trace() -> Path:
 
 def serve_as_oracle(requests: list[tuple[bytes, ...]], slots: int) -> CacheIndex:
     """Every request's hits, and the sums of what was stored and evicted, are the oracle's."""
-    index, oracle = CacheIndex(slots, policy="lru"), Oracle(slots)
+    counted, oracle = TieredIndex(slots, make_policy("lru", slots)), Oracle(slots)
+    index = counted.host
     sums = [0, 0, 0]
     for number, request in enumerate(requests):
         expected = oracle.serve(request)
-        assert metadata.serve(index, request) == (expected.hits, False), number
+        assert counted.serve(request) == ((expected.hits,), (), False), number
         sums = [before + now for before, now in zip(sums, expected, strict=True)]
     done = index.statistics()
     assert Served(done.hits, done.stored, done.evicted) == Served(*sums)
@@ -103,13 +112,14 @@ def test_repeated_keys_and_requests_longer_than_the_cache(seed: int) -> None:
 
 
 def test_a_request_that_cannot_be_stored_is_counted_and_the_rest_goes_on() -> None:
-    index = CacheIndex(3, policy="lru")
-    assert metadata.serve(index, keys_of([1, 2])) == (0, False)
+    counted = TieredIndex(3, make_policy("lru", 3))
+    index = counted.host
+    assert counted.serve(keys_of([1, 2])) == ((0,), (), False)
     with index.acquire(keys_of([1, 2])):
-        assert metadata.serve(index, keys_of([3, 4])) == (0, True)
-        assert metadata.serve(index, keys_of([1, 5])) == (1, False)
+        assert counted.serve(keys_of([3, 4])) == ((0,), (), True)
+        assert counted.serve(keys_of([1, 5])) == ((1,), (), False)
     assert index.statistics().stored == 4, "3 was stored, 4 found no room"
-    assert metadata.serve(index, keys_of([3, 4])) == (0, False)
+    assert counted.serve(keys_of([3, 4])) == ((0,), (), False)
 
 
 # the optimum ----------------------------------------------------------------------------------------------------------
@@ -245,8 +255,8 @@ def test_words_are_explained_where_they_are_used(tmp_path: Path, capsys: pytest.
     assert "declined: " not in printed
     assert "LRU to optimum: " not in printed
     assert "1 block in 1 request\n" in printed
-    rows = [metadata.PolicyResult(policy, 8, 0, 0.0, 0, 0, 3, 0, 0.1) for policy in ("lru", "belady")]
-    metadata.print_results(rows, "a title", None, Output(as_json=False))
+    rows = [PolicyResult(policy, 8, 0, 0.0, 0, 0, 3, 0, 0.1) for policy in ("lru", "belady")]
+    print_policies(rows, "a title", None, Output(as_json=False))
     assert "\ndeclined: not stored, since " in capsys.readouterr().out
 
 
@@ -334,7 +344,7 @@ def test_the_figure_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_figure_has_a_line_for_each_policy_and_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
     requests = make_workload("documents", 100)
     output = Output(as_json=True)
-    rows = metadata.survey(requests, [512, 128], ["lru", "prefix"], output)
+    rows = hits_of_policies(requests, [512, 128], ["lru", "prefix"], output)
     ceiling = hitplot.seen_before(requests)
     (panel,) = hitplot.make(rows, ceiling, "a title").axes
     *lines, limit = panel.lines
@@ -352,20 +362,20 @@ def test_the_figure_has_a_line_for_each_policy_and_the_optimum(capsys: pytest.Ca
 
 @needs_matplotlib
 def test_a_figure_without_any_hits_can_be_drawn() -> None:
-    rows = [metadata.PolicyResult(policy, 8, 0, 0.0, 0, 0, 0, 0, 0.1) for policy in ("lru", "belady")]
+    rows = [PolicyResult(policy, 8, 0, 0.0, 0, 0, 0, 0, 0.1) for policy in ("lru", "belady")]
     (panel,) = hitplot.make(rows, 0.0, "nothing").axes
     assert panel.get_ylim()[1] > 0
 
 
 def test_the_ceiling_is_what_an_unbounded_cache_finds() -> None:
     requests = make_workload("documents", 100)
-    (unbounded,) = metadata.survey(requests, [100_000], ["lru"], Output(as_json=True))[:1]
+    (unbounded,) = hits_of_policies(requests, [100_000], ["lru"], Output(as_json=True))[:1]
     assert hitplot.seen_before(requests) == 100 * unbounded.hit_rate > 0
     assert hitplot.seen_before([]) == 0
 
 
 def test_every_policy_has_its_line() -> None:
-    assert set(hitplot._SERIES) == {*POLICIES, metadata.OPTIMUM}
+    assert set(hitplot._SERIES) == {*POLICIES, OPTIMUM}
 
 
 def test_without_matplotlib_the_command_says_what_to_install_before_it_reads(

@@ -10,7 +10,7 @@ from replay_oracles import keys_of
 from replaying import TINY
 
 import kvoffload
-from kvoffload.cache.tiering.tiered_cache import TieredCache
+from kvoffload.cache.block_cache import BlockCache
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.tiers import DiskTier
 
@@ -19,8 +19,8 @@ def disk_in(folder: Path) -> Callable[[int], DiskTier]:
     return lambda _: DiskTier(folder / "blocks.kv", nbytes=8 << 20, identity="replay")
 
 
-def tiered(served: VerifiedCache) -> TieredCache:
-    assert isinstance(served.cache, TieredCache)
+def tiered(served: VerifiedCache) -> BlockCache:
+    assert isinstance(served.cache, BlockCache)
     return served.cache
 
 

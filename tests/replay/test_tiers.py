@@ -15,9 +15,19 @@ from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace
 
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
-from kvoffload.replay.below import Disk
-from kvoffload.replay.tier_writes import RandomShare, Through, make_writes
-from kvoffload.replay.tiers import WRITES, Policies, Served, Survey, TieredIndex, TierResult, drive
+from kvoffload.replay.hits import (
+    WRITES,
+    Disk,
+    Policies,
+    RandomShare,
+    Served,
+    Survey,
+    Through,
+    TieredIndex,
+    TierResult,
+    hits_with_disk,
+    make_writes,
+)
 from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.workloads import WORKLOADS, make_workload
 from kvoffload.terminal.console import Output
@@ -85,7 +95,7 @@ def test_tiers_agree_with_what_their_events_say(seed: int, write: str, policies:
 def test_without_a_disk_the_hits_are_the_hosts(seed: int) -> None:
     requests = tree_trace(np.random.default_rng(seed), 200, depth=6, branches=3)  # no gaps: all host hits are leading
     found = {
-        name: drive(requests, 30, 60, LRU, make_writes(name, 60, least_hits=0.2), lambda *_: None)
+        name: hits_with_disk(requests, 30, 60, LRU, make_writes(name, 60, least_hits=0.2), lambda *_: None)
         for name in ("none", "through", "second")
     }
     assert (found["none"].disk_hits, found["none"].blocks_written, found["none"].hits_per_written) == (0, 0, None)

@@ -64,7 +64,7 @@ def test_a_result_is_of_all_devices(two: Machine) -> None:
     assert job.finished
     assert job.outcome() == result
     assert (job.method is not None and job.method.copier, job.num_parts) == ("batch", 1)
-    assert repr(job) == f"ShardedJob({job.id}, store, {2 * (3 * 64 + 2 * 80)} bytes, batch, done)"
+    assert repr(job) == f"Job({job.id}, store, {2 * (3 * 64 + 2 * 80)} bytes, batch, done)"
     totals = engine.statistics().store
     assert (totals.jobs, totals.failed, totals.nbytes) == (1, 0, result.nbytes)
     assert totals.seconds == result.seconds

@@ -9,12 +9,12 @@ from interrupts import Appends, Methods, interrupt_at
 from sharding import machine
 
 from kvoffload import NO_WAIT, BlockCache, CapacityError, TransferError
-from kvoffload.sharded.shard import Shard
+from kvoffload.engine.shard import Shard
 
 COUNTS = (2, 3)
 
 
-BEFORE_A_LAUNCH = Methods(Shard.launch)
+BEFORE_A_LAUNCH = Methods(Shard.enqueue)
 
 
 @pytest.mark.parametrize("launched", range(len(COUNTS)))

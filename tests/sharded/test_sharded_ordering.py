@@ -8,7 +8,7 @@ import pytest
 from helpers import all_are
 from sharding import Machine, machine
 
-from kvoffload import NO_WAIT, ShardedJob, TransferError
+from kvoffload import NO_WAIT, Job, TransferError
 
 COUNTS = (4, 2, 4)
 DEVICES = range(len(COUNTS))
@@ -40,7 +40,7 @@ def blocks(made: Machine, device: int, number: int) -> list[int]:
     ]
 
 
-def let_run(made: Machine, *held_back: ShardedJob) -> None:
+def let_run(made: Machine, *held_back: Job) -> None:
     made.settle()
     for job in held_back:
         assert not job.done

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sharding import Machine, RandomTransfers, machine
 
-from kvoffload import NO_WAIT, KVOffloadError, ShardedJob
+from kvoffload import NO_WAIT, Job, KVOffloadError
 from kvoffload.testing import Mirror
 
 SLOTS = 8
@@ -37,7 +37,7 @@ def test_random_transfers_give_the_bytes_of_loops(devices: int, number: int, see
         for mirror in random.mirrors:
             mirror.check()
         assert sorted(result.job_id for result in made.engine.poll()) == [job.id for job in jobs]
-        assert all(result.error is None for result in map(ShardedJob.outcome, jobs))
+        assert all(result.error is None for result in map(Job.outcome, jobs))
         made.whole()
 
 

@@ -26,7 +26,7 @@ MAX_THREADS = F.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 MAX_SHARED = F.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MISALIGNED_ADDRESS = R.CUDA_ERROR_MISALIGNED_ADDRESS
 
-COPY_ROWS = {
+COPY_ROWS: dict[str, Any] = {
     "module": "kernel_for_tests",
     "function": "copy_rows",
     "parameters": [("table", "i64"), ("result", "i64"), ("num_rows", "i32")],

@@ -177,7 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.settle()
         self.cache.check()
-        assert list(self.cache._index._state.pools.all[0].policy) == list(self.model)
+        assert list(self.cache._state.pools.all[0].policy) == list(self.model)
         for name, (_, job) in self.model.items():
             assert self.cache.lookup([name]) == int(job.done)
         statistics = self.cache.statistics()

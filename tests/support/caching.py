@@ -42,7 +42,7 @@ def grouped(capacity: int = 4, seed: int = 0) -> Iterator[tuple[Rig, BlockCache,
 def state(index: CacheIndex) -> dict[str, Any]:
     """Everything that a refused call must leave as it was."""
     idle = SimpleNamespace(statistics=lambda: SimpleNamespace(in_flight=0))
-    stub: Any = SimpleNamespace(_index=index, engine=idle)
+    stub: Any = SimpleNamespace(_state=index._state, statistics=index.statistics, engine=idle)
     policies = [repr(pool.policy) for pool in index._state.pools.all]
     return {**cache_state(stub), "sizes": policies, "seen": dict(index._state.filter._seen)}
 

@@ -17,6 +17,7 @@ from interrupts import PACKAGE, SIMULATOR
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
+from kvoffload.testing import SimulatedDriver
 
 BLOCKS, PLANES, BLOCK_BYTES = 8, 64, 256
 WARM = 6  # calls before the one that is counted
@@ -76,7 +77,7 @@ def _in_simulator(frame: FrameType | None) -> bool:
 @contextmanager
 def engines(num_slots: int = 16) -> Iterator[OffloadEngine]:
     """An engine over planes in one slab."""
-    with kvoffload.open_device(backend="simulated", seed=1) as device:
+    with kvoffload.open_device(backend=SimulatedDriver(seed=1)) as device:
         planes = device.allocate_planes(PLANES, block_bytes=BLOCK_BYTES, num_blocks=64)
         with OffloadEngine(KVLayout([planes]), device=device, num_slots=num_slots, sm_limit=0) as engine:
             yield engine

@@ -437,13 +437,12 @@ def keys(*numbers: int) -> list[bytes]:
 
 def cache_state(cache: kvoffload.BlockCache) -> dict[str, Any]:
     """Everything that a refused call must leave as it was."""
-    index = cache._index
-    entries = index._state.table
-    statistics = index.statistics()
+    entries = cache._state.table
+    statistics = cache.statistics()
     return {
         "entries": dict(entries.of),
         "pools": list(entries.pool_of),
-        "policies": [list(pool.policy) for pool in index._state.pools.all],
+        "policies": [list(pool.policy) for pool in cache._state.pools.all],
         "free": list(entries.free),
         "doomed": set(entries.doomed),
         "holds": dict(entries.holds),

@@ -26,7 +26,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tuning",),
     ("copiers",),
     ("engine",),
-    ("sharded",),
     ("cache",),
     ("tiers",),
     ("jax", "observability", "testing", "vllm"),

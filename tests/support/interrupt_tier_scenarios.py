@@ -8,12 +8,12 @@ from typing import Any
 from interrupt_scenarios import Call, scenario
 from interrupt_world import SECONDS, TieredWorld, keys
 
-from kvoffload import NO_WAIT, BlockCache
+from kvoffload import NO_WAIT
 
 
 def _promoted(world: TieredWorld) -> Any:
     """A promotion of keys that are in the tier alone."""
-    BlockCache.clear(world.full)
+    world.full.clear(below=False)
     promotion = world.full.promote(keys([0, 1]))
     world.kept.append(promotion)
     return promotion
@@ -30,7 +30,7 @@ def _of_promotion(use: Callable[[Any], object]) -> Callable[[TieredWorld], Call]
 
 @scenario("tiers.promote", TieredWorld)
 def _promote(world: TieredWorld) -> Call:
-    BlockCache.clear(world.full)
+    world.full.clear(below=False)
     return lambda: world.kept.append(world.full.promote(keys([0, 1])))
 
 

@@ -32,10 +32,9 @@ from kvoffload import (
     Reservation,
     ShardedEngine,
     Status,
-    TieredCache,
 )
 from kvoffload.cache.policies import Policy
-from kvoffload.cache.tiering.promotion import IndexPromotion
+from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.testing import SimulatedDriver
 
 PLANES, BLOCK_BYTES, BLOCKS = 3, 32, 48
@@ -104,7 +103,7 @@ def settle(handles: list[Any]) -> list[str]:
         if isinstance(handle, Reservation):
             with contextlib.suppress(ClosedError):  # it has been committed or aborted
                 handle.abort()
-        elif isinstance(handle, Lease | IndexPromotion):
+        elif isinstance(handle, Lease | Promotion):
             handle.release()
         elif isinstance(handle, OffloadEngine | ShardedEngine):
             handle.close(SECONDS)
@@ -352,7 +351,7 @@ class TieredWorld(CacheWorld):
 
     def make_cache(self, policy: Any, **options: Any) -> Any:
         self.tier = DictTier()
-        return TieredCache(self.busy, policy=policy, tiers=[self.tier], write="through", **options)
+        return BlockCache(self.busy, policy=policy, tiers=[self.tier], write="through", **options)
 
     def __init__(self, policy: str = "lru", **options: Any) -> None:
         super().__init__(policy, **options)
@@ -365,7 +364,7 @@ class TieredWorld(CacheWorld):
         self.busy.drain(SECONDS)
         if not cache.drain(SECONDS):
             found.append("hang: the tier's writes")
-        BlockCache.clear(cache)
+        cache.clear(below=False)
         there = [number for number in range(SOURCES) if self.tier.contains([key(number)])[0]][:2]
         end = time.monotonic() + SECONDS
         while True:  # the thread of the tiers gives entries of an abandoned promotion back when it looks

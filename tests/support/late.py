@@ -16,7 +16,7 @@ from transfers import COPY_CALLS, intercepted, queueing
 
 import kvoffload
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
-from kvoffload.engine.transfer import Transfer
+from kvoffload.engine.job import Transfer
 
 
 class Late:

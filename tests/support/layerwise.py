@@ -12,7 +12,7 @@ from transfers import COPY_CALLS, intercepted, queueing
 
 import kvoffload
 from kvoffload import Direction, Job
-from kvoffload.engine.transfer import Segment
+from kvoffload.engine.job import Segment
 
 PLANES = 8  # of the rigs of most tests
 PARTS = 4  # of two planes each

@@ -32,7 +32,7 @@ def main(master: str, identity: str, segment_bytes: str, replicas: str, backend:
                 assert bench.cache.drain(SECONDS)
                 print(len(numbers), flush=True)
             else:
-                kvoffload.BlockCache.clear(bench.cache)
+                bench.cache.clear(below=False)
                 with bench.cache.promote(keys(numbers)) as promotion:
                     found = promotion.wait(SECONDS)
                     bench.check_loaded(numbers[:found])

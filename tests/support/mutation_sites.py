@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-FLOORS = ("engine", "cache", "planning", "copiers", "sharded", "tiers")
+FLOORS = ("engine", "cache", "planning", "copiers", "tiers")
 _LOOSER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 _OPPOSITE = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn}
 _COMPARED = _LOOSER | _OPPOSITE | {ast.NotIn: ast.In}

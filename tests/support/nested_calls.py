@@ -108,7 +108,7 @@ def _verified(world: Any, cache: Any, statuses: list[Status]) -> None:
     """The statuses of keys from the first on; AssertionError if one is a hit without its bytes."""
     if not hasattr(world, "planes") or world.device_count > 1 or world.engine is None or world.engine.closed:
         return
-    table = cache._index._state.table
+    table = cache._state.table
     for number, status in enumerate(statuses):
         if status is Status.HIT:
             slot = world.engine.slots[table.of[keys([number])[0]], : PLANES * BLOCK_BYTES]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import pytest
 
 import kvoffload
 from kvoffload import NO_WAIT, OffloadEngine
-from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, StagedCache
+from kvoffload.jax import OwnedCache
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take three quarters of the GPU's memory
 
@@ -92,32 +92,25 @@ class Steps:
 
 
 class JaxProgram:
-    """On one of the caches.
+    """On an OwnedCache of one array.
 
     Args:
         ordered: False leaves out every call that orders something.
     """
 
-    def __init__(self, jax: Any, device: kvoffload.Device, kind: str, *, ordered: bool = True) -> None:
+    def __init__(self, jax: Any, device: kvoffload.Device, *, ordered: bool = True) -> None:
         self._steps, self._ordered = Steps(jax, 16 if device.simulated else 2048), ordered
         self._recent: list[Any] = []
         self._seen: list[Any] = []
-        zeros = jax.numpy.zeros(SHAPE, jax.numpy.float32)
-        makes: dict[str, Callable[[], Any]] = {
-            "owned": lambda: OwnedCache(device, SHAPE, np.float32, plane_axis=0, block_axis=1),
-            "adopted": lambda: AdoptedCache(device, zeros, plane_axis=0, block_axis=1),
-            "callback": lambda: CallbackCache(device, zeros, plane_axis=0, block_axis=1),
-            "staged": lambda: StagedCache(device, zeros, stage_blocks=5, plane_axis=0, block_axis=1),
-        }
-        self._cache = makes[kind]()
+        self._cache = OwnedCache(device, SHAPE, np.float32, plane_axis=0, block_axis=1)
         self._engine = OffloadEngine(self._cache.layout, device=device, num_slots=SLOTS)
 
     @property
     def _array(self) -> Any:
-        return self._cache.array if self._ordered else self._cache.unordered
+        return self._cache.arrays if self._ordered else self._cache.unordered
 
     def write(self, block: int, value: int) -> None:
-        self._cache.array = self._steps.write(self._array, block, float(value), self._steps.burn)
+        self._cache.arrays = self._steps.write(self._array, block, float(value), self._steps.burn)
         self._recent.clear()  # it overwrites what they read, so it follows them
 
     def read(self, block: int) -> None:
@@ -126,11 +119,8 @@ class JaxProgram:
         self._seen.append(seen)
 
     def _submit(self, name: str, first: list[int], second: list[int]) -> None:
-        if isinstance(self._cache, CallbackCache | StagedCache):
-            getattr(self._cache, name)(self._engine, first, second)
-        else:
-            after = (self._cache, *self._recent) if self._ordered else NO_WAIT
-            getattr(self._engine, name)(first, second, after=after)
+        after = self._cache.after(*self._recent) if self._ordered else NO_WAIT
+        getattr(self._engine, name)(first, second, after=after)
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         self._submit("store", blocks, slots)
@@ -142,6 +132,25 @@ class JaxProgram:
         found = [np.asarray(seen) for seen in self._seen]
         self._engine.close()
         return found
+
+
+class JaxTreeProgram(JaxProgram):
+    """On an OwnedCache of a list with an array for each plane."""
+
+    def __init__(self, jax: Any, device: kvoffload.Device, *, ordered: bool = True) -> None:
+        super().__init__(jax, device, ordered=ordered)
+        self._engine.close()
+        self._cache = OwnedCache(device, [SHAPE[1:]] * PLANES, np.float32, block_axis=0, plane_axis=None)
+        self._engine = OffloadEngine(self._cache.layout, device=device, num_slots=SLOTS)
+        write_stacked, read_stacked = self._steps.write.__wrapped__, self._steps.read.__wrapped__
+
+        def write(arrays: Any, block: Any, value: Any, burn: Any) -> Any:
+            return [write_stacked(each[None], block, value, burn)[0] for each in arrays]
+
+        def read(arrays: Any, block: Any, burn: Any) -> Any:
+            return read_stacked(jax.numpy.stack(arrays), block, burn)
+
+        self._steps.write, self._steps.read = jax.jit(write, donate_argnums=0), jax.jit(read)
 
 
 @contextmanager

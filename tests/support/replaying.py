@@ -33,7 +33,7 @@ def serve_overlapping(device: kvoffload.Device, seed: int, in_flight: int, polic
     ) as served:
         served.serve_all(trace, lambda done, total: ended.append(total - done))
         served.cache.check()
-        assert served.blocks_evicted > 0
-        assert served.counts.blocks_stored <= 60 + served.blocks_evicted
+        assert served.cache.statistics().evicted > 0
+        assert served.counts.blocks_stored <= 60 + served.cache.statistics().evicted
     assert ended == list(range(len(trace) - 1, -1, -1))
     return served

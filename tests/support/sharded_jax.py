@@ -12,8 +12,8 @@ import pytest
 from random_programs import BLOCKS, PLANES, SHAPE, SLOTS, JaxProgram, Steps, jax_on
 
 import kvoffload
-from kvoffload import NO_WAIT, ShardedEngine
-from kvoffload.jax import ShardedOwnedCache
+from kvoffload import ShardedEngine
+from kvoffload.jax import OwnedCache
 from kvoffload.testing import SimulatedDriver, check_clean_close
 
 # Read when JAX is imported, which tests do when they run. Of its devices on the CPU, other tests use the first.
@@ -41,11 +41,11 @@ class JaxDevices:
         mesh = self.jax.sharding.Mesh(grid, names)
         return self.jax.sharding.NamedSharding(mesh, self.jax.sharding.PartitionSpec(*spec))
 
-    def cache(self, shape: Sequence[int], dtype: Any, *spec: str | None, **options: Any) -> ShardedOwnedCache:
+    def cache(self, shape: Sequence[int], dtype: Any, *spec: str | None, **options: Any) -> OwnedCache:
         sharding = self.sharding(*spec, extents=options.pop("extents", None))
-        return ShardedOwnedCache(self.devices, shape, dtype, sharding=sharding, **options)
+        return OwnedCache(self.devices, shape, dtype, sharding=sharding, **options)
 
-    def engine(self, cache: ShardedOwnedCache, num_slots: int = 8) -> ShardedEngine:
+    def engine(self, cache: OwnedCache, num_slots: int = 8) -> ShardedEngine:
         options: dict[str, Any] = {"sm_limit": 0} if self.devices[0].simulated else {}
         return ShardedEngine(cache.layout, devices=self.devices, num_slots=num_slots, **options)
 
@@ -68,18 +68,13 @@ def simulated_devices(count: int, seed: int) -> Iterator[JaxDevices]:
 
 
 class ShardedProgram(JaxProgram):
-    """A random program on a ShardedOwnedCache, whose elements are divided among the devices."""
+    """A random program on a OwnedCache, whose elements are divided among the devices."""
 
     def __init__(self, on: JaxDevices, *, ordered: bool = True) -> None:
         jax = on.jax
         self._steps, self._ordered = Steps(jax, 16 if on.devices[0].simulated else 2048), ordered
         self._recent: list[Any] = []
         self._seen: list[Any] = []
-        self._sharded = on.cache(SHAPE, np.float32, None, None, "parts", plane_axis=0, block_axis=1)
-        self._cache = self._sharded
-        self._engine: Any = on.engine(self._sharded, SLOTS)
+        self._cache = on.cache(SHAPE, np.float32, None, None, "parts", plane_axis=0, block_axis=1)
+        self._engine: Any = on.engine(self._cache, SLOTS)
         assert SHAPE[:2] == (PLANES, BLOCKS)
-
-    def _submit(self, name: str, first: list[int], second: list[int]) -> None:
-        after = self._sharded.after(*self._recent) if self._ordered else NO_WAIT
-        getattr(self._engine, name)(first, second, after=after)

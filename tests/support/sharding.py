@@ -13,7 +13,7 @@ import numpy.typing as npt
 from helpers import COPY_ENGINE_ONLY, NON_BLOCKING, Gate
 
 import kvoffload
-from kvoffload import NO_WAIT, KVLayout, ShardedEngine, ShardedJob
+from kvoffload import NO_WAIT, Job, KVLayout, ShardedEngine
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, scramble
 from kvoffload.tuning import CopierName
@@ -162,7 +162,7 @@ class RandomTransfers:
         choices: list[list[Any]] = [[NO_WAIT, None, streams[0], streams] for streams in self.streams]
         return [each[int(chance.integers(4))] for each in choices]
 
-    def transfer(self) -> tuple[ShardedJob, dict[str, Any]]:
+    def transfer(self) -> tuple[Job, dict[str, Any]]:
         """Submit one; what the loop is to do."""
         chance, layout = self.chance, self.made.engine.layout
         factor, group = layout.blocks_per_slot, int(chance.integers(layout.num_groups))

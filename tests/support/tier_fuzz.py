@@ -1,4 +1,4 @@
-"""Random programs of several threads against a TieredCache over failing tiers; every loaded byte is compared.
+"""Random programs of several threads against a BlockCache over failing tiers; every loaded byte is compared.
 
     python tests/support/tier_fuzz.py --operations 100000 --seed 7
 

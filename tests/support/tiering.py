@@ -1,4 +1,4 @@
-"""Rigs for tests of TieredCache: a simulated device, planes with numbered blocks, an engine, and tiers below."""
+"""Rigs for tests of BlockCache: a simulated device, planes with numbered blocks, an engine, and tiers below."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tier_classes import DictTier
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine
-from kvoffload.cache.tiering.tiered_cache import TieredCache
+from kvoffload.cache.block_cache import BlockCache
+from kvoffload.cache.tiering.manager import TierManager
 from kvoffload.driver import address_of
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers import Tier, TierCapabilities, TierJob, TierStatistics
@@ -53,7 +54,13 @@ class Bench:
     device: kvoffload.Device
     planes: list[list[kvoffload.Plane]]
     engine: OffloadEngine
-    cache: TieredCache[OffloadEngine]
+    cache: BlockCache[OffloadEngine]
+
+    @property
+    def manager(self) -> TierManager:
+        found = self.cache._tiers
+        assert found is not None
+        return found
 
     def write(self, block: int, number: int) -> None:
         with self.device.current():
@@ -94,7 +101,7 @@ class Bench:
             part = numbers[start : start + self.cache.capacity]
             self.store(part)
             assert self.cache.drain(SECONDS)
-            kvoffload.BlockCache.clear(self.cache)
+            self.cache.clear(below=False)
 
     def check_loaded(self, numbers: Sequence[int]) -> None:
         """Load keys that are in slots, and compare every byte."""
@@ -140,7 +147,7 @@ def tiered(
         layout = KVLayout(planes, **DESCRIBED)
         engine = OffloadEngine(layout, device=device, num_slots=capacity * groups, **COPY_ENGINE_ONLY)
         with engine:
-            cache = TieredCache(
+            cache = BlockCache(
                 engine, policy=policy, tiers=list(tiers) or [DictTier()], on_event=on_event, write=write, **options
             )
             try:

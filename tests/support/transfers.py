@@ -9,7 +9,7 @@ from typing import Any
 import kvoffload
 from kvoffload.driver import Driver
 from kvoffload.driver.functions import RAW
-from kvoffload.engine.transfer import Segment, Transfer
+from kvoffload.engine.job import Segment, Transfer
 
 COPY_CALLS = (
     *("cuMemcpyAsync", "cuMemcpy2DAsync", "cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync", "cuLaunchKernel"),

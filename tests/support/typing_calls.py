@@ -29,13 +29,13 @@ from kvoffload import (
     Reservation,
     Status,
     Tenant,
-    TieredCache,
     TransferError,
     TransferResult,
     chain_keys,
     open_device,
 )
 from kvoffload.cache.policies import Prefix
+from kvoffload.testing import SimulatedDriver
 
 
 class Stream:
@@ -46,7 +46,7 @@ class Stream:
 
 
 def devices() -> Device:
-    device = open_device(backend="simulated", seed=3, driver_version=(12, 8), bindings_version=(12, 9))
+    device = open_device(backend=SimulatedDriver(seed=3, driver_version=(12, 8), bindings_version=(12, 9)))
     assert_type(device, Device)
     assert_type(device.simulated, bool)
     assert_type(device.closed, bool)
@@ -160,7 +160,7 @@ def caches(layout: KVLayout, device: Device) -> int:
         return found
 
 
-async def awaited(cache: TieredCache[OffloadEngine]) -> None:
+async def awaited(cache: BlockCache[OffloadEngine]) -> None:
     assert_type(await cache.engine.store([0], [0], after=NO_WAIT), TransferResult)
     assert_type(await cache.store([b"one"], [0]), list[TransferResult])
     promotion = cache.promote([b"one"])

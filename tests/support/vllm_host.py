@@ -35,10 +35,9 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
 )
 from vllm_parts import PAGE, FakeTensor, gpu, keys, request  # noqa: E402
 
-from kvoffload.cache.tiering import TieredIndex  # noqa: E402
+from kvoffload import CacheIndex  # noqa: E402
 from kvoffload.vllm import KVOffloadSpec, KVOffloadWorker  # noqa: E402
 from kvoffload.vllm.identity import making_connector  # noqa: E402
-from kvoffload.vllm.tiered_manager import TieredKVOffloadManager  # noqa: E402
 
 LAYERS, NUM_BLOCKS, CHUNKS = 2, 32, 16
 
@@ -146,8 +145,8 @@ class Server:
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(1, 1_000_000)))
 
     @property
-    def index(self) -> TieredIndex:
-        assert isinstance(self.manager.index, TieredIndex)
+    def index(self) -> CacheIndex:
+        assert isinstance(self.manager.index, CacheIndex)
         return self.manager.index
 
     def context(self, wanted: Sequence[OffloadKey]) -> ReqContext:
@@ -156,8 +155,7 @@ class Server:
         return context
 
     def end_step(self) -> None:
-        if isinstance(self.manager, TieredKVOffloadManager):  # the other one does nothing
-            self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def finish(self, job: int) -> None:
         """Wait for a transfer, and take its result."""
@@ -236,8 +234,7 @@ def server(device: kvoffload.Device, engine: str, **extra: Any) -> Iterator[Serv
             stack.callback(worker.engine.device.close)  # the spec has opened it
         stack.callback(worker.shutdown)
         manager = spec.get_manager()
-        if isinstance(manager, TieredKVOffloadManager):
-            stack.callback(manager.shutdown)
+        stack.callback(manager.shutdown)
         yield Server(cache, manager, worker)
 
 

@@ -9,10 +9,11 @@ import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, aligned, keys, tiered, until
 
-from kvoffload.cache.tiering import ChainedLoad, IndexPromotion, TieredIndex
+from kvoffload import CacheIndex
+from kvoffload.cache.tiering import ChainedLoad, Promotion
 
 
-async def within(what: IndexPromotion) -> int:
+async def within(what: Promotion) -> int:
     return await what
 
 
@@ -89,7 +90,7 @@ def test_callbacks_come_from_one_thread_or_at_once() -> None:
 
 
 def test_an_index_promotion_is_awaited() -> None:
-    with TieredIndex([aligned(4)], tiers=[DictTier()], layout=None, write="through") as index:
+    with CacheIndex(4, pools=[aligned(4)], tiers=[DictTier()], layout=None, write="through") as index:
         index.reserve(keys([0])).commit()
         assert index.drain(SECONDS)
         assert asyncio.run(within(index.promote(keys([0, 1])))) == 1

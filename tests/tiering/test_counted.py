@@ -6,8 +6,7 @@ import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, aligned, keys, tiered, until
 
-from kvoffload import BlockCache, CacheEvent, CacheStatistics
-from kvoffload.cache.tiering import TieredIndex
+from kvoffload import BlockCache, CacheEvent, CacheIndex, CacheStatistics
 
 
 def named(name: str) -> DictTier:
@@ -22,7 +21,7 @@ def counts(statistics: CacheStatistics) -> tuple[int, int, dict[str, int]]:
 
 def test_hits_are_counted_where_they_were() -> None:
     with tiered(named("near"), named("far")) as bench:
-        near, far = (below.tier for below in bench.cache._manager.tiers)
+        near, far = (below.tier for below in bench.manager.tiers)
         bench.written(range(4))
         assert far.remove(keys([2])).wait(SECONDS)
         assert near.remove(keys([1, 3])).wait(SECONDS)
@@ -88,7 +87,7 @@ def test_a_key_that_promotions_have_missed_is_stored() -> None:
 
 
 def test_an_index_counts_them_unless_its_host_does() -> None:
-    with TieredIndex([aligned(4)], tiers=[DictTier()], layout=None, write="through") as index:
+    with CacheIndex(4, pools=[aligned(4)], tiers=[DictTier()], layout=None, write="through") as index:
         index.reserve(keys([0])).commit()
         for counted in (True, False):
             with index.promote(keys([0, 1]), counted=counted) as promotion:

@@ -1,4 +1,4 @@
-"""How a TieredCache ends: closed, garbage, engine or device closed first, forked, at interpreter exit."""
+"""How a BlockCache ends: closed, garbage, engine or device closed first, forked, at interpreter exit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tier_classes import DictTier, GatedTier
 from tiering import DESCRIBED, SECONDS, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CacheEvent, ClosedError, KVLayout, OffloadEngine, TieredCache
+from kvoffload import NO_WAIT, BlockCache, CacheEvent, ClosedError, KVLayout, OffloadEngine
 from kvoffload.cache.tiering.manager import TierManager
 from kvoffload.cache.tiering.promotion import PromotionRecord
 from kvoffload.testing import FaultyTier
@@ -46,7 +46,7 @@ def test_after_close_the_slots_work_and_tiers_do_not() -> None:
             bench.cache.clear()
         with pytest.raises(ClosedError):
             bench.cache.drain()
-        assert not bench.cache._manager._messages, "nothing collects what happens"
+        assert not bench.manager._messages, "nothing collects what happens"
         assert "kvoffload-tiers" not in tier_threads()
 
 
@@ -149,7 +149,7 @@ def test_the_device_closed_first() -> None:
     device = simulated(0, "no-batch")
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)], **DESCRIBED)
     engine = OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY)
-    cache = TieredCache(engine, tiers=[DictTier()], write="through")
+    cache = BlockCache(engine, tiers=[DictTier()], write="through")
     cache.store(keys([1]), [1], after=NO_WAIT).wait(SECONDS)
     cache.drain(SECONDS)
     promotion = cache.promote(keys([1, 2]))
@@ -165,12 +165,12 @@ def test_a_cache_that_is_garbage_leaves_nothing() -> None:
         layout, device = bench.engine.layout, bench.device
         before = len(tier_threads())
         with OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
-            cache = TieredCache(engine, tiers=[tier], write="through")
+            cache = BlockCache(engine, tiers=[tier], write="through")
             cache.store(keys([1]), [1], after=NO_WAIT).wait(SECONDS)
             promotion = cache.promote(keys([1, 2]))
             promotion.wait(SECONDS)
             assert len(tier_threads()) == before + 3
-            watched = [weakref.ref(each) for each in (cache, cache._manager, cache._index, promotion._record)]
+            watched = [weakref.ref(each) for each in (cache, cache._tiers, cache._records, promotion._record)]
             del cache, promotion
             until(lambda: gc.collect() >= 0 and len(tier_threads()) == before, "the end of the threads")
             gc.collect()
@@ -185,7 +185,7 @@ def test_a_garbage_cache_with_a_hung_call_ends_when_that_returns() -> None:
         layout, device = bench.engine.layout, bench.device
         before = len(tier_threads())
         with OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
-            cache = TieredCache(engine, tiers=[tier], write="through")
+            cache = BlockCache(engine, tiers=[tier], write="through")
             tier.hang_all()
             cache.store(keys([1]), [1], after=NO_WAIT).wait(SECONDS)
             until(lambda: tier.hung)
@@ -204,7 +204,7 @@ def test_closed_caches_leave_no_threads_and_no_memory() -> None:
         with tiered() as bench:
             bench.written(range(3))
             bench.cache.promote(keys(range(3))).wait(SECONDS)
-            watched += [weakref.ref(each) for each in (bench.cache, bench.cache._manager)]
+            watched += [weakref.ref(each) for each in (bench.cache, bench.manager)]
         del bench
     gc.collect()
     assert len(tier_threads()) == before
@@ -223,10 +223,10 @@ PROGRAM = """
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)], **DESCRIBED)
     engine = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
     tier = FaultyTier()
-    cache = TieredCache(engine, policy="lru", tiers=[tier], write="through")
+    cache = BlockCache(engine, policy="lru", tiers=[tier], write="through")
     cache.store(keys(range(4)), range(4), after=NO_WAIT).wait(10)
     assert cache.drain(10)
-    BlockCache.clear(cache)
+    cache.clear(below=False)
     print("ready", flush=True)
 """
 
@@ -263,7 +263,7 @@ def test_a_killed_process_leaves_no_memory_and_no_files_but_the_disks(tmp_path: 
 
         lower = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
         disk = DiskTier({str(tmp_path / "disk")!r}, nbytes=1 << 20, identity="test")
-        other = TieredCache(lower, policy="lru", tiers=[disk], write="through")
+        other = BlockCache(lower, policy="lru", tiers=[disk], write="through")
         other.store(keys(range(4)), range(4), after=NO_WAIT).wait(10)
         assert other.promote(keys(range(4))).wait(10) == 4
         shared = [line.split(maxsplit=5)[5:] for line in open("/proc/self/maps") if line.split()[1].endswith("s")]

@@ -12,7 +12,7 @@ from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TierError, TransferError
 from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.tiering.below import BreakerState
@@ -49,7 +49,7 @@ def test_a_tier_that_raises_is_a_miss(method: str, error: type[BaseException]) -
             bench.check_loaded(there)
             bench.cache.tier_statistics()
             assert bench.cache.drain(SECONDS) is ("drain" not in raising)
-            BlockCache.clear(bench.cache)
+            bench.cache.clear(below=False)
             bench.cache.promote(keys(there)).wait(SECONDS)
         settled(bench)
         assert bench.cache.statistics().pending == 0
@@ -76,7 +76,7 @@ def test_a_tier_that_returns_something_else_is_a_miss(wrong: Any) -> None:
     with tiered(Wrong(set())) as bench:
         bench.store(range(2))
         assert bench.cache.drain(SECONDS)
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         assert bench.cache.promote(keys([0])).wait(SECONDS) == 0
         assert bench.cache.promote(keys([0, 1])).wait(SECONDS) == 0
         assert bench.cache.statistics().pending == 0
@@ -90,7 +90,7 @@ def test_a_tier_that_cannot_be_attached_closes_those_before() -> None:
         layout, device = bench.engine.layout, bench.device
         with kvoffload.OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
             with pytest.raises(OSError, match="broken"):
-                TieredCache(engine, tiers=[first, RaisingTier({"attach"})])
+                BlockCache(engine, tiers=[first, RaisingTier({"attach"})])
             assert first.released == 1
             BlockCache(engine)
 
@@ -189,7 +189,7 @@ def test_deadlines_that_pass_open_a_breaker() -> None:
             tier.hang_all()
             assert bench.cache.promote(keys([number]), deadline=0.2).wait(SECONDS) == 0
             tier.heal()
-            until(lambda: not bench.cache._manager._promoter.io())
+            until(lambda: not bench.manager._promoter.io())
         assert bench.cache.tier_statistics()[0].opened == 1
 
 
@@ -255,10 +255,10 @@ def test_requests_leave_a_tier_alone_that_is_not_used_and_it_gets_what_they_stor
         getattr(tier, fault)()
         while bench.cache.tier_statistics()[0].state is not BreakerState.OPEN:
             bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS)
-        with bench.cache._manager._lock:  # the thread does not look
+        with bench.manager._lock:  # the thread does not look
             bench.store(range(16, 24))
             bench.cache.touch(keys(range(16, 24)))
-            assert not bench.cache._manager._messages
+            assert not bench.manager._messages
         tier.heal()
 
         def all_written() -> bool:
@@ -275,7 +275,7 @@ def test_a_promotion_that_no_tier_can_lengthen_ends_at_once() -> None:
         bench.written(range(4))
         bench.store(range(8, 12))
         assert bench.cache.drain(SECONDS)
-        with bench.cache._manager._lock:
+        with bench.manager._lock:
             promotion = bench.cache.promote(keys([8, 9, 99, 10]))
             assert (promotion.done, promotion.ready) == (True, 2)
             assert not bench.cache.promote(keys([8, 0])).done, "the tier has the second"
@@ -395,10 +395,10 @@ def test_another_cache_is_refused_while_a_late_call_may_write() -> None:
     with tiered() as bench:
         layout, device = bench.engine.layout, bench.device
         with kvoffload.OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:
-            cache = TieredCache(engine, policy="lru", tiers=[tier], write="through")
+            cache = BlockCache(engine, policy="lru", tiers=[tier], write="through")
             cache.store(keys([0]), [0], after=NO_WAIT).wait(SECONDS)
             assert cache.drain(SECONDS)
-            BlockCache.clear(cache)
+            cache.clear(below=False)
             tier.hang_all()
             assert cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
             assert not cache.close(0.05)

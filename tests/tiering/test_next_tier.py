@@ -11,7 +11,6 @@ from tier_classes import DictTier, Rows
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import BlockCache
 from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.testing import FaultyTier
 from kvoffload.tiers import DiskTier, Limits, Outcome, TierCapabilities
@@ -120,7 +119,7 @@ def test_a_full_queue_is_no_end() -> None:
         for tier in (first, second):
             for number in range(4):
                 tier.put(keys([number]), bench.cache.acquire(keys([number])).indices).wait(SECONDS)
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         first.hang_all()
         blocker = bench.cache.promote(keys([0]))
         until(lambda: first.hung)
@@ -187,7 +186,7 @@ def test_another_tier_is_not_asked_if_it_is_slower_than_computing() -> None:
         bench.written(range(3))
         first.fail_all()
         assert promoted(bench, [0]) == 1, "nothing is known of its speed"
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         assert promoted(bench, [1]) == 0
         assert bench.cache.tier_statistics()[1].slower == 1
         assert second.asked == keys([0])
@@ -198,7 +197,7 @@ def test_a_tier_that_is_slower_than_computing_is_passed_over() -> None:
     with tiered(first, second, prefill_tokens_per_second=1e12) as bench:
         bench.written(range(2))
         assert promoted(bench, [0]) == 1
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         assert promoted(bench, [1]) == 1
         assert (first.asked, second.asked) == (keys([0]), keys([1]))
 

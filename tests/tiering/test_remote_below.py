@@ -8,7 +8,6 @@ import pytest
 from servers import Process, need_module, valkey
 from tiering import SECONDS, Bench, keys, tiered, until
 
-import kvoffload
 from kvoffload.cache.tiering import BreakerState
 from kvoffload.tiers import ValkeyTier
 
@@ -56,7 +55,7 @@ def test_a_server_that_dies_is_a_miss_and_a_breaker_and_its_return_is_noticed(tm
     with tiered(below(server, timeout=0.5), capacity=32) as bench:
         until(lambda: written(bench), "writing")
         bench.check_loaded(SIX)
-        kvoffload.BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         server.kill()
 
         def breaker() -> BreakerState:

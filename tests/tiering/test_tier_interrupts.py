@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at every point of a call of a TieredCache: afterwards everything works, and nothing is held."""
+"""KeyboardInterrupt at every point of a call of a BlockCache: afterwards everything works, and nothing is held."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interrupts import interrupt_at
 from tier_classes import DictTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
-from kvoffload import NO_WAIT, BlockCache
+from kvoffload import NO_WAIT
 
 _MOST = 400  # points of a call that polls
 
@@ -66,14 +66,14 @@ def works(bench: Bench, tier: DictTier, number: int) -> None:
     bench.store([number])
     assert bench.cache.drain(SECONDS)
     assert key(number) in tier.store, "it is written: no removal goes on"
-    BlockCache.clear(bench.cache)
+    bench.cache.clear(below=False)
     with bench.cache.promote(keys([1, number])) as promotion:
         assert promotion.wait(SECONDS) == 2
         bench.check_loaded([1, number])
     del promotion
     bench.cache.remove(keys([number]))
     bench.cache.check()
-    BlockCache.clear(bench.cache)
+    bench.cache.clear(below=False)
     until(lambda: bench.cache.statistics().pinned == 0 or gc.collect() < 0, "the end of holds")
 
 

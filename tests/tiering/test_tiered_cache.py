@@ -1,4 +1,4 @@
-"""TieredCache: what it promises about lookup, promotion and writing, on the simulated device."""
+"""BlockCache: what it promises about lookup, promotion and writing, on the simulated device."""
 
 from __future__ import annotations
 
@@ -283,7 +283,6 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"tiers": []}, ValueError, "at least one tier"),
         ({"tiers": [3]}, TypeError, r"tiers\[0\] must be a Tier"),
         ({"tiers": [DictTier(), DictTier()]}, ValueError, "names of their own"),
         ({"write": "sometimes"}, ValueError, "one of admitted, through, back, none, got"),
@@ -298,7 +297,7 @@ def test_bad_arguments_of_the_constructor(options: dict[str, Any], error: type[E
         layout, device = bench.engine.layout, bench.device
         with kvoffload.OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
             with pytest.raises(error, match=text):
-                kvoffload.TieredCache(engine, **{"tiers": [DictTier()], **options})
+                kvoffload.BlockCache(engine, **{"tiers": [DictTier()], **options})
             BlockCache(engine)
 
 
@@ -336,7 +335,7 @@ def test_a_chained_load_keeps_its_keys_although_the_promotion_is_released() -> N
             assert chained.wait(SECONDS) == tuple(keys(range(4)))
             assert all(bench.holds(number, number) for number in range(4))
             bench.engine.drain(SECONDS)
-            BlockCache.clear(bench.cache)
+            bench.cache.clear(below=False)
         del promotion
         assert pinned(bench) == 0, "although the chained load is kept"
 
@@ -482,14 +481,14 @@ def test_a_slow_tier_is_not_asked() -> None:
     with tiered(prefill_tokens_per_second=1e12) as bench:
         bench.written([1])
         assert bench.cache.promote(keys([1])).wait(SECONDS) == 1, "nothing is known of its speed"
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         assert bench.cache.promote(keys([1])).wait(SECONDS) == 0
         assert bench.cache.tier_statistics()[0].slower == 1
     with tiered(prefill_tokens_per_second=1e-3) as bench:
         bench.written([1])
         for _ in range(3):
             assert bench.cache.promote(keys([1])).wait(SECONDS) == 1
-            BlockCache.clear(bench.cache)
+            bench.cache.clear(below=False)
 
 
 def test_several_devices(tmp_path: Any) -> None:
@@ -497,12 +496,12 @@ def test_several_devices(tmp_path: Any) -> None:
 
     machine = Machine((3, 2), num_slots=8)
     tier = DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="test")
-    with kvoffload.TieredCache(machine.engine, policy="lru", tiers=[tier], write="through") as cache:
+    with kvoffload.BlockCache(machine.engine, policy="lru", tiers=[tier], write="through") as cache:
         pools = [pool.copy() for pool in machine.engine.slots]
         cache.store(keys([0, 1]), [0, 1], after=NO_WAIT).wait(SECONDS)
         stored = [pool[:2].copy() for pool in machine.engine.slots]
         assert cache.drain(SECONDS)
-        BlockCache.clear(cache)
+        cache.clear(below=False)
         for pool in machine.engine.slots:
             pool[:] = 0xEE
         with cache.promote(keys([1, 0])) as promotion:
@@ -542,13 +541,13 @@ def test_another_identity_is_refused_and_the_engine_stays_usable(tmp_path: Any) 
         with kvoffload.OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as engine:
             other = DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="another")
             with pytest.raises(LayoutError):
-                kvoffload.TieredCache(engine, tiers=[DictTier(), other])
+                kvoffload.BlockCache(engine, tiers=[DictTier(), other])
             BlockCache(engine)
 
 
 def test_a_cache_needs_slots_of_its_own() -> None:
     with tiered() as bench, pytest.raises(CapacityError, match="belong to another"):
-        kvoffload.TieredCache(bench.engine, tiers=[DictTier()])
+        kvoffload.BlockCache(bench.engine, tiers=[DictTier()])
 
 
 def test_the_text_of_a_cache_and_a_promotion() -> None:
@@ -557,6 +556,6 @@ def test_the_text_of_a_cache_and_a_promotion() -> None:
         promotion = bench.cache.promote(keys([1, 2]))
         promotion.wait(SECONDS)
         assert repr(promotion) == "Promotion(1 of 2 keys ready, done)"
-        assert repr(bench.cache).startswith("TieredCache(1 of 8 keys, ")
+        assert repr(bench.cache).startswith("BlockCache(1 of 8 keys, ")
         assert repr(bench.cache).endswith("tiers ['dict'])")
         assert bench.cache.tier_statistics()[0].state is BreakerState.CLOSED

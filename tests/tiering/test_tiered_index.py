@@ -1,4 +1,4 @@
-"""TieredIndex: the tiers of a TieredCache over memory that others fill, without an engine."""
+"""CacheIndex: the tiers of a BlockCache over memory that others fill, without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tiering import SECONDS, aligned, key, keys, until
 
 from kvoffload import CacheEvent, CacheIndex, CapacityError, ClosedError, LayoutError, Status, TierError
 from kvoffload.cache.policies import LRU
-from kvoffload.cache.tiering import TieredIndex
 from kvoffload.internal.types import UInt8Array
 from kvoffload.testing import FaultyTier
 from kvoffload.tiers import DiskTier, Tier
@@ -28,7 +27,7 @@ DIGEST = b"d" * 16
 class Ranks:
     """What engines of two processes would do: fill the slots that the index says, and read them."""
 
-    def __init__(self, index: TieredIndex, pools: Sequence[UInt8Array]) -> None:
+    def __init__(self, index: CacheIndex, pools: Sequence[UInt8Array]) -> None:
         self.index, self.pools = index, pools
 
     def store(self, numbers: Sequence[int], **options: Any) -> None:
@@ -50,7 +49,7 @@ class Ranks:
         """Store keys, have the tiers take them, and remove them from the slots alone."""
         self.store(numbers)
         assert self.index.drain(SECONDS)
-        CacheIndex.clear(self.index)
+        self.index.clear(below=False)
 
 
 def content(number: int, rank: int, nbytes: int) -> UInt8Array:
@@ -60,8 +59,8 @@ def content(number: int, rank: int, nbytes: int) -> UInt8Array:
 @contextmanager
 def ranks(*tiers: Tier, capacity: int = 8, write: Any = "through", **options: Any) -> Iterator[Ranks]:
     pools = [aligned(capacity), aligned(capacity, 8192)]
-    with TieredIndex(
-        pools, tiers=list(tiers) or [DictTier()], layout=DIGEST, write=write, policy="lru", **options
+    with CacheIndex(
+        capacity, pools=pools, tiers=list(tiers) or [DictTier()], layout=DIGEST, write=write, policy="lru", **options
     ) as index:
         yield Ranks(index, pools)
         index.check()
@@ -127,13 +126,6 @@ def test_admitted_keys_are_written_at_the_end_of_their_request() -> None:
         assert key(3) in tier.store
 
 
-def test_an_end_of_a_request_is_told_to_its_owner() -> None:
-    told: list[Any] = []
-    with ranks() as bench:
-        bench.index.open_request(on_end=told.append).end()
-    assert told == [()]
-
-
 def test_removed_keys_are_gone_from_the_tiers() -> None:
     tier = DictTier()
     with ranks(tier) as bench:
@@ -180,7 +172,7 @@ def test_a_closed_index_has_its_slots_only() -> None:
 
 def test_an_index_that_is_garbage_closes_its_tiers() -> None:
     tier = DictTier()
-    index = TieredIndex([aligned(2)], tiers=[tier], layout=None)
+    index = CacheIndex(2, pools=[aligned(2)], tiers=[tier], layout=None)
     watched = weakref.ref(index)
     del index
     until(lambda: gc.collect() >= 0 and tier.released == 1, "the end of the tier")
@@ -202,13 +194,12 @@ def test_a_second_index_finds_what_the_first_has_written(tmp_path: Path) -> None
         assert bench.index.promote(keys(range(4))).wait(SECONDS) == 4
         assert bench.holds(range(4))
     with pytest.raises(LayoutError):
-        TieredIndex([aligned(8), aligned(8, 8192)], tiers=[disk()], layout=b"e" * 16)
+        CacheIndex(8, pools=[aligned(8), aligned(8, 8192)], tiers=[disk()], layout=b"e" * 16)
 
 
 def test_what_is_refused() -> None:
     pool = aligned(4)
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"tiers": []}, ValueError, "at least one tier"),
         ({"tiers": [7]}, TypeError, "must be a Tier"),
         ({"write": "often"}, ValueError, "write must be one of"),
         ({"seconds_per_key": 0.0}, ValueError, "seconds_per_key"),
@@ -217,11 +208,11 @@ def test_what_is_refused() -> None:
     ]
     for options, error, words in refused:
         with pytest.raises(error, match=words):
-            TieredIndex([pool], **{"tiers": [DictTier()], "layout": None, **options})
+            CacheIndex(len(pool), pools=[pool], **{"tiers": [DictTier()], "layout": None, **options})
     with pytest.raises(CapacityError, match="no entries"):
-        TieredIndex([pool[:0]], tiers=[DictTier()], layout=None)
+        CacheIndex(0, pools=[pool[:0]], tiers=[DictTier()], layout=None)
     with pytest.raises(LayoutError, match=r"pools\[1\] must have 4 entries"):
-        TieredIndex([pool, aligned(3)], tiers=[DictTier()], layout=None)
+        CacheIndex(len(pool), pools=[pool, aligned(3)], tiers=[DictTier()], layout=None)
 
 
 def test_what_is_committed_is_written_without_another_call() -> None:
@@ -238,7 +229,7 @@ def test_a_tiered_index_is_not_closed_inside_a_call_of_it() -> None:
             index.close()
 
     pools = [aligned(4)]
-    with TieredIndex(pools, tiers=[DictTier()], layout=DIGEST, policy=Closing()) as index:
+    with CacheIndex(len(pools[0]), pools=pools, tiers=[DictTier()], layout=DIGEST, policy=Closing()) as index:
         store = Ranks(index, pools).store
         store([0])
         with pytest.raises(RuntimeError, match=r"close was called .* in the middle of another call"):

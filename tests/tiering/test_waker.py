@@ -7,8 +7,8 @@ import threading
 import pytest
 from tiering import SECONDS, until
 
-from kvoffload.cache.tiering import waker as module
-from kvoffload.cache.tiering.waker import Waker
+from kvoffload.cache.tiering import manager as module
+from kvoffload.cache.tiering.manager import Waker
 
 
 def waits(waker: Waker, seconds: float) -> threading.Thread:

@@ -11,7 +11,7 @@ import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
-from kvoffload import BlockCache, Tenant
+from kvoffload import Tenant
 from kvoffload.cache.tiering.manager import MOST_MESSAGES
 from kvoffload.cache.tiering.writer import WriteAdmitted
 from kvoffload.testing import FaultyTier
@@ -158,7 +158,7 @@ def fill(bench: Bench, numbers: Sequence[int]) -> None:
 
 def look_again(bench: Bench, number: int) -> None:
     """Store a key again: nothing is evicted, and what goes next is looked at."""
-    BlockCache.remove(bench.cache, keys([number]))
+    bench.cache.remove(keys([number]), below=False)
     fill(bench, [number])
 
 

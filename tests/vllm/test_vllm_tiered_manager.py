@@ -1,4 +1,4 @@
-"""TieredKVOffloadManager as vLLM's scheduler calls it, over memory that the test fills as workers would."""
+"""KVOffloadManager with tiers below, as vLLM's scheduler calls it, over memory that the test fills as workers would."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 from vllm_parts import request  # noqa: E402
 
 from kvoffload import CacheIndex, Status  # noqa: E402
-from kvoffload.cache.tiering import TieredIndex  # noqa: E402
 from kvoffload.testing import FaultyTier  # noqa: E402
 from kvoffload.tiers import Tier  # noqa: E402
-from kvoffload.vllm.tiered_manager import TieredKVOffloadManager  # noqa: E402
+from kvoffload.vllm import KVOffloadManager  # noqa: E402
+from kvoffload.vllm.promotions import Promotions  # noqa: E402
 
 HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
 
@@ -37,12 +37,12 @@ HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RE
 class Host:
     """What vLLM's scheduler and workers do with the manager."""
 
-    def __init__(self, manager: TieredKVOffloadManager, pool: Any) -> None:
+    def __init__(self, manager: KVOffloadManager, pool: Any) -> None:
         self.manager, self.pool = manager, pool
 
     @property
-    def index(self) -> TieredIndex:
-        assert isinstance(self.manager.index, TieredIndex)
+    def index(self) -> CacheIndex:
+        assert isinstance(self.manager.index, CacheIndex)
         return self.manager.index
 
     def store(self, numbers: Sequence[int]) -> None:
@@ -59,7 +59,7 @@ class Host:
         """Store, have the tiers take them, and evict them."""
         self.store(numbers)
         assert self.index.drain(SECONDS)
-        CacheIndex.clear(self.index)
+        self.index.clear(below=False)
 
     def context(self, numbers: Sequence[int]) -> ReqContext:
         context: ReqContext = request("request", keys(numbers))
@@ -98,16 +98,22 @@ def keys(numbers: Sequence[int], group: int = 0) -> list[OffloadKey]:
 
 @contextmanager
 def host(
-    *tiers: Tier, capacity: int = 8, seconds: float = SECONDS, write: Any = "through", **options: Any
+    *tiers: Tier,
+    capacity: int = 8,
+    seconds: float = SECONDS,
+    write: Any = "through",
+    source: CacheHitSource = CacheHitSource.EXTERNAL_UNSPECIFIED,
+    **options: Any,
 ) -> Iterator[Host]:
     pool = aligned(capacity)
 
-    def open_index(on_event: Callable[..., None] | None) -> TieredIndex:
-        return TieredIndex([pool], tiers=tiers, layout=None, write=write, policy="lru", on_event=on_event)
+    def open_index(on_event: Callable[..., None] | None) -> CacheIndex:
+        return CacheIndex(
+            len(pool), pools=[pool], tiers=tiers, layout=None, write=write, policy="lru", on_event=on_event
+        )
 
-    manager = TieredKVOffloadManager(
-        capacity, open_index=open_index, promotion_seconds=seconds, windows={1: 2}, **options
-    )
+    promotions = Promotions(open_index, seconds=seconds, windows={1: 2}, source=source)
+    manager = KVOffloadManager(capacity, promotions=promotions, **options)
     yield Host(manager, pool)
     for tier in tiers:
         if isinstance(tier, FaultyTier):
@@ -134,12 +140,33 @@ def test_promoted_keys_are_hits_with_their_bytes() -> None:
         bench.end_step()
         until(lambda: bench.index.tier_statistics()[0].promoted == 3)
         assert bench.index.drain(SECONDS)  # until the promotion has ended
-        assert bench.index.statistics().lookups == 5, "vLLM's own, to which the promotion adds none"
+        assert bench.index.statistics().lookups == 2, "vLLM's own that have an answer; the promotion adds none"
         bench.look_until([7, 0, 1, 2, 9], context, [HIT] * 4 + [MISS])
         assert bench.loaded([7, 0, 1, 2], context)
         sources = [bench.manager.get_load_source(key, context) for key in keys([7, 0])]
         assert sources == [CacheHitSource.HOST, CacheHitSource.DISK]
         assert bench.index.statistics().pinned == 0
+
+
+def test_a_chunk_that_is_being_promoted_is_counted_when_its_answer_is_final() -> None:
+    """vLLM looks it up in every step until then: a key counts once for a request, as the hit that it becomes."""
+    tier = FaultyTier()
+    with host(tier) as bench:
+        bench.written(range(2))
+        bench.store([7])
+        before = bench.index.statistics()
+        tier.hang_all()
+        context = bench.context([7, 0, 1, 9])
+        for _ in range(5):
+            assert MISS not in bench.look([7, 0, 1, 9], context)[1:3]
+            bench.end_step()
+        tier.heal()
+        bench.look_until([7, 0, 1, 9], context, [HIT, HIT, HIT, MISS])
+        now = bench.index.statistics()
+        assert (now.lookups - before.lookups, now.hits - before.hits) == (4, 3)
+        assert bench.loaded([7, 0, 1], context)
+        bench.look([7], context)  # after a preemption
+        assert bench.index.statistics().lookups == now.lookups + 1
 
 
 def test_a_tier_that_has_to_be_asked_is() -> None:
@@ -173,13 +200,13 @@ def test_a_request_waits_no_longer_than_its_deadline() -> None:
 
 def test_the_promotions_of_a_request_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it asks for in a later step has what is left of its time; after that nothing more is asked for."""
-    tier, promote, given = FaultyTier(), TieredIndex.promote, []
+    tier, promote, given = FaultyTier(), CacheIndex.promote, []
 
-    def noted(index: TieredIndex, *arguments: Any, deadline: float, **options: Any) -> Any:
+    def noted(index: CacheIndex, *arguments: Any, deadline: float, **options: Any) -> Any:
         given.append(deadline)
         return promote(index, *arguments, deadline=deadline, **options)
 
-    monkeypatch.setattr(TieredIndex, "promote", noted)
+    monkeypatch.setattr(CacheIndex, "promote", noted)
     with host(tier, seconds=1.0) as bench:
         bench.written(range(3))
         tier.hang_all()

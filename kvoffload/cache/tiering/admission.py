@@ -194,14 +194,11 @@ class WriteAdmission:
         self._expose((sighting, sighting.live) for sighting in self._sightings)
         self._stored_lately += self._now - self._learned_at
         self._learned_at = self._now
-        self._model.learn(self._horizon())
+        # A block that is not read leaves the disk at this age, if as many are written as lately.
+        age = self.capacity * self._stored_lately / max(1.0, self._written_lately)
+        self._model.learn(min(max(age, self._shortest), self._longest))
         self._stored_lately *= _FADING
         self._written_lately *= _FADING
-
-    def _horizon(self) -> float:
-        """The age at which a block that is not read leaves the disk, as many being written as lately."""
-        age = self.capacity * self._stored_lately / max(1.0, self._written_lately)
-        return min(max(age, self._shortest), self._longest)
 
 
 class Sighting:

@@ -1,75 +1,167 @@
-"""What is checked and computed before a cache takes tiers."""
+"""TierPlan: tiers that are checked before there is an index above them, and attached to its slots when there is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
-from kvoffload.cache.policies.prefix import Prefix
-from kvoffload.cache.tiering.tier import Tier, TierCapabilities
-from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import shown
+from kvoffload.cache.policies import PolicyChoice, Prefix
+from kvoffload.cache.records import Records
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.manager import TierManager
+from kvoffload.cache.tiering.promotion import ChainedLoad
+from kvoffload.cache.tiering.tier import Tier, TierCapabilities, check_pools
+from kvoffload.cache.tiering.writer import WriteAdmitted, WriteBack, WriteChoice, WriteNothing, WriteThrough
+from kvoffload.errors import CapacityError, LayoutError
+from kvoffload.internal.checks import shown, to_wait
 from kvoffload.internal.types import UInt8Array
 
-HOST, PENDING, MISSING, UNKNOWN = "host", "pending", "missing", "unknown"
-"""What `TieredCache.locate` says of keys that no tier is known to have."""
+WriteName = Literal["admitted", "through", "back", "none"]
 
+_CHOICES: dict[str, Callable[[int], WriteChoice]] = {
+    "admitted": WriteAdmitted,
+    "through": lambda _: WriteThrough(),
+    "back": lambda _: WriteBack(),
+    "none": lambda _: WriteNothing(),
+}
+_PLACES = ("host", "pending", "missing", "unknown")  # what `locate` says of keys that no tier is known to have
+_HEARD = ("stored", "promoted", "evicted", "removed")
 _RECORDS_A_SLOT = 16  # of a tier that does not say how much it takes
 
 
-def pools_of(engine: Any) -> tuple[UInt8Array, ...]:
-    slots = engine.slots
-    return slots if isinstance(slots, tuple) else (slots,)
+class TierPlan:
+    """Tiers, and how an index uses them.
 
+    Raises:
+        ValueError, TypeError: an argument is not what `BlockCache` and `CacheIndex` take.
+    """
 
-def digest_of(layout: Any) -> bytes | None:
-    try:
-        return bytes(layout.fingerprint)
-    except LayoutError:
-        return None
+    def __init__(self, tiers: Sequence[Tier], write: str, hung: float, seconds_per_key: float | None) -> None:
+        if write not in _CHOICES:
+            raise ValueError(f"write must be one of {', '.join(_CHOICES)}, got {write!r:.80}")
+        if not to_wait("hung", hung) > 0:
+            raise ValueError(f"hung must be seconds above 0, got {hung!r:.80}")
+        if seconds_per_key is not None and not to_wait("seconds_per_key", seconds_per_key) > 0:
+            raise ValueError(f"seconds_per_key must be above 0, or None, got {seconds_per_key!r:.80}")
+        if isinstance(tiers, Tier) or not isinstance(tiers, Iterable):
+            raise TypeError(f"tiers must be a list, of one tier too: tiers=[tier], got {shown(tiers)}")
+        self.tiers, self._write, self._hung, self._seconds_per_key = list(tiers), write, hung, seconds_per_key
+        for number, tier in enumerate(self.tiers):
+            if not isinstance(tier, Tier):
+                raise TypeError(f"tiers[{number}] must be a Tier, got {shown(tier)}")
+            if not isinstance(tier.capabilities, TierCapabilities) or not isinstance(tier.name, str):
+                raise TypeError(f"tiers[{number}] must have capabilities (TierCapabilities) and a name (str)")
+        names = [tier.name for tier in self.tiers]
+        for name in names:
+            if name in _PLACES or names.count(name) > 1:
+                raise ValueError(f"tiers must have names of their own, other than {', '.join(_PLACES)}: {names}")
+        self._manager: Callable[[], TierManager | None] = lambda: None
 
+    @classmethod
+    def of(cls, tiers: Sequence[Tier], write: str, hung: float, seconds_per_key: float | None) -> TierPlan | None:
+        """None: no tiers were given."""
+        plan = cls(tiers, write, hung, seconds_per_key)
+        return plan if plan.tiers else None
 
-def attach(tiers: Sequence[Tier], pools: Sequence[UInt8Array], layout: bytes | None) -> None:
-    for number, tier in enumerate(tiers):
+    # before there is an index ---------------------------------------------------------------------------------------
+
+    def policy(self, policy: PolicyChoice) -> PolicyChoice:
+        """What the index evicts by: "prefix" admits every key, since only what has an entry can be written."""
+        return (lambda capacity: Prefix(capacity, declines=False)) if policy == "prefix" else policy
+
+    def hook(self, then: Callable[[CacheEvent], None] | None) -> Callable[[CacheEvent], None]:
+        """`on_event` of the index: tells the manager, which is made later, and then calls the caller's hook."""
+        if then is not None and not callable(then):
+            raise TypeError(f"on_event must be a function of a CacheEvent, got {then!r:.80}")
+
+        def hear(event: CacheEvent) -> None:
+            manager = self._manager()
+            if manager is not None and event.kind in _HEARD:
+                manager.post(event)
+            if then is not None:
+                then(event)
+
+        return hear
+
+    def check_pools(self, pools: Sequence[UInt8Array], capacity: int) -> None:
+        """Raise unless the rows of these pools are the entries of an index of so many keys."""
+        check_pools(pools)
+        if len(pools[0]) == 0:
+            raise CapacityError("pools have no entries, and tiers need some")
+        if len(pools[0]) != capacity:
+            raise LayoutError(f"pools must have a row for each of the {capacity} keys, got {len(pools[0])} rows")
+
+    # when there is one ----------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        records: Records,
+        pools: Sequence[UInt8Array],
+        layout: bytes | None,
+        *,
+        settle: Callable[[], bool] = lambda: False,
+        submit: Callable[[ChainedLoad], None] = lambda _: None,
+    ) -> TierManager:
+        """Attach the tiers to the pools, and start the thread that moves keys. The tiers are closed if this raises.
+
+        Args:
+            records: of the index; entry `i` is row `i` of every pool.
+            settle, submit: see `TierManager`.
+        """
+        attached = list[Tier]()
         try:
-            tier.attach(pools, layout)
+            for tier in self.tiers:
+                tier.attach(pools, layout)
+                attached.append(tier)
+            record_bytes = sum(pool.shape[1] for pool in pools)
+            unknown = _RECORDS_A_SLOT * len(pools[0])
+            bounds = [tier.capabilities.max_bytes for tier in self.tiers]
+            room = sum(unknown if bound is None else bound // record_bytes for bound in bounds)
+            manager = TierManager(
+                records,
+                self.tiers,
+                _CHOICES[self._write](max(1, room)),
+                seconds_per_key=self._seconds_per_key,
+                hung=self._hung,
+                settle=settle,
+                submit=submit,
+            )
+            self._manager = weakref.ref(manager)
         except BaseException:
-            for other in tiers[:number]:
-                other.close()
+            for tier in attached:
+                tier.close()
             raise
+        return manager
 
+    def attach_engine(self, records: Records, engine: Any, cache: weakref.ref[Any]) -> TierManager:
+        """The same for the slots of an engine, with a cache over it."""
 
-def admits_all(capacity: int) -> Prefix:
-    return Prefix(capacity, declines=False)
+        def settle() -> bool:
+            """Bring the cache up to date; whether stores are in flight, so that this has to be done again."""
+            owner = cache()
+            if owner is None or owner.engine.closed:
+                return False
+            owner.engine.advance()
+            records.settle_ended(None)
+            return bool(records._state.storing)
 
+        def submit(chained: ChainedLoad) -> None:
+            owner = cache()
+            chained._submit(None if owner is None else owner.load)
 
-def records_in(tiers: Sequence[Tier], pools: Sequence[UInt8Array]) -> int:
-    """How many records the tiers hold together, as far as they say."""
-    record_bytes = sum(pool.shape[1] for pool in pools)
-    unknown = _RECORDS_A_SLOT * len(pools[0])
-    bounds = [tier.capabilities.max_bytes for tier in tiers]
-    return max(1, sum(unknown if bound is None else bound // record_bytes for bound in bounds))
-
-
-def checked_tiers(tiers: Sequence[Tier]) -> list[Tier]:
-    if isinstance(tiers, Tier) or not isinstance(tiers, Iterable):
-        raise TypeError(f"tiers must be a list, of one tier too: tiers=[tier], got {shown(tiers)}")
-    checked = list(tiers)
-    for number, tier in enumerate(checked):
-        if not isinstance(tier, Tier):
-            raise TypeError(f"tiers[{number}] must be a Tier, got {shown(tier)}")
-        if not isinstance(tier.capabilities, TierCapabilities) or not isinstance(tier.name, str):
-            raise TypeError(f"tiers[{number}] must have capabilities (TierCapabilities) and a name (str)")
-    if not checked:
-        raise ValueError("tiers must hold at least one tier; without tiers make a BlockCache")
-    names = [tier.name for tier in checked]
-    for name in names:
-        if name in (HOST, PENDING, MISSING, UNKNOWN) or names.count(name) > 1:
-            raise ValueError(f"tiers must have names of their own, other than host, pending, missing, unknown: {names}")
-    return checked
+        slots = engine.slots if isinstance(engine.slots, tuple) else (engine.slots,)
+        groups = engine.layout.num_groups
+        pools = [pool[: records.capacity * groups].reshape(records.capacity, -1) for pool in slots]
+        try:
+            layout = bytes(engine.layout.fingerprint)
+        except LayoutError:
+            layout = None
+        return self.attach(records, pools, layout, settle=settle, submit=submit)
 
 
 def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | None:
+    """What computing a key's blocks takes; None: that was not given."""
     if tokens_per_second is None:
         return None
     if not isinstance(tokens_per_second, int | float) or tokens_per_second is True or not tokens_per_second > 0:

@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
 
 @dataclass(frozen=True, slots=True)
 class CacheTierStatistics:
-    """What a cache, or a TieredIndex, has done with one of its tiers.
+    """What a cache has done with one of its tiers.
 
     Attributes:
         name: of the tier.
@@ -171,13 +171,17 @@ class TierBelow:
         known = self._corrupt
         if Outcome.MISSING in outcomes:  # each corrupt record is one of these, and was counted before
             known = self._tier_statistics().corrupt
+        well = False
         for outcome in outcomes:
             corrupt = outcome is Outcome.MISSING and known > self._corrupt
             self._corrupt += corrupt
+            before, well = well, False
             if outcome is Outcome.FAILED or corrupt:
                 self._failed()
             elif outcome in (Outcome.DONE, Outcome.MISSING):
-                self.breaker.succeeded()
+                well = True
+                if not before:  # a second one in a row says nothing new
+                    self.breaker.succeeded()
             elif outcome is not None:
                 self.breaker.undecided(time.monotonic())
 

@@ -7,24 +7,27 @@ refers to the cache weakly, and ends with it, but not before every tier's call t
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
 from kvoffload.cache.entries import Status
-from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.records import Records
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.cache.tiering.below import BreakerState, TierBelow
+from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, TierBelow, fits
+from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.promoter import Promoter
 from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
 from kvoffload.cache.tiering.tier import Tier
-from kvoffload.cache.tiering.waker import Waker
 from kvoffload.cache.tiering.writer import WriteChoice, Writer
 from kvoffload.engine.callbacks import Callbacks, WhenDone
+from kvoffload.errors import TierError
 from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import raise_nested, refuse_nested
@@ -35,6 +38,8 @@ _AFTER_ERROR = 0.1  # seconds
 _LONGEST_SLEEP = 60.0
 _SLEEP_OF_GARBAGE = 0.2  # between looks whether calls have returned, when there is no cache any more
 MOST_MESSAGES = 1 << 16  # what is left for the thread beyond may be lost
+_PROMOTING, _WRITING = 0.5, 0.25  # shares of the entries
+_REMOVAL = 60.0  # seconds that `remove` and `clear` wait for tiers
 _MOST_AHEAD = 256  # keys that are looked at before they are evicted
 _MOST_ENDED = 256  # requests that wait for their stores
 
@@ -45,7 +50,7 @@ Message = PromotionRecord | ChainedLoad | CacheEvent | tuple[bytes, ...]
 
 
 class Removal:
-    """Keys (None: all) that are being removed from tiers, from `TierManager.begin_removal` on until it is garbage."""
+    """Keys (None: all) that are being removed from tiers, during `TierManager.remove`, or until it is garbage."""
 
     __slots__ = ("__weakref__", "keys")
 
@@ -57,12 +62,11 @@ class TierManager:
     """The tiers of a cache.
 
     Args:
-        index: of the cache.
+        records: of the index.
         tiers: attached to its slots, in the order in which they are asked.
         choice: what is written to them.
         seconds_per_key: what computing a key's blocks takes; None: not known.
         hung: seconds after which a tier's call is taken for one that does not return.
-        shares: of the entries that promotions may occupy, and that may be leased for writing.
         settle: brings the cache up to date; returns whether stores are in flight.
         submit: submits a chained load.
 
@@ -75,13 +79,12 @@ class TierManager:
 
     def __init__(
         self,
-        index: CacheIndex,
+        records: Records,
         tiers: Sequence[Tier],
         choice: WriteChoice,
         *,
         seconds_per_key: float | None,
         hung: float,
-        shares: tuple[float, float],
         settle: Callable[[], bool],
         submit: Callable[[ChainedLoad], None],
     ) -> None:
@@ -89,26 +92,26 @@ class TierManager:
         self.closed = False
         self._lock = threading.RLock()
         self._calling: set[int] = set()  # threads of callers that are in a call of a tier
-        self._recorder = index._state.recorder
+        self._recorder = records.recorder
         self._choice = choice
         self._settle, self._submit = settle, submit
         self._waker = waker = Waker()
         self.wake = notify = waker.now
         self.when_done: WhenDone = Callbacks().add
-        most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
-        self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
+        most_occupied, most_leased = (max(1, int(share * records.capacity)) for share in (_PROMOTING, _WRITING))
+        self._records, self._ahead = records, min(most_leased, _MOST_AHEAD)
         self._filled = False  # since the latest look at what is evicted next
         self._ended = deque[tuple[bytes, ...]]()  # requests of which stores may be in flight
         self._tenants: dict[bytes, str] = {}  # of keys in slots, where it is not ""
-        self._promoter = Promoter(index, self.tiers, seconds_per_key, most_occupied, notify)
-        self._writer = Writer(index, self.tiers, most_leased, notify, choice)
+        self._promoter = Promoter(records, self.tiers, seconds_per_key, most_occupied, notify)
+        self._writer = Writer(records, self.tiers, most_leased, notify, choice)
         self._messages = deque[Message]()
         self._lost_events = False
         self._chained: list[ChainedLoad] = []
         self._removals = removals = list[weakref.ref[Removal]]()
-        self._promoter.refused = lambda key: _is_removed(removals, key)
+        self._promoter.refused = lambda keys: _removed(removals, keys) if removals else ()
         promoter = weakref.WeakMethod(self._promoter.io)
-        index._state.in_flight.append(lambda: () if (io := promoter()) is None else io())
+        records._state.in_flight.append(lambda: () if (io := promoter()) is None else io())
         reference = weakref.ref(self, lambda _: notify())
         self._thread = threading.Thread(
             target=_run, args=(reference, waker, list(tiers)), name="kvoffload-tiers", daemon=True
@@ -119,6 +122,24 @@ class TierManager:
         """End a promotion at once, or have the thread take it up."""
         if not self.calling_tiers(lambda: self._promoter.ends_at_once(record)):
             self.post(record)
+
+    def locate(self, keys: list[bytes], places: list[str]) -> list[str]:
+        """Put the names of tiers in the places of missing keys: see `BlockCache.locate`."""
+        missing = [position for position, place in enumerate(places) if place == "missing"]
+        for below in self.tiers:
+            wanted = [keys[position] for position in missing]
+            found = self.calling_tiers(partial(below.has, wanted)) if missing else []
+            for position, has in zip(missing, found, strict=True):
+                if has:
+                    places[position] = below.tier.name
+            missing = [position for position, has in zip(missing, found, strict=True) if not has]
+        if not all(below.local_index for below in self.tiers):
+            for position in missing:
+                places[position] = "unknown"
+        return places
+
+    def statistics(self) -> list[CacheTierStatistics]:
+        return self.calling_tiers(lambda: [below.statistics() for below in self.tiers])
 
     def post(self, message: Message) -> None:
         """Leave a message, and wake the thread."""
@@ -143,20 +164,60 @@ class TierManager:
     def _rests(self) -> bool:
         """Whether no tier is used now: requests are not to pay for it. What happens is read from the index later."""
         now = time.monotonic()
-        return all(below.breaker.pauses(now) for below in self.tiers)
+        for below in self.tiers:  # noqa: SIM110  # a generator takes as long as all the rest, once for each event
+            if not below.breaker.pauses(now):
+                return False
+        return True
 
     # removing -----------------------------------------------------------------------------------------------------
 
-    def begin_removal(self, removal: Removal) -> None:
-        """From now on its keys are neither written nor promoted, until `end_removal` or until it is garbage."""
-        with self._lock:
-            self._removals[:] = [each for each in self._removals if each() is not None]
-            self._removals.append(weakref.ref(removal))
-            self._writer.forget(lambda key: _is_removed(self._removals, key))
+    def remove(self, keys: Sequence[bytes] | None, here: Callable[[], int]) -> int:
+        """Have tiers lose these keys (None: all), and the index by `here`; returns what that returns.
 
-    def end_removal(self, removal: Removal) -> None:
-        with self._lock:
-            self._removals[:] = [each for each in self._removals if each() not in (None, removal)]
+        Meanwhile they are neither written nor promoted. The tiers are asked after `here`: what was written of a key
+        that the index has no more is then among what they lose.
+
+        Raises:
+            TierError: a tier may have them still.
+        """
+        self.refuse_nested("remove")
+        removal = Removal(keys)
+        try:
+            with self._lock:
+                self._removals[:] = [each for each in self._removals if each() is not None]
+                self._removals.append(weakref.ref(removal))
+                self._writer.forget(lambda keys: _removed(self._removals, keys))
+            count = here()
+            wrong = self.calling_tiers(lambda: self._remove_from_tiers(keys))
+        finally:
+            with self._lock:
+                self._removals[:] = [each for each in self._removals if each() not in (None, removal)]
+        if wrong:
+            raise TierError(
+                f"tier {', '.join(wrong)} failed to remove them, or did not answer within {_REMOVAL:g} seconds: it may "
+                "have them still; remove them again once it works"
+            )
+        return count
+
+    def _remove_from_tiers(self, keys: Sequence[bytes] | None) -> list[str]:
+        """Have all tiers remove keys, and wait for them; returns the names of tiers that may have them still."""
+        fitting = [key for key in keys or () if fits(key)]
+        jobs, failed = list[tuple[Tier, TierJob]](), list[str]()
+        for tier in [below.tier for below in self.tiers]:
+            try:
+                if keys is None or fitting:
+                    jobs.append((tier, tier.clear() if keys is None else tier.remove(fitting)))
+            except Exception:  # a tier of the user's, or one that is closed
+                failed.append(tier.name)
+        end = time.monotonic() + _REMOVAL
+        for tier, job in jobs:
+            try:
+                outcomes = job.wait(max(0.0, end - time.monotonic()))
+            except Exception:
+                outcomes = [Outcome.FAILED]
+            if not all(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in outcomes):
+                failed.append(tier.name)
+        return failed
 
     # the thread ---------------------------------------------------------------------------------------------------
 
@@ -181,9 +242,20 @@ class TierManager:
     def _step(self) -> list[ChainedLoad]:
         """The part under the lock; returns loads whose promotions have ended."""
         if self.closed:
-            self._abandon()
+            self._end_messages()
+            for record in self._promoter.abandon():
+                record.end()
+            self._writer.forget(set)
         while self._messages:
-            self._take(self._messages.popleft())
+            message = self._messages.popleft()
+            if isinstance(message, CacheEvent):
+                self._heard(message)
+            elif isinstance(message, PromotionRecord):
+                self._promoter.begin(message)
+            elif isinstance(message, ChainedLoad):
+                self._chained.append(message)
+            else:
+                self._ended.append(message)
         if self._lost_events and any(below.breaker.state is BreakerState.CLOSED for below in self.tiers):
             self._resynchronise()
         self._choose()
@@ -194,20 +266,10 @@ class TierManager:
         self._chained = [chained for chained in self._chained if not chained._can_be_submitted]
         return ready
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, PromotionRecord):
-            self._promoter.begin(message)
-        elif isinstance(message, ChainedLoad):
-            self._chained.append(message)
-        elif isinstance(message, CacheEvent):
-            self._heard(message)
-        else:
-            self._ended.append(message)
-
     def _choose(self) -> None:
         """Ask what to write of requests that have ended, once their stores have, and of what is evicted next."""
         while self._ended:
-            statuses = self._index.status(self._ended[0])
+            statuses = self._records.status(list(self._ended[0]))
             if Status.PENDING in statuses and len(self._ended) < _MOST_ENDED:
                 break
             keys = self._ended.popleft()
@@ -216,7 +278,7 @@ class TierManager:
             self._write(self._choice.ended(keys))
         if self._filled and self._choice.looks_ahead:
             self._filled = False
-            self._write(self._choice.about_to_go(self._index.next_to_go(self._ahead)))
+            self._write(self._choice.about_to_go(self._records.next_to_go(self._ahead)))
 
     def _heard(self, event: CacheEvent) -> None:
         self._filled |= event.kind in ("stored", "promoted")
@@ -236,8 +298,8 @@ class TierManager:
     def _resynchronise(self) -> None:
         """Events were lost: take from the index what is in slots. Events that are still to come are of what it has."""
         self._lost_events = False  # before the index is read
-        keys = self._index.keys
-        there = [key for key, status in zip(keys, self._index.status(keys), strict=True) if status is Status.HIT]
+        keys = self._records.keys
+        there = [key for key, status in zip(keys, self._records.status(keys), strict=True) if status is Status.HIT]
         known = set(there)
         self._tenants = {key: tenant for key, tenant in self._tenants.items() if key in known}
         self._filled = True
@@ -251,7 +313,7 @@ class TierManager:
 
     def _write(self, keys: Sequence[bytes]) -> None:
         if self._removals:
-            removed = {key for key in keys if _is_removed(self._removals, key)}
+            removed = _removed(self._removals, keys)
             self._choice.dropped([*removed])
             keys = [key for key in keys if key not in removed]
         for tenant, mine in groupby(keys, lambda key: self._tenants.get(key, "")):
@@ -285,7 +347,14 @@ class TierManager:
             wait_until(written, left(), "writing to tiers")
         except TimeoutError:
             return False
-        return all(self.calling_tiers(lambda: [_drained(below.tier, left()) for below in self.tiers]))
+        drained = True
+        for tier in [below.tier for below in self.tiers]:
+            try:
+                drained &= bool(self.calling_tiers(partial(tier.drain, left())))
+            except Exception as error:  # a tier of the user's
+                LOGGER.warning("tier %s: drain: %s", tier.name, shown(error))
+                drained = False
+        return drained
 
     def close(self, timeout: float) -> bool:
         """End the thread and close the tiers; whether no call of a tier goes on."""
@@ -303,7 +372,7 @@ class TierManager:
 
     def refuse_nested(self, call: str) -> None:
         """Raise RuntimeError inside another call: the tiers' threads may be waiting for what that call holds."""
-        refuse_nested(self._index.lock, call)
+        refuse_nested(self._records.lock, call)
         refuse_nested(self._lock, call)
         if threading.get_ident() in self._calling:
             raise_nested(call)
@@ -319,12 +388,6 @@ class TierManager:
             if not inside:
                 self._calling.discard(thread)
 
-    def _abandon(self) -> None:
-        self._end_messages()
-        for record in self._promoter.abandon():
-            record.end()
-        self._writer.forget(lambda _: True)
-
     def _end_messages(self) -> None:
         """End promotions that have not begun, and loads that wait for them. For any thread, when closed."""
         with self._lock:
@@ -337,17 +400,10 @@ class TierManager:
                 self._messages.popleft()
 
 
-def _is_removed(removals: Sequence[weakref.ref[Removal]], key: bytes) -> bool:
-    known = (each() for each in removals)
-    return any(removal is not None and (removal.keys is None or key in removal.keys) for removal in known)
-
-
-def _drained(tier: Tier, timeout: float | None) -> bool:
-    try:
-        return bool(tier.drain(timeout))
-    except Exception as error:  # a tier of the user's
-        LOGGER.warning("tier %s: drain: %s", tier.name, shown(error))
-        return False
+def _removed(removals: Sequence[weakref.ref[Removal]], keys: Sequence[bytes]) -> set[bytes]:
+    """Those of these keys that are being removed."""
+    going_on = [removal for each in removals if (removal := each()) is not None]
+    return {key for key in keys for removal in going_on if (removal.keys is None or key in removal.keys)}
 
 
 def _closed(tier: Tier, timeout: float) -> bool:
@@ -376,3 +432,44 @@ def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -
         del keeps
     for tier in tiers:
         _closed(tier, _LONGEST_SLEEP)
+
+
+SOON = 5e-3  # seconds
+
+
+class Waker:
+    """What is urgent wakes the thread now; the rest within 5 ms, so that the thread looks once at what a request does,
+    and not concurrently with each of its calls. `now` and `soon` are for any thread, finalizers included.
+    """
+
+    def __init__(self) -> None:
+        self._woken = queue.SimpleQueue[bool]()  # an Event may not be set by a finalizer
+        self._lingers = False  # written by the thread alone: it is about to look
+
+    def now(self) -> None:
+        if self._woken.qsize() < 2:  # of two at least one is urgent
+            self._woken.put(True)
+
+    def soon(self) -> None:
+        if not self._lingers and self._woken.empty():
+            self._woken.put(False)
+
+    # of the thread ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before anything is looked at: what happens afterwards wakes the thread again."""
+        self._lingers = False
+        while not self._woken.empty():
+            self._woken.get()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until it is time to look, at most so long."""
+        end = time.monotonic() + seconds
+        try:
+            urgent = self._woken.get(timeout=seconds)
+            self._lingers = True
+            end = min(end, time.monotonic() + SOON)
+            while not urgent:
+                urgent = self._woken.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            pass

@@ -1,12 +1,16 @@
 """The Promoter: brings keys from tiers into entries of the index. Used by the manager's thread alone.
 
 A promotion's keys are reserved with a record each. What a tier has brought and verified is committed and leased at
-once. What it has not brought, the tiers after it are asked for:
+once. What it has not brought, the tiers after it are asked for. `advance` looks at each job of a tier, and finds:
 
-1. the key has its outcome: the tier does not touch the entry any more, and the next tier gets this one;
-2. the tier is late, or its call does not return: the entry is kept from other keys until the call has returned, and
-   the next tier gets another one;
-3. no tier is left, the deadline has passed, or a key before it will not come: the key is given up.
+1. a key that came: it is committed and leased;
+2. a key that did not come: the tier does not touch its entry any more, and the next tier gets this one;
+3. a tier that is late, or whose call does not return: the entries of its keys are kept from other keys until the call
+   has returned, and the next tier gets other ones;
+4. a promotion that nothing can lengthen, since a key before will not come: what the tiers have not begun is cancelled,
+   and what they have begun is awaited;
+5. a promotion whose deadline has passed, or that was cancelled: all that has not come is given up, with entries kept as
+   in case 3.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from kvoffload.cache.entries import ReservationRecord, Stage, Status
-from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.entries import Stage, Status
+from kvoffload.cache.records import Records
 from kvoffload.cache.tiering.below import TierBelow
 from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.promotion import Fetch, PromotionRecord, TierIo
@@ -33,7 +37,7 @@ class Promoter:
     """The promotions that are going on.
 
     Args:
-        index: whose entries are filled.
+        records: of the index whose entries are filled.
         tiers: in the order in which they are asked.
         seconds_per_key: what computing a key's blocks takes; None: not known, so that every promotion is worth it.
         most: entries that may be reserved for promotions, hold what they have brought until they are released, or are
@@ -43,18 +47,18 @@ class Promoter:
 
     def __init__(
         self,
-        index: CacheIndex,
+        records: Records,
         tiers: Sequence[TierBelow],
         seconds_per_key: float | None,
         most: int,
         notify: Notify,
     ) -> None:
-        self._index = index
+        self._records = records
         self._tiers = tiers
         self._seconds_per_key = seconds_per_key
         self._most = most
         self._notify = notify
-        self.refused: Callable[[bytes], bool] = lambda _: False  # keys that are being removed
+        self.refused: Callable[[Sequence[bytes]], Collection[bytes]] = lambda _: ()  # those that are being removed
         self.going_on: list[PromotionRecord] = []
         self._occupying: list[weakref.ref[PromotionRecord]] = []  # that have reserved entries
         self._settled = 0  # keys of fetches
@@ -62,7 +66,7 @@ class Promoter:
 
     def io(self) -> tuple[TierIo, ...]:
         """What may write entries now, for the index; called by any thread."""
-        lock = self._index.lock
+        lock = self._records.lock
         jobs = [
             (fetch.job, at)
             for record in list(self.going_on)
@@ -82,7 +86,7 @@ class Promoter:
         """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first one
         that is not. By any thread, without the manager's lock; what it needs are the index and the new record alone.
         """
-        keys, table = record.keys, self._index._state.table
+        keys, table = record.keys, self._records._state.table
         of, pending = table.of, table.pending  # without the index's lock: `acquire` verifies it
         if not keys or (pending and not pending.keys().isdisjoint(keys)):
             return False
@@ -92,7 +96,7 @@ class Promoter:
             return False
         try:
             if present:
-                record.leases.append(self._index.acquire(present))
+                record.leases.append(self._records.acquire((present, False)))
         except KVOffloadError:  # evicted since
             return False
         record.ready = missing
@@ -101,27 +105,29 @@ class Promoter:
         return True
 
     def advance(self) -> list[PromotionRecord]:
-        """Take note of outcomes and deadlines; returns the promotions that have ended."""
+        """Take note of outcomes and deadlines; returns the promotions that have ended. The cases are those above."""
         now = time.monotonic()
-        self._late = [(job, at) for job, at in self._late if job.outcomes[at] is None]
+        if self._late:
+            self._late = [(job, at) for job, at in self._late if job.outcomes[at] is None]
         before = self._settled
         for record in self.going_on:
-            if record.awaited:
+            if record.awaited:  # keys that another promotion brings, or a transfer stores, may be there by now
                 self._look(record, record.awaited)
             late = record.deadline is not None and now >= record.deadline
             over = late or record.cancelled
-            for fetch in list(record.fetches):
-                missed = self._collect(record, fetch, now)
-                if fetch.left and not over and (fetch.late(now) or self._hangs(fetch, now)):
+            for fetch in list(record.fetches):  # `_ask` adds to them
+                missed = self._collect(record, fetch, now)  # case 1
+                if fetch.left and not over and (fetch.late(now) or fetch.hangs(now)):  # case 3
                     missed += self._stop_waiting(record, fetch, now, blame=fetch.late(now))
-                if missed:
+                if missed:  # case 2; after the deadline no tier is asked, so that their entries become free
                     self._ask(record, sorted(missed), () if over else fetch.others)
-            if record.goes_on and (over or record.broken):
+            if record.goes_on and (over or record.broken):  # cases 5 and 4
                 self._stop(record, now, at_once=over, blame=late and not record.cancelled)
         ended = [record for record in self.going_on if not record.goes_on]
         for record in ended:
             self._count(record)
-        self.going_on = [record for record in self.going_on if record.goes_on]
+        if ended:
+            self.going_on = [record for record in self.going_on if record.goes_on]
         if self._settled != before and any(record.awaited for record in self.going_on):
             self._notify()  # what they wait for may have come
         return ended
@@ -129,8 +135,8 @@ class Promoter:
     def _count(self, record: PromotionRecord) -> None:
         """Before `end`, so that who has waited for it finds it counted."""
         if record.counted:
-            in_tiers = Counter(name for position, name in record.tiers.items() if position < record.ready)
-            self._index.note_promotion((record.keys, record.ready, in_tiers))
+            in_tiers = [name for position, name in record.tiers.items() if position < record.ready]
+            self._records.note_promotion((record.keys, record.ready, Counter(in_tiers)))
 
     def next_look(self) -> float | None:
         """When `advance` is due next although nothing has happened, by `time.monotonic`; None: not at all."""
@@ -156,15 +162,17 @@ class Promoter:
 
     def _look(self, record: PromotionRecord, positions: Sequence[int]) -> None:
         """Look which of some keys are in slots: lease these, wait for pending ones, and ask tiers for the rest."""
-        statuses, lease = self._index.hold_ready([record.keys[position] for position in positions], not record.released)
+        statuses, lease = self._records.hold_ready(
+            ([record.keys[position] for position in positions], not record.released)
+        )
         found = dict(zip(positions, statuses, strict=True))
         if lease is not None:
             record.leases.append(lease)
         for position, status in found.items():
             if status is Status.HIT:
-                record.settle(position, Outcome.DONE)
+                record.here[position] = 1
             elif status is Status.PENDING:
-                record.settle(position, Outcome.MISSING)
+                record.gone[position] = 1
         record.awaited = [position for position, status in found.items() if status is None]
         record.advance_ready()
         wanted = [position for position, status in found.items() if status is Status.MISS]
@@ -176,63 +184,65 @@ class Promoter:
 
         No call of a tier may be writing the entries that keys have.
         """
-        chosen = dict(self._choose(record, wanted, tiers))
-        self._reserve(record, [position for position in chosen if position not in record.records])
+        chosen = self._choose(record, wanted, tiers)
+        held = record.records
+        self._reserve(record, [position for position in chosen if position not in held])
         for position in wanted:
-            if position not in chosen or position not in record.records:
+            if position not in chosen or position not in held:
                 self._drop(record, position)
         for number, below in enumerate(tiers):
-            mine = [position for position, tier in chosen.items() if tier is below and position in record.records]
+            mine = [position for position, tier in chosen.items() if tier is below and position in held]
             if mine:
                 self._fetch(record, below, mine, tiers[number + 1 :])
 
     def _reserve(self, record: PromotionRecord, positions: list[int]) -> None:
-        """Reserve entries for keys, as far as there is room."""
-        keys = [record.keys[position] for position in positions[: self._room()]]
-        reserved: dict[bytes, ReservationRecord] = {}
-        try:
-            reserved = (
-                {each.keys[0]: each for each in self._index.reserve_each(keys, tenant=record.tenant)} if keys else {}
-            )
-        except (KVOffloadError, ValueError):
-            pass
-        for position in positions:
-            each = reserved.get(record.keys[position])
-            if each is not None:
-                record.records[position] = each
-        if record.records:
-            self._occupying = [each for each in self._occupying if each() is not record]
+        """Reserve entries for keys, as far as there is room: for the first of them."""
+        live = [(each, found) for each in self._occupying if (found := each()) is not None and found.occupied]
+        occupied = sum([found.occupied for _, found in live])
+        self._occupying = [each for each, _ in live]
+        room = max(0, self._most - occupied - len(self._late))
+        keys = [record.keys[position] for position in positions[:room]]
+        if keys:
+            try:
+                reserved = {each.keys[0]: each for each in self._records.reserve_each((keys, record.tenant))}
+            except (KVOffloadError, ValueError):
+                reserved = {}
+            for position, key in zip(positions, keys, strict=False):
+                if key in reserved:
+                    record.records[position] = reserved[key]
+        if record.records and record not in [found for _, found in live]:
             self._occupying.append(weakref.ref(record))
 
-    def _room(self) -> int:
-        """Entries that may be reserved."""
-        self._occupying = [each for each in self._occupying if (record := each()) is not None and record.occupied]
-        occupied = sum(record.occupied for each in self._occupying if (record := each()) is not None)
-        return max(0, self._most - occupied - len(self._late))
-
-    def _choose(
-        self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]
-    ) -> list[tuple[int, TierBelow]]:
+    def _choose(self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]) -> dict[int, TierBelow]:
         """The leading ones of these that can lengthen the promotion, each with the first tier that is worth asking."""
         end = record.gone.find(1)
         wanted = wanted if end < 0 else [position for position in wanted if position < end]
         keys = [record.keys[position] for position in wanted]
-        known = [(below, below.may_have(keys)) for below in tiers if below.usable]
-        chosen = []
+        known = [(below, self._worth_it(below), below.may_have(keys)) for below in tiers if below.usable]
+        refused = self.refused(keys)
+        chosen: dict[int, TierBelow] = {}
         for at, position in enumerate(wanted):
-            having = [below for below, has in known if has[at]]
-            below = next(filter(self._worth_it, having), None)
-            if below is None or self.refused(keys[at]):
-                if below is None and having:
-                    having[0].slower += len(wanted) - at
+            slow = None  # the first tier that may have it, and takes longer than computing it
+            for below, worth_it, has in known:
+                if has[at] and worth_it:
+                    chosen[position] = below
+                    break
+                slow = below if has[at] and slow is None else slow
+            else:  # no key behind it can lengthen the promotion
+                if slow is not None:
+                    slow.slower += len(wanted) - at
                 break
-            chosen.append((position, below))
+            if refused and keys[at] in refused:
+                del chosen[position]
+                break
         return chosen
 
     def _worth_it(self, below: TierBelow) -> bool:
         """Whether a key is not expected to take longer than computing it."""
+        if self._seconds_per_key is None:
+            return True
         expected = below.speed.expected(1, time.monotonic())
-        return self._seconds_per_key is None or expected is None or expected < self._seconds_per_key
+        return expected is None or expected < self._seconds_per_key
 
     def _fetch(
         self, record: PromotionRecord, below: TierBelow, positions: list[int], others: Sequence[TierBelow]
@@ -252,39 +262,41 @@ class Promoter:
 
     def _collect(self, record: PromotionRecord, fetch: Fetch, now: float) -> list[int]:
         """Commit what has come; returns the positions of what has not, whose entries the tier does not touch."""
-        left, missed = [], []
-        outcomes = [fetch.job.outcomes[at] for at in fetch.left]  # once: the tier sets more of them meanwhile
-        fetch.below.answered(outcomes)
+        job, below = fetch.job, fetch.below
+        outcomes = [job.outcomes[at] for at in fetch.left]  # once: the tier sets more of them meanwhile
+        below.answered(outcomes)
+        left, came, missed = list[int](), list[int](), list[int]()
         for at, outcome in zip(fetch.left, outcomes, strict=True):
-            position = fetch.positions[at]
-            if outcome is None:
-                left.append(at)
-                continue
-            came = outcome is Outcome.DONE and not self.refused(record.keys[position])
-            if came:
-                came = self._commit(record, position)
-                record.tiers[position] = fetch.below.tier.name
-            else:
-                missed.append(position)
-            fetch.below.promoted += came
-            fetch.below.not_found += not came
+            places = left if outcome is None else came if outcome is Outcome.DONE else missed
+            places.append(at if outcome is None else fetch.positions[at])
+        if came:
+            refused = self.refused([record.keys[position] for position in came])
+            if refused:
+                missed += [position for position in came if record.keys[position] in refused]
+                came = [position for position in came if record.keys[position] not in refused]
+        if came:
+            # The keys become hits and are leased in one call of the index: nothing evicts them in between. Where one
+            # was removed meanwhile, it will not come.
+            given = [record.records.pop(position) for position in came]
+            mine, lease = self._records.commit_and_hold((given, not record.released))
+            if lease is not None:
+                record.leases.append(lease)
+                record.brought += len(lease.keys)
+            for position, is_mine in zip(came, mine, strict=True):
+                record.tiers[position] = below.tier.name
+                (record.here if is_mine else record.gone)[position] = 1
+            below.promoted += sum(mine)
+            below.not_found += len(came) - sum(mine)
+        below.not_found += len(missed)
         self._settled += len(fetch.left) - len(left)
         fetch.left = left
         if not left and not fetch.measured:
             fetch.measured = True
-            answered = sum(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in fetch.job.outcomes)
-            fetch.below.speed.measured(answered if Outcome.DONE in fetch.job.outcomes else 0, now - fetch.begun, now)
+            done = job.outcomes.count(Outcome.DONE)
+            answered = done + job.outcomes.count(Outcome.MISSING) if done else 0
+            below.speed.measured(answered, now - fetch.begun, now)
         record.advance_ready()
-        return missed
-
-    def _commit(self, record: PromotionRecord, position: int) -> bool:
-        """A key has come: make it a hit, and lease it; False if it has been removed meanwhile."""
-        mine, lease = self._index.commit_and_hold(record.records.pop(position), not record.released)
-        if lease is not None:
-            record.leases.append(lease)
-            record.brought += 1
-        record.settle(position, Outcome.DONE if mine else Outcome.MISSING)
-        return mine
+        return sorted(missed)
 
     def _stop_waiting(self, record: PromotionRecord, fetch: Fetch, now: float, *, blame: bool) -> list[int]:
         """Wait for a tier no longer: returns what it has not brought. Entries that it may write are kept.
@@ -300,23 +312,20 @@ class Promoter:
         for at in fetch.left:
             position = fetch.positions[at]
             self._late.append((fetch.job, at))
-            self._abort(record, position, (TierIo(fetch.job, at, self._index.lock),))
+            self._drop(record, position, (TierIo(fetch.job, at, self._records.lock),))
             missed.append(position)
         fetch.below.not_found += len(fetch.left)
         self._settled += len(fetch.left)
         fetch.left, fetch.measured = [], True
         return missed
 
-    def _abort(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...] = ()) -> None:
-        """Take the entry of a key from it; another key gets it when `io` have ended."""
+    def _drop(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...] = ()) -> None:
+        """A key will not come from where it was asked for. Another key gets its entry when `io` have ended."""
         each = record.records.pop(position, None)
         if each is not None and each.stage is Stage.OPEN:
-            self._index.abort_after(each, io)
-
-    def _drop(self, record: PromotionRecord, position: int) -> None:
-        """A key will not come."""
-        self._abort(record, position)
-        record.settle(position, Outcome.MISSING)
+            self._records.abort_after(each, io)
+        if not io:
+            record.gone[position] = 1
 
     def _stop(self, record: PromotionRecord, now: float, *, at_once: bool, blame: bool) -> None:
         """Cancel what has not begun. `at_once`: and give up the rest.
@@ -334,8 +343,3 @@ class Promoter:
         fetched = {fetch.positions[at] for fetch in record.fetches for at in fetch.left}
         for position in [*dropped, *(position for position in record.records if position not in fetched)]:
             self._drop(record, position)
-
-    @staticmethod
-    def _hangs(fetch: Fetch, now: float) -> bool:
-        """Whether a call that it waits for does not return."""
-        return now - fetch.begun >= fetch.below.hung and fetch.below.hangs

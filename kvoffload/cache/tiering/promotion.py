@@ -5,17 +5,26 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from kvoffload.cache.entries import ReservationRecord
+from kvoffload.cache.entries import ReservationRecord, Status
+from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import CacheJob, Lease
 from kvoffload.cache.tiering.below import TierBelow
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.engine.callbacks import Waitable, WhenDone
+from kvoffload.cache.tiering.job import TierJob
+from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
 from kvoffload.errors import ClosedError
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
+
+
+class Tiers(Protocol):
+    """What a promotion needs of the tiers of its cache: `TierManager` has it."""
+
+    when_done: WhenDone
+    wake: Callable[[], None]
 
 
 class Fetch:
@@ -49,6 +58,10 @@ class Fetch:
 
     def late(self, now: float) -> bool:
         return self.deadline is not None and now >= self.deadline
+
+    def hangs(self, now: float) -> bool:
+        """Whether a call that it waits for does not return."""
+        return now - self.begun >= self.below.hung and self.below.hangs
 
 
 class TierIo:
@@ -119,6 +132,16 @@ class PromotionRecord:
         self.ended = False
         self.cancelled = self.released = False
 
+    def end_with_what_is_here(self, records: Records) -> None:
+        """Hold the keys that are ready, and end: there are no tiers."""
+        statuses, lease = records.hold_ready((self.keys, True))
+        if lease is not None:
+            self.leases.append(lease)
+        self.ready = next((at for at, status in enumerate(statuses) if status is not Status.HIT), len(statuses))
+        if self.counted:
+            records.note_promotion((self.keys, self.ready, Counter()))
+        self.end()
+
     def end(self) -> None:
         """Nothing more comes."""
         self.ended = True
@@ -142,13 +165,6 @@ class PromotionRecord:
         """Entries that are reserved or held for it."""
         return len(self.records) + self.brought
 
-    def settle(self, position: int, outcome: Outcome) -> None:
-        """A key can be loaded, or will not come."""
-        if outcome is Outcome.DONE:
-            self.here[position] = 1
-        else:
-            self.gone[position] = 1
-
     def advance_ready(self) -> None:
         while self.ready < len(self.keys) and self.here[self.ready]:
             self.ready += 1
@@ -159,11 +175,11 @@ class PromotionRecord:
         return self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
-class IndexPromotion(Waitable[int]):
-    """Leading keys of a request that are brought from tiers into entries of a `TieredIndex`, as many as come in time.
+class Promotion(Waitable[int]):
+    """Leading keys of a request that are brought from tiers into entries, as many as come in time.
 
     What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
-    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the index take keys
+    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
     out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
     awaitable: `await promotion` is `wait()` in an asyncio task.
 
@@ -171,12 +187,13 @@ class IndexPromotion(Waitable[int]):
         keys: as given.
     """
 
-    def __init__(self, record: PromotionRecord, wake: Callable[[], None], when_done: WhenDone) -> None:
-        """`wake`: has the thread of the tiers look at the record soon; `when_done`: see `TierManager`."""
+    def __init__(self, record: PromotionRecord, tiers: Tiers | None, load_after: Callable[..., ChainedLoad]) -> None:
+        """`tiers`: of the cache, None if it has none; `load_after`: what `load` calls, with the promotion in front."""
         self.keys = tuple(record.keys)
         self._record = record
-        self._wake = wake
-        self._when_done = when_done
+        self._tiers = tiers
+        self._when_done: WhenDone = Callbacks().add if tiers is None else tiers.when_done
+        self._load_after = load_after
 
     @property
     def ready(self) -> int:
@@ -200,10 +217,30 @@ class IndexPromotion(Waitable[int]):
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
         return self._record.ready
 
+    def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
+        """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
+
+        A thread of the cache submits it then, as `BlockCache.load` would; no stream waits for a tier.
+
+        Args:
+            blocks: target ids for all keys, as for `BlockCache.load`; those of keys that do not come are not written.
+                Must be left alone until the load has ended.
+            after, parts: as for `BlockCache.load`; of a stream, its work up to the submission.
+
+        Raises:
+            ClosedError: the promotion has been released.
+            TypeError: it is of a `CacheIndex`, which copies nothing.
+            LayoutError, and what else `BlockCache.load` raises for bad arguments. Nothing has happened then.
+        """
+        if self._record.released:
+            raise ClosedError("the promotion has been released: load its keys by cache.load")
+        return self._load_after(self, blocks, after, parts)
+
     def cancel(self) -> None:
         """Bring no more: what the tiers have not begun is left, what has come stays. It is `done` soon."""
         self._record.cancelled = True
-        self._wake()
+        if self._tiers is not None:
+            self._tiers.wake()
 
     def release(self) -> None:
         """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
@@ -220,49 +257,7 @@ class IndexPromotion(Waitable[int]):
 
     def __repr__(self) -> str:
         state = "done" if self.done else "going on"
-        return f"{type(self).__name__}({self.ready} of {len(self.keys)} keys ready, {state})"
-
-
-class Promotion(IndexPromotion):
-    """Leading keys of a request that are brought from tiers into slots, as many as come in time.
-
-    What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
-    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
-    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
-    awaitable: `await promotion` is `wait()` in an asyncio task.
-
-    Attributes:
-        keys: as given.
-    """
-
-    def __init__(
-        self,
-        record: PromotionRecord,
-        wake: Callable[[], None],
-        when_done: WhenDone,
-        load_after: Callable[..., ChainedLoad],
-    ) -> None:
-        """`load_after`: see `TieredCache._load_after`."""
-        super().__init__(record, wake, when_done)
-        self._load_after = load_after
-
-    def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
-        """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
-
-        A thread of the cache submits it then, as `BlockCache.load` would; no stream waits for a tier.
-
-        Args:
-            blocks: target ids for all keys, as for `BlockCache.load`; those of keys that do not come are not written.
-                Must be left alone until the load has ended.
-            after, parts: as for `BlockCache.load`; of a stream, its work up to the submission.
-
-        Raises:
-            ClosedError: the promotion has been released.
-            LayoutError, and what else `BlockCache.load` raises for bad arguments. Nothing has happened then.
-        """
-        if self._record.released:
-            raise ClosedError("the promotion has been released: load its keys by cache.load")
-        return self._load_after(self._record, blocks, after, parts)
+        return f"Promotion({self.ready} of {len(self.keys)} keys ready, {state})"
 
 
 class ChainedLoad(Waitable[tuple[bytes, ...]]):

@@ -118,7 +118,10 @@ class ReadbackModel:
             horizon: the age that a block reaches on the disk without being read.
         """
         widths = [max(0.0, min(width, horizon - edge)) for edge, width in zip(self._edges, self._widths, strict=False)]
-        groups = [self._group_rates(group) for group in range(_GROUPS)]
+        members: list[list[int]] = [[] for _ in range(_GROUPS)]
+        for kind in range(KINDS):
+            members[_group_of(kind)].append(kind)
+        groups = [self._rates(*given, _PRIOR_WEIGHT) for given in zip(members, self._priors, strict=True)]
         for kind in range(KINDS):
             group = groups[_group_of(kind)]
             rates = group if 0 < kind < _GROUPS else self._rates([kind], group, _OWN_WEIGHT)
@@ -126,10 +129,6 @@ class ReadbackModel:
         self._compute_gains()
         for table in (self._uses, self._exposures):
             table[:] = [[_FADING * count for count in row] for row in table]
-
-    def _group_rates(self, group: int) -> list[float]:
-        members = [kind for kind in range(KINDS) if _group_of(kind) == group]
-        return self._rates(members, self._priors[group], _PRIOR_WEIGHT)
 
     def _rates(self, kinds: list[int], base: list[float], weight: float) -> list[float]:
         """Uses for each block of age in each range, of these kinds and `weight` blocks with the rates `base`."""

@@ -7,11 +7,11 @@ writing beyond that is dropped and counted, and no eviction waits for a tier.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from kvoffload.cache.entries import Status
-from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.tiering.admission import WriteAdmission
 from kvoffload.cache.tiering.below import TierBelow, fits
@@ -40,7 +40,7 @@ class Writer:
     """What is being written, and what waits for it.
 
     Args:
-        index: whose entries are read.
+        records: of the index whose entries are read.
         tiers: that get every key.
         most: entries that may be leased for it at a time.
         notify: makes the manager's thread call `advance` soon.
@@ -49,13 +49,13 @@ class Writer:
 
     def __init__(
         self,
-        index: CacheIndex,
+        records: Records,
         tiers: Sequence[TierBelow],
         most: int,
         notify: Notify,
         choice: WriteChoice,
     ) -> None:
-        self._index, self._tiers, self._most = index, tiers, most
+        self._records, self._tiers, self._most = records, tiers, most
         self._notify, self._choice = notify, choice
         self._waiting = deque[tuple[bytes, str]]()
         self.going_on: list[_Put] = []
@@ -71,19 +71,24 @@ class Writer:
     def add(self, keys: Sequence[bytes], tenant: str) -> None:
         """These keys are worth writing. They are dropped if no tier is used now."""
         used = any(below.usable for below in self._tiers)
-        room = max(0, self._index.capacity - len(self._waiting)) if used else 0
+        room = max(0, self._records.capacity - len(self._waiting)) if used else 0
         self._waiting.extend((key, tenant) for key in keys[:room])
         for below in self._tiers:
             below.dropped += len(keys[room:])
         self._not_taken(keys[room:])
 
-    def forget(self, concerned: Callable[[bytes], bool]) -> None:
-        """These keys are not to be written any more."""
-        self._waiting = deque(each for each in self._waiting if not concerned(each[0]))
+    def forget(self, concerned: Callable[[Sequence[bytes]], Collection[bytes]]) -> None:
+        """Do not write the keys that `concerned` returns of those that wait."""
+        gone = concerned([key for key, _ in self._waiting])
+        self._waiting = deque(each for each in self._waiting if each[0] not in gone)
 
     def advance(self) -> None:
         """Take note of outcomes, and give tiers what waits, as far as there is room."""
-        self._cancel_waiting()
+        left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
+        for put in self.going_on if left_alone else ():  # what such a tier has not begun only keeps entries from others
+            for below, job in put.jobs:
+                if below in left_alone:
+                    job.cancel()
         for put in [put for put in self.going_on if put.done]:
             self._end(put)
         while self._waiting and self.leased < self._most:
@@ -94,16 +99,8 @@ class Writer:
                 keys.append(self._waiting.popleft()[0])
             self._put(list(dict.fromkeys(keys)), tenant)
 
-    def _cancel_waiting(self) -> None:
-        """Cancel what tiers have not begun whose breakers are open, so that its entries can be used."""
-        left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
-        for put in self.going_on if left_alone else ():
-            for below, job in put.jobs:
-                if below in left_alone:
-                    job.cancel()
-
     def _put(self, keys: list[bytes], tenant: str) -> None:
-        there = [key for key, status in zip(keys, self._index.status(keys), strict=True) if status is Status.HIT]
+        there = [key for key, status in zip(keys, self._records.status(keys), strict=True) if status is Status.HIT]
         lacking = {below: self._lacking(below, there) for below in self._tiers}
         wanted = [key for key in there if any(key in mine for mine in lacking.values())]
         for below in self._tiers:
@@ -112,7 +109,7 @@ class Writer:
         if not wanted:
             return
         try:
-            put = _Put(self._index.acquire(wanted))
+            put = _Put(self._records.acquire((wanted, False)))
         except KVOffloadError:  # evicted since
             self._not_taken(wanted)
             return

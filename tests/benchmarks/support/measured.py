@@ -10,9 +10,8 @@ from typing import Any
 from printed import GPU
 
 from kvoffload.terminal.console import Output
-from kvoffload_bench import field_report, interference, layer_groups, sharded, submit, transfer
-from kvoffload_bench import frameworks_compared as interop
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY
+from kvoffload_bench import field_report, interference, interop, layer_groups, sharded, submit, transfer
+from kvoffload_bench.harness import CONTIGUOUS_COPY
 from kvoffload_bench.report import Fields
 
 Show = Callable[[Fields, Output], None]

@@ -37,7 +37,7 @@ def fill(cache: OwnedCache, blocks: list[int]) -> None:
     """Block number i of the list is filled with i + 1; the array is donated, so it is updated in place."""
     step = jax.jit(prefill, donate_argnums=0)  # pyright: ignore[reportUnknownMemberType] - of JAX's annotations
     values = np.arange(1, len(blocks) + 1).reshape(-1, 1, 1, 1, 1).astype(jnp.bfloat16)
-    cache.array = step(cache.array, np.array(blocks), values)
+    cache.arrays = step(cache.arrays, np.array(blocks), values)
 
 
 def main(device: kvoffload.Device) -> npt.NDArray[np.float32]:
@@ -53,7 +53,7 @@ def main(device: kvoffload.Device) -> npt.NDArray[np.float32]:
 
         hits: int = prefixes.lookup(keys)
         job: kvoffload.CacheJob = prefixes.load(keys[:hits], AGAIN[:hits], after=cache)
-        loaded = np.asarray(cache.array[np.array(AGAIN)], dtype=np.float32)  # reading `array` follows the load
+        loaded = np.asarray(cache.arrays[np.array(AGAIN)], dtype=np.float32)  # reading `array` follows the load
         job.wait(timeout=60)
         expected = np.arange(1, len(PROMPT) + 1, dtype=np.float32).reshape(-1, 1, 1, 1, 1)
         assert np.array_equal(loaded, np.broadcast_to(expected, loaded.shape))

@@ -1,0 +1,297 @@
+"""`kvoffload bench interop`: what users of CuPy and of JAX get, with this library and without it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.models import MODELS, ModelGeometry
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.terminal.console import Advance, CommandError, Output, mib
+from kvoffload.terminal.options import COMMON, add_command, model, whole
+from kvoffload_bench.copy_methods import microseconds
+from kvoffload_bench.cupy_methods import CUPY, CupyMethods
+from kvoffload_bench.framework_data import FrameworkData, FrameworkMethod, time_warmed
+from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Timing
+from kvoffload_bench.jax_methods import JAX, JaxMethods
+from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
+
+_MODEL = "llama-3.1-8b"
+_BLOCKS = 32
+_BACK_TO_BACK = 8
+_TIMES = (1, _BACK_TO_BACK)
+_TEXT = """\
+Times stores and loads of blocks of CuPy and JAX arrays, with this library and with what the frameworks offer. By wall \
+clock; every byte is verified. Takes 30 GiB of GPU memory."""
+
+
+_Created = TypeVar("_Created")
+
+
+class Framework(Protocol):
+    """The methods of a framework by name; calling a value of `makers` creates one. `close` closes their engines."""
+
+    name: str
+
+    @property
+    def makers(self) -> Mapping[str, Callable[[], FrameworkMethod]]: ...
+
+    def close(self) -> None: ...
+
+
+class _Tried(NamedTuple):
+    """A method that works, and by direction the copier of this library's engine; empty for the framework's own."""
+
+    method: FrameworkMethod
+    copiers: dict[Direction, str]
+
+
+def why_not(check: Callable[[], None], extra: str) -> str | None:
+    """None if a check passes, or why a framework cannot be used; if it is not installed, the extra that installs it."""
+    try:
+        check()
+    except ImportError as error:
+        return f"{error}; pip install 'kvoffload[{extra}]'"
+    except CapabilityError as error:
+        return str(error)
+    return None
+
+
+def check_cupy() -> None:
+    import cupy  # noqa: F401
+
+
+def check_jax(platform: str = "gpu") -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # it would take three quarters of the GPU's memory
+    import jax
+
+    try:
+        jax.devices(platform)
+    except RuntimeError as error:
+        raise CapabilityError(f"this JAX has no {platform.upper()}: {str(error).splitlines()[0]}") from error
+
+
+def add_parser(benches: Any) -> None:
+    parser = add_command(
+        benches,
+        "interop",
+        "what users of CuPy and of JAX get",
+        _TEXT,
+        example="bench interop --blocks 8",
+        common=COMMON,
+    )
+    parser.add_argument(
+        "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group ({_MODEL})"
+    )
+    parser.add_argument(
+        "--blocks", type=whole(1, 1 << 20), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})"
+    )
+    add_bench_options(parser, 15, drawn=False)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    geometry: ModelGeometry = arguments.model
+    if len(geometry.groups) > 1:
+        raise CommandError(f"--model {geometry.name} has {len(geometry.groups)} groups; name one with a single group")
+
+    def measure(lab: Lab, output: Output) -> Fields:
+        with output.progress("rounds") as progress:
+            return _measure(lab, geometry.scaled(lab.size.scale), arguments.blocks, progress)
+
+    return conduct(arguments, "interop", measure, _show)
+
+
+def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -> Fields:
+    not_run: dict[str, str] = {}
+    with ExitStack() as stack:
+        data = stack.enter_context(closing(FrameworkData(lab, geometry, count)))
+        frameworks = [stack.enter_context(closing(each)) for each in _frameworks(data, not_run)]
+        tried = [each for framework in frameworks for each in _tried(framework, not_run)]
+        timings = {direction: _timings(data, tried, direction, progress) for direction in Direction}
+    records = [record for times in _TIMES for record in _records(tried, timings, times, lab.device.simulated)]
+    comparisons = list(_comparisons(records))
+    return {
+        "model": geometry.name,
+        "planes": data.shape[0],
+        "block_bytes": data.block_bytes,
+        "blocks": count,
+        "nbytes": data.nbytes,
+        "methods": records,
+        "comparisons": comparisons,
+        "ratios": list(_lowest(comparisons)),
+        "not_run": not_run,
+        "wrong_rows": sum(timing.wrong for by_name in timings.values() for timing in by_name.values()),
+    }
+
+
+def _frameworks(data: FrameworkData, not_run: dict[str, str]) -> Iterator[Framework]:
+    """Those that can be used here."""
+    simulated = data.lab.device.simulated
+    kinds: dict[str, tuple[Callable[[], None], Callable[[FrameworkData], Framework]]] = {
+        CUPY: (_refuse_simulated if simulated else check_cupy, CupyMethods),
+        JAX: (lambda: check_jax("cpu" if simulated else "gpu"), JaxMethods),
+    }
+    for name, (check, kind) in kinds.items():
+        reason = why_not(check, name.lower())
+        if reason is None:
+            framework = _attempt(partial(kind, data), name, not_run)
+            if framework is not None:
+                yield framework
+        else:
+            not_run[name] = reason
+
+
+def _refuse_simulated() -> None:
+    raise CapabilityError("it computes on GPUs, and this device is simulated")
+
+
+def _tried(framework: Framework, not_run: dict[str, str]) -> Iterator[_Tried]:
+    """Those of its methods that can store and load."""
+    for name, make in framework.makers.items():
+        tried = _attempt(partial(_try, make), f"{framework.name}: {name}", not_run)
+        if tried is not None:
+            yield tried
+
+
+def _try(make: Callable[[], FrameworkMethod]) -> _Tried:
+    method, copiers = make(), {}
+    for direction in Direction:
+        method.source(direction).fill()
+        jobs = method.execute(direction, _BACK_TO_BACK)
+        if jobs:
+            copiers[direction] = jobs[-1].copier
+    return _Tried(method, copiers)
+
+
+def _attempt(make: Callable[[], _Created], name: str, not_run: dict[str, str]) -> _Created | None:
+    """None if it cannot be created, with the reason in `not_run`."""
+    try:
+        return make()
+    except CapabilityError as error:
+        not_run[name] = str(error)
+    except Exception as error:  # other people's code
+        not_run[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _timings(
+    data: FrameworkData, tried: Iterable[_Tried], direction: Direction, progress: Advance
+) -> dict[str, Timing]:
+    """By `_scenario_name`; the contiguous copy by its own."""
+    scenarios = {}
+    for method, _ in tried:
+        method.source(direction).fill()
+        for times in _TIMES:
+            scenarios[_scenario_name(method.label, times)] = method.scenario(direction, data, times)
+    scenarios[CONTIGUOUS_COPY] = data.lab.contiguous.scenario(direction)
+    return time_warmed(scenarios, data.lab.repeats, data.lab.seed, progress)
+
+
+def _scenario_name(label: str, times: int) -> str:
+    return f"{label}, {_occasion(times)}"
+
+
+def _occasion(times: int) -> str:
+    return "one at a time" if times == 1 else f"{times} back to back"
+
+
+def _records(
+    tried: Iterable[_Tried], timings: Mapping[Direction, Mapping[str, Timing]], times: int, simulated: bool
+) -> Iterator[dict[str, Any]]:
+    """Figures by direction, of `times` transfers back to back; none on the simulated device."""
+    for method, copiers in tried:
+        measured = {direction: timings[direction][_scenario_name(method.label, times)] for direction in Direction}
+        record = {"framework": method.framework, "method": method.name, "back_to_back": times, "copiers": copiers}
+        yield record | _figures(measured, simulated)
+    measured = {direction: timings[direction][CONTIGUOUS_COPY] for direction in Direction}
+    yield {"framework": None, "method": CONTIGUOUS_COPY, "back_to_back": times, "copiers": {}} | _figures(
+        measured, simulated
+    )
+
+
+def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str, Any]:
+    wrong = {"wrong": {direction: timing.wrong for direction, timing in measured.items()}}
+    if simulated:
+        return wrong
+    return wrong | {
+        "gb_per_s": {direction: timing.gb_per_s for direction, timing in measured.items()},
+        "median_us": {direction: timing.median * 1e6 for direction, timing in measured.items()},
+        "samples_us": {direction: microseconds(timing) for direction, timing in measured.items()},
+    }
+
+
+def _comparisons(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Bandwidths of each method of this library over those of the framework's own and of the contiguous copy."""
+    for ours in (record for record in records if record["copiers"] and "gb_per_s" in record):
+        others = [
+            record for record in records if not record["copiers"] and record["back_to_back"] == ours["back_to_back"]
+        ]
+        for other in (record for record in others if record["framework"] in (ours["framework"], None)):
+            for direction in Direction:
+                value = ours["gb_per_s"][direction] / other["gb_per_s"][direction]
+                names = {"framework": ours["framework"], "back_to_back": ours["back_to_back"], "ours": ours["method"]}
+                yield names | {"other": other["method"], "direction": direction, "value": value}
+
+
+def _lowest(comparisons: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lowest ratio of each method of this library to the framework's own, by direction."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for each in comparisons:
+        if each["other"] != CONTIGUOUS_COPY:
+            occasion = _occasion(each["back_to_back"])
+            name = f"{each['framework']}: {each['ours']} / without it, {each['direction']}, {occasion}"
+            found.setdefault(name, []).append((each["value"], each["other"]))
+    for name, values in found.items():
+        value, other = min(values)
+        yield {"ratio": name, "which": "lowest", "value": value, "at": other}
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _show(fields: Fields, output: Output) -> None:
+    output.line(_verdict(fields["comparisons"]))
+    moved = f"{fields['blocks']} blocks of {fields['planes']} x {fields['block_bytes']} B, {mib(fields['nbytes'])}"
+    columns = ("method", "store GB/s", "load GB/s", "store us", "load us", "copier")
+    for times in _TIMES:
+        lines = [_line(record) for record in fields["methods"] if record["back_to_back"] == times]
+        output.table(f"{moved}, {_occasion(times)}, wall clock", columns, lines)
+        comparisons = [each for each in fields["comparisons"] if each["back_to_back"] == times]
+        for framework in dict.fromkeys(each["framework"] for each in comparisons):
+            of_it = [each for each in comparisons if each["framework"] == framework]
+            for ours in dict.fromkeys(each["ours"] for each in of_it):
+                named = [each for each in of_it if each["ours"] == ours]
+                _show_comparisons(f"{framework}, {_occasion(times)}: GB/s of {ours} over those of ...", named, output)
+
+
+def _verdict(comparisons: Sequence[Mapping[str, Any]]) -> str:
+    """The range of the ratios to what the frameworks offer."""
+    values = [each["value"] for each in comparisons if each["other"] != CONTIGUOUS_COPY]
+    if not values:
+        return "bench interop: no framework could be compared"
+    return (
+        f"bench interop: kvoffload has {min(values):.2f} to {max(values):.2f} times the GB/s of the frameworks' own "
+        "copies"
+    )
+
+
+def _line(record: Mapping[str, Any]) -> list[Any]:
+    line = [record["method"] if record["framework"] is None else f"{record['framework']}: {record['method']}"]
+    line += [fixed(record["gb_per_s"][direction]) for direction in Direction]
+    line += [fixed(record["median_us"][direction], 0) for direction in Direction]
+    return [*line, " / ".join(dict.fromkeys(record["copiers"].values())) or "-"]
+
+
+def _show_comparisons(title: str, comparisons: Sequence[Mapping[str, Any]], output: Output) -> None:
+    values = {(each["other"], each["direction"]): each["value"] for each in comparisons}
+    lines = [
+        (other, *(fixed(values[other, direction], 2) for direction in Direction))
+        for other in dict.fromkeys(each["other"] for each in comparisons)
+    ]
+    output.table(title, ("over", "store", "load"), lines)

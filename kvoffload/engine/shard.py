@@ -1,0 +1,575 @@
+"""Shard: what an engine has on one device. An OffloadEngine has one, a ShardedEngine one for each device.
+
+A transfer goes through three calls, under the lock and with the device's context current:
+
+    check      what can be refused now is refused: nothing has happened
+    prepare    its record, the copy method, what it must follow; its markers are recorded, which CUDA may refuse
+    enqueue    it is in flight, and as much of it as there is room for is queued; a driver error fails it
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from kvoffload.copiers import Share, shape_of, shares_together
+from kvoffload.copiers.selection import check_prefer, rank
+from kvoffload.device.current import make_current
+from kvoffload.device.device import Device
+from kvoffload.device.host_memory import HostMemory
+from kvoffload.device.pinned import Progress
+from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_capturing
+from kvoffload.driver import SourceOrder
+from kvoffload.engine.hazards import HazardTable
+from kvoffload.engine.job import Event, Transfer, describe
+from kvoffload.engine.queues import MOST_REPORTS, InFlight, Reports, put_ahead
+from kvoffload.engine.report import Alternative, PlanReport
+from kvoffload.engine.request import Limits, Request, Requests, refuse_repeated_targets, sources_of
+from kvoffload.engine.resources import EngineResources, checked_slots
+from kvoffload.engine.tracing import MOST_NOTICES, Notices, deliver
+from kvoffload.engine.wait_streams import After, Followed, Source
+from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
+from kvoffload.internal.checks import as_timeout, at_least
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call, refuse_nested
+from kvoffload.internal.types import Int64Array
+from kvoffload.internal.waiting import wait_until
+from kvoffload.layout.fold import describe_fold
+from kvoffload.layout.layout import KVLayout, describe_groups
+from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts
+from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
+from kvoffload.tuning import CopyMethod, Profile, profile_for
+
+Prefer = Literal["overlap", "latency"]
+_QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The arguments of an engine that are the same for each of its devices, as given; `OffloadEngine` explains them."""
+
+    num_slots: int | None
+    sm_limit: int
+    prefer: Prefer
+    profile: Profile | None
+    max_in_flight: int
+    most_queued_bytes: int | None
+    stream_priority: int
+    progress: Progress | None
+    host_memory: HostMemory | None = None
+
+
+class Shared:
+    """What the shards of an engine share with it.
+
+    Attributes:
+        lock: guards all of them.
+        closing: a token for each call of `close` that has not returned.
+        notices: what is told once the lock is released, see `tracing`.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.closing: set[object] = set()
+        self.notices: Notices = deque(maxlen=MOST_NOTICES)
+
+
+class Shard:
+    """The pool, streams, events and transfers of an engine on one device. It does not refer to the engine.
+
+    For the device it is a `DeviceUser`: it is closed with the device, and followed by exported memory.
+
+    Args:
+        most_reports: how many results of transfers to keep for `poll`.
+
+    Attributes:
+        layout, device, num_slots, sm_limit, prefer, profile: as `OffloadEngine` has them.
+        lock: the engine's.
+        closed: set when all is freed: by `close`, of the engine or of the device.
+        driver, context: of the device.
+        folds: the groups of the layout, folded.
+        limits: what the arguments of transfers are checked against.
+        reports: of its transfers.
+        parts: what it holds of the driver, and what works on that. Outlives the shard until it is freed.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        device: Device,
+        options: EngineOptions,
+        shared: Shared,
+        *,
+        most_reports: int = MOST_REPORTS,
+    ) -> None:
+        profile = options.profile
+        if not isinstance(layout, KVLayout):
+            raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
+        if not isinstance(device, Device):
+            raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
+        if profile is not None and not isinstance(profile, Profile):
+            raise TypeError(f"profile must be a kvoffload.tuning.Profile or None, got {profile!r:.80}")
+        self.layout, self.device = layout, device
+        self.num_slots = checked_slots(options.num_slots, options.host_memory, layout)
+        device.check_process()
+        device.check_stream_priority(options.stream_priority)
+        device.refuse_nested("OffloadEngine")
+        device.reclaim()
+        self.sm_limit = at_least("sm_limit", options.sm_limit, 0)
+        self.prefer = check_prefer(options.prefer)
+        self.profile = profile_for(device) if profile is None else profile
+        max_in_flight = at_least("max_in_flight", options.max_in_flight, 1)
+        most_bytes = options.most_queued_bytes
+        if most_bytes is not None:
+            most_bytes = at_least("most_queued_bytes", most_bytes, 1)
+        self.lock, self._closing = shared.lock, shared.closing
+        self.closed = False
+        self.driver, self.context = device.driver, device.context
+        self.reports = Reports(shared.notices, most_reports)
+        self._following: set[object] = set()  # a token for each call that asks arrays for their producers
+        self._hazards = HazardTable(layout, self.num_slots)
+        longest = max(self.num_slots, *(group.num_blocks for group in layout.groups))
+        self._scratch: Int64Array = np.empty(longest, dtype=np.int64)
+        with device.lifecycle, device.current():
+            self.folds = Folds(layout, device.allocations(layout))
+            in_flight = InFlight(device.driver, max_in_flight, self._hazards, most_bytes)
+            self.parts = EngineResources(device, in_flight, self.reports, self.sm_limit, options.stream_priority)
+            self._resource = device.adopt(self, self.parts.release, "an OffloadEngine")
+            try:
+                self.parts.open(device, layout, self.num_slots, options.host_memory, options.progress)
+            except BaseException:
+                self._resource.free()
+                raise
+            self.limits = Limits(layout, self.num_slots, self.parts.copiers.missing)
+            device.register_engine(self)
+        # The record is given no objects of the library, which it could keep alive.
+        sizes = self.parts.memory.nbytes, self.parts.pinning_seconds, self.num_slots, device.index
+        LOGGER.info("pinned %d bytes in %.3f s: %d slots for device %d; profile: %s", *sizes, self.profile.source)
+
+    # the steps of a transfer --------------------------------------------------------------------------------------
+
+    def check(self, requests: Requests, streams: tuple[int, ...]) -> None:
+        """Refuse what cannot be submitted now; then take note of what has ended, where that can matter here."""
+        in_flight = self.parts.in_flight
+        if not in_flight.consistent:
+            self.parts.tracker.repair()
+        if self.closed or self._closing or in_flight.lost:
+            self.check_usable()
+        request = requests[0]
+        refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
+        for stream in streams:
+            try:
+                if self.driver.stream_is_capturing(stream):
+                    refuse_capturing(self.driver, stream, "after")
+            except DriverError as error:
+                raise_for_stream(error, stream, "after")
+        same = in_flight.stores if request.direction is Direction.STORE else in_flight.loads
+        unasked = len(same.transfers) >= in_flight.most_unasked
+        if unasked or same.waiting or same.opposite.transfers:
+            with make_current(self.driver, self.context):
+                self.parts.tracker.advance()
+            self.check_usable()
+            in_flight.check_room(1 if len(request.blocks) else 0)
+
+    def prepare(self, requests: Requests, streams: tuple[int, ...], number: int) -> Transfer:
+        """The record of a checked transfer, with that id, ready to be put in flight. It may still be refused: CUDA does
+        not know a stream, or the driver fails. Nothing is in flight then, and what it has taken is found idle again by
+        the next call, which repairs.
+        """
+        request, in_flight = requests[0], self.parts.in_flight
+        direction = request.direction
+        opposite = in_flight.loads if direction is Direction.STORE else in_flight.stores
+        opposed = len(opposite.transfers) > 0
+        # 2. plan, 3. select
+        if len(requests) == 1:
+            method, reason, shares, nbytes = self._select(request, opposed)
+        else:  # the method is that of most bytes
+            each = [self._select(one, opposed) for one in requests]
+            method, _, _, nbytes = max(each, key=lambda selected: selected[3])
+            reasons = zip(requests, (selected[1] for selected in each), strict=True)
+            reason = "; ".join(dict.fromkeys(f"group {one.group}: {text}" for one, text in reasons))
+            shares = shares_together([share for selected in each for share in selected[2]])
+            nbytes = sum(selected[3] for selected in each)
+        # 4. order: what it must follow
+        transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
+        transfer.simulated = self.driver.simulated
+        if direction is Direction.LOAD:
+            transfer.source_order = self._source_order(requests)
+            if request.urgent:
+                transfer.urgent = True
+        if opposed:  # the latest of the other direction that touches the same; earlier ones end before it
+            hazards, other, latest = self._hazards, direction.opposite, 0
+            for one in requests:
+                on_slots = hazards.latest_on_slots(other, one.slots)
+                latest = max(latest, on_slots, hazards.latest_on_blocks(other, one.group, one.blocks))
+            transfer.conflict = opposite.unfinished(latest)
+        transfer.method, transfer.reason = method, reason
+        transfer.shares = shares
+        timers, markers = in_flight.timers, in_flight.markers
+        in_flight.consistent = False
+        for stream in streams:
+            marker = markers.idle.pop() if markers.idle else markers.make()
+            transfer.markers.append(marker)
+            try:
+                self.driver.event_record(marker, stream)
+            except DriverError as error:
+                raise_for_stream(error, stream, "after")
+        transfer.start = timers.idle.pop() if timers.idle else timers.make()
+        transfer.end = timers.idle.pop() if timers.idle else timers.make()
+        return transfer
+
+    def enqueue(self, requests: Requests, transfer: Transfer) -> None:
+        """Put a prepared transfer in flight and queue what has room of it. A driver error fails it from here on.
+
+        It is in flight from when it is in its queue. An interrupt before that leaves events, which the next call finds
+        idle; an interrupt after that fails the transfer, see `Tracker.repair`.
+        """
+        in_flight = self.parts.in_flight
+        queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
+        in_flight.consistent = False
+        if not (transfer.urgent and queue.waiting and put_ahead(in_flight, transfer, requests)):
+            sequence = queue.submitted + 1
+            for request in requests:
+                self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, sequence)
+            transfer.sequence = sequence
+            transfer.step(Event.SUBMITTED)
+            queue.transfers.append(transfer)
+            queue.submitted = sequence
+            queue.waiting.append(transfer)
+        try:
+            if queue.waiting[0] is transfer and self.parts.launcher.enqueue(queue, transfer):
+                queue.waiting.popleft()
+        except DriverError as error:  # the context is lost, and every transfer has failed
+            self.parts.tracker.mark_lost(error)
+        transfer.submitting = False
+        in_flight.consistent = True
+
+    def _select(self, request: Request, opposed: bool) -> tuple[CopyMethod, str, tuple[Share, ...], int]:
+        """What a request copies, per block, and by the profile how: the method, the reason, its shares, its bytes."""
+        plan, copiers = self._plan(request), self.parts.copiers
+        method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
+        return method, reason, copiers.shares(method, plan), plan.nbytes
+
+    def _plan(self, request: Request) -> BlockPlan:
+        group, parts = request.group, request.parts
+        return build(
+            self.folds.groups[group] if parts is None else self.folds.of(group, parts),
+            self.layout,
+            request.direction,
+            group_index=group,
+            slot_addresses=self.parts.slot_addresses,
+            slots=request.slots,
+            blocks=request.blocks,
+            first_sub_block=request.first_sub_block,
+        )
+
+    def _source_order(self, requests: Requests) -> SourceOrder:
+        """Of a load: ANY where it is safe. (Of stores STREAM always: reads of device memory would overtake the stream.)
+
+        Raises:
+            ValueError: "any" is asked for while a store to one of the slots is unfinished.
+        """
+        stores = self.parts.in_flight.stores
+        if requests[0].source_order == "stream":
+            return SourceOrder.STREAM
+        if not stores.transfers:
+            return SourceOrder.ANY
+        latest = max([self._hazards.latest_on_slots(Direction.STORE, request.slots) for request in requests])
+        if stores.unfinished(latest) is None:
+            return SourceOrder.ANY
+        if requests[0].source_order == "any":
+            raise ValueError(
+                'source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"'
+            )
+        return SourceOrder.STREAM
+
+    def run(self, step: Callable[..., _Result], *arguments: Any) -> _Result:
+        """`step(self, *arguments)` with the device's context current."""
+        try:
+            with make_current(self.driver, self.context, False):
+                return step(self, *arguments)
+        except DriverError as error:
+            self.mark_lost(error)
+            raise
+
+    def report(self, requests: Requests) -> PlanReport:
+        """What a transfer would be, and what else could carry it. Under the lock. Asks nothing of the driver."""
+        self.check_usable()
+        request, copiers, profile = requests[0], self.parts.copiers, self.profile
+        refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
+        plan, source, simulated = self._plan(request), profile.source, self.driver.simulated
+        if len(plan) == 0:
+            nothing = (plan.direction, 0, 0, 0, 0, None, "nothing to copy", 0.0, ())
+            return PlanReport(*nothing, profile=source, simulated=simulated)
+        method, reason = copiers.select(plan, request.copier, profile, self.prefer)
+        shape = shape_of(plan)
+        ranked = rank(shape, copiers.offered, profile, self.prefer, self.sm_limit)
+        others = [each for each in ranked if each.method.label != method.label]
+        return PlanReport(
+            direction=shape.direction,
+            blocks=shape.blocks,
+            nbytes=shape.nbytes,
+            operations=shape.operations,
+            rows=shape.rows,
+            method=method,
+            reason=reason,
+            seconds=next((each.seconds for each in ranked if each.method == method), profile.seconds(method, shape)),
+            alternatives=tuple(Alternative(each.method, each.seconds) for each in others),
+            profile=source,
+            simulated=simulated,
+        )
+
+    # what a transfer follows --------------------------------------------------------------------------------------
+
+    def follow(self, sources: tuple[Source, ...]) -> Followed:
+        """Streams that stand for what a transfer is to follow. The context must be current. The lock must not be held:
+        arrays run code of theirs.
+
+        The wait stream of arrays is reserved as long as the result is referred to.
+        """
+        token = object()
+        try:
+            with self.lock:
+                self.check_usable()
+                self._following.add(token)
+            return self.parts.wait_streams.follow(sources)
+        finally:
+            self._following.discard(token)
+
+    def resolve(self, after: After) -> Followed | NoWait | None:
+        """What stands for `after` in several transfers. Asks arrays for their producers, so not under the lock."""
+        if after is NO_WAIT or (after is None and self.layout.on_default_stream):
+            return after
+        sources = sources_of(after, self.layout)
+        if not sources:
+            return NO_WAIT
+        self.device.check_process()
+        return self.follow_here(sources)
+
+    def follow_here(self, sources: tuple[Any, ...], arrays: bool = True) -> Followed:
+        """`follow` with the device's context current, which only arrays need."""
+        if not arrays:
+            return Followed(sources)
+        try:
+            with self.device.current():
+                return self.follow(sources)
+        except DriverError as error:
+            self.mark_lost(error)
+            raise
+
+    # what has ended -----------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """See `OffloadEngine.advance`; of this shard's transfers."""
+        self.device.check_process()
+        if in_call(self.lock):
+            return
+        if self.behind:
+            self.track()
+        if self.reports.notices:
+            deliver(self.reports.notices)
+
+    @property
+    def behind(self) -> bool:
+        """Whether `track` may have something to do."""
+        with self.lock:
+            return self.in_flight > 0 or not self.parts.in_flight.consistent
+
+    def track(self) -> None:
+        """Take note of what has ended, and queue as much as there is room for; also for a thread that has the lock."""
+        try:
+            with make_current(self.driver, self.context), self.lock:
+                if not self.closed:
+                    self._repair()
+                    self.parts.tracker.advance()
+        except DriverError as error:
+            if not error.sticky:
+                raise
+            with self.lock:  # every transfer in flight has failed: that is what there was to find out
+                self.parts.tracker.mark_lost(error)
+
+    def _repair(self) -> None:
+        """If a call was interrupted, put the shard in order. Under the lock, with the context current."""
+        if not self.parts.in_flight.consistent:
+            self.parts.tracker.repair()
+
+    def mark_lost(self, error: DriverError) -> None:
+        """If the error says so, the CUDA context is lost, and every transfer in flight has failed.
+
+        Raises:
+            TransferError: in place of the error, if the context is lost.
+        """
+        if error.sticky:
+            with self.lock:
+                self.parts.tracker.mark_lost(error)
+                self.parts.tracker.check_alive()
+
+    def check_usable(self) -> None:
+        """Raise ClosedError or TransferError unless transfers can be submitted."""
+        if self.closed or self._closing:
+            raise ClosedError("the engine is closed" if self.closed else "the engine is being closed")
+        if self.parts.in_flight.lost is not None:
+            self.parts.tracker.check_alive()
+
+    def check_parts(self, parts: PartsLike) -> None:
+        """Raise what a load of some group would raise for these `parts`."""
+        for group in self.layout.groups:
+            as_parts(parts, len(group.planes))
+
+    @property
+    def in_flight(self) -> int:
+        """How many of its transfers have not ended."""
+        return self.parts.in_flight.count
+
+    @property
+    def submitted(self) -> int:
+        """How many transfers have been submitted here so far."""
+        with self.lock:
+            return sum(queue.submitted for queue in self.parts.in_flight.both)
+
+    # streams that wait for transfers ------------------------------------------------------------------------------
+
+    def order_before(self, transfer: Transfer, stream: int, part: int | None = None, *, raise_error: bool) -> None:
+        """Have `stream` wait for a transfer, or for a part of it and all before it. The lock must not be held.
+
+        Where the driver's queues are full, the host waits until all of the transfer, or of the part, is queued.
+
+        Raises:
+            CapacityError: for a second there was no room.
+            TransferError: the stream is being captured; or with `raise_error`, the transfer has failed.
+        """
+
+        def queued() -> bool:
+            if not (transfer.enqueued or transfer.finished):
+                self.advance()
+            return transfer.enqueued or (part is not None and transfer.part > part) or transfer.finished
+
+        try:
+            wait_until(queued, _QUEUEING_SECONDS, "queueing")
+        except TimeoutError:
+            raise CapacityError(
+                f"{describe(transfer)} still waits on the host: the driver's queues are full and do not move; poll() "
+                "until some end"
+            ) from None
+        in_flight, launcher = self.parts.in_flight, self.parts.launcher
+        try:
+            with self.device.current(), self.lock:
+                self._repair()
+                if raise_error and transfer.error is not None:
+                    raise TransferError(*transfer.error.args) from transfer.error.__cause__
+                if self.closed:  # so the transfer has ended, and `stream` may be the engine's own
+                    return
+                self.parts.tracker.check_alive()
+                refuse_capturing(self.driver, stream, "stream")
+                if transfer.finished:
+                    return
+                in_flight.consistent = False
+                if part is None:
+                    launcher.wait_for_transfer(stream, transfer)
+                else:
+                    launcher.wait_for_part(stream, transfer, part)
+                in_flight.consistent = True
+        except DriverError as error:
+            self.mark_lost(error)
+            raise
+
+    def order_all_before(self, stream: int) -> None:
+        """Work queued on `stream` from now on starts after every transfer submitted so far has ended.
+
+        Raises:
+            CapacityError, TransferError: as `Job.order_before`.
+        """
+        self.device.check_process()
+        refuse_nested(self.lock, "order_all_before")
+        with self.lock:  # those before the latest of a direction end before it
+            latest = [queue.transfers[-1] for queue in self.parts.in_flight.both if queue.transfers]
+        for transfer in latest:
+            self.order_before(transfer, stream, raise_error=False)
+
+    def check_stream(self, stream: int, name: str) -> None:
+        """Refuse a stream of another device: it could be made to wait for this one's transfers, but then the stream of
+        this device would not.
+
+        Raises:
+            ValueError: this device's context does not know it; the message names it `name`.
+            TransferError: it is being captured.
+        """
+        in_flight = self.parts.in_flight
+        markers = in_flight.markers
+        with self.device.current(), self.lock:
+            if self.closed:  # so the transfer has ended, and nothing waits for it
+                return
+            self._repair()
+            refuse_capturing(self.driver, stream, name)
+            in_flight.consistent = False
+            marker = markers.idle.pop() if markers.idle else markers.make()
+            try:
+                self.driver.event_record(marker, stream)
+            except DriverError as error:
+                raise_for_stream(error, stream, name)
+            finally:  # an interrupt before this leaves it to the repair
+                markers.idle.append(marker)
+                in_flight.consistent = True
+
+    def wait_stream(self) -> int:
+        """The handle of the export stream: importers of device memory wait for it, and it waits for transfers alone."""
+        with self.device.current():
+            return self.parts.wait_streams.exported()
+
+    def touches(self, address: int, nbytes: int) -> bool:
+        """Whether a plane lies, in part at least, in a range of device memory."""
+        planes = (plane for group in self.layout.groups for plane in group.planes)
+        return any(plane.address < address + nbytes and address < plane.end for plane in planes)
+
+    # the end ------------------------------------------------------------------------------------------------------
+
+    def drain(self, timeout: float | None = None) -> None:
+        """See `OffloadEngine.drain`; of this shard's transfers."""
+        refuse_nested(self.lock, "drain")
+
+        def ended() -> bool:
+            self.advance()
+            return self.in_flight == 0
+
+        wait_until(ended, timeout, f"{self.in_flight} jobs in flight")
+
+    def close(self, timeout: float | None = None) -> None:
+        """See `OffloadEngine.close`; what is on this device."""
+        if self.device.foreign:
+            return
+        refuse_nested(self.lock, "close")
+        timeout, token = as_timeout(timeout), object()
+        try:
+            self._closing.add(token)
+            if self.in_flight:
+                LOGGER.info("an engine is being closed, and waits for %d transfers", self.in_flight)
+            self.drain(timeout)
+            wait_until(lambda: not self._following, timeout, "asking an array for its producer")
+            self.device.wait_lifecycle(timeout)
+            with self.device.lifecycle:  # nothing is in flight, nothing new is taken; one thread at a time
+                self.closed = True
+                try:
+                    if self._resource.alive:
+                        with self.device.current():
+                            self._resource.free()
+                except DriverError as error:
+                    if not error.sticky:
+                        raise
+                    self.parts.tracker.mark_lost(error)
+                    self._resource.free()
+        finally:
+            self._closing.discard(token)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.in_flight} in flight"
+        simulated = "simulated, " if self.device.simulated else ""
+        return (
+            f"OffloadEngine({describe_groups(self.layout)}: {describe_fold(self.folds.groups)}; "
+            f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
+        )

@@ -1,0 +1,294 @@
+"""ShardedEngine: one engine over the devices of a process.
+
+A transfer is submitted in three steps, each for all devices before the next one, under one lock that all share:
+
+    check      what can be refused is refused: nothing has happened on any device
+    prepare    the record of each device; its markers are recorded on the caller's streams, which CUDA may refuse
+    launch     the record of the job is published, then each device's is put in flight; a driver error fails the job
+
+So a refusal leaves nothing in flight, and what fails later is a job that ends when all devices have done with it.
+
+The truth is the published records, and what each shard has in flight. A record is published by one append, and its
+transfers are put in flight after that. A call that was interrupted in between leaves a record of which some transfers
+are in no queue: `_repair` fails these, and the job has ended, failed, when the others have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from kvoffload.device.current import make_current
+from kvoffload.device.device import Device, checked_devices
+from kvoffload.device.pinned import Progress
+from kvoffload.device.streams import NO_WAIT, stream_handle
+from kvoffload.engine import tracing
+from kvoffload.engine.base import Engine
+from kvoffload.engine.job import Job, ShardedTransfer
+from kvoffload.engine.queues import Queues, RecordQueue, Reports
+from kvoffload.engine.report import PlanReport
+from kvoffload.engine.request import GroupTransfer, Requests
+from kvoffload.engine.shard import EngineOptions, Prefer, Shard
+from kvoffload.engine.statistics import EngineStatistics
+from kvoffload.engine.wait_streams import After, FollowedPerDevice, ShardedAfter
+from kvoffload.errors import DriverError
+from kvoffload.internal.checks import shown
+from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
+from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import Ids, StreamLike, UInt8Array
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.sharded import ShardedLayout
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.tuning import Profile
+
+
+class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
+    """Moves blocks between the planes of several devices and pinned slots, as one `OffloadEngine` does for one device.
+
+    A transfer names blocks and slots once. On each device its blocks are copied between that device's planes and that
+    device's pool. So a slot is one range of pinned memory for each device: row `s` of every array in `slots`. To save a
+    slot elsewhere, copy its row of every array.
+
+    Usable from any thread; a context manager. Each device's transfers are ordered as `OffloadEngine` says; devices do
+    not wait for each other.
+
+    Args:
+        layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`.
+        devices: those that hold the planes, all opened by this process.
+        num_slots: slots, of `layout.slot_bytes` bytes in each device's pool. (It takes no `host_memory`.)
+        sm_limit, prefer, profile, max_in_flight, most_queued_bytes, stream_priority: as for `OffloadEngine`, for
+            each device. `profile` None: that of each device's GPU.
+        progress: called while the pools are pinned, one device after the other, with (bytes done, bytes in all) of
+            that device's pool.
+
+    Attributes:
+        layout: the ShardedLayout.
+        devices, num_slots, max_in_flight: as given.
+        lock: guards all devices' engines; as that of `OffloadEngine`.
+
+    Raises:
+        LayoutError: layouts that do not agree, see `ShardedLayout`; or as `OffloadEngine`.
+        CapacityError, ClosedError, ValueError, TypeError: as `OffloadEngine`, or the number of devices is not
+            that of layouts. Nothing is left pinned.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[KVLayout] | ShardedLayout,
+        *,
+        devices: Sequence[Device],
+        num_slots: int = 1024,
+        sm_limit: int = 4,
+        prefer: Prefer = "overlap",
+        profile: Profile | None = None,
+        max_in_flight: int = 4096,
+        most_queued_bytes: int | None = None,
+        stream_priority: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__()
+        self.layout = layouts if isinstance(layouts, ShardedLayout) else ShardedLayout(layouts)
+        self.devices, count = checked_devices(devices), len(self.layout.layouts)
+        if len(self.devices) != count:
+            raise ValueError(
+                f"devices must be as many as layouts, one for each: got {len(self.devices)}, and {count} layouts"
+            )
+        given = num_slots, sm_limit, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
+        shards: list[Shard] = []
+        try:
+            for layout, device in zip(self.layout.layouts, self.devices, strict=True):
+                shards.append(Shard(layout, device, EngineOptions(*given), self._shared, most_reports=0))
+        except BaseException:
+            run_all(shard.close for shard in shards)
+            raise
+        self._shards = tuple(shards)
+        self._names = tuple(f"shard {index} (device {each.index})" for index, each in enumerate(self.devices))
+        self._simulated = any(device.simulated for device in self.devices)
+        self.num_slots = shards[0].num_slots
+        self.max_in_flight = shards[0].parts.in_flight.max_in_flight
+        stores, loads = RecordQueue[ShardedTransfer](), RecordQueue[ShardedTransfer]()
+        self._in_flight: Queues[RecordQueue[ShardedTransfer]] = Queues(stores, loads, self.max_in_flight)
+        self._reports = Reports(self._shared.notices)
+
+    # submitting ---------------------------------------------------------------------------------------------------
+
+    def _requests(self, direction: Direction, blocks: Ids, slots: Ids, *more: Any, **options: Any) -> list[Requests]:
+        """As `Limits.requests`, which explains the arguments; `after` is of all devices."""
+        group, first_sub_block, after, *others = more
+        read = blocks, slots
+
+        def check(shard: Shard, following: After) -> Requests:
+            nonlocal read
+            (request,) = shard.limits.requests(direction, *read, group, first_sub_block, following, *others, **options)
+            read = request.blocks, request.slots  # once, so that all devices have the same
+            return (request,)
+
+        return self._for_each(check, self._after_of_each(after))
+
+    def _requests_of_groups(
+        self, direction: Direction, transfers: Sequence[GroupTransfer], after: Any, *more: Any, **options: Any
+    ) -> list[Requests]:
+        read = transfers
+
+        def check(shard: Shard, following: After) -> Requests:
+            nonlocal read
+            requests = shard.limits.requests_of_groups(direction, read, following, *more, **options)
+            read = [
+                GroupTransfer(each.group, each.blocks, each.slots, first_sub_block=each.first_sub_block)
+                for each in requests
+            ]
+            return requests
+
+        return self._for_each(check, self._after_of_each(after))
+
+    def _submit(self, requests: list[Requests], *, locked: bool = False) -> Job:
+        """A transfer in the steps of this file's head; `requests` of each device. `locked`: for a cache, which holds
+        the lock.
+        """
+        if in_call(self.lock) and not locked:
+            raise_nested("a submission")
+        first = requests[0][0]
+        self.check_process()
+        self.check_usable()
+        sources, arrays = [each[0].sources for each in requests], [each[0].arrays for each in requests]
+        followed = self._for_each(Shard.follow_here, sources, arrays)  # while referred to, reserved
+        streams = [each.streams for each in followed]
+        with self.lock:
+            # 1. check, on every device
+            self.check_usable()
+            self._repair()
+            self._settle()
+            in_flight, jobs = self._in_flight, 1 if len(first.blocks) else 0
+            if in_flight.count + jobs > self.max_in_flight:
+                self._track()
+                in_flight.check_room(jobs)
+            self._for_each(Shard.check, requests, streams, current=True)
+            if self._slot_guard is not None and first.direction is Direction.STORE:
+                self._check_store(requests[0])
+            # 2. prepare
+            queue, number = in_flight.of(first.direction), next(self._ids)
+            prepare = partial(Shard.prepare, number=number)
+            transfers = self._for_each(prepare, requests, streams, current=True) if jobs else []
+            record = ShardedTransfer(number, first.direction, first.num_parts, transfers, self._names)
+            record.simulated = self._simulated
+            job = Job(self, record)
+            if not jobs:
+                self._reports.note(queue, record)
+                return job
+            # 3. launch: nothing is refused from here on
+            record.sequence = queue.submitted + 1
+            in_flight.consistent = False
+            queue.transfers.append(record)
+            queue.submitted = record.sequence
+            for shard, each, transfer in zip(self._shards, requests, transfers, strict=True):
+                transfer.engine = self  # which is kept alive as long as it is in flight
+                try:
+                    with make_current(shard.driver, shard.context, False):
+                        shard.enqueue(each, transfer)
+                except DriverError as error:  # the context could not be made current: it is in no queue
+                    transfer.abandon(error)
+                    if error.sticky:
+                        shard.parts.tracker.mark_lost(error)
+            in_flight.consistent = True
+            if tracing.current is not None:
+                tracing.start(tracing.current, job, record, self._reports.notices)
+            return job
+
+    def _plan(self, requests: list[Requests]) -> tuple[PlanReport, ...]:
+        return tuple(self._for_each(Shard.report, requests))
+
+    def _resolve(self, after: ShardedAfter) -> ShardedAfter:
+        return tuple(self._for_each(Shard.resolve, self._after_of_each(after)))
+
+    # what has ended -----------------------------------------------------------------------------------------------
+
+    def _track(self) -> None:
+        for shard in self._shards:
+            if shard.behind:
+                shard.track()
+        with self.lock:
+            self._repair()
+            self._settle()
+
+    def _repair(self) -> None:
+        """Complete an interrupted submission: what it has not put in flight has failed. May be interrupted itself."""
+        in_flight = self._in_flight
+        if in_flight.consistent:
+            return
+        cause = KeyboardInterrupt("its submission was interrupted")
+        for queue in in_flight.both:
+            for record in queue.transfers:
+                queue.submitted = max(queue.submitted, record.sequence)
+                for shard, transfer in zip(self._shards, record.transfers, strict=True):
+                    if not (transfer.finished or transfer in shard.parts.in_flight.of(record.direction).transfers):
+                        transfer.abandon(cause)
+        in_flight.consistent = True
+
+    def _settle(self) -> None:
+        """Take note of what is known to have ended on all devices, without asking them. Under the lock."""
+        for queue in self._in_flight.both:
+            transfers = queue.transfers
+            while transfers and transfers[0].finished:
+                self._reports.note(queue, transfers[0])
+                transfers.popleft()
+
+    @property
+    def in_flight(self) -> int:
+        """How many transfers have not ended on all devices."""
+        self.check_process()
+        with self.lock:
+            return sum(not record.finished for queue in self._in_flight.both for record in list(queue.transfers))
+
+    def statistics(self) -> EngineStatistics:
+        self.advance()
+        return super().statistics()
+
+    # the devices --------------------------------------------------------------------------------------------------
+
+    def order_job_before(self, record: ShardedTransfer, streams: Sequence[StreamLike], part: int | None) -> None:
+        refuse_nested(self.lock, "order_before")
+        self._check_count("streams", streams, "stream")
+        names = [f"streams[{index}]" for index in range(len(streams))]
+        handles = [stream_handle(stream, name) for stream, name in zip(streams, names, strict=True)]
+        self.check_process()
+        error = record.error
+        if error is not None:
+            raise error
+        for shard, handle, name in zip(self._shards, handles, names, strict=True):
+            shard.check_stream(handle, name)
+        for shard, transfer, handle in zip(self._shards, record.transfers, handles, strict=False):  # of an empty one: 0
+            shard.order_before(transfer, handle, part, raise_error=True)
+
+    def _after_of_each(self, given: Any) -> Sequence[Any]:
+        """What a transfer is to follow on each device: None or NO_WAIT are for all."""
+        if given is None or given is NO_WAIT:
+            return (given,) * len(self._shards)
+        source = ""
+        if not isinstance(given, list | tuple) and isinstance(given, FollowedPerDevice) and callable(given.after):
+            if in_call(self.lock):  # `after` is code of the caller's
+                raise_nested("a submission")
+            source = f" from after() of the {type(given).__name__} given"
+            given = given.after()
+        self._check_count("after", given, "value", or_else=", or None or NO_WAIT for all", source=source)
+        return tuple(given)
+
+    def _check_count(self, name: str, given: Any, what: str, or_else: str = "", source: str = "") -> None:
+        """Raise TypeError unless `given` is a list or tuple with an element for each device."""
+        count = len(self._shards)
+        if not isinstance(given, list | tuple) or len(given) != count:
+            raise TypeError(
+                f"{name} must be a list with one {what} for each of the {count} devices, in their order{or_else}; got "
+                f"{shown(given)}{source}"
+            )
+
+    @property
+    def slots(self) -> tuple[UInt8Array, ...]:
+        """The pinned pool of each device: uint8, (num_slots, layout.layouts[i].slot_bytes), writable.
+
+        Row `s` of each is that device's range of slot `s`; see `OffloadEngine.slots`.
+        """
+        return tuple(shard.parts.slots for shard in self._shards)
+
+    def __repr__(self) -> str:
+        return f"ShardedEngine({list(self._shards)})"

@@ -1,0 +1,220 @@
+"""The arrays of a cache: what a caller asks for, as records, and what is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+
+from kvoffload.device.buffers import check_shape
+from kvoffload.device.device import Device
+from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import shown
+from kvoffload.internal.types import DTypeLike
+from kvoffload.jax.imports import import_jax
+from kvoffload.layout.arrays import block_shape, is_jax_array, plane_of_view, planes_of_view
+from kvoffload.layout.dlpack import ArrayView, packed_strides
+from kvoffload.layout.dtypes import dtype_name, element_bytes
+from kvoffload.layout.layout import KVLayout, check_tokens
+from kvoffload.layout.planes import Plane, SlotOrder
+
+_ALIGNMENT = 256  # of each array in the memory of the cache, as cuMemAlloc aligns one
+
+
+class Leaf(NamedTuple):
+    """One array of the tree.
+
+    Attributes:
+        name: for messages: "array", or in a tree "arrays[3]" or "arrays['k'][3]".
+        shape, dtype: of the whole array; dtype is a name.
+        sharding: a NamedSharding; None: it is on one device, whole.
+        shard_shape: of the part on each device.
+        offset: where that part begins in the cache's memory on each device, bytes.
+        nbytes: of that part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Any
+    shard_shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def check_update(self, array: Any) -> None:
+        """Raise LayoutError unless it is a `jax.Array` that has memory, of this shape, dtype and sharding."""
+        remedy = "set it to the updated cache"
+        jax = import_jax()
+        if not is_jax_array(array) or not isinstance(array, jax.Array):
+            raise LayoutError(f"{self.name} must be a jax.Array, got {type(array).__name__}: {remedy}")
+        if isinstance(array, jax.core.Tracer):
+            raise LayoutError(
+                f"{self.name} must be a jax.Array with memory, got {type(array).__name__}, which has none: leave the "
+                "jitted function first"
+            )
+        if array.is_deleted():
+            raise LayoutError(
+                f"{self.name} was deleted, or donated to a computation: {array.dtype} of shape {array.shape}; pass the "
+                "array that the computation has returned"
+            )
+        if (tuple(array.shape), dtype_name(array.dtype)) != (self.shape, self.dtype):
+            raise LayoutError(
+                f"{self.name} must be {self.dtype} of shape {self.shape}, got {array.dtype} of {array.shape}: {remedy}"
+            )
+        if self.sharding is None:
+            if len(array.sharding.device_set) > 1:
+                raise LayoutError(
+                    f"{self.name} must be on one device, got {array.sharding}: move it there (jax.device_put(array, "
+                    "device), or jax.jit(..., out_shardings=...)), or create the cache with a list of devices and a "
+                    "sharding"
+                )
+        elif not array.sharding.is_equivalent_to(self.sharding, len(self.shape)):
+            raise LayoutError(
+                f"{self.name} must have the sharding {self.sharding}, got {array.sharding}: name it in the update, "
+                "jax.jit(..., out_shardings=cache.sharding), or update with jax.shard_map"
+            )
+
+
+def as_leaves(shapes: Any, dtype: DTypeLike | None, sharding: Any, *, several: bool) -> tuple[tuple[Leaf, ...], Any]:
+    """The arrays that a caller asks for, and the structure of their tree; for arguments see `OwnedCache`.
+
+    Args:
+        several: whether devices were given as a list, so that each array needs a NamedSharding.
+    """
+
+    def is_shape(node: Any) -> bool:  # and no list or tuple of shapes
+        return (
+            isinstance(node, list | tuple) and bool(node) and all(isinstance(each, int | np.integer) for each in node)
+        )
+
+    found, structure = import_jax().tree_util.tree_flatten_with_path(shapes, is_leaf=is_shape)
+    if not found:
+        raise ValueError(f"shapes must be a shape, or a tree with a shape for each array, got {shown(shapes)}")
+    leaves: list[Leaf] = []
+    offset = 0
+    for path, given in found:
+        name = f"arrays{import_jax().tree_util.keystr(path)}" if path else "array"
+        shape = check_shape(getattr(given, "shape", given))
+        its_dtype = getattr(given, "dtype", dtype)
+        if its_dtype is None:
+            raise ValueError(f"dtype of {name} is missing: give dtype=, or a jax.ShapeDtypeStruct for each array")
+        its_sharding = getattr(given, "sharding", None) if sharding is None else sharding
+        its_sharding, shard_shape = _divided(shape, its_sharding, several=several)
+        nbytes = math.prod(shard_shape) * element_bytes(dtype_name(its_dtype))
+        leaves.append(Leaf(name, shape, dtype_name(its_dtype), its_sharding, shard_shape, offset, nbytes))
+        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    if len({leaf.sharding is None for leaf in leaves}) > 1:
+        raise LayoutError("sharding is given for some arrays and not for others: give it for all, or for none")
+    return tuple(leaves), structure
+
+
+class Description(NamedTuple):
+    """What a caller says of the layout; see `OwnedCache`."""
+
+    plane_axis: SupportsIndex | None
+    block_axis: SupportsIndex
+    dtype: DTypeLike | None
+    tokens_per_block: SupportsIndex | None
+    block_axes: Sequence[str] | None
+    blocks_per_slot: SupportsIndex
+    slot_order: SlotOrder | None
+
+    def check(self, leaves: Sequence[Leaf], num_devices: int) -> None:
+        """Raise LayoutError for what no layout of these arrays can be, or where a sharding divides blocks."""
+        whole = [leaf._replace(shard_shape=leaf.shape, offset=leaf.offset * num_devices) for leaf in leaves]
+        some_address = 1 << 20
+        num_blocks = self.layout(whole, some_address, None).groups[0].num_blocks
+        if self.layout(leaves, some_address, None).groups[0].num_blocks != num_blocks:
+            raise LayoutError(
+                f"sharding {leaves[0].sharding.spec} divides the {num_blocks} blocks of block_axis={self.block_axis}, "
+                "and every device needs every block: divide heads or planes, or replicate the cache"
+            )
+
+    def layout(self, leaves: Sequence[Leaf], address: int, owner: object) -> KVLayout:
+        """The layout of the part on one device, whose memory begins at `address`; its planes keep `owner` alive."""
+        planes: list[Plane] = []
+        blocks: list[tuple[int, ...]] = []
+        for leaf in leaves:
+            shape, itemsize = leaf.shard_shape, element_bytes(leaf.dtype)
+            strides = packed_strides(shape, itemsize)
+            view = ArrayView(address + leaf.offset, shape, strides, itemsize, read_only=False)
+            try:
+                if self.plane_axis is None:
+                    planes.append(plane_of_view(view, leaf.name, owner, block_axis=self.block_axis))
+                    axis = operator.index(self.block_axis) % len(shape)
+                    blocks.append(shape[:axis] + shape[axis + 1 :])
+                else:
+                    planes += planes_of_view(view, self.plane_axis, self.block_axis, owner)
+                    blocks.append(block_shape(shape, self.plane_axis, self.block_axis))
+            except LayoutError as error:
+                error.add_note(f"for {leaf.name} of shape {shape}")
+                raise
+        types = {leaf.dtype for leaf in leaves}
+        common = types.pop() if len(types) == 1 else None
+        layout = KVLayout(
+            [planes],
+            blocks_per_slot=self.blocks_per_slot,
+            dtype=common if self.dtype is None else dtype_name(self.dtype),
+            tokens_per_block=self.tokens_per_block,
+            on_default_stream=False,
+            slot_order=self.slot_order,
+            block_axes=self.block_axes,
+        )
+        for block in blocks:
+            check_tokens(layout, block)
+        return layout
+
+
+def jax_devices(devices: Sequence[Device], leaves: Sequence[Leaf]) -> tuple[Any, ...]:
+    """JAX's device for each of ours; none without a sharding. Raises LayoutError if a sharding is over others."""
+    if leaves[0].sharding is None:
+        return ()
+
+    def place(jax_device: Any) -> tuple[str, int]:  # simulated devices have the numbers of JAX's CPU devices
+        platform = str(jax_device.platform)
+        return platform, int(jax_device.id if platform == "cpu" else jax_device.local_hardware_id)
+
+    ours = [("cpu" if device.simulated else "gpu", device.index) for device in devices]
+    for sharding in {leaf.sharding for leaf in leaves}:
+        if not sharding.is_fully_addressable:
+            raise LayoutError(
+                f"sharding has devices of other processes: {sharding}; name devices of this process alone"
+            )
+        theirs = {place(each): each for each in sharding.device_set}
+        if len(ours) != len(theirs) or set(ours) != set(theirs):
+            raise LayoutError(
+                f"sharding is over {sorted(theirs)}, and devices are {ours} (platform, index): give one device for "
+                "each of the sharding's, with the index that JAX calls local_hardware_id"
+            )
+    return tuple(theirs[each] for each in ours)
+
+
+def shards_of(array: Any) -> dict[Any, Any]:
+    """The shard of a `jax.Array` on each device of JAX's, as an array on that device; nothing waits."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def _divided(shape: tuple[int, ...], sharding: Any, *, several: bool) -> tuple[Any, tuple[int, ...]]:
+    """The NamedSharding of an array, and the extents on each device; None for one that is on one device without one."""
+    shardings = import_jax().sharding
+    if not several and (sharding is None or isinstance(sharding, shardings.SingleDeviceSharding)):
+        return None, shape
+    if not isinstance(sharding, shardings.NamedSharding):
+        raise TypeError(f"sharding must be a jax.sharding.NamedSharding over the devices, got {shown(sharding)}")
+    kind, usual = sharding.memory_kind, next(iter(sharding.device_set)).default_memory().kind
+    if kind not in (None, usual):
+        raise LayoutError(
+            f"sharding has memory_kind={kind!r}, and the cache is in device memory: leave memory_kind out"
+        )
+    if len(sharding.spec) > len(shape):
+        raise LayoutError(f"sharding {sharding.spec} is for {len(sharding.spec)} axes, and shape {shape} has fewer")
+    try:
+        return sharding, tuple(sharding.shard_shape(shape))
+    except ValueError as error:
+        raise LayoutError(
+            f"shape {shape} cannot be divided evenly by sharding {sharding.spec} over the mesh "
+            f"{dict(sharding.mesh.shape)}: make each divided axis a multiple of the devices along it"
+        ) from error

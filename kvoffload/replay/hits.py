@@ -1,0 +1,484 @@
+"""What a host pool would find, and the tiers below it: the cache's own indexes and policies, without bytes.
+
+TieredIndex, Disk         serve one request after another                           `serve`
+Through, ...              what is written to a disk at the end of a request         `make_writes`
+hits_of_policies          a result for each capacity and policy, and the optimum    `PolicyResult`
+hits_with_disk            a result for each host, disk and way to write             `TierResult`
+belady_hits               the most that any cache of a capacity can find
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Container, Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import product
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.policies import Prefix, make_policy
+from kvoffload.cache.policies.base import Policy
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.admission import WriteAdmission
+from kvoffload.replay.trace import Request
+from kvoffload.terminal.console import Advance, Output
+
+OPTIMUM = "belady"  # in the place of a policy's name
+WRITES = ("admitted", "through", "second", "random", "none")
+_NEVER = 1 << 62  # above every request's number
+
+# what is written to a disk --------------------------------------------------------------------------------------------
+
+
+class Through:
+    """Writes every block in the host that the disk lacks, at the end of its request. See `WriteAdmission`."""
+
+    def __init__(self) -> None:
+        self._on_disk: dict[bytes, bool] = {}  # keys in the host, and whether the disk has them, too
+
+    def stored(self, keys: Iterable[bytes]) -> None:
+        self._on_disk.update((key, False) for key in keys if key not in self._on_disk)
+
+    def promoted(self, keys: Iterable[bytes]) -> None:
+        self._on_disk.update(dict.fromkeys(keys, True))
+
+    def written(self, keys: Iterable[bytes]) -> None:
+        self._on_disk.update((key, True) for key in keys if key in self._on_disk)
+
+    def left_disk(self, keys: Iterable[bytes]) -> None:
+        self._on_disk.update((key, False) for key in keys if key in self._on_disk)
+
+    def left_host(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._on_disk.pop(key, None)
+
+    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in dict.fromkeys(keys) if self._on_disk.get(key) is False]
+
+
+class Nothing(Through):
+    """Writes nothing: the cache without a disk."""
+
+    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
+        return list(keys[:0])
+
+
+class SecondSighting(Through):
+    """Writes a block when a second request stores or uses it. It remembers every key, without bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[bytes] = set()
+
+    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
+        found = [key for key in super().ended(keys) if key in self._seen]
+        self._seen.update(keys)
+        return found
+
+
+class RandomShare(Through):
+    """Writes all blocks of a random share of the requests: whole requests, as a block needs those before it."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        super().__init__()
+        self._share = share
+        self._random = np.random.default_rng(seed)
+
+    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
+        chosen = float(self._random.random()) < self._share
+        return super().ended(keys) if chosen else []
+
+
+Writes: TypeAlias = WriteAdmission | Through
+
+
+def make_writes(name: str, disk_slots: int, *, least_hits: float, share: float = 1.0, seed: int = 0) -> Writes:
+    """The way to write that `--write` names. "admitted" uses `least_hits`, "random" uses `share` and `seed`."""
+    if name == "admitted":
+        return WriteAdmission(disk_slots, least_hits=least_hits)
+    if name == "random":
+        return RandomShare(share, seed)
+    return {"through": Through, "second": SecondSighting, "none": Nothing}[name]()
+
+
+# one request after another --------------------------------------------------------------------------------------------
+
+
+class Below(Protocol):
+    """A tier as the host above it sees it.
+
+    Attributes:
+        keys: what it holds now; the same object as long as the tier is used.
+        num_slots: keys that it can hold.
+    """
+
+    @property
+    def keys(self) -> Container[bytes]: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """The host reads these keys. The tier holds all of them."""
+
+    def write(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The host writes these keys. Returns those that the tier took; it skips keys that it has."""
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """A request of this host has ended. The tier may not hold all of its keys."""
+
+
+class Disk:
+    """A disk of one host: the index that a `DiskTier` has."""
+
+    def __init__(self, num_slots: int, policy: str) -> None:
+        self.num_slots = num_slots
+        self.keys: set[bytes] = set()
+        self.index = CacheIndex(num_slots, policy=make_policy(policy, num_slots), on_event=self._on_event)
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        self.index.load(keys)
+
+    def write(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        with self.index.reserve([key for key in keys if key not in self.keys]) as reservation:
+            taken = list(reservation.keys)
+        self.keys.update(taken)
+        return taken
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.index.touch(keys)
+
+    def _on_event(self, event: CacheEvent) -> None:
+        if event.kind == "evicted":
+            self.keys.difference_update(event.keys)
+
+
+class Served(NamedTuple):
+    """The result of one request.
+
+    Attributes:
+        hits: leading blocks found in the host, then in each tier below it.
+        written: keys written to each tier.
+        refused: whether some keys were not stored, because too few others could be evicted.
+    """
+
+    hits: tuple[int, ...]
+    written: tuple[int, ...] = ()
+    refused: bool = False
+
+
+class TieredIndex:
+    """A host pool, and tiers below it if there are any.
+
+    A request takes its leading keys from the host, or from the first tier that has them: then they are promoted, which
+    means read into the host, and stay in the tier. The remaining keys are computed and stored in the host. When the
+    request ends, `writes` says which of its keys go to every tier that lacks them. Only the host's copy can be written,
+    so a key that the host declined is written nowhere.
+
+    Args:
+        slots: keys that the host holds.
+        policy: what the host evicts by. A name stands for a policy that declines nothing: see `host_policy`.
+        tiers: the tier that is asked first comes first.
+        writes: what is written to them.
+    """
+
+    def __init__(
+        self, slots: int, policy: str | Policy, tiers: Sequence[Below] = (), writes: Writes | None = None
+    ) -> None:
+        self.writes = writes or Nothing()
+        self.tiers = tiers
+        self.keys: set[bytes] = set()  # of the host
+        self._below = [tier.keys for tier in tiers]
+        policy = host_policy(policy, slots) if isinstance(policy, str) else policy
+        self.host = CacheIndex(slots, policy=policy, on_event=self._on_event)
+
+    def serve(self, keys: Request) -> Served:
+        """Serve one request. A request longer than the host uses its first keys.
+
+        All of its keys are given to `reserve` together, so that none of them is evicted for another.
+        """
+        used = keys[: self.host.capacity]
+        places = self._places(used)
+        unique = list(dict.fromkeys(used))
+        place_of = dict(zip(used, places, strict=False))
+        self.host.load(list(place_of))
+        with self.host.reserve(unique) as reservation:
+            arrived, refused = list(reservation.keys), reservation.short
+        self.keys.update(arrived)
+        written = self._pass_on(unique, arrived, place_of) if self.tiers else ()
+        self.host.touch(unique)
+        return Served(tuple(map(places.count, range(len(self.tiers) + 1))), written, refused)
+
+    def _places(self, keys: Request) -> list[int]:
+        """Where each leading key is found: 0 for the host, else the number of the tier, from 1 on."""
+        places = [0] * self.host.lookup(keys)
+        for key in keys[len(places) :] if self.tiers else ():
+            place = next((place for place, held in enumerate((self.keys, *self._below)) if key in held), None)
+            if place is None:
+                break
+            places.append(place)
+        return places
+
+    def _pass_on(self, keys: list[bytes], arrived: list[bytes], place_of: dict[bytes, int]) -> tuple[int, ...]:
+        """Tell the tiers and `writes` of a request that ends; how many of its keys each tier took."""
+        for number, tier in enumerate(self.tiers, start=1):
+            tier.read([key for key, place in place_of.items() if place == number])
+        self.writes.promoted([key for key in arrived if place_of.get(key)])
+        stored = [key for key in arrived if not place_of.get(key)]
+        self.writes.stored(stored)
+        lacking = {key for key in keys if not any(key in held for held in self._below)}
+        self.writes.written([key for key in stored if key not in lacking])
+        self.writes.left_disk(lacking)
+        chosen = self.writes.ended(keys)
+        assert self.keys.issuperset(chosen), "only what is in the host can be written"
+        taken = tuple(len(tier.write(chosen)) if chosen else 0 for tier in self.tiers)
+        self.writes.written([key for key in chosen if any(key in held for held in self._below)])
+        for tier in self.tiers:
+            tier.touch(keys)
+        return taken
+
+    def _on_event(self, event: CacheEvent) -> None:
+        if event.kind == "evicted":
+            self.keys.difference_update(event.keys)
+            self.writes.left_host(event.keys)
+
+
+def host_policy(name: str, slots: int) -> Policy:
+    """As `make_policy`, but "prefix" admits all: what the host declines can never be written to a disk."""
+    return Prefix(slots, declines=False) if name == "prefix" else make_policy(name, slots)
+
+
+class Totals(NamedTuple):
+    """All requests together: the sums of `Served`, and this machine's host time."""
+
+    hits: list[int]
+    written: list[int]
+    refused: int
+    seconds: float
+
+
+def serve_all(index: TieredIndex, requests: Sequence[Request], progress: Advance) -> Totals:
+    hits, written, refused = [0] * (len(index.tiers) + 1), [0] * len(index.tiers), 0
+    begin = time.perf_counter()
+    for number, request in enumerate(requests, start=1):
+        served = index.serve(request)
+        hits = [before + now for before, now in zip(hits, served.hits, strict=True)]
+        written = [before + now for before, now in zip(written, served.written, strict=True)]
+        refused += served.refused
+        progress(number, len(requests))
+    return Totals(hits, written, refused, round(time.perf_counter() - begin, 3))
+
+
+def rate_of(hits: int, requests: Sequence[Request]) -> float:
+    """`hits` as a share of all blocks that were requested."""
+    return hits / max(1, sum(map(len, requests)))
+
+
+# policies, without a disk ---------------------------------------------------------------------------------------------
+
+
+class PolicyResult(NamedTuple):
+    """What a cache did with all the requests. Blocks are the cache's, one per key.
+
+    Attributes:
+        policy: its name, or `OPTIMUM`, for which only the hits are known.
+        slots: keys that the cache holds.
+        hit_rate: hits as a share of all blocks that were requested.
+        requests_refused: requests that were not stored, or only in part, because too few keys could be evicted.
+        seconds: host time of this machine for all requests.
+        share_of_optimum: (hits - LRU's hits) / (optimum - LRU's hits). None if LRU was not replayed, or reaches the
+            optimum.
+        blocks_beyond_slots: blocks that were not tried, in requests longer than the cache. None for the optimum.
+    """
+
+    policy: str
+    slots: int
+    blocks_hit: int
+    hit_rate: float
+    blocks_stored: int | None
+    blocks_evicted: int | None
+    blocks_declined: int | None
+    requests_refused: int
+    seconds: float
+    share_of_optimum: float | None = None
+    blocks_beyond_slots: int | None = None
+
+
+def hits_of_policy(requests: Sequence[Request], slots: int, policy: str, progress: Advance) -> PolicyResult:
+    """All requests through an empty cache."""
+    index = TieredIndex(slots, make_policy(policy, slots))
+    (hits,), _, refused, seconds = serve_all(index, requests, progress)
+    done, rate = index.host.statistics(), rate_of(hits, requests)
+    beyond = sum(max(0, len(request) - slots) for request in requests)
+    counts = (done.stored, done.evicted, done.declined, refused)
+    return PolicyResult(policy, slots, hits, rate, *counts, seconds, blocks_beyond_slots=beyond)
+
+
+def optimum(requests: Sequence[Request], slots: int) -> PolicyResult:
+    """The most hits that any cache of this size can have."""
+    begin = time.perf_counter()
+    hits = belady_hits(requests, slots)
+    seconds = round(time.perf_counter() - begin, 3)
+    return PolicyResult(OPTIMUM, slots, hits, rate_of(hits, requests), None, None, None, 0, seconds)
+
+
+def hits_of_policies(
+    requests: Sequence[Request], capacities: Collection[int], policies: Collection[str], output: Output
+) -> list[PolicyResult]:
+    """A result for each capacity and policy, and the optimum's below them."""
+    results: list[PolicyResult] = []
+    for slots in capacities:
+        done = []
+        for policy in policies:
+            with output.progress(f"{policy}, {slots} slots") as progress:
+                done.append(hits_of_policy(requests, slots, policy, progress))
+        with output.progress(f"{OPTIMUM}, {slots} slots"):
+            done.append(optimum(requests, slots))
+        least = next((result.blocks_hit for result in done if result.policy == "lru"), None)
+        length = 0 if least is None else done[-1].blocks_hit - least
+        if least is not None and length > 0:
+            done = [each._replace(share_of_optimum=(each.blocks_hit - least) / length) for each in done]
+        results += done
+    return results
+
+
+def belady_hits(requests: Sequence[Request], capacity: int) -> int:
+    """The most leading hits that any cache of this capacity can have. Belady's rule: it knows the future.
+
+    It evicts, or does not store, the keys whose next use is last. Nothing finds more if a key is always preceded by the
+    same keys, as hashes of prefixes are, and no request repeats a key.
+
+    Args:
+        requests: in the order of their arrival.
+        capacity: keys that the cache holds.
+
+    Raises:
+        ValueError: `capacity` is not positive.
+    """
+    return sum(belady_hits_by_request(requests, capacity))
+
+
+def belady_hits_by_request(requests: Sequence[Request], capacity: int) -> list[int]:
+    """The same for each request.
+
+    Among keys that the same request uses next, the deepest goes first. So the cache holds whole prefixes at any time,
+    all of which count as hits, and the rule that maximises hits of any kind maximises leading ones.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    following: dict[bytes, int] = {}
+    uses = []  # for each key of each request, the last request first, the number of the next request with that key
+    for number in range(len(requests) - 1, -1, -1):
+        uses.append([following.get(key, _NEVER) for key in requests[number]])
+        following.update(dict.fromkeys(requests[number], number))
+    held: dict[bytes, tuple[int, int, bytes]] = {}  # the key whose next use is last and deepest comes first
+    queue: list[tuple[int, int, bytes]] = []  # all held keys, and outdated entries
+    hits = []
+    for request, next_uses in zip(requests, reversed(uses), strict=True):
+        hits.append(next((depth for depth, key in enumerate(request) if key not in held), len(request)))
+        for depth, (key, use) in enumerate(zip(request, next_uses, strict=True)):
+            if use == _NEVER:
+                held.pop(key, None)
+            else:
+                entry = held[key] = (-use, -depth, key)
+                heappush(queue, entry)
+        while len(held) > capacity:
+            entry = heappop(queue)
+            if held.get(entry[2]) == entry:
+                del held[entry[2]]
+    return hits
+
+
+# a disk below ---------------------------------------------------------------------------------------------------------
+
+
+class TierResult(NamedTuple):
+    """What a host pool and a disk below it did with all the requests. Blocks are the cache's, one per key.
+
+    Attributes:
+        write: what was written, one of `WRITES`.
+        slots, disk_slots: keys that the host and the disk hold.
+        host_hits, disk_hits: leading blocks found in the host, and on the disk alone.
+        hit_rate: both, as a share of all blocks that were requested.
+        blocks_written, blocks_evicted: by the disk.
+        blocks_read: from the disk: its hits.
+        hits_per_written: blocks read from the disk for each block written; None if none was.
+        share: the share of the requests that "random" wrote; None for others.
+        seconds: host time of this machine for all requests.
+    """
+
+    write: str
+    slots: int
+    disk_slots: int
+    host_hits: int
+    disk_hits: int
+    hit_rate: float
+    blocks_written: int
+    blocks_evicted: int
+    blocks_read: int
+    hits_per_written: float | None
+    share: float | None
+    seconds: float
+
+    @property
+    def hits(self) -> int:
+        return self.host_hits + self.disk_hits
+
+
+class Policies(NamedTuple):
+    """What host and disk evict by."""
+
+    host: str
+    disk: str
+
+
+def hits_with_disk(
+    requests: Sequence[Request], slots: int, disk_slots: int, policies: Policies, writes: Writes, progress: Advance
+) -> TierResult:
+    """All requests through an empty host and an empty disk. The caller fills in `write` and `share`."""
+    disk = Disk(disk_slots, policies.disk)
+    totals = serve_all(TieredIndex(slots, policies.host, [disk], writes), requests, progress)
+    (host_hits, disk_hits), (written,) = totals.hits, totals.written
+    rate, evicted = rate_of(host_hits + disk_hits, requests), disk.index.statistics().evicted
+    ratio = disk_hits / written if written else None
+    counts = (host_hits, disk_hits, rate, written, evicted, disk_hits)
+    return TierResult("", slots, disk_slots, *counts, ratio, None, totals.seconds)
+
+
+class Survey(NamedTuple):
+    """What is replayed with a disk.
+
+    Attributes:
+        slots, disk_slots: every pair of them.
+        writes: names from `WRITES`. "random" writes as large a share of the requests as "admitted" writes of what
+            "through" does, so these two are replayed first.
+        least_hits: for "admitted".
+        seed: for "random".
+    """
+
+    slots: Sequence[int]
+    disk_slots: Sequence[int]
+    policies: Policies
+    writes: Sequence[str]
+    least_hits: float
+    seed: int
+
+    def run(self, requests: Sequence[Request], output: Output) -> list[TierResult]:
+        """A result for each host, disk and way to write."""
+        results = []
+        needed = ("admitted", "through") if "random" in self.writes else ()
+        for slots, disk_slots in product(self.slots, self.disk_slots):
+            done: dict[str, TierResult] = {}
+            for name in dict.fromkeys((*needed, *self.writes)):
+                share = None
+                if name == "random":
+                    share = min(1.0, done["admitted"].blocks_written / max(1, done["through"].blocks_written))
+                writes = make_writes(name, disk_slots, least_hits=self.least_hits, share=share or 0.0, seed=self.seed)
+                with output.progress(f"{name}, {slots} and {disk_slots} slots") as progress:
+                    found = hits_with_disk(requests, slots, disk_slots, self.policies, writes, progress)
+                done[name] = found._replace(write=name, share=share)
+            results += [done[name] for name in self.writes]
+        return results

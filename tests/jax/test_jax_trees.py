@@ -1,0 +1,225 @@
+"""An OwnedCache of a tree of arrays, an array a layer: bytes, order by all arrays, refusals, interrupts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from interrupts import interrupted_everywhere
+from random_programs import JaxTreeProgram, jax_on, run_random_program
+from sharded_jax import JaxDevices, simulated_devices
+
+import kvoffload
+from kvoffload import BlockCache, LayoutError, OffloadEngine, ShardedEngine
+from kvoffload.jax import OwnedCache
+
+PAGES, TOKENS, HEADS, DIM = 8, 4, 2, 8
+PAGE = (PAGES, TOKENS, HEADS, DIM)
+PAGED: dict[str, Any] = {"block_axis": 0, "plane_axis": None}
+
+
+@pytest.fixture
+def jax(device: kvoffload.Device) -> Iterator[Any]:
+    with jax_on(device) as module:
+        yield module
+
+
+@pytest.fixture
+def two(seed: int) -> Iterator[JaxDevices]:
+    with simulated_devices(2, seed) as on:
+        yield on
+
+
+def fill(jax: Any, **options: Any) -> Any:
+    """A jitted step that writes a number of its own into a block of each array: `value`, `value + 1`, ..."""
+
+    def step(tree: Any, block: int, value: float) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten([leaf.at[block].set(value + index) for index, leaf in enumerate(leaves)])
+
+    return jax.jit(step, donate_argnums=0, **options)
+
+
+def block_of(jax: Any, cache: OwnedCache, block: int) -> list[set[float]]:
+    """What each array has in a block."""
+    return [set(np.asarray(leaf[block], np.float32).ravel().tolist()) for leaf in jax.tree.leaves(cache.arrays)]
+
+
+def test_random_steps(jax: Any, device: kvoffload.Device, seed: int) -> None:
+    assert run_random_program(JaxTreeProgram(jax, device), 100, seed) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
+def test_an_array_for_each_layer_is_updated_stored_and_loaded(jax: Any, device: kvoffload.Device, dtype: str) -> None:
+    cache = OwnedCache(device, {"k": [PAGE] * 3, "v": [PAGE] * 3}, dtype, **PAGED)
+    assert sorted(cache.arrays) == ["k", "v"]
+    assert (cache.layout.dtype, len(cache.layout.groups[0].planes)) == (dtype, 6)
+    assert cache.shapes["v"][2].shape == PAGE
+    step = fill(jax)
+    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+        assert block_of(jax, cache, 3) == [{0.0}] * 6
+        cache.arrays = step(cache.arrays, 3, 1.0)
+        engine.store([3], [1], after=cache)
+        cache.arrays = step(cache.arrays, 3, 8.0)
+        engine.load([1], [5], after=cache.after(cache.arrays["k"][0]))
+        assert block_of(jax, cache, 5) == [{float(value)} for value in range(1, 7)]
+        assert block_of(jax, cache, 3) == [{float(value)} for value in range(8, 14)]
+
+
+def test_layers_that_are_alike_are_one_copy_a_block(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
+    """They lie in one allocation, at equal distances; a page of 252 bytes shows that these are rounded up."""
+    for page in (PAGE, (PAGES, 63)):
+        cache = OwnedCache(device, [page] * 5, "float32", **PAGED)
+        with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+            device.simulator.faults.calls = []
+            engine.store([2], [0], after=cache).wait(10)
+            copies = [name for name, *_ in device.simulator.faults.calls if name.startswith("cuMemcpy")]
+            assert len(copies) == 1
+
+
+def test_planes_may_be_an_axis_of_each_array(jax: Any, device: kvoffload.Device) -> None:
+    """K and V of a layer in one array; and MLA, in arrays whose blocks differ."""
+    cache = OwnedCache(device, [(2, PAGES, 16)] * 3, "float32", block_axis=1, plane_axis=0)
+    assert len(cache.layout.groups[0].planes) == 6
+    shapes = [jax.ShapeDtypeStruct((PAGES, 16), "bfloat16"), jax.ShapeDtypeStruct((PAGES, 4), "float32")]
+    mixed = OwnedCache(device, shapes, **PAGED)
+    assert mixed.layout.dtype is None, "keys need it to be named"
+    assert OwnedCache(device, shapes, "bfloat16", **PAGED).layout.dtype == "bfloat16"
+    assert [plane.block_bytes for plane in mixed.layout.groups[0].planes] == [32, 16]
+    assert [each.dtype.name for each in mixed.arrays] == ["bfloat16", "float32"]
+
+
+@pytest.mark.usefixtures("jax")
+def test_keys_find_pages_of_all_layers(jax: Any, device: kvoffload.Device) -> None:
+    described: dict[str, Any] = {"tokens_per_block": TOKENS, "block_axes": ("tokens", "heads", "dim")}
+    cache = OwnedCache(device, [PAGE] * 4, "bfloat16", **PAGED, **described)
+    keys = kvoffload.chain_keys(range(2 * TOKENS), layout=cache.layout, salt="")
+    step = fill(jax)
+    with OffloadEngine(cache.layout, device=device, num_slots=4, sm_limit=0) as engine:
+        blocks = BlockCache(engine)
+        cache.arrays = step(step(cache.arrays, 1, 1.0), 2, 5.0)
+        blocks.store(keys, [1, 2], after=cache).wait(10)
+        blocks.load(keys, [6, 7], after=cache)
+        assert block_of(jax, cache, 6) == [{1.0}, {2.0}, {3.0}, {4.0}]
+        assert block_of(jax, cache, 7) == [{5.0}, {6.0}, {7.0}, {8.0}]
+    with pytest.raises(LayoutError, match="tokens_per_block is 8, but the axis 'tokens'"):
+        OwnedCache(device, [PAGE] * 4, "bfloat16", **PAGED, **described | {"tokens_per_block": 8})
+
+
+def test_layers_on_two_devices(two: JaxDevices) -> None:
+    jax = two.jax
+    sharding = two.sharding(None, None, "heads")
+    shapes = [jax.ShapeDtypeStruct(PAGE, "bfloat16", sharding=sharding) for _ in range(3)]
+    cache = OwnedCache(two.devices, shapes, **PAGED)
+    assert cache.sharding == [sharding] * 3
+    step = fill(jax, out_shardings=cache.sharding)
+    with ShardedEngine(cache.layout, devices=two.devices, num_slots=2, sm_limit=0) as engine:
+        cache.arrays = step(cache.arrays, 3, 1.0)
+        engine.store([3], [1], after=cache)
+        engine.load([1], [5], after=cache.after(jax.device_put(np.ones(3), two.sharding())))
+        assert block_of(jax, cache, 5) == [{1.0}, {2.0}, {3.0}]
+        assert [[len(each) for each in cache.after()], len(cache.after())] == [[3, 3], 2]
+
+
+def test_one_device_may_have_a_mesh(two: JaxDevices) -> None:
+    """As servers have one whatever the number of devices: arrays keep their NamedSharding."""
+    on = JaxDevices(two.jax, two.devices[:1])
+    sharding = on.sharding(None, None, "heads")
+    cache = OwnedCache(on.devices[0], [PAGE] * 2, "float32", sharding=sharding, **PAGED)
+    assert [array.sharding for array in cache.arrays] == [sharding] * 2
+    with OffloadEngine(cache.layout, device=on.devices[0], num_slots=2, sm_limit=0) as engine:
+        cache.arrays = fill(two.jax)(cache.arrays, 3, 1.0)
+        engine.store([3], [1], after=cache)
+        engine.load([1], [5], after=cache)
+        assert block_of(two.jax, cache, 5) == [{1.0}, {2.0}]
+
+
+def test_a_cache_on_two_devices_is_not_followed_by_one(two: JaxDevices) -> None:
+    cache = OwnedCache(two.devices, PAGE, "float32", sharding=two.sharding(None, None, "heads"), **PAGED)
+    with (
+        OffloadEngine(cache.layout.layouts[0], device=two.devices[0], num_slots=2, sm_limit=0) as engine,
+        pytest.raises(BufferError, match=r"the cache is on 2 devices, .* pass after=cache to a ShardedEngine, or"),
+    ):
+        engine.store([0], [0], after=cache)
+
+
+# what is refused
+
+
+def test_what_is_set_must_be_the_tree(jax: Any, device: kvoffload.Device) -> None:
+    cache = OwnedCache(device, [PAGE] * 2, "float32", **PAGED)
+    before = cache.arrays
+    for wrong in (before[0], tuple(before), [*before, before[0]], {"k": before[0], "v": before[1]}, None):
+        with pytest.raises(LayoutError, match=r"arrays must be the tree PyTreeDef\(\[\*, \*\]\), got .*: set the upd"):
+            cache.arrays = wrong
+    with pytest.raises(LayoutError, match=r"arrays\[1\] must be a jax.Array, got int"):
+        cache.arrays = [before[0], 7]
+    with pytest.raises(LayoutError, match=r"arrays\[1\] must be float32 of shape \(8, 4, 2, 8\), got float32 of \(1"):
+        cache.arrays = [before[0], before[1][:1]]
+    with pytest.raises(LayoutError, match=r"arrays\[1\] is no update in place"):
+        cache.arrays = [before[0], jax.numpy.ones(PAGE, "float32")]
+    assert [now is then for now, then in zip(cache.arrays, before, strict=True)] == [True, True]
+
+
+@pytest.mark.usefixtures("jax")
+@pytest.mark.parametrize(
+    ("shapes", "options", "error", "said"),
+    [
+        ([], {}, ValueError, r"shapes must be a shape, or a tree with a shape for each array, got \[\]"),
+        ([PAGE, 5], {}, ValueError, "shape must be a sequence of positive integers, got 5"),
+        ([PAGE, (9, 4)], {}, LayoutError, r"num_blocks differ: \[8, 9\]"),
+        ([PAGE], {"dtype": None}, ValueError, r"dtype of arrays\[0\] is missing: give dtype=, or a jax.ShapeDtypeStru"),
+        ([PAGE], {"block_axis": 4}, LayoutError, "block_axis must be an axis of shape"),
+        ([PAGE], {"block_axis": 1}, LayoutError, r"arrays\[0\] is not contiguous within a block"),
+        ([PAGE], {"sharding": "heads"}, TypeError, "sharding must be a jax.sharding.NamedSharding"),
+    ],
+)
+def test_trees_that_are_no_caches(
+    device: kvoffload.Device, shapes: Any, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        OwnedCache(device, shapes, **{"dtype": "float32", **PAGED, **options})
+
+
+# interrupts
+
+
+def test_reading_and_setting_are_interrupted(jax: Any, device: kvoffload.Device) -> None:
+    cache = OwnedCache(device, [PAGE] * 2, "float32", **PAGED)
+    step = fill(jax)
+    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+
+        def load_and_update(value: int) -> Callable[[], object]:
+            engine.slots[0].view(np.float32)[:] = value
+            engine.load([0], [1], after=cache).wait(10)
+
+            def change() -> None:
+                cache.arrays = step(cache.arrays, 2, float(value))
+
+            return change
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", kvoffload.KVOffloadWarning)
+            for value, raised in interrupted_everywhere(load_and_update):
+                before = cache.unordered
+                assert block_of(jax, cache, 1) == [{float(value)}] * 2
+                assert raised or block_of(jax, cache, 2) == [{float(value)}, {float(value + 1)}]
+                now = cache.arrays
+                assert all(b.is_deleted() or b is n for b, n in zip(before, now, strict=True))
+                assert all(a is b for a, b in zip(now, cache.arrays, strict=True))
+
+
+def test_a_step_that_lost_one_array_of_the_tree_is_recovered(jax: Any, device: kvoffload.Device) -> None:
+    cache = OwnedCache(device, [PAGE] * 2, "float32", **PAGED)
+    first, second = cache.arrays
+    jax.jit(lambda array: array + 1, donate_argnums=0)(first)
+    assert cache.is_deleted()
+    with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set") as caught:
+        arrays = cache.arrays
+    assert [each.filename for each in caught] == [__file__]
+    assert second.is_deleted(), "no two arrays have the same memory"
+    cache.arrays = fill(jax)(arrays, 2, 3.0)
+    assert block_of(jax, cache, 2) == [{3.0}, {4.0}]
