@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvoffload.replay.below import Below, Disk, SharedStore, StoreOfHost
 from kvoffload.replay.routing import make_routing
 from kvoffload.replay.tier_writes import make_writes
-from kvoffload.replay.tiers import Policies, TieredIndex
+from kvoffload.replay.tiers import HostPool, Policies
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, Output
 
@@ -103,13 +103,13 @@ class Hosts:
     def __init__(self, fleet: Fleet, count: int) -> None:
         self.store = SharedStore(fleet.store_slots) if fleet.store_slots else None
         self.clients = [] if self.store is None else [StoreOfHost(self.store, number) for number in range(count)]
-        self.indexes: list[TieredIndex] = []
+        self.indexes: list[HostPool] = []
         for number in range(count):
             tiers: list[Below] = [Disk(fleet.disk_slots, fleet.policies.disk)] if fleet.disk_slots else []
             tiers += self.clients[number : number + 1]
             below = max(1, sum(tier.num_slots for tier in tiers))
             writes = make_writes(fleet.write if tiers else "none", below, least_hits=fleet.least_hits)
-            self.indexes.append(TieredIndex(fleet.slots, fleet.policies.host, tiers, writes))
+            self.indexes.append(HostPool(fleet.slots, fleet.policies.host, tiers, writes))
         self._with_disk = bool(fleet.disk_slots)
 
     def leading(self, number: int, keys: Request) -> int:

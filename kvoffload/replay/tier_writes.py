@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from kvoffload.cache.tiering.admission import WriteAdmission
+from kvoffload.cache.tiering.writer import WriteChoice
 
 
-class Writes(Protocol):
-    """The events of a cache above a disk, and which keys to write; see `WriteAdmission`."""
-
-    def stored(self, keys: Sequence[bytes]) -> None: ...
-    def promoted(self, keys: Sequence[bytes]) -> None: ...
-    def written(self, keys: Iterable[bytes]) -> None: ...
-    def left_disk(self, keys: Iterable[bytes]) -> None: ...
-    def left_host(self, keys: Iterable[bytes]) -> None: ...
-    def ended(self, keys: Sequence[bytes]) -> list[bytes]: ...
-
-
-class Through:
+class Through(WriteChoice):
     """Writes every block in the host that the disk does not have, at the end of its request."""
 
     def __init__(self) -> None:
         self._on_disk: dict[bytes, bool] = {}  # keys in the host, and whether the disk has them, too
 
-    def stored(self, keys: Sequence[bytes]) -> None:
+    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         self._on_disk.update((key, False) for key in keys if key not in self._on_disk)
+        return ()
 
     def promoted(self, keys: Sequence[bytes]) -> None:
         self._on_disk.update(dict.fromkeys(keys, True))
@@ -80,7 +70,7 @@ class RandomShare(Through):
         return super().ended(keys) if chosen else []
 
 
-def make_writes(name: str, disk_slots: int, *, least_hits: float, share: float = 1.0, seed: int = 0) -> Writes:
+def make_writes(name: str, disk_slots: int, *, least_hits: float, share: float = 1.0, seed: int = 0) -> WriteChoice:
     """What `--write` names. `least_hits` is of "admitted", `share` and `seed` of "random"."""
     if name == "admitted":
         return WriteAdmission(disk_slots, least_hits=least_hits)

@@ -10,8 +10,9 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import Prefix, make_policy
 from kvoffload.cache.policies.base import Policy
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.writer import WriteChoice
 from kvoffload.replay.below import Below, Disk
-from kvoffload.replay.tier_writes import Writes, make_writes
+from kvoffload.replay.tier_writes import make_writes
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, Output
 
@@ -70,7 +71,7 @@ class Served(NamedTuple):
     written: tuple[int, ...]
 
 
-class TieredIndex:
+class HostPool:
     """A host pool and tiers below it, without bytes.
 
     A request finds leading keys in the host or in a tier; those that only tiers have are promoted from the first one
@@ -84,7 +85,7 @@ class TieredIndex:
         writes: what is written to them.
     """
 
-    def __init__(self, slots: int, policy: str, tiers: Sequence[Below], writes: Writes) -> None:
+    def __init__(self, slots: int, policy: str, tiers: Sequence[Below], writes: WriteChoice) -> None:
         self.writes = writes
         self.tiers = tiers
         self.keys: set[bytes] = set()  # of the host
@@ -160,11 +161,11 @@ def host_policy(name: str, slots: int) -> Policy:
 
 
 def drive(
-    requests: Sequence[Request], slots: int, disk_slots: int, policies: Policies, writes: Writes, progress: Advance
+    requests: Sequence[Request], slots: int, disk_slots: int, policies: Policies, writes: WriteChoice, progress: Advance
 ) -> TierResult:
     """All requests through an empty host and an empty disk. `write` and `share` of the result are the caller's."""
     disk = Disk(disk_slots, policies.disk)
-    index = TieredIndex(slots, policies.host, [disk], writes)
+    index = HostPool(slots, policies.host, [disk], writes)
     host_hits = disk_hits = written = 0
     begin = time.perf_counter()
     for number, request in enumerate(requests, start=1):

@@ -12,6 +12,7 @@ LIMITS = {
     "cache.store": (90, 20),
     "cache.store, evicting": (165, 24),  # the default policy's search for what is worth least is half of it
     "cache.load": (82, 20),
+    "cache.promote, in the tiers' thread": (300, 20),  # of 8 keys, which a tier has done at once
 }
 
 
