@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
-from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
 from kvoffload.cache.tiering.attaching import WriteName
@@ -233,10 +232,10 @@ def _not_negative(text: str) -> float:
 
 def counts_with_bytes(served: VerifiedCache) -> dict[str, Any]:
     """For JSON: what the disk did; empty without one."""
-    if not isinstance(served.cache, BlockCache):
+    if not served.cache.tier_statistics():
         return {}
     served.cache.drain(_DRAIN_SECONDS)
-    done = served.cache.tier_statistics()[0]
+    [done] = served.cache.tier_statistics()
     disk = {
         "slots_below": done.tier.records,
         "blocks_promoted": served.counts.blocks_promoted,

@@ -136,6 +136,7 @@ class VerifiedCache:
         )
         chosen = make_policy(policy, capacity)
         self._may_decline = type(chosen).make_room is not Policy.make_room
+        self._has_tier = make_tier is not None
         if make_tier is None:
             self.cache = BlockCache(self.engine, policy=chosen)
         else:
@@ -187,7 +188,7 @@ class VerifiedCache:
             return
         places = lane * self._places + self._random.permutation(self._places)[: len(used)]
         hits = clock.call(self.cache.lookup, used)
-        if isinstance(self.cache, BlockCache):
+        if self._has_tier:
             hits = yield from self._promote(self.cache, used, places, hits, clock)
         elif hits:
             yield from self._load(used[:hits], places[:hits], clock)
@@ -309,8 +310,7 @@ class VerifiedCache:
 
     def close(self) -> None:
         """Close both engines, and the tier. Idempotent."""
-        if isinstance(self.cache, BlockCache):
-            self.cache.close()
+        self.cache.close()
         self._patterns.close()
         self.engine.close()
         self._staging.close()
