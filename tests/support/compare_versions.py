@@ -361,7 +361,9 @@ def bookkeeping(log: Log, traffic: Traffic, cache: Any, opened: list[Any]) -> No
             [name for name in ("commit", "abort", "release", "end") if hasattr(each, name)], 1 if each else 0
         ):
             log.do(getattr(each, name))
-    below: list[Any] = getattr(cache, "tier_statistics", list)()  # of each tier; a cache without tiers has none, or no such call
+    below: list[Any] = getattr(
+        cache, "tier_statistics", list
+    )()  # of each tier; a cache without tiers has none, or no such call
     if below:  # `drain` waits for requests that have pending keys
         for each in [each for each in opened if hasattr(each, "abort")]:
             log.do(each.commit)
