@@ -24,7 +24,7 @@ What they use, lower files first:
 
     harness       a device with a clock, an exact comparison, rounds in turns, the contiguous copy
     setup         planes, pool and addresses of a transfer, and the right bytes
-    copy_methods  every copy method on one setup: this library's and bare calls
+    copy_methods  every copy method on one setup: this library's and bare calls; grid_stride is one of the latter
     field_compute, series    a computation, and series of transfers by several methods concurrent with it
     tier_calls    what benchmarks of tiers share
     report, command          the end of a benchmark, the parser
