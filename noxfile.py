@@ -50,7 +50,7 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS[0])
 def lowest(session: nox.Session) -> None:
-    """The suite with the lowest version of every package that we name, on the oldest Python."""
+    """What needs few packages, with the lowest version of each that we name, on the oldest Python."""
     named = [*PROJECT["dependencies"], *(each for extra in ("cli", "disk", "prometheus") for each in extras(extra))]
     constraints = Path(session.create_tmp(), "constraints.txt").absolute()
     constraints.write_text("\n".join(filter(None, map(lowest_of, named))))
@@ -77,7 +77,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Types of all that is here, and of programs over it: those that are right, and those that are not."""
-    session.install(".[dev]", "./benchmarks", "jax", "nox")
+    session.install(".[dev]", "./benchmarks", "jax")
     session.run("mypy")
     session.run("python", "-m", "pytest", "-n", "0", "tests/project/test_typing.py", "tests/project/test_completion.py")
 

@@ -64,12 +64,14 @@ def _gpu(fields: Fields) -> Iterator[Finding]:
             remedy = f"{_INSTALL_BINDINGS}, and {again}"
         yield Finding("fail", "GPUs", f"none: {problem}", remedy)
     elif gpus is None:
-        yield Finding("ok", "GPUs", "not looked for, as --backend simulated asks")
+        yield Finding("ok", "GPUs", "not looked for: --backend simulated")
     else:
         names = ", ".join(f"{index}: {name}" for index, name in enumerate(gpus))
         yield Finding("ok" if gpus else "fail", "GPUs", names or "none", "" if gpus else "see that `nvidia-smi` works")
     if fields["simulated"]:
-        yield Finding("ok", "device", "the simulated one: the CPU copies real bytes; it has no driver and no times")
+        yield Finding(
+            "ok", "device", "the simulated one: the CPU copies real bytes, without a driver; times mean nothing"
+        )
     if fields["simulated"] is not False:
         return
     yield Finding("ok", "device", f"{fields['index']}: {fields['device']}")
@@ -199,7 +201,5 @@ def of_stores(fields: Fields) -> Iterator[Finding]:
             remedy = "give the tier an expiry, or set maxmemory-policy to allkeys-lru"
             yield Finding("warn", name, "evicts only records that expire", remedy)
         if "conditional_puts" in says:
-            remedy = (
-                "if several machines write, use a store with conditional puts: here each record is sent by all of them"
-            )
+            remedy = "if several machines write, use a store with conditional puts: with this one all send each record"
             yield Finding("warn", name, "overwrites where it is asked to create", remedy)

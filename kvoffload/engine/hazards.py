@@ -31,7 +31,9 @@ class HazardTable:
         self._clusters: list[frozenset[int]] = []
         self._alike: set[int] = set()
         for members in _overlapping(layout.groups):
-            fine = len({_geometry(layout.groups[index]) for index in members}) == 1
+            planes = [layout.groups[index].planes for index in members]
+            where = {frozenset((each.address, each.block_stride, each.block_bytes) for each in one) for one in planes}
+            fine = len(where) == 1
             self._clusters.append(frozenset(members))
             self._alike.update(members if fine else ())
             entries = max(layout.groups[index].num_blocks for index in members) if fine else 1
@@ -102,10 +104,6 @@ class _Latest:
     def __init__(self, num_slots: int, num_groups: int) -> None:
         self.on_slots: Int64Array = np.zeros(num_slots, dtype=np.int64)
         self.on_blocks: list[Int64Array] = [self.on_slots] * num_groups
-
-
-def _geometry(group: Group) -> frozenset[tuple[int, int, int]]:
-    return frozenset((plane.address, plane.block_stride, plane.block_bytes) for plane in group.planes)
 
 
 def _overlapping(groups: tuple[Group, ...]) -> list[list[int]]:

@@ -90,7 +90,15 @@ class Tracker:
         """The first transfer of a queue has ended. It leaves the queue last, so that an interrupt does not lose it."""
         transfer = queue.transfers[0]
         if not transfer.finished:
-            transfer.seconds = self._measure(transfer)
+            seconds = math.nan
+            if transfer.state is State.RUNNING:
+                assert transfer.start is not None
+                assert transfer.end is not None
+                try:
+                    seconds = self._driver.event_seconds(transfer.start, transfer.end)
+                except KVOffloadError:
+                    pass  # the bytes are there; only their time is unknown
+            transfer.seconds = seconds
             transfer.step(Event.ENDED)
         self._report(queue, transfer)
         if transfer.start is not None and transfer.end is not None:
@@ -98,16 +106,6 @@ class Tracker:
         self._in_flight.markers.idle += transfer.markers
         transfer.let_go()
         queue.transfers.popleft()
-
-    def _measure(self, transfer: Transfer) -> float:
-        if transfer.state is State.RUNNING:
-            assert transfer.start is not None
-            assert transfer.end is not None
-            try:
-                return self._driver.event_seconds(transfer.start, transfer.end)
-            except KVOffloadError:
-                pass  # the bytes are there; only their time is unknown
-        return math.nan
 
     def _report(self, queue: TransferQueue, transfer: Transfer) -> None:
         """Count a finished transfer and keep its result, once. A lost context is one line in the log, not many."""

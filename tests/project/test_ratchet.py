@@ -37,6 +37,7 @@ CALLS = {
     "cache.store": Limit(84, "a store, and the reservation that it fills"),
     "cache.store, evicting": Limit(153, "half of it is the default policy's search for what is worth least"),
     "cache.load": Limit(75, "a load, and the lease of what it reads"),
+    "cache.promote, in the tiers' thread": Limit(300, "8 keys, which a tier has done at once"),
 }
 FILES = {
     "engine.store": Limit(13, "the engine, what it checks, plans and selects, and the seam"),
@@ -44,6 +45,7 @@ FILES = {
     "cache.store": Limit(20, "those of a store, the index, its state and admission"),
     "cache.store, evicting": Limit(24, "the policy's own, too"),
     "cache.load": Limit(20, "those of a load, the index and its state"),
+    "cache.promote, in the tiers' thread": Limit(20, "the promoter, the tier's job, the index, its state and policy"),
 }
 
 

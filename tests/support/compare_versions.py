@@ -361,7 +361,10 @@ def bookkeeping(log: Log, traffic: Traffic, cache: Any, opened: list[Any]) -> No
             [name for name in ("commit", "abort", "release", "end") if hasattr(each, name)], 1 if each else 0
         ):
             log.do(getattr(each, name))
-    if hasattr(cache, "drain"):  # which waits for requests that have pending keys
+    below: list[Any] = getattr(
+        cache, "tier_statistics", list
+    )()  # of each tier; a cache without tiers has none, or no such call
+    if below:  # `drain` waits for requests that have pending keys
         for each in [each for each in opened if hasattr(each, "abort")]:
             log.do(each.commit)
             opened.remove(each)
@@ -370,7 +373,7 @@ def bookkeeping(log: Log, traffic: Traffic, cache: Any, opened: list[Any]) -> No
         log.do(call, chance.choice(BAD_KEYS), see=bool)
         log.do(cache.reserve, [b"new"], tenant="nobody")
         log.do(cache.statistics)
-        if chance.random() < 0.3 and not hasattr(cache, "drain"):  # what is being written may be dropped, or not
+        if chance.random() < 0.3 and not below:  # what is being written may be dropped, or not
             log.do(cache.clear)
 
 
@@ -598,7 +601,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def show(name: str, before: list[str], after: list[str]) -> None:
-    pairs = list(itertools.zip_longest(before, after, fillvalue="nothing\n"))
+    pairs: list[tuple[str, str]] = list(itertools.zip_longest(before, after, fillvalue="nothing\n"))
     place = next(place for place, (one, other) in enumerate(pairs) if one != other)
     print(f"round {name} differs at step {place}; --only {name.split()[0]} repeats it")
     for line in before[max(0, place - 3) : place]:
