@@ -77,16 +77,12 @@ def _unpack(content: bytes, path: Path, spec: KernelSpec) -> Compiled | None:
         kept = Compiled(**fields | {"cubin": base64.b64decode(fields["cubin"], validate=True)})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return kept if _fits(kept, spec) else None
-
-
-def _fits(kept: Compiled, spec: KernelSpec) -> bool:
-    """Whether a launch can use it: another version of kvoffload may have written the file."""
+    # Whether a launch can use it: another version of kvoffload may have written the file.
     texts, numbers = (kept.ptx, kept.name), (kept.shared_bytes, kept.parameter_count, kept.threads)
     if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
-        return False
+        return None
     counts = len(spec.parameters) <= kept.parameter_count <= _MOST_PARAMETERS
-    return counts and kept.shared_bytes >= 0 and kept.threads == spec.threads
+    return kept if counts and kept.shared_bytes >= 0 and kept.threads == spec.threads else None
 
 
 def _digest(fields: dict[str, Any]) -> str:
