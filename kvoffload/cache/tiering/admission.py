@@ -132,11 +132,22 @@ class WriteAdmission(WriteChoice):
         unique = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
         kinds = self._see(unique)
         self._arrived.difference_update(unique)
-        worth = self._worth_writing(unique, kinds)
+        gains, candidates = self._model.gains, list[bytes]()
+        gain = highest = 0.0
+        chosen = 0  # the leading candidates with the highest sum of gains; none if no sum is above 0
+        for key, kind in zip(unique, kinds, strict=True):
+            on_disk = self._on_disk.get(key)
+            if on_disk is None:  # neither those behind it nor itself can be read back as a prefix
+                break
+            if not on_disk:
+                candidates.append(key)
+                gain += gains[kind]
+                if gain > highest:
+                    highest, chosen = gain, len(candidates)
         self._until_round -= len(unique)
         if self._until_round <= 0:
             self._learn()
-        return worth
+        return candidates[:chosen]
 
     def _see(self, keys: Sequence[bytes]) -> list[int]:
         """Observe the uses of a request's keys, and remember them; the kind of each."""
@@ -169,22 +180,6 @@ class WriteAdmission(WriteChoice):
         self._sightings += fresh.values()
         self._expose(self._memory.see(keys, [fresh[kind] for kind in kinds]))
         return kinds
-
-    def _worth_writing(self, keys: Sequence[bytes], kinds: Sequence[int]) -> list[bytes]:
-        """The leading keys that may be written with the highest sum of gains; none if no sum is above 0."""
-        gains, candidates = self._model.gains, []
-        gain = highest = 0.0
-        chosen = 0
-        for key, kind in zip(keys, kinds, strict=True):
-            on_disk = self._on_disk.get(key)
-            if on_disk is None:  # neither those behind it nor itself can be read back as a prefix
-                break
-            if not on_disk:
-                candidates.append(key)
-                gain += gains[kind]
-                if gain > highest:
-                    highest, chosen = gain, len(candidates)
-        return candidates[:chosen]
 
     def _expose(self, left: Iterable[tuple[Sighting, int]]) -> None:
         """So many keys of these sightings have waited from the latest round of learning until now."""
