@@ -189,8 +189,8 @@ def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
             requests = make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
             return Trace(requests, None)
         trace = read_timed_trace(arguments.trace, arguments.requests)
-    if not any(requests):
-        count = len(requests)
+    if not any(trace.requests):
+        count = len(trace.requests)
         empty = f'has {count:,} requests, all with empty "hash_ids"' if count else "has no requests"
         raise CommandError(f'the trace {arguments.trace} {empty}: a request is a line such as {{"hash_ids": [1, 2]}}')
     return trace
