@@ -17,7 +17,7 @@ from seeds import chosen
 from servers import Process, ValkeyCluster, seaweed, valkey
 
 import kvoffload
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
 settings.load_profile("kvoffload")
@@ -83,7 +83,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def device(seed: int) -> Iterator[kvoffload.Device]:
     """A simulated device of the newest driver and bindings; the test fails if it leaves anything undone on it."""
-    opened = kvoffload.open_device(backend="simulated", seed=seed)
+    opened = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     yield opened
     check_clean_close(opened)
 
@@ -93,7 +93,7 @@ def any_device(request: pytest.FixtureRequest, seed: int) -> Iterator[kvoffload.
     """The same at every capability level."""
     driver_version, bindings_version = LEVELS[request.param]
     opened = kvoffload.open_device(
-        backend="simulated", seed=seed, driver_version=driver_version, bindings_version=bindings_version
+        backend=SimulatedDriver(seed=seed, driver_version=driver_version, bindings_version=bindings_version)
     )
     yield opened
     check_clean_close(opened)

@@ -123,7 +123,7 @@ class GridStride:
         self._lab, self._row_bytes = lab, row_bytes
         words = min(_MAX_WORDS, 1 << (row_bytes // 8).bit_length() - 1)
         parameters = (("sources", "i64"), ("targets", "i64"), ("sizes", "i64"), ("count", "i32"))
-        spec = KernelSpec("kvoffload.kernels.baseline", "grid_stride", parameters, (("WORDS", words),), _WARPS)
+        spec = KernelSpec("kvoffload_bench.grid_stride", "grid_stride", parameters, (("WORDS", words),), _WARPS)
         nbytes = -(-24 * capacity // PAGE_BYTES) * PAGE_BYTES
         with lab.device.current(), ExitStack() as undo:
             self._kernel: LoadedKernel = kernels.load_kernel(lab.driver, lab.device.capabilities, spec)
@@ -183,6 +183,8 @@ class GridStride:
             self._pinned.release()
         self._device.close()
 
+
+# one transfer by each of them -----------------------------------------------------------------------------------------
 
 PREFERENCES = ("overlap", "latency")
 COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")

@@ -9,7 +9,6 @@ import argparse
 import math
 import os
 import shutil
-import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvoffload.internal import hostinfo
-from kvoffload.terminal.console import Advance, CommandError, Output, as_json, mib, open_backend
-from kvoffload.terminal.files import require_writable, write_whole
-from kvoffload.terminal.options import COMMON, LARGEST, add_command, add_common_options, add_wide, numbers, whole
-from kvoffload.tiers.checksums import make_checksum
-from kvoffload.tiers.files import PAGE
+from kvoffload.terminal.console import Advance, CommandError, Output, mib, open_backend
+from kvoffload.terminal.options import COMMON, LARGEST, add_command, numbers, whole
 from kvoffload_bench import disk_gpu
 from kvoffload_bench.disk_measure import (
-    COLD_READ,
-    READ,
-    WARM_READ,
-    WRITE,
+    OPERATIONS,
     measure_calls,
     measure_cell,
     measure_restart,
@@ -36,10 +29,18 @@ from kvoffload_bench.disk_measure import (
     tier_bytes,
 )
 from kvoffload_bench.report import fixed
-from kvoffload_bench.tier_calls import Verified
+from kvoffload_bench.tier_calls import (
+    Verified,
+    add_tier_options,
+    check_options,
+    conclude,
+    ratios_text,
+    require_memory,
+    show_cells,
+    verified_text,
+)
 
 Fields = Mapping[str, Any]
-_OPERATIONS = {"direct": (WRITE, READ), "buffered": (WRITE, COLD_READ, WARM_READ)}
 _LARGE_BYTES = 1 << 20
 _SMALL_BAR, _LARGE_BAR, _BUFFERED_BAR = 0.75, 0.9, 0.9
 _CALL_BAR_US, _RESTART_BAR_SECONDS, _MEMORY_BAR_BYTES = 30, 3, 250
@@ -55,10 +56,12 @@ class _Bar(NamedTuple):
 def show(fields: Fields, output: Output) -> None:
     """Print the verdict, then a table for each kind of I/O, and one of all bars."""
     output.line(verdict(fields))
-    for io in ("direct", "buffered"):
+    for io, operations in OPERATIONS.items():
         cells = [each for each in fields["cells"] if each["io"] == io]
         if cells:
-            _print_cells(io, cells, fields, output)
+            bare = "a bare loop" if io == "direct" else "a bare loop with checksums"
+            title = f"{io} I/O, {mib(fields['nbytes'])} a round: bandwidth over that of {bare}, and GB/s"
+            show_cells(title, cells, "threads", operations, 1, output)
     if fields["no_direct_io"]:
         output.line("")
         output.line("direct I/O does not work here: records go through the page cache")
@@ -73,46 +76,14 @@ def show(fields: Fields, output: Output) -> None:
             f"of the restart {restart['restart_cpu_seconds']:.2f} s"
         )
     output.line("")
-    output.line(verified(fields))
+    output.line(verified_text(fields))
     output.line(f"in {', '.join(fields['folders'])}; {fields['usable_cpus']} usable CPUs")
 
 
 def verdict(fields: Fields) -> str:
-    """How near the tier comes to the bare loops: at least, and in the middle."""
-    found = []
-    for io in ("direct", "buffered"):
-        ratios = [each["ratio"] for each in fields["cells"] if each["io"] == io]
-        if ratios:
-            found.append(f"{min(ratios):.2f} (lowest) and {statistics.median(ratios):.2f} (median) {io}")
+    by_io = {io: [each for each in fields["cells"] if each["io"] == io] for io in OPERATIONS}
+    found = [ratios_text("", cells).strip() + f" {io}" for io, cells in by_io.items() if cells]
     return f"bench disk: the tier has {', '.join(found)}, times a bare loop's bandwidth"
-
-
-def verified(fields: Fields) -> str:
-    """The last line but one."""
-    missing = f", {fields['missing_records']} missing" if fields["missing_records"] else ""
-    return f"{fields['verified_records']:,} records verified, {fields['wrong_records']} wrong{missing}"
-
-
-def _print_cells(io: str, cells: Sequence[Fields], fields: Fields, output: Output) -> None:
-    operations = _OPERATIONS[io]
-    columns = ["record", "threads"]
-    for name in operations:
-        columns += [name, "GB/s"]
-        if output.wide:
-            columns += ["bare GB/s", "rounds"]
-    by_place = {(each["record_bytes"], each["threads"], each["operation"]): each for each in cells}
-    lines = []
-    for nbytes, threads in dict.fromkeys((each["record_bytes"], each["threads"]) for each in cells):
-        line = [mib(nbytes), str(threads)]
-        for name in operations:
-            cell = by_place[nbytes, threads, name]
-            line += [f"{cell['ratio']:.2f}", fixed(cell["tier_gb_per_s"])]
-            if output.wide:
-                spread = f"{cell['ratio_lowest_round']:.2f} to {cell['ratio_highest_round']:.2f}"
-                line += [fixed(cell["bare_gb_per_s"]), spread]
-        lines.append(line)
-    bare = "a bare loop" if io == "direct" else "a bare loop with checksums"
-    output.table(f"{io} I/O, {mib(fields['nbytes'])} a round: bandwidth over that of {bare}, and GB/s", columns, lines)
 
 
 def _bars(fields: Fields) -> Iterator[_Bar]:
@@ -135,7 +106,8 @@ def _bars(fields: Fields) -> Iterator[_Bar]:
     yield _Bar(f"contains() of {restart['lookup_keys']} keys, us", fixed(restart["lookup_us"], 0), "-")
 
 
-_SIZES = [256 << 10, 1 << 20, 2 << 20, 4 << 20]
+# the command ----------------------------------------------------------------------------------------------------------
+
 _THREADS = [1, 4, 8]
 _MOST_THREADS = 256
 _SPARE_BYTES = 64 << 20  # of a disk, that stay free
@@ -155,54 +127,35 @@ def add_parser(benches: Any) -> None:
     parser.add_argument(
         "--path", nargs="+", type=Path, default=[Path()], metavar="FOLDER", help="a file in each (default: here)"
     )
-    parser.add_argument("--sizes", type=numbers, default=_SIZES, metavar="N,...", help="bytes of a record")
     parser.add_argument("--threads", type=numbers, default=_THREADS, metavar="N,...", help="default 1,4,8")
-    parser.add_argument(
-        "--nbytes", type=whole(PAGE, 1 << 50), default=256 << 20, metavar="N", help="bytes of a round (268435456)"
-    )
     parser.add_argument("--io", choices=("direct", "buffered", "both"), default="both", help="default both")
-    parser.add_argument("--repeats", type=whole(1, 1_000_000), default=5, metavar="N", help="timed rounds (default 5)")
     parser.add_argument(
         "--records", type=whole(1, LARGEST), default=100_000, metavar="N", help="of the restart (default 100000)"
     )
     parser.add_argument("--gpu", action="store_true", help="also the GPU's transfers while the disk works")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures as JSON")
-    add_wide(parser, "the bare loops' bandwidth and the range of the rounds")
-    add_common_options(parser)
+    add_tier_options(parser, "the bare loops' bandwidth and the range of the rounds", 256 << 20, 1 << 50)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 0 if every record was right, else 1. The files are removed also when it is interrupted."""
     output = Output(arguments.json, wide=arguments.wide)
-    if arguments.save is not None:
-        require_writable("--save", arguments.save)
     _check(arguments)
     verified = Verified()
     with _new_files(arguments.path) as files:
         try:
-            fields = _measure_all(arguments, files, verified, output)
+            with output.progress("disk") as progress:
+                fields = _measure(arguments, files, verified, progress)
+            if arguments.gpu:
+                with open_backend(arguments, output, note=False) as device:
+                    fields["transfers"] = disk_gpu.measure(device, files[0], repeats=arguments.repeats)
         except OSError as error:
             raise CommandError(f"{error.filename or 'a file of --path'}: {error.strerror or error}") from error
-    if arguments.save is not None:
-        write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
-    output.result(fields)
-    show(fields, output)
+    status = conclude(arguments, fields, verified, show, output)
     if arguments.gpu:
         disk_gpu.show(fields["transfers"], output)
-    wrong = disk_gpu.wrong(fields["transfers"]) if arguments.gpu else 0
-    return 1 if verified.wrong or verified.missing or wrong else 0
-
-
-def _measure_all(
-    arguments: argparse.Namespace, files: Sequence[Path], verified: Verified, output: Output
-) -> dict[str, Any]:
-    with output.progress("disk") as progress:
-        fields = _measure(arguments, files, verified, progress)
-    if arguments.gpu:
-        with open_backend(arguments, output, note=False) as device:
-            fields["transfers"] = disk_gpu.measure(device, files[0], repeats=arguments.repeats)
-    return fields
+        return status or bool(disk_gpu.wrong(fields["transfers"]))
+    return status
 
 
 def _measure(
@@ -239,9 +192,6 @@ def _measure(
         "cells": cells,
         "calls": calls,
         "restart": restart,
-        "verified_records": verified.records,
-        "wrong_records": verified.wrong,
-        "missing_records": verified.missing,
     }
 
 
@@ -250,21 +200,12 @@ def _measure(
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise CommandError, or CapabilityError, for what could not be carried out."""
-    make_checksum()
-    for size in arguments.sizes:
-        if size % PAGE:
-            raise CommandError(f"--sizes must be multiples of {PAGE}, got {size}")
-    if max(arguments.threads) > _MOST_THREADS:
-        raise CommandError(f"--threads must be at most {_MOST_THREADS}, got {max(arguments.threads)}")
+    check_options(arguments, "--threads", arguments.threads, _MOST_THREADS)
     for folder in arguments.path:
         if not folder.is_dir():
             raise CommandError(f"--path {folder}: there is no such folder; create it, or give another one")
     largest = max(max(max(arguments.threads), arguments.nbytes // size) * size for size in arguments.sizes)
-    available = hostinfo.available_bytes()
-    if available is not None and 2 * largest > available:
-        raise CommandError(
-            f"{mib(2 * largest)} of host memory are needed, and {mib(available)} are available; lower --nbytes"
-        )
+    require_memory(2 * largest, "lower --nbytes")
     _check_space(arguments, largest)
 
 

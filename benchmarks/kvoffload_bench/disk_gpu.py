@@ -226,6 +226,8 @@ class DiskTraffic:
         self.tier.close()
 
 
+# the measurement ------------------------------------------------------------------------------------------------------
+
 _MODEL = "llama-3.1-8b"
 _BLOCKS, _SIMULATED_BLOCKS = 128, 8
 _TRANSFERS = 8  # of a series, in each direction

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -33,7 +34,7 @@ from kvoffload.tiers.format import (
     unpack_superblock,
 )
 from kvoffload_bench import tier_calls
-from kvoffload_bench.tier_calls import KEYS_OF_A_CALL, Times, Verified, carry_out, numbered_keys
+from kvoffload_bench.tier_calls import KEYS_OF_A_CALL, Verified, carry_out, measure_rounds, numbered_keys
 
 IDENTITY = "kvoffload bench disk"
 LAYOUT = bytes(16)
@@ -171,9 +172,11 @@ class BareLoop:
         self._undo.close()
 
 
+# rounds in turns ------------------------------------------------------------------------------------------------------
+
 WRITE, READ, COLD_READ, WARM_READ = "write", "read", "cold read", "warm read"
+OPERATIONS = {"direct": (WRITE, READ), "buffered": (WRITE, COLD_READ, WARM_READ)}
 _TIER, _BARE = 0, 1
-_WARM_UP = 1  # rounds that are not counted
 _POISON = 0xA5
 _KEY_BYTES = 16
 
@@ -196,19 +199,15 @@ def measure_cell(
             return []
         with BareLoop(paths, threads=threads, direct=direct) as bare:
             rounds = _Rounds(tier, bare, pool, paths, verified)
-            operations = (WRITE, READ) if direct else (WRITE, COLD_READ, WARM_READ)
-            times = {operation: Times() for operation in operations}
-            for number in range(-_WARM_UP, repeats):
-                seconds = rounds.execute(operations, bare_first=bool(number % 2))
-                for operation, (of_tier, of_bare) in seconds.items() if number >= 0 else ():
-                    times[operation].tier.append(of_tier)
-                    times[operation].bare.append(of_bare)
+            io = "direct" if direct else "buffered"
+            operations = OPERATIONS[io]
+            what = {"record_bytes": slot_bytes, "threads": threads, "io": io, "records": count}
+            execute = partial(rounds.execute, operations)
+            return measure_rounds(execute, operations, repeats, what, count * slot_bytes)
     finally:
         tier.close()
         for path in paths:
             path.unlink(missing_ok=True)
-    what = {"record_bytes": slot_bytes, "threads": threads, "io": "direct" if direct else "buffered", "records": count}
-    return [what | {"operation": name} | times[name].figures(count * slot_bytes) for name in operations]
 
 
 class _Rounds:
@@ -226,7 +225,7 @@ class _Rounds:
         self._keys: list[bytes] = []
         self._places: list[Place] = []
 
-    def execute(self, operations: Sequence[str], *, bare_first: bool) -> dict[str, tuple[float, float]]:
+    def execute(self, operations: Sequence[str], bare_first: bool) -> dict[str, tuple[float, float]]:
         """Seconds of the tier and of the bare loop for each operation."""
         self._number += 1
         self._sources[:, :: 1 << 12] = self._number % 251  # other bytes in each page than the round before wrote
@@ -277,6 +276,8 @@ class _Rounds:
     def _read(self) -> float:
         return self._bare.read(list(self._targets), self._places)
 
+
+# calls, and a restart -------------------------------------------------------------------------------------------------
 
 KEYS_OF_A_REQUEST = 512
 _LOOKUPS = 200

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.replay.hits import Below, Disk, Policies, TieredIndex, make_writes
+from kvoffload.replay.hits import Below, Disk, HostPool, Policies, make_writes
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, Output
 
@@ -226,13 +226,13 @@ class Hosts:
     def __init__(self, fleet: Fleet, count: int) -> None:
         self.store = SharedStore(fleet.store_slots) if fleet.store_slots else None
         self.clients = [] if self.store is None else [StoreOfHost(self.store, number) for number in range(count)]
-        self.indexes: list[TieredIndex] = []
+        self.indexes: list[HostPool] = []
         for number in range(count):
             tiers: list[Below] = [Disk(fleet.disk_slots, fleet.policies.disk)] if fleet.disk_slots else []
             tiers += self.clients[number : number + 1]
             below = max(1, sum(tier.num_slots for tier in tiers))
             writes = make_writes(fleet.write if tiers else "none", below, least_hits=fleet.least_hits)
-            self.indexes.append(TieredIndex(fleet.slots, fleet.policies.host, tiers, writes))
+            self.indexes.append(HostPool(fleet.slots, fleet.policies.host, tiers, writes))
         self._with_disk = bool(fleet.disk_slots)
 
     def leading(self, number: int, keys: Request) -> int:

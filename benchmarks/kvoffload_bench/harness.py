@@ -67,6 +67,8 @@ class GpuTimer:
             self._driver.event_destroy(self._end)
 
 
+# tools ----------------------------------------------------------------------------------------------------------------
+
 POISON = 0xA5
 _THREADED_BYTES = 1 << 20
 
@@ -139,6 +141,8 @@ def _wrong_rows(pair: tuple[UInt8Array, UInt8Array], row_bytes: int) -> int:
     return int((words != right).reshape(-1, row_bytes // 8).any(axis=1).sum())
 
 
+# rounds in turns ------------------------------------------------------------------------------------------------------
+
 WARM_UP = 1  # rounds that are not counted
 
 
@@ -198,6 +202,8 @@ def time_rounds(scenarios: Mapping[str, Scenario], repeats: int, warm_up: int = 
             wrong[name] += scenario.wrong()
     return {name: Timing(scenarios[name].nbytes, seconds[name][warm_up:], wrong[name]) for name in names}
 
+
+# the contiguous copy --------------------------------------------------------------------------------------------------
 
 CONTIGUOUS_COPY = "contiguous copy"
 _PATTERN_BYTES = 8 << 20  # the pattern repeats, so that it stays in the CPU's caches

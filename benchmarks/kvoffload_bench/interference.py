@@ -143,6 +143,8 @@ def grid_background(grid: GridStride, setup: TransferSetup, direction: Direction
     return StreamBackground(setup.lab, grid.stage(setup, direction, setup.ends(direction), programs), setup.nbytes)
 
 
+# the command ----------------------------------------------------------------------------------------------------------
+
 LOOP = "decode-like loop, stores only"
 _CHOICE = choice("overlap")
 _PROGRAMS = (1, 2, 4, 8)

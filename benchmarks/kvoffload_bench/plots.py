@@ -1,24 +1,17 @@
-"""Figures of benchmark results, as PNGs, from what `--json` prints: nothing is measured here.
-
-bandwidth-DIRECTION.png   `bench sweep`: GB/s against bytes of a copy, the link as a line
-count-DIRECTION.png       `bench sweep`: GB/s against the number of copies
-models-DIRECTION.png      `bench transfer`: GB/s by model
-field.png                 `bench field`: one geometry's loads, in both layouts and every situation
-field-DIRECTION.png       `bench field`: GB/s by transfer and situation; DIRECTION also both
-slowdown-DIRECTION.png    `bench interference`: how much slower a computation concurrent with transfers is
-"""
+"""The figures of `bench plot`: lines of a sweep, marks of geometries and of `bench field`, bars of what is lost."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffload.terminal.console import CommandError
 from kvoffload.terminal.figures import (
     DPI,
     GRID,
+    INK,
     MUTED,
     STYLE,
     Series,
@@ -29,19 +22,18 @@ from kvoffload.terminal.figures import (
     set_title,
     spread,
 )
-from kvoffload_bench import field_plots
-from kvoffload_bench.field_headline import geometry_of, headline_of
+from kvoffload_bench.copy_methods import FLAT_BATCH, size_text
+from kvoffload_bench.field_methods import CHOICE
+from kvoffload_bench.field_methods import GRID as GRID_STRIDE
+from kvoffload_bench.harness import CONTIGUOUS_COPY
 
 Fields = Mapping[str, Any]
-_LINK = "contiguous copy"
 _ARROWS = {"store": "GPU to host (store)", "load": "host to GPU (load)"}
 _PLANES = {
     "folded": "planes in one slab (they fold)",
     "scattered": "planes in allocations of their own",
     "interleaved": "planes interleaved",
 }
-
-
 _CHOICE = Series("kvoffload's choice", "#d6336c", width=3.2, bold=True)
 _SERIES = {
     "choice, overlap": _CHOICE,
@@ -88,42 +80,32 @@ def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
 
 
 def _draw(fields: Fields, folder: Path) -> Iterator[Path]:
+    """Every figure of a result, by the name of its file and what makes it."""
+    made: dict[str, Any] = {}
     if fields["benchmark"] == "field":
-        headline = headline_of(fields)
-        titled = (
-            None if headline is None else _titled(headline, f"Concurrent with compute: {geometry_of(fields)}", fields)
-        )
-        yield from _save(titled, folder / "field.png")
-        for direction in field_plots.DIRECTIONS:
-            figure = field_plots.figure_of(fields, direction)
-            title = f"Series of transfers, {_ARROWS.get(direction, 'stores and loads at once, the sum')}"
-            titled = None if figure is None else _titled(figure, title, fields)
-            yield from _save(titled, folder / f"field-{direction}.png")
+        made["field"] = headline_of(fields)
+        for direction in ("store", "load", "both"):
+            made[f"field-{direction}"] = _by_situation(fields, direction)
     for direction in _ARROWS:
         if fields["benchmark"] == "sweep":
-            yield from _save(_by_size(fields, direction), folder / f"bandwidth-{direction}.png")
-            yield from _save(_by_count(fields, direction), folder / f"count-{direction}.png")
+            made[f"bandwidth-{direction}"] = _by_size(fields, direction)
+            made[f"count-{direction}"] = _by_count(fields, direction)
         elif fields["benchmark"] == "transfer":
-            yield from _save(_by_model(fields, direction), folder / f"models-{direction}.png")
+            made[f"models-{direction}"] = _by_model(fields, direction)
         elif fields["benchmark"] == "interference":
-            yield from _save(_slowdowns(fields, direction), folder / f"slowdown-{direction}.png")
-
-
-def _save(figure: Any, path: Path) -> Iterator[Path]:
-    if figure is not None:
-        figure.savefig(path, dpi=DPI, facecolor="white")
-        yield path
+            made[f"slowdown-{direction}"] = _slowdowns(fields, direction)
+    for name, figure in made.items():
+        if figure is not None:
+            path = folder / f"{name}.png"
+            figure.savefig(path, dpi=DPI, facecolor="white")
+            yield path
 
 
 def _titled(figure: Any, title: str, fields: Fields) -> Any:
-    set_title(figure, title, _where(fields))
-    return figure
-
-
-def _where(fields: Fields) -> str:
-    machine = f"{fields['device']}, driver {fields['driver']}, link {fields['link']}"
     least = fields["repeats"]  # short transfers get more
-    return f"{machine}; medians of {least} round{'' if least == 1 else 's'} or more"
+    machine = f"{fields['device']}, driver {fields['driver']}, link {fields['link']}"
+    set_title(figure, title, f"{machine}; medians of {least} round{'' if least == 1 else 's'} or more")
+    return figure
 
 
 # lines ----------------------------------------------------------------------------------------------------------------
@@ -137,7 +119,7 @@ def _by_size(fields: Fields, direction: str) -> Any:
         record for record in fields["transfers"] if record["direction"] == direction and record["copies"] == count
     ]
     title = f"Scattered blocks, {_ARROWS[direction]}: {count} copies"
-    return _lines(fields, records, title, "row_bytes", "bytes of one copy", _size)
+    return _lines(fields, records, title, "row_bytes", "bytes of one copy", size_text)
 
 
 def _by_count(fields: Fields, direction: str) -> Any:
@@ -147,7 +129,7 @@ def _by_count(fields: Fields, direction: str) -> Any:
     records = [
         record for record in fields["transfers"] if record["direction"] == direction and record["row_bytes"] == size
     ]
-    title = f"Scattered blocks, {_ARROWS[direction]}: copies of {_size(size)}"
+    title = f"Scattered blocks, {_ARROWS[direction]}: copies of {size_text(size)}"
     return _lines(fields, records, title, "copies", "copies in a transfer", str)
 
 
@@ -159,7 +141,7 @@ def _lines(
     if not placements:
         return None
     figure, panels = make_figure(6.9 * len(placements), 5.4, len(placements), sharey=True)
-    link = statistics.median(record["gb_per_s"][_LINK] for record in records)
+    link = statistics.median(record["gb_per_s"][CONTIGUOUS_COPY] for record in records)
     for panel, placement in zip(panels, placements, strict=True):
         chosen = sorted(
             (record for record in records if record["placement"] == placement), key=lambda record: int(record[key])
@@ -210,18 +192,61 @@ def _panel(panel: Any, records: Sequence[Fields], key: str, link: float) -> None
         label_end(panel, records[-1][key], value, height, _SERIES[name])
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes} B" if nbytes % 1024 else f"{nbytes // 1024} KiB"
+# marks ----------------------------------------------------------------------------------------------------------------
 
 
-# models ---------------------------------------------------------------------------------------------------------------
+class _Mark(NamedTuple):
+    """Points of one method: in a geometry's row, or in that of a cell."""
 
-_MARKS = (  # column of a result, placement, label, colour, marker
-    ("choice, overlap", "folded", "kvoffload, planes fold", "#d6336c", "o"),
-    ("choice, overlap", "scattered", "kvoffload, planes scattered", "#f783ac", "o"),
-    ("grid-stride 12", "folded", "grid-stride kernel, 12 SMs", "#495057", "s"),
-    ("flat batch", "folded", "one flat batch", "#868e96", "D"),
+    method: str
+    label: str
+    colour: str
+    marker: str
+    placement: str = ""
+    size: int = 58
+
+
+_MODEL_MARKS = (
+    _Mark("choice, overlap", "kvoffload, planes fold", "#d6336c", "o", "folded"),
+    _Mark("choice, overlap", "kvoffload, planes scattered", "#f783ac", "o", "scattered"),
+    _Mark("grid-stride 12", "grid-stride kernel, 12 SMs", "#495057", "s", "folded"),
+    _Mark(FLAT_BATCH, "one flat batch", "#868e96", "D", "folded"),
 )
+_FIELD_MARKS = (
+    _Mark(CONTIGUOUS_COPY, "the limit: contiguous copies", MUTED, "|", size=220),
+    _Mark(CHOICE, "kvoffload's choice", "#f783ac", "o", size=80),  # larger, under the method that it is
+    _Mark(GRID_STRIDE, "grid-stride kernel, 12 SMs", "#495057", "s", size=34),
+    _Mark(FLAT_BATCH, "one flat batch", "#868e96", "D", size=34),
+    _Mark("gather 4", "gather, 4 SMs", "#2b8a3e", "^", size=34),
+    _Mark("split 2", "split, 2 SMs", "#7048e8", "v", size=34),
+    _Mark("batch", "batch in chunks, no SM", "#e67700", "<", size=34),
+    _Mark("strided", "strided, no SM", "#1c7ed6", ">", size=34),
+)
+
+
+def _scatter(panel: Any, mark: _Mark, points: Mapping[str, float], heights: Mapping[str, int]) -> None:
+    """GB/s by the name of a row."""
+    if points:
+        panel.scatter(
+            list(points.values()),
+            [heights[name] for name in points],
+            color=mark.colour,
+            marker=mark.marker,
+            s=mark.size,
+            label=mark.label,
+            zorder=3,
+        )
+
+
+def _finish_rows(panels: Sequence[Any], names: Sequence[str], heights: Sequence[int], most: float, axis: str) -> None:
+    for panel in panels:
+        panel.set_xlim(0, most)
+        panel.grid(axis="both", color=GRID)
+        panel.tick_params(left=panel is panels[0])
+    panels[0].set_yticks(heights, names, fontsize=9)
+    panels[0].set_ylim(-0.6, len(names) - 0.4)
+    panels[0].set_xlabel(axis)
+    panels[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9.5)
 
 
 def _by_model(fields: Fields, direction: str) -> Any:
@@ -232,24 +257,13 @@ def _by_model(fields: Fields, direction: str) -> Any:
         return None
     figure, (panel,) = make_figure(10.5, 1.9 + 0.42 * len(order), 1)
     heights = {model: place for place, (_, _, model) in enumerate(order)}
-    for name, placement, label, colour, marker in _MARKS:
-        points = {
-            record["model"]: record["gb_per_s"][name]
-            for record in records
-            if record["placement"] == placement and name in record["gb_per_s"]
-        }
-        if points:
-            places = [heights[model] for model in points]
-            panel.scatter(list(points.values()), places, color=colour, marker=marker, s=58, label=label, zorder=3)
-    link = statistics.median(record["gb_per_s"][_LINK] for record in records)
+    for mark in _MODEL_MARKS:
+        found = [each for each in records if each["placement"] == mark.placement and mark.method in each["gb_per_s"]]
+        _scatter(panel, mark, {each["model"]: each["gb_per_s"][mark.method] for each in found}, heights)
+    link = statistics.median(record["gb_per_s"][CONTIGUOUS_COPY] for record in records)
     panel.axvline(link, color=MUTED, linewidth=1.2, linestyle=(0, (6, 3)), label=f"the link, {link:.0f} GB/s")
-    names = [f"{model}\n{planes} x {_size(nbytes)}{_amount(records, model)}" for nbytes, planes, model in order]
-    panel.set_yticks(range(len(order)), names, fontsize=9)
-    panel.set_xlim(0, link * 1.08)
-    panel.set_ylim(-0.6, len(order) - 0.4)
-    panel.grid(axis="both", color=GRID)
-    panel.set_xlabel("GB/s on the GPU clock")
-    panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9.5)
+    names = [f"{model}\n{planes} x {size_text(nbytes)}{_amount(records, model)}" for nbytes, planes, model in order]
+    _finish_rows([panel], names, range(len(order)), link * 1.08, "GB/s on the GPU clock")
     return _titled(figure, f"KV blocks of models, {_ARROWS[direction]}", fields)
 
 
@@ -269,48 +283,144 @@ def _amount(records: Sequence[Fields], model: str) -> str:
     return f", {' or '.join(map(str, counts))} blocks"
 
 
+def _by_situation(fields: Fields, direction: str) -> Any:
+    """`bench field`: a panel for each situation, a row for each geometry and layout; GB/s by wall clock, without series
+    that the computation did not outlast. None if the direction was not measured.
+    """
+    cells = [cell for cell in fields["cells"] if cell["direction"] == direction and cell["gb_per_s"] is not None]
+    situations = [name for name in _PANELS if any(cell["situation"] == name for cell in cells)]
+    if not situations:
+        return None
+    names = list(dict.fromkeys(map(_row, cells)))
+    heights = {name: len(names) - 1 - place for place, name in enumerate(names)}
+    figure, panels = make_figure(3.4 + 3.1 * len(situations), 2.2 + 0.4 * len(names), len(situations), sharey=True)
+    for panel, situation in zip(panels, situations, strict=True):
+        panel.set_title(_PANELS[situation])
+        for mark in _FIELD_MARKS:
+            found = [each for each in cells if (each["situation"], each["method"]) == (situation, mark.method)]
+            _scatter(panel, mark, {_row(each): each["gb_per_s"] for each in found}, heights)
+    most = max(cell["gb_per_s"] for cell in cells) * 1.05
+    _finish_rows(panels, names, [heights[name] for name in names], most, "GB/s, wall clock of a series")
+    title = f"Series of transfers, {_ARROWS.get(direction, 'stores and loads at once, the sum')}"
+    return _titled(figure, title, fields)
+
+
+def _row(cell: Fields) -> str:
+    return f"{cell['model']}, {cell['layout']}\n{cell['blocks']} blocks x {cell['planes']} x {cell['block_bytes']} B"
+
+
 # bars -----------------------------------------------------------------------------------------------------------------
+
+
+class _Bar(NamedTuple):
+    """A bar of a panel, or in the place of one without a value what is said of it."""
+
+    label: str
+    value: float | None
+    text: str
+    colour: str
+    bold: bool = False
+
+
+def _bar_panels(panels: Mapping[str, Sequence[_Bar]], width: float, height: float, most: float, axis: str) -> Any:
+    """A panel for each title. All have the same labels, the first at the top."""
+    figure, drawn = make_figure(width, height, len(panels), sharey=True)
+    least = min([0.0, *(bar.value for bars in panels.values() for bar in bars if bar.value is not None)])
+    for panel, (title, bars) in zip(drawn, panels.items(), strict=True):
+        for place, bar in enumerate(bars):
+            if bar.value is not None:
+                panel.barh(place, bar.value, height=0.7, color=bar.colour)
+            panel.text(
+                max(bar.value or 0, 0) + 0.012 * most,
+                place,
+                bar.text,
+                va="center",
+                fontsize=9.5,
+                color=MUTED if bar.value is None else INK,
+                fontweight="bold" if bar.bold else "normal",
+            )
+        panel.set_title(title)
+        panel.set_xlim(least, most)
+        panel.grid(axis="x", color=GRID)
+        panel.axvline(0, color=MUTED, linewidth=1)
+        panel.tick_params(left=False)
+        panel.spines["left"].set_visible(False)
+        labels = [bar.label for bar in bars]
+    drawn[0].set_yticks(range(len(labels)), labels)
+    for label, bar in zip(drawn[0].get_yticklabels(), bars, strict=True):
+        label.set_fontweight("bold" if bar.bold else "normal")
+    drawn[0].set_ylim(len(labels) - 0.4, -0.6)
+    drawn[0].set_xlabel(axis, loc="left")
+    return figure
+
+
+_PANELS = {
+    "idle": "idle GPU",
+    "large-products": "products, 8192 x 8192",
+    "small-products": "products, 2048 x 2048",
+    "decode-loop": "decode-like loop",
+}
+_HEADLINE = (  # label, layout and method of a cell, colour
+    ("the limit: contiguous copies", "block-major", CONTIGUOUS_COPY, "#ced4da"),
+    ("kvoffload, block-major", "block-major", CHOICE, "#d6336c"),
+    ("kvoffload, plane-major", "plane-major", CHOICE, "#f783ac"),
+    ("one flat batch, plane-major", "plane-major", FLAT_BATCH, "#868e96"),
+    ("grid-stride kernel, 12 SMs, plane-major", "plane-major", GRID_STRIDE, "#495057"),
+)
+
+
+def headline_of(fields: Fields) -> Any:
+    """`bench field` in one look, loads of the first geometry: a panel for each situation, a bar for each method; None
+    if a layout was not measured. Behind each bar its GB/s, and how many times as long a product took meanwhile.
+    """
+    cells = [cell for cell in fields["cells"] if cell["direction"] == "load"]
+    cells = [cell for cell in cells if cell["model"] == cells[0]["model"]]
+    found = {(cell["situation"], cell["layout"], cell["method"]): cell for cell in cells}
+    layouts = {layout for _, layout, _, _ in _HEADLINE}
+    situations = [each for each in _PANELS if all((each, layout, CHOICE) in found for layout in layouts)]
+    if not situations:
+        return None
+
+    def bar(situation: str, label: str, layout: str, method: str, colour: str) -> _Bar:
+        cell = found.get((situation, layout, method))
+        if cell is None or cell["gb_per_s"] is None:
+            return _Bar(label, None, "not measured" if cell is None else "outlasted the computation", colour)
+        slowdown = cell.get("compute_slowdown")
+        text = f"{cell['gb_per_s']:.0f}" + ("" if slowdown is None else f"   x{slowdown:.2f}")
+        return _Bar(label, cell["gb_per_s"], text, colour, method == CHOICE)
+
+    panels = {_PANELS[each]: [bar(each, *line) for line in _HEADLINE] for each in situations}
+    most = max(cell["gb_per_s"] or 0 for cell in cells) * 1.75
+    axis = "GB/s, and x: time of a concurrent product over its time alone"
+    figure = _bar_panels(panels, 3.0 + 2.45 * len(situations), 2.6, most, axis)
+    shown = cells[0]
+    loads = f"loads of {shown['blocks']} blocks of {shown['planes']} planes x {shown['block_bytes']} B"
+    return _titled(figure, f"Concurrent with compute: {loads} ({shown['model']})", fields)
 
 
 def _slowdowns(fields: Fields, direction: str) -> Any:
     """One panel for each computation; None without records."""
-    records = [
-        record for record in fields["interference"] if record["direction"] == direction and record["method"] != "alone"
-    ]
-    computations = list(dict.fromkeys(record["computation"] for record in records))
-    if not computations:
+    records = [each for each in fields["interference"] if each["direction"] == direction and each["method"] != "alone"]
+    if not records:
         return None
     methods = sorted({record["method"] for record in records}, key=_bar_order)
-    figure, panels = make_figure(
-        2.2 + 3.7 * len(computations), 1.9 + 0.31 * len(methods), len(computations), sharey=True
-    )
-    most = max(1.0, *(100 * (record["slowdown"] - 1) for record in records))
-    for panel, computation in zip(panels, computations, strict=True):
-        found = {record["method"]: record for record in records if record["computation"] == computation}
-        lost = {method: 100 * (record["slowdown"] - 1) for method, record in found.items()}
-        places = [place for place, method in enumerate(methods) if method in lost]
-        values = [lost[methods[place]] for place in places]
-        panel.barh(places, values, color=[_bar_colour(methods[place]) for place in places], height=0.68)
-        for place, method in enumerate(methods):
-            text = _bar_text(found.get(method))
-            panel.text(max(lost.get(method, 0), 0) + 0.015 * most, place, text, va="center", fontsize=9.5)
-        panel.set_xlim(min(0, *values), 1.4 * most)
-        panel.set_title(computation)
-        panel.set_xlabel("% more time, and GB/s of the transfers", loc="left")
-        panel.tick_params(left=False)
-        panel.spines["left"].set_visible(False)
-        panel.axvline(0, color=MUTED, linewidth=1)
-    panels[0].set_yticks(range(len(methods)), [_bar_label(method) for method in methods])
-    panels[0].invert_yaxis()
+    found = {(record["computation"], record["method"]): record for record in records}
+
+    def bar(computation: str, method: str) -> _Bar:
+        record = found.get((computation, method))
+        label, colour = _bar_label(method), _bar_colour(method)
+        if record is None:
+            return _Bar(label, None, "not measured", colour)
+        lost = 100 * (record["slowdown"] - 1)  # a method that moves nothing costs nothing
+        rate = f", {record['gb_per_s']:.0f} GB/s" if "gb_per_s" in record else ""
+        return _Bar(label, lost, f"{round(lost)}%{rate}", colour)
+
+    computations = dict.fromkeys(record["computation"] for record in records)
+    panels = {each: [bar(each, method) for method in methods] for each in computations}
+    most = 1.4 * max(1.0, *(100 * (record["slowdown"] - 1) for record in records))
+    size = 2.2 + 3.7 * len(panels), 1.9 + 0.31 * len(methods)
+    figure = _bar_panels(panels, *size, most, "% more time, and GB/s of the transfers")
     return _titled(figure, f"Slow-down of a computation concurrent with transfers, {_ARROWS[direction]}", fields)
-
-
-def _bar_text(record: Fields | None) -> str:
-    """What computation loses, and what for: a method that moves nothing costs nothing."""
-    if record is None:
-        return "not measured"
-    rate = f", {record['gb_per_s']:.0f} GB/s" if "gb_per_s" in record else ""
-    return f"{round(100 * (record['slowdown'] - 1))}%{rate}"
 
 
 def _bar_order(method: str) -> tuple[int, int]:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvoffload.device.device import Device
 from kvoffload.internal import hostinfo
-from kvoffload.terminal.console import Advance, CommandError, Output, as_json, mib, open_backend
-from kvoffload.terminal.files import require_writable, write_whole
-from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide, numbers, whole
+from kvoffload.terminal.console import Advance, CommandError, Output, mib, open_backend
+from kvoffload.terminal.options import COMMON, add_command, numbers
 from kvoffload.terminal.stores import KINDS, Store, add_store_option, store_of
-from kvoffload.tiers.checksums import make_checksum
-from kvoffload.tiers.files import PAGE
-from kvoffload_bench.disk import verified
 from kvoffload_bench.remote_measure import (
     GET,
     PUT,
@@ -30,7 +24,17 @@ from kvoffload_bench.remote_measure import (
 )
 from kvoffload_bench.remote_servers import started
 from kvoffload_bench.report import fixed
-from kvoffload_bench.tier_calls import KEYS_OF_A_CALL, Verified
+from kvoffload_bench.tier_calls import (
+    KEYS_OF_A_CALL,
+    Verified,
+    add_tier_options,
+    check_options,
+    conclude,
+    ratios_text,
+    require_memory,
+    show_cells,
+    verified_text,
+)
 
 Fields = Mapping[str, Any]
 _BAR, _CALL_BAR_US = 0.85, 40
@@ -53,44 +57,23 @@ def show(fields: Fields, output: Output) -> None:
     output.line(verdict(fields))
     kinds = [each["store"] for each in fields["calls"]]
     for kind in kinds:
-        _print_cells(kind, [each for each in fields["cells"] if each["store"] == kind], output)
+        cells = [each for each in fields["cells"] if each["store"] == kind]
+        title = f"{kind}: bandwidth over that of {_BARE[kind]}, and GB/s"
+        show_cells(title, cells, "in flight", (PUT, GET), 2, output)
     lines = [(each.what, *each.measured, each.bar) for each in _bars(fields, kinds)]
     output.table("what this library aims at", ("", *kinds, "bar"), lines)
     output.line("")
     for kind, reason in fields["not_run"].items():
         output.line(f"not run: {kind}: {reason}")
-    output.line(verified(fields))
+    output.line(verified_text(fields))
     where = "in processes of their own on this machine" if fields["started"] else f"{', '.join(fields['stores'])}"
     output.line(f"stores: {where}; {fields['usable_cpus']} usable CPUs; promotions on {fields['device']}")
 
 
 def verdict(fields: Fields) -> str:
-    """How near the tiers come to the bare calls: at least, and in the middle."""
-    found = []
-    for kind in dict.fromkeys(each["store"] for each in fields["cells"]):
-        ratios = [each["ratio"] for each in fields["cells"] if each["store"] == kind]
-        found.append(f"{kind} {min(ratios):.2f} (lowest) and {statistics.median(ratios):.2f} (median)")
+    kinds = dict.fromkeys(each["store"] for each in fields["cells"])
+    found = [ratios_text(kind, [each for each in fields["cells"] if each["store"] == kind]) for kind in kinds]
     return f"bench remote: {', '.join(found)}, times the bandwidth of bare calls"
-
-
-def _print_cells(kind: str, cells: Sequence[Fields], output: Output) -> None:
-    columns = ["record", "in flight"]
-    for name in (PUT, GET):
-        columns += [name, "GB/s"]
-        if output.wide:
-            columns += ["bare GB/s", "rounds"]
-    by_place = {(each["record_bytes"], each["in_flight"], each["operation"]): each for each in cells}
-    lines = []
-    for nbytes, count in dict.fromkeys((each["record_bytes"], each["in_flight"]) for each in cells):
-        line = [mib(nbytes), str(count)]
-        for name in (PUT, GET):
-            cell = by_place[nbytes, count, name]
-            line += [f"{cell['ratio']:.2f}", fixed(cell["tier_gb_per_s"], 2)]
-            if output.wide:
-                spread = f"{cell['ratio_lowest_round']:.2f} to {cell['ratio_highest_round']:.2f}"
-                line += [fixed(cell["bare_gb_per_s"], 2), spread]
-        lines.append(line)
-    output.table(f"{kind}: bandwidth over that of {_BARE[kind]}, and GB/s", columns, lines)
 
 
 def _bars(fields: Fields, kinds: Sequence[str]) -> Iterator[_Bar]:
@@ -114,10 +97,10 @@ def _bars(fields: Fields, kinds: Sequence[str]) -> Iterator[_Bar]:
         yield _Bar(f"promote(): {what} {count} keys of {mib(size)} ready after ms", times, "-")
 
 
-_SIZES = [256 << 10, 1 << 20, 2 << 20, 4 << 20]
+# the command ----------------------------------------------------------------------------------------------------------
+
 _IN_FLIGHT = [1, 8, 32]
 _MOST_IN_FLIGHT = 1024
-_NBYTES = 32 << 20
 _PROMOTED_BYTES = 2 << 20
 
 
@@ -136,23 +119,14 @@ def add_parser(benches: Any) -> None:
     parser.add_argument(
         "--start", nargs="*", choices=KINDS, metavar="KIND", help="start servers that are installed here"
     )
-    parser.add_argument("--sizes", type=numbers, default=_SIZES, metavar="N,...", help="bytes of a record")
     parser.add_argument("--in-flight", type=numbers, default=_IN_FLIGHT, metavar="N,...", help="records (1,8,32)")
-    parser.add_argument(
-        "--nbytes", type=whole(PAGE, 1 << 40), default=_NBYTES, metavar="N", help=f"of a round ({_NBYTES})"
-    )
-    parser.add_argument("--repeats", type=whole(1, 1_000_000), default=5, metavar="N", help="timed rounds (default 5)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures as JSON")
-    add_wide(parser, "the bare bandwidth and the range of the rounds")
-    add_common_options(parser)
+    add_tier_options(parser, "the bare bandwidth and the range of the rounds", 32 << 20, 1 << 40)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 0 if every record was right, else 1. Servers and records go also when it is interrupted."""
     output = Output(arguments.json, wide=arguments.wide)
-    if arguments.save is not None:
-        require_writable("--save", arguments.save)
     _check(arguments)
     verified = Verified()
     with (
@@ -161,17 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         output.progress("remote") as progress,
     ):
         fields = _measure(arguments, stores, device, verified, progress)
-    fields |= {
-        "not_run": missing,
-        "verified_records": verified.records,
-        "wrong_records": verified.wrong,
-        "missing_records": verified.missing,
-    }
-    if arguments.save is not None:
-        write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
-    output.result(fields)
-    show(fields, output)
-    return 1 if verified.wrong or verified.missing else 0
+    fields["not_run"] = missing
+    return conclude(arguments, fields, verified, show, output)
 
 
 def _measure(
@@ -262,21 +227,11 @@ def _store(words: Sequence[str]) -> Store:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise CommandError, or CapabilityError, for what could not be carried out."""
-    make_checksum()
-    for size in arguments.sizes:
-        if size % PAGE:
-            raise CommandError(f"--sizes must be multiples of {PAGE}, got {size}")
-    if max(arguments.in_flight) > _MOST_IN_FLIGHT:
-        raise CommandError(f"--in-flight must be at most {_MOST_IN_FLIGHT}, got {max(arguments.in_flight)}")
+    check_options(arguments, "--in-flight", arguments.in_flight, _MOST_IN_FLIGHT)
     rounds = max(
         2 * size * records_of_round(size, count, arguments.nbytes)
         for size in arguments.sizes
         for count in arguments.in_flight
     )
     needed = max(rounds, promotion_bytes(_promoted_bytes(arguments.sizes)), KEYS_OF_A_CALL * min(arguments.sizes))
-    available = hostinfo.available_bytes()
-    if available is not None and needed > available:
-        raise CommandError(
-            f"{mib(needed)} of host memory are needed, and {mib(available)} are available; lower --nbytes, --in-flight "
-            "or --sizes"
-        )
+    require_memory(needed, "lower --nbytes, --in-flight or --sizes")

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvoffload.terminal.stores import Store
 from kvoffload.tiers import RemoteTier
 from kvoffload_bench import tier_calls
 from kvoffload_bench.disk_measure import LAYOUT, pages
-from kvoffload_bench.tier_calls import KEYS_OF_A_CALL, Times, Verified, carry_out, numbered_keys
+from kvoffload_bench.tier_calls import KEYS_OF_A_CALL, Verified, carry_out, measure_rounds, numbered_keys
 
 Rows = Sequence[UInt8Array]
 
@@ -183,9 +184,10 @@ def bare_loop(store: Store, *, threads: int, prefix: str, pool: UInt8Array) -> B
     return _LOOPS[store.kind](store, threads=threads, prefix=prefix, pool=pool)
 
 
+# rounds in turns ------------------------------------------------------------------------------------------------------
+
 PUT, GET = "put", "get"
 IDENTITY = "kvoffload bench remote"
-_WARM_UP = 1  # rounds that are not counted
 _POISON = 0xA5
 
 
@@ -222,16 +224,9 @@ def measure_size(
             rounds = _Rounds(tier, bare, pool, verified)
             for count in in_flight:
                 records = records_of_round(record_bytes, count, nbytes)
-                times = {PUT: Times(), GET: Times()}
-                for number in range(-_WARM_UP, repeats):
-                    seconds = rounds.execute(records, count, bare_first=bool(number % 2))
-                    for name, (of_tier, of_bare) in seconds.items() if number >= 0 else ():
-                        times[name].tier.append(of_tier)
-                        times[name].bare.append(of_bare)
                 what = {"store": store.kind, "record_bytes": record_bytes, "in_flight": count, "records": records}
-                cells += [
-                    what | {"operation": name} | each.figures(records * record_bytes) for name, each in times.items()
-                ]
+                execute = partial(rounds.execute, records, count)
+                cells += measure_rounds(execute, (PUT, GET), repeats, what, records * record_bytes)
     finally:
         tier.close()
     return cells
@@ -245,7 +240,7 @@ class _Rounds:
         self._half = len(pool) // 2
         self._number = 0
 
-    def execute(self, records: int, in_flight: int, *, bare_first: bool) -> dict[str, tuple[float, float]]:
+    def execute(self, records: int, in_flight: int, bare_first: bool) -> dict[str, tuple[float, float]]:
         """Seconds of the tier and of the bare loop, for put and get."""
         self._number += 1
         self._pool[: self._half, :: 1 << 12] = self._number % 251  # other bytes than the round before put
@@ -298,6 +293,8 @@ def _timed(call: Callable[[range], Any], batches: Sequence[range]) -> tuple[floa
     found = [call(each) for each in batches]
     return time.perf_counter() - begin, found
 
+
+# calls, and promotions ------------------------------------------------------------------------------------------------
 
 _PLANES = 16
 _PROMOTED = 64  # keys

@@ -78,6 +78,8 @@ def print_wrong(fields: Mapping[str, Any], output: Output) -> None:
         output.table("wrong bytes", ("transfer", "rows"), wrong)
 
 
+# the command ----------------------------------------------------------------------------------------------------------
+
 Fields = dict[str, Any]
 MOST_REPEATS = 1_000_000
 

@@ -109,6 +109,8 @@ class SetupBytes:
             self._pinned.release()
 
 
+# planes, pool and addresses -------------------------------------------------------------------------------------------
+
 _MAX_SPARE_POOL_BYTES = 512 << 20
 _WARM_UP_SLOTS = 8  # enough for both copiers of a split
 

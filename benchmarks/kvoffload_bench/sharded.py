@@ -277,6 +277,8 @@ def _end(connection: Connection, join: Callable[[float], None], kill: Callable[[
     connection.close()
 
 
+# the command ----------------------------------------------------------------------------------------------------------
+
 ONE, SHARDED, PROCESSES = "one GPU", "sharded", "processes"
 _MODEL = "llama-3.1-8b"
 _REPEATS = 5

@@ -264,6 +264,8 @@ class BareGather(BareSubmission):
         return result
 
 
+# the command ----------------------------------------------------------------------------------------------------------
+
 _PLANES, _BLOCK_BYTES = 64, 32 << 10
 _SIMULATED_PLANES = 4
 _BLOCKS = (2, 8, 32)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output, counted
-from kvoffload.terminal.options import COMMON, add_command, add_wide, models, numbers, one_of
+from kvoffload.terminal.options import COMMON, add_command, add_wide, models, numbers
 from kvoffload.tuning import CopyMethod
 from kvoffload_bench.copy_methods import (
     BARE_STRIDED,
@@ -213,6 +213,8 @@ def _behind_best(record: Measurement) -> float | None:
     return max(of_copiers) / rates[chosen] if of_copiers and chosen in rates else None
 
 
+# the commands ---------------------------------------------------------------------------------------------------------
+
 _FEWER_METHODS = (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2), CopyMethod("split", 1))
 _STEP_BYTES = 32  # block bytes of a sweep are multiples of this
 _SIZES = [4096, 8192, 16384, 32768, 65536]
@@ -277,7 +279,12 @@ def add_parser(benches: Any) -> None:
 
 
 def _add_planes(parser: argparse.ArgumentParser, known: tuple[Placement, ...], text: str) -> None:
-    parser.add_argument("--planes", type=one_of(*known), nargs="+", default=list(known), metavar="NAME", help=text)
+    def placement(given: str) -> Placement:
+        if given not in known:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {given!r:.80}")
+        return Placement(given)
+
+    parser.add_argument("--planes", type=placement, nargs="+", default=list(known), metavar="NAME", help=text)
     add_wide(parser, "a column for each method")
     add_bench_options(parser, 5)
 

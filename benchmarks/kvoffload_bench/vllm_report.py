@@ -213,6 +213,10 @@ def _keys(first: int, count: int) -> list[bytes]:
 
 
 Record = Mapping[str, Any]
+
+
+# the report -----------------------------------------------------------------------------------------------------------
+
 PLACE = ("allocator", "situation", "model", "blocks", "direction")  # what the records of one comparison have in common
 _FEWEST_ROUNDS = 3  # of each method, to say of a cell whose computation loses more
 _SHORT = {WORKER: "worker", BACKEND: "dma"}

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from kvoffload.cache.calls import guarded
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
+from kvoffload.cache.records import guarded
 from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job

@@ -114,13 +114,7 @@ class ReservationRecord(_WithTransfers):
     )
 
     def __init__(
-        self,
-        pool: Pool,
-        tenant: str,
-        keys: list[bytes],
-        victims: Victims,
-        present: list[bytes],
-        policy: RequestPolicy,
+        self, pool: Pool, tenant: str, keys: list[bytes], victims: Victims, present: list[bytes], policy: RequestPolicy
     ) -> None:
         self.pool = pool
         self.policy = policy

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.cache.calls import locked
 from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pool, Tenant
+from kvoffload.cache.records import locked
 from kvoffload.cache.repair import rebuild
 from kvoffload.cache.reservations import CacheRequest, record_of
 from kvoffload.cache.state import CacheState
@@ -143,12 +143,7 @@ class CacheIndex(KeyCache):
         return Status.PENDING if askable else Status.MISS
 
     def restore(
-        self,
-        keys: Sequence[bytes],
-        entries: Int64Array,
-        requests: Int64Array,
-        *,
-        tenants: Sequence[str] | None = None,
+        self, keys: Sequence[bytes], entries: Int64Array, requests: Int64Array, *, tenants: Sequence[str] | None = None
     ) -> int:
         """Fill an index that has held no key yet: each key is ready, at the entry given. For owners, after a restart.
 

@@ -10,12 +10,11 @@ from operator import eq
 from typing import TYPE_CHECKING, Any, Self
 
 from kvoffload.cache import repair
-from kvoffload.cache.calls import guarded, locked, reading
 from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import EntryTable, Status, check_keys, watch
 from kvoffload.cache.policies import PolicyChoice
 from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, statuses_from_truth
+from kvoffload.cache.records import Records, guarded, locked, reading, statuses_from_truth
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder

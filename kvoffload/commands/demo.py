@@ -58,7 +58,9 @@ def add_parser(commands: Any) -> None:
         help="default llama-3.1-8b; an unknown name lists all",
     )
     parser.add_argument("--conversations", type=whole(1, 1000), default=8, metavar="N", help="default 8")
-    parser.add_argument("--turns", type=whole(1, 1000), default=8, metavar="N", help="of each conversation (default 8)")
+    parser.add_argument(
+        "--turns", type=whole(1, 1000), default=8, metavar="N", help="turns of each conversation (default 8)"
+    )
     parser.add_argument("--slots", type=whole(1), default=160, metavar="N", help="blocks the cache holds (default 160)")
     add_seed(parser, "the workload")
     add_common_options(parser)

@@ -55,29 +55,25 @@ def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
 
 
 def _gpu(fields: Fields) -> Iterator[Finding]:
-    gpus, problem = fields["gpus"], fields["problem"]
+    gpus, problem, again = fields["gpus"], fields["problem"], "run `kvoffload doctor` again"
     if problem is not None:
-        yield Finding("fail", "GPUs", f"none: {problem}", _remedy_without_gpu(fields))
+        remedy = f"install the NVIDIA driver, see that `nvidia-smi` works, {again}"
+        if fields["packages"].get("cuda-bindings", "") is None:
+            remedy = f"install cuda-bindings, see packages, and {again}"
+        elif problem.startswith("cuda-bindings"):  # too old
+            remedy = f"{_INSTALL_BINDINGS}, and {again}"
+        yield Finding("fail", "GPUs", f"none: {problem}", remedy)
     elif gpus is None:
-        yield Finding("ok", "GPUs", "not looked for, as --backend simulated asks")
+        yield Finding("ok", "GPUs", "not looked for: --backend simulated")
     else:
         names = ", ".join(f"{index}: {name}" for index, name in enumerate(gpus))
         yield Finding("ok" if gpus else "fail", "GPUs", names or "none", "" if gpus else "see that `nvidia-smi` works")
     if fields["simulated"]:
-        yield Finding("ok", "device", "the simulated one: the CPU copies real bytes; it has no driver and no times")
-    elif fields["simulated"] is not None:
-        yield from _real_gpu(fields)
-
-
-def _remedy_without_gpu(fields: Fields) -> str:
-    if fields["packages"].get("cuda-bindings", "") is None:
-        return "install cuda-bindings, see packages, and run `kvoffload doctor` again"
-    if fields["problem"].startswith("cuda-bindings"):  # too old
-        return f"{_INSTALL_BINDINGS}, and run `kvoffload doctor` again"
-    return "install the NVIDIA driver, see that `nvidia-smi` works, run `kvoffload doctor` again"
-
-
-def _real_gpu(fields: Fields) -> Iterator[Finding]:
+        yield Finding(
+            "ok", "device", "the simulated one: the CPU copies real bytes, without a driver; times mean nothing"
+        )
+    if fields["simulated"] is not False:
+        return
     yield Finding("ok", "device", f"{fields['index']}: {fields['device']}")
     yield Finding("ok", "driver", f"CUDA {fields['driver']}, cuda-bindings {fields['bindings']}")
     memory = f"{mib(fields['gpu_memory_free_bytes'])} free of {mib(fields['gpu_memory_bytes'])}"
@@ -205,7 +201,5 @@ def of_stores(fields: Fields) -> Iterator[Finding]:
             remedy = "give the tier an expiry, or set maxmemory-policy to allkeys-lru"
             yield Finding("warn", name, "evicts only records that expire", remedy)
         if "conditional_puts" in says:
-            remedy = (
-                "if several machines write, use a store with conditional puts: here each record is sent by all of them"
-            )
+            remedy = "if several machines write, use a store with conditional puts: with this one all send each record"
             yield Finding("warn", name, "overwrites where it is asked to create", remedy)

@@ -26,23 +26,23 @@ _BLOCK_BYTES = tuple(1 << exponent for exponent in range(11, 19))
 _BLOCKS = (1, 4, 16, 128)
 _PLACEMENTS = {
     "folded": "at one stride in one allocation, so that one strided operation copies a block of all planes",
-    "scattered": "an allocation for each plane, so that a block is a copy for each plane",
+    "scattered": "each in an allocation of its own, so that a block takes a copy for each plane",
 }
 _PREFER = {
-    "overlap": "the method that costs least, its time and what concurrent computation and the caller lose",
+    "overlap": "the method that costs least: its time, and the time that concurrent computation and the caller lose",
     "latency": "the method that ends soonest after the call, on an idle GPU",
 }
 _COPIERS = {
     "batch": "contiguous copies, many in one call of the driver",
-    "gather": "a kernel of so many programs, which occupy as many SMs",
+    "gather": "a kernel with so many programs, each of which takes an SM",
     "loop": "contiguous copies, a call of the driver each",
-    "split": "a kernel of so many programs copies some blocks, strided the others",
-    "strided": "an operation copies a block of all planes, many operations in one call",
+    "split": "a kernel with so many programs copies some blocks, strided copies the others",
+    "strided": "one operation copies a block of all planes; many operations in one call",
 }
 _INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _TEXT = """\
 Measures each copy method and how much it slows a concurrent computation, in less than 30 seconds; nothing else should \
-use the GPU. The profile is kept for this GPU, driver and link, and engines choose by it."""
+use the GPU. The profile is kept for this GPU, driver and link; engines choose copy methods by it."""
 
 
 def add_parser(commands: Any) -> None:
@@ -55,10 +55,14 @@ def add_parser(commands: Any) -> None:
         choices=PREFERENCES,
         default="overlap",
         metavar="NAME",
-        help=f"of --show: {' or '.join(PREFERENCES)}",
+        help=f"with --show: {' or '.join(PREFERENCES)}",
     )
     parser.add_argument(
-        "--sm-limit", type=whole(0, 1 << 16), default=4, metavar="N", help="of --show: SMs of a kernel (default 4)"
+        "--sm-limit",
+        type=whole(0, 1 << 16),
+        default=4,
+        metavar="N",
+        help="with --show: the most SMs a kernel may take (default 4)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile to FILE alone")
     add_wide(parser, "the runner-up, with --show")
@@ -220,9 +224,9 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     fields["not_available"] = {name: reason for name, reason in missing.items() if reason is not None}
     fields["not_offered"] = list(not_offered)
     output.result(fields | _figures(profile) | {"decisions": [asdict(each) for each in found]})
-    output.line(f"tune --show: the figures are expectations, from this profile: {profile.source}")
+    output.line(f"tune --show: expected figures, from this profile: {profile.source}")
     runner_up = "then the runner-up, " if output.wide else ""
-    output.line(f"a cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
+    output.line(f"each cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
     output.line(f"prefer {prefer}: {_PREFER[prefer]}")
     for placement, meaning in _PLACEMENTS.items():
         output.line(f"planes {placement}: {meaning}")
@@ -249,7 +253,9 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     for name, reason in fields["not_available"].items():
         output.line(f"not available: {name}: {reason}")
     if not_offered:
-        output.line("gather and split are kernels: on the simulated device they run when asked for, and are not chosen")
+        output.line(
+            "gather and split are kernels: the simulated device runs them if you ask for them, but does not choose them"
+        )
     if profile.key is None and not device.simulated:
         output.line("")
         output.line("these are figures of another machine: `kvoffload tune` measures this one")

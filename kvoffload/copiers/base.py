@@ -28,8 +28,8 @@ class Staged(NamedTuple):
 
     Attributes:
         submit: queues them.
-        table: the pinned memory that the GPU reads while they run. The launcher releases it when they, and everything
-            else of the same transfer that was queued with this table, have ended. None where there is none.
+        table: the pinned memory that the GPU reads while they run, or None. The launcher releases it when these copies
+            and all others of the transfer that use the table have ended.
     """
 
     submit: Submit
@@ -37,12 +37,11 @@ class Staged(NamedTuple):
 
 
 class Copier(Protocol):
-    """Carries plans out by one copy method. Belongs to one engine and is called under its lock.
+    """Carries out plans by one copy method. Belongs to one engine and is called under its lock.
 
     Attributes:
-        segment_operations: how many operations of a prepared plan may be queued together, so that a driver queue holds
-            them.
-        is_kernel: runs on multiprocessors, on the lane's stream for kernels.
+        segment_operations: the most operations of a prepared plan that are queued together; a driver queue holds them.
+        is_kernel: whether it runs on multiprocessors, on the lane's stream for kernels.
     """
 
     segment_operations: int
@@ -57,9 +56,8 @@ class Copier(Protocol):
     def stage(self, work: Any, order: SourceOrder) -> Staged | None:
         """Write down prepared work of at most `segment_operations`; None while there is no room for its table.
 
-        Staging and queueing are apart, so that nothing but a driver call lies between a transfer's start event and its
-        first copy. What is staged is valid until something else is. What is queued may not be touched until it has
-        ended.
+        Staging is a step of its own, so that nothing but a driver call lies between a transfer's start event and its
+        first copy. Staged work is valid until other work is staged. Queued work may not be touched until it has ended.
         """
 
 

@@ -27,7 +27,7 @@ NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
 
 
 def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:
-    """For every copier: None if it can run here as far as is known without trying, else the reason."""
+    """For every copier None, or why it cannot run here. A kernel may still fail when it is loaded."""
     no_kernel = "sm_limit=0 forbids kernels" if sm_limit == 0 else kernels.why_not(capabilities)
     return {
         "strided": None,
@@ -143,15 +143,15 @@ class CopierSet:
     def select(
         self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool = False
     ) -> Selection:
-        """The copy method for a plan, and why: `wanted` (see `check_copier`), completed; or the profile's choice.
+        """The copy method for a plan, and why: the one that is `wanted` (see `check_copier`), or the profile's choice.
 
-        Remembered for all plans of the same shape.
+        The answer is remembered for all plans of the same shape.
 
         Args:
             opposite: whether transfers in the other direction are in flight.
 
         Raises:
-            CapabilityError: the kernel is wanted for a load in parts, and cannot carry these.
+            CapabilityError: the kernel is wanted for a load in parts, and cannot carry these parts.
         """
         if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
             self._selected.clear()

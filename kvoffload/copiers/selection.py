@@ -1,8 +1,8 @@
-"""Selects a transfer's copy method, by the seconds expected of each method where it is used, and by what it takes from
-computation and from its caller.
+"""Selects the copy method of a transfer: by the seconds that each method is expected to take, and by what it costs
+computation and the caller.
 
-Nothing is measured here, and nothing is near a device. A choice is made for a *class* of transfers, those that differ
-by a few percent in their number of blocks, and kept: every transfer of a class is carried alike, whichever came first.
+Nothing is measured here, and no device is touched. Transfers whose numbers of blocks differ by a few percent are one
+*class*. A choice is made once for a class and kept, so all transfers of a class are carried alike.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ class Expected(NamedTuple):
 
     Attributes:
         seconds: on the GPU's clock; with "overlap" the mean of both situations.
-        slowdown: how many times as long a small matrix product takes concurrently with it; 1.0 for the copy engine,
-            whose methods differ in that only as much as in bandwidth.
-        host: for how long the submission keeps its caller.
-        weight: what methods are compared by, the least is the best. With "latency": seconds from the call until it is
-            seen to have ended. With "overlap": see `choose`.
+        slowdown: how many times as long a small matrix product takes concurrently with it. 1.0 for the copy engine,
+            whose methods slow computation only as much as they use bandwidth.
+        host: seconds that the submission keeps its caller.
+        weight: methods are compared by it, see `choose`; the least is the best.
     """
 
     method: CopyMethod
@@ -83,21 +82,23 @@ def choose(
 ) -> Choice:
     """Select the copy method of a transfer.
 
+    1. With "latency" a method's weight is how long it takes from the call to the end on a GPU that computes nothing.
+    2. With "overlap" a method has two prices, one concurrent with large matrix products and one with small ones. A
+       price is the transfer's time, plus the time that computation loses meanwhile, plus the time that the caller is
+       kept if that exceeds a millisecond (for more than 64 MiB: a millisecond for each 64 MiB). The weight is the
+       larger of the two ratios to the lowest price.
+    3. The least weight wins, but if a method of the copy engine is within 1.1x of it, kernels are out.
+    4. Then with "overlap" any time of the caller counts: among the methods of the copy engine that end within 1.1x of
+       the soonest, the one that keeps its caller the shortest wins. (Both directions at once, 4 blocks of 32 planes x
+       64 KiB on an H200: 367 us with strided copies, 476 with contiguous ones.)
+
     Args:
         shape: of the transfer.
-        available: names of copiers that can carry it; not empty. With one name: the best method of that copier.
-        profile: what they cost.
-        prefer: "latency": the one that ends soonest after the call on a GPU that computes nothing. "overlap": every
-            method has a price concurrent with large products of matrices and one concurrent with small ones; the larger
-            of its two ratios to the lowest price is its weight, and the least weight wins. A price is the transfer's
-            time, the time that computation loses meanwhile, and the time for which the caller is kept, if that is more
-            than a millisecond, or more than one for each 64 MiB. If a method of the copy engine is within 1.1x of the
-            best, these are preferred to a kernel. Then with "overlap" the caller's time counts however short it is: of
-            those that end within 1.1x of the soonest after the call, it is the one that keeps its caller for the
-            shortest time. (Both directions at once, 4 blocks of 32 planes x 64 KiB on an H200: 367 us with strided
-            copies, 476 with contiguous ones.)
-        sm_limit: programs of a kernel at most.
-        parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
+        available: names of the copiers that can carry it; at least one. With one name: the best method of that copier.
+        profile: what copy methods cost.
+        prefer: "latency" or "overlap".
+        sm_limit: the most programs that a kernel may have.
+        parts: the number of parts that are carried one after the other; `shape` is that of all parts together.
         opposite: whether transfers in the other direction are in flight.
     """
     alike, scale = _class_of(shape)
@@ -106,9 +107,9 @@ def choose(
 
 
 def _class_of(shape: Shape) -> tuple[Shape, float]:
-    """The shape that stands for all like it, and how many times as many blocks this one has.
+    """The shape that stands for a class, and how many times as many blocks this one has.
 
-    Bytes of a block, planes, and what is merged (a number that only some layouts have) stay as they are, or nearly so.
+    The bytes of a block, the planes, and how many blocks are merged stay the same, or nearly so.
     """
     direction, blocks, plane_blocks, operations, rows, nbytes = shape
     excess = blocks.bit_length() - _MANTISSA_BITS
@@ -189,10 +190,9 @@ def rank(
 def _times(
     method: CopyMethod, shape: Shape, profile: Profile, prefer: str, parts: int, opposite: bool
 ) -> tuple[float, ...]:
-    """Expected seconds in each situation that counts.
+    """Expected seconds in each situation that counts: without compute for "latency", with compute for "overlap".
 
-    Both directions were not measured with compute: what they stretch on a GPU that computes nothing, they are taken to
-    stretch there.
+    Both directions at once were not measured with compute. They are taken to stretch a transfer as much as without.
     """
     more = (parts - 1) * (_PART_SECONDS_OF_KERNEL if method.programs else _PART_SECONDS)
     idle = profile.seconds(method, shape)
@@ -218,8 +218,8 @@ def _methods(
 ) -> list[CopyMethod]:
     """The methods that could copy a transfer; at least one.
 
-    Concurrent with compute a split ends when its kernel does, which waits, and is never much faster than the better of
-    its halves alone (`bench field`, 36 transfers concurrent with compute: at most 1.04x); its times there scatter.
+    Splits are left out concurrent with compute: a split ends when its kernel does, which waits there, and is never much
+    faster than the better of its halves alone (`bench field`, 36 transfers: at most 1.04x), while its times scatter.
     """
     folds = shape.rows > shape.operations
     # Submitted one by one, contiguous copies keep the host four times as long, and are as fast at best.

@@ -54,20 +54,15 @@ def open_device(
     *,
     backend: Literal["cuda", "simulated", "auto"] | SimulatedDriver = "cuda",
     context: Any = None,
-    seed: int | None = None,
-    driver_version: tuple[int, int] | None = None,
-    bindings_version: tuple[int, int] | None = None,
 ) -> Device:
     """Open a device. This is the first moment at which kvoffload touches CUDA.
 
     Args:
         index: which GPU, as CUDA counts them.
-        backend: "cuda"; "simulated"; "auto" for a GPU where there is one and else the simulated device; or a
-            `kvoffload.testing.SimulatedDriver` to share between devices.
+        backend: "cuda"; "simulated" for `kvoffload.testing.SimulatedDriver()`; "auto" for a GPU where there is one and
+            else the simulated device; or a SimulatedDriver of yours, with a seed or versions, or for several devices.
         context: a CUDA context of the caller's (handle, or an object that `int()` takes) on that GPU. None: the GPU's
             primary context, which CuPy, JAX, PyTorch and the CUDA runtime use; it is created if it does not exist yet.
-        seed: of the order in which the simulated device executes its streams; 0 by default.
-        driver_version, bindings_version: that the simulated device pretends to have; by default `(13, 0)`, `(13, 3)`.
 
     Raises:
         CapabilityError: no driver library or no usable bindings; the message says how to go on.
@@ -76,8 +71,7 @@ def open_device(
         TypeError: `context` is not the handle of a context.
     """
     _release_garbage()
-    options = {"seed": seed, "driver_version": driver_version, "bindings_version": bindings_version}
-    driver = _load_driver(backend, {name: value for name, value in options.items() if value is not None})
+    driver = _load_driver(backend)
     count = int(driver.call("cuDeviceGetCount"))
     if at_least("index", index, 0) >= count:
         raise ValueError(f"index must name one of the {count} devices, 0 to {count - 1}, got {index}")
@@ -98,24 +92,17 @@ def open_device(
     return device
 
 
-def _load_driver(backend: Any, simulation: dict[str, Any]) -> Driver:
-    if backend == "cuda":
-        if simulation:
-            raise ValueError(f"{', '.join(simulation)} belong to the simulated device, but backend is 'cuda'")
-        return cuda.load()
-    if backend == "auto":
+def _load_driver(backend: Any) -> Driver:
+    if backend in ("cuda", "auto"):
         try:
             return cuda.load()
-        except CapabilityError:  # no driver library
-            backend = "simulated"
-        except DriverError as error:
-            if error.code != _NO_DEVICE:  # a GPU that is there and broken is not passed over
+        except (CapabilityError, DriverError) as error:  # no driver library, or no GPU; a broken GPU is not passed over
+            if backend == "cuda" or (isinstance(error, DriverError) and error.code != _NO_DEVICE):
                 raise
-            backend = "simulated"
-    if backend == "simulated":
+    if backend in ("simulated", "auto"):
         from kvoffload.simulator import SimulatedDriver
 
-        backend = SimulatedDriver(**simulation)
+        backend = SimulatedDriver()
     if not getattr(backend, "simulated", False):
         raise ValueError(f"backend must be 'cuda', 'simulated', 'auto' or a SimulatedDriver, got {backend!r:.80}")
     driver = Driver(backend, raw=backend.raw, bindings_version=backend.bindings_version, simulated=True)
@@ -135,6 +122,7 @@ class Device:
         index, name: of the GPU.
         context: the handle of its CUDA context; `with device.current():` makes it the calling thread's.
         driver: for tests and for programs that want calls of their own.
+        simulated: whether it is the simulated device: bytes are right, times and bandwidths say nothing about a GPU.
         simulator: its `SimulatedDriver`, which has the functions of `cuda.bindings.driver` and more; None on a GPU.
         closed: whether `close` has ended.
         lifecycle: held while an engine is constructed or closed, and while the device closes.
@@ -146,6 +134,7 @@ class Device:
     def __init__(self, driver: Driver, index: int, context: int | None, device_count: int) -> None:
         self.driver = driver
         self.index = index
+        self.simulated = driver.simulated
         self.simulator: Any = driver.api if driver.simulated else None
         self.lifecycle = threading.RLock()
         self._device_count = device_count
@@ -176,11 +165,6 @@ class Device:
             resources.release_context()
             _watches.discard(self._watch)  # it was never opened: its garbage needs no attention
             raise
-
-    @property
-    def simulated(self) -> bool:
-        """Whether it is the simulated device: bytes are right, and times and bandwidths say nothing about a GPU."""
-        return self.simulator is not None
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """GPU memory, uninitialised, of exactly `nbytes` bytes in one driver allocation.

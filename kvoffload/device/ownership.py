@@ -32,10 +32,8 @@ class OpenDevice(Protocol):
 
     driver: Driver
     index: int
+    simulated: bool
     simulator: Any
-
-    @property
-    def simulated(self) -> bool: ...
 
     @property
     def foreign(self) -> bool: ...

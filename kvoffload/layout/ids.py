@@ -18,16 +18,16 @@ _INT = frozenset((int,))
 def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
     """A copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
 
-    The result shares no memory with `ids`, of whatever type: a transfer may read it long after the call that was given
-    the ids has returned, and the caller may reuse theirs at once.
+    The result never shares memory with `ids`: a transfer may read it long after the call has returned, while the caller
+    may reuse its own ids at once.
 
     Args:
-        name: of the argument, for messages.
-        ids: a list, a tuple, a range, or an array of integers with one axis. An empty one may have any type.
+        name: the argument's name, for messages.
+        ids: a list, a tuple, a range, or a one-dimensional array of integers. An empty one may have any type.
 
     Raises:
-        LayoutError: not one-dimensional, booleans, floats, objects or a masked array, or a value out of range; the
-            message names the argument, the position and the value, and says what to pass.
+        LayoutError: `ids` is not one-dimensional, holds booleans, floats or objects, is a masked array, or has a value
+            out of range. The message names the argument, the position and the value, and says what to pass.
     """
     kind: object = type(ids)
     if kind is range:

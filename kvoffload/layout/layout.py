@@ -33,33 +33,32 @@ SLOT_ALIGNMENT = 4096  # a page: slots can be registered, written to disk with O
 
 
 class KVLayout(HtmlRepresentation):
-    """The planes of a KV cache by group, and the slot that holds their blocks on the host.
+    """Where the planes of a KV cache lie on the device, group by group, and how a host slot holds their blocks.
 
     Args:
-        groups: one list of planes per group (per block table).
-        blocks_per_slot: `f`, device blocks in a host slot. Device blocks that are adjacent, and adjacent in the slot,
-            are copied as rows up to `f` times as wide, which makes transfers of small blocks faster.
-        dtype: of the cache's elements; a description that keys depend on, never used to interpret bytes.
-        tokens_per_block: a description that keys depend on.
-        on_default_stream: whether the legacy default stream orders the kernels that compute on the planes, so that
-            transfers may follow that stream when the caller does not say what to follow (`after=None`). False for JAX.
-        slot_order: the order of a slot's bytes, "block-major" or "plane-major", for all groups. None: for each group
-            the order of its device memory: "block-major" if a block is one range over the planes in their order, as in
-            an array `(blocks, planes, ...)`, else "plane-major". Another order than the device's works, but is slower.
-            Matters where `blocks_per_slot` is more than 1: name it if caches whose arrays are in different orders are
-            to share stored bytes, since keys depend on it.
-        block_axes: the names of the axes of one block of one plane, the slowest first, such as
-            `("tokens", "heads", "dim")`; a description that keys depend on. Any names, but the same in all programs
-            that share stored bytes.
+        groups: a list of planes for each group. The planes of a group share one block table.
+        blocks_per_slot: how many device blocks a host slot holds, `f` for short. Blocks that are adjacent on the device
+            and in the slot are copied together, as rows up to `f` times as wide. That makes small blocks faster.
+        dtype: the type of the elements, such as "bfloat16". Keys depend on it; transfers do not.
+        tokens_per_block: how many tokens a block holds. Keys depend on it; transfers do not.
+        on_default_stream: whether the kernels that compute on the planes are ordered by the legacy default stream. If
+            so, a transfer with `after=None` follows that stream. False for JAX.
+        slot_order: the order of the bytes in a slot, "block-major" or "plane-major". None means the order of each
+            group's device memory: "block-major" if a block of all planes is one range, as in an array
+            `(blocks, planes, ...)`, else "plane-major". Any other order works too, but is slower. Keys depend on it if
+            `blocks_per_slot` is more than 1, so name one order if caches with different arrays share stored bytes.
+        block_axes: names for the axes of one block of one plane, the slowest first, such as
+            `("tokens", "heads", "dim")`. Keys depend on them. Any names will do, if all programs that share stored
+            bytes use the same.
 
     Attributes:
-        groups: tuple of `Group`; `Group.slot_order` is the order of its slots.
-        slot_bytes: bytes of one slot of the host pool: the largest group's payload, rounded up to 4096.
+        groups: a tuple of `Group`.
+        slot_bytes: the size of one host slot: the payload of the largest group, rounded up to a multiple of 4096.
 
     Raises:
-        LayoutError: no groups, planes that share bytes, planes of one group with different `num_blocks`, numbers below
-            1, `blocks_per_slot` with which a slot would have more than 1 TiB, a `dtype` that is none, an unknown
-            `slot_order`, or `block_axes` that are no names or repeat one.
+        LayoutError: there are no groups; planes share bytes; planes of one group have different `num_blocks`; a number
+            is below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` is
+            unknown; or `block_axes` is not a list of different names.
     """
 
     def __init__(
@@ -114,20 +113,19 @@ class KVLayout(HtmlRepresentation):
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
     ) -> KVLayout:
-        """A layout of one group with a plane per array, without a copy. It keeps the arrays alive.
+        """A layout of one group, with a plane for each array. Nothing is copied; the layout keeps the arrays alive.
 
         Args:
-            arrays: objects with `__cuda_array_interface__` or `__dlpack__` in GPU memory: of CuPy, JAX, Numba,
-                cuda.core, PyTorch, or `DeviceArray`. Shape `(num_blocks, ...)`, contiguous within a block. For a JAX
-                array the host waits until it is computed.
+            arrays: arrays in GPU memory with `__cuda_array_interface__` or `__dlpack__`: CuPy, JAX, Numba, cuda.core,
+                PyTorch, or `DeviceArray`. Each has the shape `(num_blocks, ...)`, and a block is one contiguous range.
+                For a JAX array, the host waits until the array is computed.
             blocks_per_slot, tokens_per_block, slot_order, block_axes: as for `KVLayout`.
-            dtype: as for `KVLayout`; None: that of the arrays, if all have the same.
-            on_default_stream: as for `KVLayout`; None: False if an array is JAX's, else True.
+            dtype: as for `KVLayout`. None takes the type of the arrays, if all have the same.
+            on_default_stream: as for `KVLayout`. None means False if one of the arrays is JAX's, else True.
 
         Raises:
-            LayoutError: an array that is not in GPU memory, is read-only, empty, or not contiguous within a block; an
-                axis named "tokens" that has other than `tokens_per_block` elements, where `block_axes` names every axis
-                of a block; or as for `KVLayout`.
+            LayoutError: an array is not in GPU memory, is read-only or empty, or its blocks are not contiguous; or the
+                axis that `block_axes` names "tokens" does not have `tokens_per_block` elements; or as for `KVLayout`.
         """
         given = list(arrays)
         names = [f"arrays[{index}]" for index in range(len(given))]
@@ -159,19 +157,20 @@ class KVLayout(HtmlRepresentation):
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
     ) -> KVLayout:
-        """A layout of one group from one array with a plane axis and a block axis, without a copy.
+        """A layout of one group, from one array that holds all planes. Nothing is copied.
 
-        Such an array always folds: a transfer is one copy per block, whatever the number of planes; of one range for a
-        block-major array `(blocks, planes, ...)`, the recommended one, of a row per plane for `(planes, blocks, ...)`.
+        A transfer then takes one copy for each block, however many planes there are: one contiguous range if the array
+        is block-major, `(blocks, planes, ...)`, which is the faster and the recommended order; one row for each plane
+        if it is `(planes, blocks, ...)`.
 
         Args:
-            array: as for `from_arrays`; the axes other than the two named make up a block.
-            plane_axis, block_axis: the axes that count planes and blocks. Always named, since either order is usual and
-                the shape does not tell them apart.
+            array: as for `from_arrays`. All axes but the two named here make up a block.
+            plane_axis, block_axis: which axis counts the planes, and which the blocks. Both orders are common, and the
+                shape does not tell them apart, so you always name them.
             blocks_per_slot, tokens_per_block, dtype, on_default_stream, slot_order, block_axes: as for `from_arrays`.
 
         Raises:
-            LayoutError: as `from_arrays`, and for axes that are out of range or the same.
+            LayoutError: as for `from_arrays`, or the two axes are the same, or out of range.
         """
         view = view_of(array, "array")
         layout = cls(
@@ -192,14 +191,14 @@ class KVLayout(HtmlRepresentation):
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that say what a key's bytes mean: equal where one cache could load what another has stored.
+        """16 bytes that are equal for two layouts if one cache can load what the other has stored.
 
-        Over dtype, block_axes, tokens_per_block, blocks_per_slot, and for every group the order of its slots and
-        block_bytes, plane by plane; not over where the planes lie, how many blocks they have, or padding. Computed
-        once; docs/keys.md has the byte layout.
+        It depends on `dtype`, `block_axes`, `tokens_per_block`, `blocks_per_slot`, and for every group on the order of
+        its slots and on the `block_bytes` of each plane. It does not depend on where the planes lie, how many blocks
+        they have, or padding. docs/keys.md says how it is computed.
 
         Raises:
-            LayoutError: dtype, block_axes or tokens_per_block is None, or dtype names no type of one element.
+            LayoutError: `dtype`, `block_axes` or `tokens_per_block` is None, or `dtype` is not the type of one element.
         """
         missing = [name for name in ("dtype", "block_axes", "tokens_per_block") if getattr(self, name) is None]
         if missing:
@@ -220,7 +219,7 @@ class KVLayout(HtmlRepresentation):
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
-        """How many slots a transfer of `num_blocks` blocks takes if the first block is sub-block `first_sub_block`."""
+        """How many slots a transfer of so many blocks needs if it begins at `first_sub_block` of its first slot."""
         return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
 
     def __repr__(self) -> str:
@@ -229,7 +228,7 @@ class KVLayout(HtmlRepresentation):
 
 
 def check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
-    """Raise LayoutError if blocks of this shape hold other than `tokens_per_block` tokens, as far as names tell.
+    """Raise LayoutError if the axis named "tokens" does not have `tokens_per_block` elements.
 
     A key for more tokens than a block holds would give wrong bytes for a hit.
     """
@@ -251,7 +250,7 @@ def _with_length(name: str) -> bytes:
 def describe_groups(layout: KVLayout) -> str:
     """The groups of a layout in words, for a repr: planes x block bytes, blocks, device order, blocks per slot.
 
-    The order of the slots is named where it is another than the device's and changes their bytes.
+    It names the order of the slots only if that differs from the device's and changes the bytes.
     """
     texts = []
     for group in layout.groups:

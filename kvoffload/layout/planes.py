@@ -46,15 +46,15 @@ class Plane:
     """One device tensor indexed by block: block `i` is `block_bytes` bytes at `address + i * block_stride`.
 
     Args:
-        address: device address of block 0, bytes.
-        block_bytes: payload of one block, bytes. Padding between blocks is never read or written.
-        num_blocks: blocks in the plane; ids are in `[0, num_blocks)`.
-        block_stride: bytes from one block to the next; None means `block_bytes` (no padding).
-        owner: any object; the plane keeps it alive, for example the array that the memory belongs to.
+        address: the device address of block 0.
+        block_bytes: the bytes of one block. Padding between blocks is never read or written.
+        num_blocks: how many blocks there are; block ids go from 0 to `num_blocks - 1`.
+        block_stride: bytes from one block to the next. None means `block_bytes`: no padding.
+        owner: any object that must live as long as the plane, such as the array that the memory belongs to.
 
     Raises:
-        LayoutError: a number that is not an integer in `[1, 2**63)`, a stride smaller than the payload, or a plane that
-            ends beyond address 2**63 - 1.
+        LayoutError: a number is not an integer of at least 1, the stride is smaller than the block, or the plane ends
+            beyond the largest address, 2**63 - 1.
     """
 
     address: int
@@ -107,13 +107,13 @@ class Plane:
 
 
 def refuse_overlap(planes: Sequence[Plane], name: str) -> None:
-    """Raise LayoutError when two planes share a byte: a load would then write it twice, in no order.
+    """Raise LayoutError if two planes share a byte: a load would write it twice, in no particular order.
 
-    Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and yet share nothing: with one stride, what counts
-    is where their payloads lie within it. Planes whose ranges overlap with different strides count as sharing.
+    Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and still share no byte: they have one stride, and
+    their blocks lie at different places within it. Planes that overlap with different strides count as sharing.
 
     Args:
-        name: of the sequence, for the message, which names both planes by index.
+        name: names the sequence in the message, which gives both planes by index.
     """
     order = sorted(range(len(planes)), key=lambda index: planes[index].address)
     cluster: list[int] = []  # planes whose ranges overlap
@@ -136,7 +136,7 @@ def _refuse_shared_bytes(planes: Sequence[Plane], cluster: list[int], name: str)
 
 
 def _interleaved(planes: Sequence[Plane]) -> bool:
-    """Whether all planes have one stride and keep to different bytes within it; says nothing when False."""
+    """True if all planes have one stride and use different bytes of it. False proves nothing."""
     stride = planes[0].block_stride
     if any(plane.block_stride != stride for plane in planes):
         return False
@@ -146,7 +146,7 @@ def _interleaved(planes: Sequence[Plane]) -> bool:
 
 
 def share_bytes(low: Plane, high: Plane) -> bool:
-    """Whether two planes share a byte whose ranges overlap, `low` being the one that begins first."""
+    """Whether two planes share a byte, if their ranges overlap and `low` begins first."""
     if low.block_stride != high.block_stride:
         return True
     shift = (high.address - low.address) % low.block_stride
@@ -161,19 +161,20 @@ class Group:
         name: for messages.
 
     Attributes:
-        planes: the planes; all have the same `num_blocks`, and no two share a byte.
-        num_blocks: blocks of each plane; ids are in `[0, num_blocks)`.
-        device_order: "block-major" if a block of all planes, in their order, is one range on the device, as in an array
-            `(blocks, planes, ...)`; else "plane-major".
-        slot_order: "block-major" (sub-block after sub-block, each with all planes) or "plane-major" (plane after plane,
-            each with all sub-blocks). With one block a slot, and with one plane, the bytes are the same in both.
-        host_offsets: int64, (planes,): where plane p's sub-block 0 begins in a slot, bytes.
-        host_steps: int64, (planes,): bytes from one of plane p's sub-blocks to the next.
-        payload_bytes: bytes of a slot that this group uses.
+        planes: the planes. All have the same `num_blocks`, and no two share a byte.
+        num_blocks: how many blocks each plane has.
+        device_order: "block-major" if a block of all planes is one range on the device, as in an array
+            `(blocks, planes, ...)`, else "plane-major".
+        slot_order: "block-major" (one sub-block after the other, each with all planes) or "plane-major" (one plane
+            after the other, each with all sub-blocks). The bytes are the same if a slot holds one block, or if there is
+            one plane.
+        host_offsets: int64, (planes,): where in a slot each plane's first sub-block begins, in bytes.
+        host_steps: int64, (planes,): bytes from one sub-block of a plane to its next.
+        payload_bytes: how many bytes of a slot this group uses.
         bytes_per_block: bytes of one block over all planes.
 
     Raises:
-        LayoutError: no planes, something that is no `Plane`, different `num_blocks`, planes that share bytes, or blocks
+        LayoutError: there are no planes, one is not a `Plane`, `num_blocks` differ, planes share bytes, or blocks are
             too large for a slot.
     """
 

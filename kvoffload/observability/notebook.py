@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvoffload.cache.block_cache import BlockCache
+from kvoffload.cache.pools import Tenant
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.report import PlanReport
-from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.internal.representation import register
 from kvoffload.layout.fold import FoldedGroup, describe_fold, fold
 from kvoffload.layout.layout import KVLayout
@@ -33,16 +33,6 @@ def register_cards() -> None:
     register(OffloadEngine, engine_card)
     register(BlockCache, cache_card)
     register(PlanReport, plan_card)
-
-
-class Limits(Protocol):
-    """The quota and the priority of a tenant."""
-
-    @property
-    def max_blocks(self) -> int | None: ...
-
-    @property
-    def priority(self) -> int: ...
 
 
 class Markup(str):
@@ -93,17 +83,11 @@ def table(lines: Iterable[Sequence[object]], heads: Sequence[object] = ()) -> Ma
 def bar(bands: Sequence[Band]) -> Markup:
     """Bands next to each other, as wide as their amounts, with a legend below."""
     total = sum(band.amount for band in bands) or 1
-    drawn = join(
-        element("span", style=f"width:{100 * band.amount / total:.4g}%;background:{band.colour}")
-        for band in bands
-        if band.amount
-    )
+    widths = ((band.colour, 100 * band.amount / total) for band in bands if band.amount)
+    drawn = join(element("span", style=f"width:{width:.4g}%;background:{colour}") for colour, width in widths)
     square = "display:inline-block;width:9px;height:9px;border:1px solid;margin:0 5px 0 0;background:"
-    legend = join(
-        element("span", element("span", style=square + band.colour), band.text, style="margin-right:16px")
-        for band in bands
-        if band.text
-    )
+    named = ((band.text, element("span", style=square + band.colour)) for band in bands if band.text)
+    legend = join(element("span", colour, text, style="margin-right:16px") for text, colour in named)
     frame = element("div", drawn, style="display:flex;max-width:520px;height:13px;border:1px solid;overflow:hidden")
     return element("div", frame, element("div", legend, style="font-size:90%"), style="margin:3px 0")
 
@@ -141,13 +125,15 @@ def plural(count: int, noun: str) -> str:
 
 def layout_card(layout: KVLayout) -> Markup:
     """The groups of a layout, how they fold by address alone, and how a slot is filled."""
-    rows = [*_layout_rows(layout, fold(layout)), *_slot_rows(layout)]
-    if layout.dtype is not None:
-        rows.append(("dtype", layout.dtype))
-    if layout.block_axes is not None:
-        rows.append(("axes of a block", ", ".join(layout.block_axes)))
-    if layout.tokens_per_block is not None:
-        rows.append(("tokens per block", layout.tokens_per_block))
+    rows: list[tuple[str, object]] = [*_layout_rows(layout, fold(layout))]
+    factor = layout.blocks_per_slot
+    rows.append(("slot", f"blocks_per_slot={factor}, slot_bytes={layout.slot_bytes:,} ({size(layout.slot_bytes)})"))
+    for number, group in enumerate(layout.groups):
+        name = "a slot's bytes" + (f", group {number}" if layout.num_groups > 1 else "")
+        rows.append((name, bar(_slot_bands(group, factor, layout.slot_bytes))))
+    axes = None if layout.block_axes is None else ", ".join(layout.block_axes)
+    described = (("dtype", layout.dtype), ("axes of a block", axes), ("tokens per block", layout.tokens_per_block))
+    rows += [(name, value) for name, value in described if value is not None]
     note = "By address alone. An engine asks the driver which allocation holds each plane; no copy crosses two of them."
     return card("KVLayout", (), table(rows), element("div", note, style="opacity:.7"))
 
@@ -155,28 +141,17 @@ def layout_card(layout: KVLayout) -> Markup:
 def _layout_rows(layout: KVLayout, folded: Sequence[FoldedGroup]) -> Iterator[tuple[str, object]]:
     for number, (group, folds) in enumerate(zip(layout.groups, folded, strict=True)):
         which = f"group {number}: " if layout.num_groups > 1 else ""
-        yield f"{which}planes", f"{_planes(group)}, {size(group.bytes_per_block)} a block"
+        sizes = sorted({plane.block_bytes for plane in group.planes})
+        shown = "/".join(map(size, sizes[:3])) + ("/..." if len(sizes) > 3 else "")
+        planes = f"{plural(len(group.planes), 'plane')} x {shown} x {plural(group.num_blocks, 'block')}"
+        yield f"{which}planes", f"{planes}, {size(group.bytes_per_block)} a block"
         yield f"{which}folding", f"{describe_fold([folds])}: {_rows(folds)}"
-
-
-def _planes(group: Group) -> str:
-    sizes = sorted({plane.block_bytes for plane in group.planes})
-    shown = "/".join(map(size, sizes[:3])) + ("/..." if len(sizes) > 3 else "")
-    return f"{plural(len(group.planes), 'plane')} x {shown} x {plural(group.num_blocks, 'block')}"
 
 
 def _rows(folded: FoldedGroup) -> str:
     """The rows of a block's strided copies: '64 rows of 32 KiB'."""
     counts = [f"{plural(each.row_count, 'row')} of {size(each.width)}" for each in folded.classes]
     return ", ".join(counts[:3]) + (", ..." if len(counts) > 3 else "")
-
-
-def _slot_rows(layout: KVLayout) -> Iterator[tuple[str, object]]:
-    factor = layout.blocks_per_slot
-    yield "slot", f"blocks_per_slot={factor}, slot_bytes={layout.slot_bytes:,} ({size(layout.slot_bytes)})"
-    for number, group in enumerate(layout.groups):
-        name = "a slot's bytes" + (f", group {number}" if layout.num_groups > 1 else "")
-        yield name, bar(_slot_bands(group, factor, layout.slot_bytes))
 
 
 def _slot_bands(group: Group, factor: int, slot_bytes: int) -> list[Band]:
@@ -189,8 +164,7 @@ def _slot_bands(group: Group, factor: int, slot_bytes: int) -> list[Band]:
         text = f"{plural(len(group.planes), 'plane')}{blocks}, {size(group.payload_bytes)}"
         sizes = [plane.block_bytes * factor for plane in group.planes]
     sizes = sizes if len(sizes) <= _MOST_DRAWN else [group.payload_bytes]
-    colours = (_BLUE, _LIGHT_BLUE)
-    planes = [Band(text if place == 0 else "", each, colours[place % 2]) for place, each in enumerate(sizes)]
+    planes = [Band("" if n else text, each, (_BLUE, _LIGHT_BLUE)[n % 2]) for n, each in enumerate(sizes)]
     padding = slot_bytes - group.payload_bytes
     return [*planes, Band(f"padding, {size(padding)}", padding, _NOTHING)] if padding else planes
 
@@ -218,52 +192,31 @@ def engine_card(
         ("pool", f"{plural(engine.num_slots, 'slot')} x {size(layout.slot_bytes)}, {size(pool_bytes)} {pinned}"),
         *_layout_rows(layout, folded),
     ]
+    totals = Markup()
     if statistics is not None:
-        rows += _busy_rows(statistics)
+        streams = f"{statistics.streams_in_use} of {plural(statistics.streams, 'stream')}"
+        held = f"{statistics.held:,} of them held on the host for lack of room"
+        rows += [
+            ("jobs", f"{statistics.in_flight:,} in flight, {held}"),
+            ("in use", f"{streams}, {statistics.events_in_use} of {plural(statistics.events, 'event')}"),
+        ]
+        lines = []
+        for name, each in (("store", statistics.store), ("load", statistics.load)):
+            rate = _NOT_MEASURED if device.simulated else _rate(each.nbytes, each.seconds or inf)
+            lines.append((name, f"{each.jobs - each.failed:,}", f"{each.failed:,}", size(each.nbytes), rate))
+        totals = table(lines, ("", "done", "failed", "bytes", "GB/s on the GPU clock"))
     rows += [
         ("copiers", _copiers(copiers, simulated=device.simulated)),
         ("selected by", f"prefer={engine.prefer!r}, at most {plural(engine.sm_limit, 'SM')}; {engine.profile.source}"),
     ]
-    totals = Markup() if statistics is None else _totals(statistics, simulated=device.simulated)
     return card("OffloadEngine", _marks(device, closed=closed), table(rows), totals)
 
 
 def _marks(device: Device, *, closed: bool) -> list[str]:
     """Short warnings for the head of a card."""
-    conditions = {
-        _SIMULATED: device.simulated,
-        "closed": closed,
-        "belongs to the parent of this process": device.foreign,
-    }
-    return [mark for mark, holds in conditions.items() if holds]
-
-
-def _busy_rows(statistics: EngineStatistics) -> list[tuple[str, object]]:
-    streams = f"{statistics.streams_in_use} of {plural(statistics.streams, 'stream')}"
-    return [
-        ("jobs", f"{statistics.in_flight:,} in flight, {statistics.held:,} of them held on the host for lack of room"),
-        ("in use", f"{streams}, {statistics.events_in_use} of {plural(statistics.events, 'event')}"),
-    ]
-
-
-def _totals(statistics: EngineStatistics, *, simulated: bool) -> Markup:
-    rows = [
-        (
-            name,
-            f"{totals.jobs - totals.failed:,}",
-            f"{totals.failed:,}",
-            size(totals.nbytes),
-            _bandwidth(totals, simulated=simulated),
-        )
-        for name, totals in (("store", statistics.store), ("load", statistics.load))
-    ]
-    return table(rows, ("", "done", "failed", "bytes", "GB/s on the GPU clock"))
-
-
-def _bandwidth(totals: DirectionTotals, *, simulated: bool) -> str:
-    if simulated:
-        return _NOT_MEASURED
-    return f"{totals.nbytes / totals.seconds / 1e9:.1f}" if totals.seconds else "-"
+    foreign = "belongs to the parent of this process"
+    marks = ((_SIMULATED, device.simulated), ("closed", closed), (foreign, device.foreign))
+    return [mark for mark, holds in marks if holds]
 
 
 def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
@@ -279,7 +232,7 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 
 
 def cache_card(
-    cache: BlockCache, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Limits]
+    cache: BlockCache, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
 ) -> Markup:
     """The slots of a block cache, and what it has found and stored.
 
@@ -291,14 +244,20 @@ def cache_card(
     """
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:
-        rows += [("slots", bar(_residency(statistics))), *_cache_rows(statistics)]
-    quotas = table(
-        (
-            (name, "-" if each.max_blocks is None else f"{each.max_blocks:,}", each.priority)
-            for name, each in tenants.items()
-        ),
-        ("tenant", "max_blocks", "priority"),
-    )
+        each = statistics
+        rate = f" ({each.hits / each.lookups:.1%})" if each.lookups else ""
+        missed = f"{each.lookups - each.hits:,} missed"
+        rows += [
+            ("slots", bar(_residency(statistics))),
+            ("looked up", f"{plural(each.lookups, 'block')}, {plural(each.hits, 'hit')}{rate}, {missed}"),
+            ("moved", f"{each.stored:,} stored, {each.loaded:,} loaded"),
+            ("taken out", f"{each.evicted:,} evicted, {each.removed:,} removed"),
+            ("not stored", f"{each.declined:,} declined, {each.failed:,} failed"),
+        ]
+    limits = [
+        (name, "-" if of.max_blocks is None else f"{of.max_blocks:,}", of.priority) for name, of in tenants.items()
+    ]
+    quotas = table(limits, ("tenant", "max_blocks", "priority"))
     marks = _marks(cache.engine.devices[0], closed=False)
     return card("BlockCache", marks, table(rows), quotas if tenants else Markup())
 
@@ -314,20 +273,6 @@ def _residency(statistics: CacheStatistics) -> list[Band]:
     ]
 
 
-def _cache_rows(statistics: CacheStatistics) -> list[tuple[str, object]]:
-    each = statistics
-    rate = f" ({each.hits / each.lookups:.1%})" if each.lookups else ""
-    return [
-        (
-            "looked up",
-            f"{plural(each.lookups, 'block')}, {plural(each.hits, 'hit')}{rate}, {each.lookups - each.hits:,} missed",
-        ),
-        ("moved", f"{each.stored:,} stored, {each.loaded:,} loaded"),
-        ("taken out", f"{each.evicted:,} evicted, {each.removed:,} removed"),
-        ("not stored", f"{each.declined:,} declined, {each.failed:,} failed"),
-    ]
-
-
 # plans ----------------------------------------------------------------------------------------------------------------
 
 
@@ -340,13 +285,11 @@ def plan_card(report: PlanReport) -> Markup:
         ("expected from", report.profile),
     ]
     methods = [] if report.method is None else [(report.method, report.seconds), *report.alternatives]
-    times = table(
-        (
-            (str(method), duration(seconds), _rate(report.nbytes, seconds), "chosen" if method is report.method else "")
-            for method, seconds in methods
-        ),
-        ("method", "expected", "GB/s", ""),
-    )
+    lines = [
+        (str(method), duration(seconds), _rate(report.nbytes, seconds), "chosen" if method is report.method else "")
+        for method, seconds in methods
+    ]
+    times = table(lines, ("method", "expected", "GB/s", ""))
     marks = ("nothing is submitted", *(("simulated: times are those of another device",) if report.simulated else ()))
     return card("PlanReport", marks, table(rows), times if methods else Markup())
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from kvoffload.cache.statistics import CacheStatistics, Histogram
-from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics
-from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
+from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.errors import CapabilityError, ClosedError
 
 
@@ -28,14 +28,20 @@ class Cache(Protocol):
 
 
 class _Metric(NamedTuple):
-    """A metric: `kind` is "Gauge", "Counter" or "Histogram", `label` its own label besides those of the cache."""
+    """A metric.
+
+    Attributes:
+        kind: "Gauge", "Counter" or "Histogram".
+        label: its own label besides those of the cache; "" for none.
+        read: its values in some statistics, by the values of that label. One without a value is left out.
+    """
 
     kind: str
     text: str
-    label: str = ""
+    label: str
+    read: Callable[[Any], Mapping[str, float | Histogram | None]]
 
 
-_STATES = ("resident", "pending", "pinned")
 _COUNTED = {
     "lookups": "Blocks that lookups and promotions asked for.",
     "hits": "Leading blocks that lookups and promotions found.",
@@ -47,7 +53,6 @@ _COUNTED = {
     "removed": "Blocks removed by remove() and clear().",
     "promoted": "Blocks that a tier has filled.",
 }
-_COUNTED_BY_TENANT = ("stored", "failed", "declined")
 _OF_TIERS = {
     "promoted": "Blocks that the tier has brought into slots.",
     "not_found": "Blocks that the tier was asked for and did not bring.",
@@ -65,42 +70,82 @@ _IN_TIERS = {
     "declined": "Blocks that the tier did not take, as it is full or its queue is.",
     "expired": "Blocks whose deadline passed before the tier began.",
 }
-_OF_TIERS_NOW = {
-    "queued_reads": "Blocks that wait to be read from the tier.",
-    "queued_writes": "Blocks that wait to be written to the tier.",
-    "longest_call_seconds": "How long the oldest call of the tier has been going on.",
-}
 _BREAKER = {BreakerState.CLOSED: 0, BreakerState.TRYING: 1, BreakerState.OPEN: 2}
-_METRICS = {
-    "kvoffload_cache_blocks": _Metric("Gauge", "Blocks in the cache; pinned ones are among the resident.", "state"),
-    "kvoffload_cache_capacity_blocks": _Metric("Gauge", "Blocks that fit into the cache."),
-    **{f"kvoffload_cache_{field}": _Metric("Counter", text) for field, text in _COUNTED.items()},
-    **{
-        f"kvoffload_cache_tenant_{field}": _Metric("Counter", f"{_COUNTED[field][:-1]}; by tenant.", "tenant")
-        for field in _COUNTED_BY_TENANT
-    },
-    "kvoffload_cache_tier_hits": _Metric(
-        "Counter", "The hits by where they were: host, or the name of a tier.", "tier"
+
+
+def _one(kind: str, text: str, path: str) -> _Metric:
+    """A metric with one value: an attribute of the statistics."""
+    return _Metric(kind, text, "", lambda statistics: {"": getattr(statistics, path)})
+
+
+def _by_tenant(field: str) -> _Metric:
+    text = f"{_COUNTED[field][:-1]}; by tenant."
+    return _Metric("Counter", text, "tenant", lambda of: {name: getattr(each, field) for name, each in of.tenants})
+
+
+def _by_direction(text: str, path: str) -> _Metric:
+    read = attrgetter(path)
+    return _Metric("Counter", text, "direction", lambda of: {"store": read(of.store), "load": read(of.load)})
+
+
+def _by_tier(kind: str, text: str, path: str) -> _Metric:
+    """`path`: of an attribute of a CacheTierStatistics."""
+    read = attrgetter(path)
+    return _Metric(kind, text, "tier", lambda statistics: {statistics.name: read(statistics)})
+
+
+# Names without "kvoffload_", which all have.
+_OF_A_CACHE = {
+    "cache_blocks": _Metric(
+        "Gauge",
+        "Blocks in the cache; pinned ones are among the resident.",
+        "state",
+        lambda of: {state: getattr(of, state) for state in ("resident", "pending", "pinned")},
     ),
-    "kvoffload_cache_residency_seconds": _Metric("Histogram", "How long evicted blocks had been in the cache."),
-    "kvoffload_cache_reuse_distance_blocks": _Metric("Histogram", "Blocks touched between two touches of a block."),
-    "kvoffload_transfer_bytes": _Metric("Counter", "Payload bytes of transfers that did not fail.", "direction"),
-    "kvoffload_transfer_seconds": _Metric("Counter", "GPU time of transfers that did not fail.", "direction"),
-    "kvoffload_transfer_jobs": _Metric("Counter", "Transfers that have ended.", "direction"),
-    "kvoffload_transfer_failed_jobs": _Metric("Counter", "Transfers that have failed.", "direction"),
-    "kvoffload_transfer_jobs_in_flight": _Metric("Gauge", "Transfers that have not ended."),
-    "kvoffload_transfer_jobs_held": _Metric("Gauge", "Transfers in flight that wait on the host for the driver."),
-    "kvoffload_pinned_bytes": _Metric("Gauge", "Pinned host memory of the slots."),
-    "kvoffload_tier_breaker": _Metric("Gauge", "0: the tier is used; 1: it is tried; 2: it is not used.", "tier"),
-    "kvoffload_tier_breaker_opened": _Metric("Counter", "How often a tier was found failing or hung.", "tier"),
-    "kvoffload_tier_records": _Metric("Gauge", "Records in the tier, if it knows how many.", "tier"),
-    "kvoffload_tier_seconds_per_block": _Metric("Gauge", "What a block has taken in promotions lately.", "tier"),
-    **{f"kvoffload_tier_{name}": _Metric("Gauge", text, "tier") for name, text in _OF_TIERS_NOW.items()},
-    **{
-        f"kvoffload_tier_{field}": _Metric("Counter", text, "tier")
-        for field, text in {**_OF_TIERS, **_IN_TIERS}.items()
-    },
+    "cache_capacity_blocks": _one("Gauge", "Blocks that fit into the cache.", "capacity"),
+    **{f"cache_{field}": _one("Counter", text, field) for field, text in _COUNTED.items()},
+    **{f"cache_tenant_{field}": _by_tenant(field) for field in ("stored", "failed", "declined")},
+    "cache_tier_hits": _Metric(
+        "Counter", "The hits by where they were: host, or the name of a tier.", "tier", lambda of: dict(of.hits_from)
+    ),
+    "cache_residency_seconds": _one("Histogram", "How long evicted blocks had been in the cache.", "residency_seconds"),
+    "cache_reuse_distance_blocks": _one(
+        "Histogram", "Blocks touched between two touches of a block.", "reuse_distance_blocks"
+    ),
 }
+_OF_AN_ENGINE = {
+    "transfer_bytes": _by_direction("Payload bytes of transfers that did not fail.", "nbytes"),
+    "transfer_seconds": _Metric(
+        "Counter",
+        "GPU time of transfers that did not fail.",
+        "direction",
+        lambda of: {} if of.simulated else {"store": of.store.seconds, "load": of.load.seconds},
+    ),
+    "transfer_jobs": _by_direction("Transfers that have ended.", "jobs"),
+    "transfer_failed_jobs": _by_direction("Transfers that have failed.", "failed"),
+    "transfer_jobs_in_flight": _one("Gauge", "Transfers that have not ended.", "in_flight"),
+    "transfer_jobs_held": _one("Gauge", "Transfers in flight that wait on the host for the driver.", "held"),
+    "pinned_bytes": _one("Gauge", "Pinned host memory of the slots.", "pinned_bytes"),
+}
+_OF_A_TIER = {
+    "tier_breaker": _Metric(
+        "Gauge",
+        "0: the tier is used; 1: it is tried; 2: it is not used.",
+        "tier",
+        lambda of: {of.name: _BREAKER[of.state]},
+    ),
+    "tier_breaker_opened": _by_tier("Counter", "How often a tier was found failing or hung.", "opened"),
+    "tier_records": _by_tier("Gauge", "Records in the tier, if it knows how many.", "tier.records"),
+    "tier_seconds_per_block": _by_tier("Gauge", "What a block has taken in promotions lately.", "seconds_per_record"),
+    "tier_queued_reads": _by_tier("Gauge", "Blocks that wait to be read from the tier.", "tier.queued_reads"),
+    "tier_queued_writes": _by_tier("Gauge", "Blocks that wait to be written to the tier.", "tier.queued_writes"),
+    "tier_longest_call_seconds": _by_tier(
+        "Gauge", "How long the oldest call of the tier has been going on.", "tier.longest_call"
+    ),
+    **{f"tier_{field}": _by_tier("Counter", text, field) for field, text in _OF_TIERS.items()},
+    **{f"tier_{field}": _by_tier("Counter", text, f"tier.{field}") for field, text in _IN_TIERS.items()},
+}
+_METRICS = {**_OF_A_CACHE, **_OF_AN_ENGINE, **_OF_A_TIER}
 _OWN_LABELS = {"state", "direction", "le", "tenant", "tier"}
 
 
@@ -149,9 +194,12 @@ class CacheCollector:
         """The metrics of all living caches; a metric without values is left out."""
         families = {name: self._family(name) for name in _METRICS}
         for reference, values in self._caches:
-            for sample in _samples(reference()):
-                own = [sample.label] if _METRICS[sample.name].label else []
-                families[sample.name].add_metric([*values, *own], **self._arguments(sample.value))
+            for statistics, metrics in _statistics(reference()):
+                for name, metric in metrics.items():
+                    for label, value in metric.read(statistics).items():
+                        own = [label] if metric.label else []
+                        if value is not None:
+                            families[name].add_metric([*values, *own], **self._arguments(value))
         yield from (family for family in families.values() if family.samples)
 
     def _values(self, labels: dict[str, str]) -> tuple[str, ...]:
@@ -160,8 +208,8 @@ class CacheCollector:
     def _family(self, name: str) -> Any:
         metric = _METRICS[name]
         own = [metric.label] if metric.label else []
-        family = getattr(self._client.core, f"{metric.kind}MetricFamily")
-        return family(name, metric.text, labels=[*self._label_names, *own])
+        make = getattr(self._client.core, f"{metric.kind}MetricFamily")
+        return make(f"kvoffload_{name}", metric.text, labels=[*self._label_names, *own])
 
     def _arguments(self, value: float | Histogram) -> dict[str, Any]:
         """Arguments for `add_metric` of a family, whose buckets are cumulative."""
@@ -196,75 +244,17 @@ def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheColle
     return collector
 
 
-class _Sample(NamedTuple):
-    """A value of a metric; `label` is the value of the metric's own label, if it has one."""
-
-    name: str
-    value: float | Histogram
-    label: str = ""
-
-
-def _samples(cache: Cache | None) -> Iterator[_Sample]:
-    if cache is None:
-        return
+def _statistics(cache: Any) -> list[tuple[Any, Mapping[str, _Metric]]]:
+    """The statistics of a cache, its engine and its tiers, with the metrics of each; none of a cache that is closed."""
     engine = getattr(cache, "engine", None)
-    if getattr(engine, "closed", False):
-        return
-    tiers: Callable[[], Sequence[CacheTierStatistics]] = getattr(cache, "tier_statistics", tuple)
+    if cache is None or getattr(engine, "closed", False):
+        return []
     try:
-        of_cache, of_engine = cache.statistics(), engine.statistics() if engine is not None else None
-        of_tiers = tiers()
+        found: list[tuple[Any, Mapping[str, _Metric]]] = [(cache.statistics(), _OF_A_CACHE)]
+        found += [(engine.statistics(), _OF_AN_ENGINE)] if engine is not None else []
+        return found + [(each, _OF_A_TIER) for each in getattr(cache, "tier_statistics", tuple)()]
     except ClosedError:  # must not keep a registry from collecting everything else
-        return
-    yield from _cache_samples(of_cache)
-    if of_engine is not None:
-        yield from _engine_samples(of_engine)
-    for of_tier in of_tiers:
-        yield from _tier_samples(of_tier)
-
-
-def _cache_samples(statistics: CacheStatistics) -> Iterator[_Sample]:
-    for state in _STATES:
-        yield _Sample("kvoffload_cache_blocks", getattr(statistics, state), state)
-    yield _Sample("kvoffload_cache_capacity_blocks", statistics.capacity)
-    for field in _COUNTED:
-        yield _Sample(f"kvoffload_cache_{field}", getattr(statistics, field))
-    for tenant, counts in statistics.tenants:
-        for field in _COUNTED_BY_TENANT:
-            yield _Sample(f"kvoffload_cache_tenant_{field}", getattr(counts, field), tenant)
-    for place, hits in statistics.hits_from:
-        yield _Sample("kvoffload_cache_tier_hits", hits, place)
-    yield _Sample("kvoffload_cache_residency_seconds", statistics.residency_seconds)
-    yield _Sample("kvoffload_cache_reuse_distance_blocks", statistics.reuse_distance_blocks)
-
-
-def _engine_samples(statistics: EngineStatistics) -> Iterator[_Sample]:
-    directions: dict[str, DirectionTotals] = {"store": statistics.store, "load": statistics.load}
-    for direction, totals in directions.items():
-        yield _Sample("kvoffload_transfer_bytes", totals.nbytes, direction)
-        if not statistics.simulated:
-            yield _Sample("kvoffload_transfer_seconds", totals.seconds, direction)
-        yield _Sample("kvoffload_transfer_jobs", totals.jobs, direction)
-        yield _Sample("kvoffload_transfer_failed_jobs", totals.failed, direction)
-    yield _Sample("kvoffload_transfer_jobs_in_flight", statistics.in_flight)
-    yield _Sample("kvoffload_transfer_jobs_held", statistics.held)
-    yield _Sample("kvoffload_pinned_bytes", statistics.pinned_bytes)
-
-
-def _tier_samples(statistics: CacheTierStatistics) -> Iterator[_Sample]:
-    name, tier = statistics.name, statistics.tier
-    yield _Sample("kvoffload_tier_breaker", _BREAKER[statistics.state], name)
-    yield _Sample("kvoffload_tier_breaker_opened", statistics.opened, name)
-    if tier.records is not None:
-        yield _Sample("kvoffload_tier_records", tier.records, name)
-    if statistics.seconds_per_record is not None:
-        yield _Sample("kvoffload_tier_seconds_per_block", statistics.seconds_per_record, name)
-    for metric in _OF_TIERS_NOW:
-        yield _Sample(f"kvoffload_tier_{metric}", getattr(tier, metric.removesuffix("_seconds")), name)
-    for field in _OF_TIERS:
-        yield _Sample(f"kvoffload_tier_{field}", getattr(statistics, field), name)
-    for field in _IN_TIERS:
-        yield _Sample(f"kvoffload_tier_{field}", getattr(tier, field), name)
+        return []
 
 
 def _checked(labels: dict[str, str]) -> dict[str, str]:

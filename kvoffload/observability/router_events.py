@@ -121,12 +121,7 @@ class RouterEvents:
         self._next = 0
 
     def describe(
-        self,
-        keys: Sequence[bytes],
-        token_ids: Any,
-        *,
-        parent: bytes | None = None,
-        lora_name: str | None = None,
+        self, keys: Sequence[bytes], token_ids: Any, *, parent: bytes | None = None, lora_name: str | None = None
     ) -> None:
         """Say which tokens keys stand for. To be called before they are stored or promoted, for every request.
 
@@ -173,9 +168,12 @@ class RouterEvents:
             together: list[bytes] = []
             last = medium
             for key, where in self._reportable(keys, medium):
-                if together and not (where == last and self._continues(together[-1], key)):
-                    self._add(self._stored(together, last))
-                    together = []
+                if together:
+                    # A message has one parent, of its first key: each of the others follows the one before it.
+                    before, after = self._described[together[-1]], self._described[key]
+                    if where != last or after.parent != together[-1] or after.lora_name != before.lora_name:
+                        self._add(self._stored(together, last))
+                        together = []
                 together.append(key)
                 last = where
             if together:
@@ -257,11 +255,6 @@ class RouterEvents:
         return True
 
     # messages -----------------------------------------------------------------------------------------------------
-
-    def _continues(self, key: bytes, following: bytes) -> bool:
-        """Whether a message may name a key directly behind another one: it has one parent, of its first key."""
-        before, after = self._described[key], self._described[following]
-        return after.parent == key and after.lora_name == before.lora_name
 
     def _stored(self, keys: Sequence[bytes], medium: Medium) -> Any:
         described = [self._described[key] for key in keys]

@@ -4,9 +4,9 @@ A transfer is a `BlockPlan`: blocks, and where each lies in a slot. That is all 
 gives it as strided operations, n x k of them for n blocks over k folds (`kvoffload.layout.fold`), computed by
 broadcasting; `flat()` of those as copies of one row each. Pure numpy: no device is seen here.
 
-Every transfer passes through `build`, `count` and `operations`, so they call no function of Python's for an ordinary
-group but each other, and none of numpy's functions that are written in Python (`concatenate`, `any`, `full`, ...):
-ufuncs, `arange`, `empty` and methods written in C do the work.
+Every transfer passes through `build`, `count` and `operations`. For an ordinary group they call no Python function but
+each other, and no numpy function that is written in Python (`concatenate`, `any`, `full`, ...): ufuncs, `arange`,
+`empty` and methods written in C do the work.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockPlan:
         slot_address: host address of the slot of each block, int64, (n,), bytes.
         sub_block: position of each block in its slot, int64, (n,); None where a slot holds one block.
         nbytes: payload.
-        part_ends: empty, since every block is of all parts; `operations` has them.
+        part_ends: empty, since every block has planes of all parts; `operations()` has the parts.
     """
 
     __slots__ = ("_merged", "blocks", "direction", "group", "group_index", "nbytes", "slot_address", "sub_block")
@@ -152,10 +152,10 @@ class BlockPlan:
         return columns
 
     def _merge(self, sub_block: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where blocks that are adjacent on both sides start, and how many blocks follow each other there.
+        """Where runs of blocks that are adjacent on both sides start, and how many blocks each run has.
 
-        Blocks of two slots never merge, even if both slots are full and adjacent: the driver refuses a copy across two
-        of the ranges in which the pool was registered, and a plan does not know these.
+        Blocks of two slots never merge, even if both slots are full and adjacent: the pool may have been registered in
+        several ranges, the driver refuses a copy across two of them, and a plan does not know them.
         """
         blocks = self.blocks
         is_start = np.empty(len(blocks), dtype=np.bool_)

@@ -33,8 +33,8 @@ _WITHOUT_BYTES = ("least_hits", "disk_policy", "disk_gb_per_s")
 _DRAIN_SECONDS = 60.0
 _FILE_OVERHEAD = TABLE_OFFSET + 8192  # what rounding takes
 _TEXT = """\
-Serves the requests of a trace (JSON lines with "hash_ids"), and verifies every loaded byte. With --metadata-only no \
-bytes move: hit rates alone."""
+Serves the requests of a trace (JSON lines with "hash_ids"), and verifies every loaded byte. With --metadata-only \
+nothing is copied: it counts hits."""
 
 
 def add_parser(commands: Any) -> None:
@@ -57,8 +57,8 @@ def add_parser(commands: Any) -> None:
     _add_disk(parser)
     add("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
     add("--scale", type=scale, default=1.0, metavar="X", help="shrink blocks to X of their bytes, 0 < X <= 1")
-    add("--blocks-per-hash", type=whole(1), default=1, metavar="N", help="device blocks of a hash id (default 1)")
-    add("--in-flight", type=whole(1), default=1, metavar="N", help="requests at a time (default 1)")
+    add("--blocks-per-hash", type=whole(1), default=1, metavar="N", help="device blocks per hash id (default 1)")
+    add("--in-flight", type=whole(1), default=1, metavar="N", help="unfinished requests at a time (default 1)")
     saving.add_options(parser)
     add("--wide", action="store_true", help=argparse.SUPPRESS)
     add_common_options(parser)
@@ -71,7 +71,7 @@ def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
     traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
     names = tuple(WORKLOADS)
     traffic.add_argument("--workload", choices=names, metavar="NAME", help="synthetic traffic; unknown: lists all")
-    most = f"at most (default: all, of a workload {DEFAULT_REQUESTS})"
+    most = f"how many (default: all; {DEFAULT_REQUESTS} of a workload)"
     parser.add_argument("--requests", type=whole(1, 10_000_000), metavar="N", help=most)
     add_seed(parser, seeded)
 
@@ -80,14 +80,14 @@ def _add_disk(parser: argparse.ArgumentParser) -> None:
     """`--disk-slots`, and the options that need it; their default is None so that `_check` knows who gave them."""
     add = parser.add_argument_group("a disk below the cache").add_argument
     add("--disk-slots", type=numbers, metavar="N[,N...]", help="hash ids the disk holds")
-    add("--disk-path", type=Path, metavar="FOLDER", help="of its file, with bytes; removed at the end")
+    add("--disk-path", type=Path, metavar="FOLDER", help="where its file is made, with bytes; removed at the end")
     writes = (*WRITES, "all")
     add("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
-    reads = "reads that a write has to bring (default 0.22)"
+    reads = "reads that a write must bring (default 0.22)"
     add("--least-hits", type=saving.not_negative, metavar="X", help=reads)
     policies = tuple(sorted(POLICIES))
     add("--disk-policy", choices=policies, metavar="NAME", help=", ".join(policies))
-    add("--disk-gb-per-s", type=saving.positive, metavar="X", help="its speed, for the time that hits save")
+    add("--disk-gb-per-s", type=saving.positive, metavar="X", help="its speed, to compute the time saved")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,7 +132,7 @@ def _check(arguments: argparse.Namespace) -> None:
             hitplot.require(arguments.plot)
         return
     if arguments.model is None:
-        raise CommandError("--model is needed: its blocks are what moves (or use --metadata-only)")
+        raise CommandError("--model is needed: its blocks are copied (or use --metadata-only)")
     if len(arguments.slots) > 1 or arguments.policy == "all":
         given = "--policy all" if arguments.policy == "all" else f"--slots {','.join(map(str, arguments.slots))}"
         raise CommandError(f"{given} needs --metadata-only: one cache at a time is filled with bytes")
@@ -189,8 +189,8 @@ def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
             requests = make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
             return Trace(requests, None)
         trace = read_timed_trace(arguments.trace, arguments.requests)
-    if not any(requests):
-        count = len(requests)
+    if not any(trace.requests):
+        count = len(trace.requests)
         empty = f'has {count:,} requests, all with empty "hash_ids"' if count else "has no requests"
         raise CommandError(f'the trace {arguments.trace} {empty}: a request is a line such as {{"hash_ids": [1, 2]}}')
     return trace
@@ -250,11 +250,8 @@ def _serve(
             "simulated": device.simulated,
             "device": device.name,
             "model": arguments.model.name,
-            "policy": arguments.policy,
             "slots": arguments.slots[0],
-            "scale": arguments.scale,
-            "blocks_per_hash": arguments.blocks_per_hash,
-            "in_flight": arguments.in_flight,
+            **{name: getattr(arguments, name) for name in ("policy", "scale", "blocks_per_hash", "in_flight")},
             "bytes_per_slot": served.bytes_per_key,
             "requests": counts.requests,
             "requests_refused": counts.requests_refused,

@@ -1,6 +1,6 @@
 """What a host pool would find, and the tiers below it: the cache's own indexes and policies, without bytes.
 
-TieredIndex, Disk         serve one request after another                           `serve`
+HostPool, Disk         serve one request after another                           `serve`
 Through, ...              what is written to a disk at the end of a request         `make_writes`
 hits_of_policies          a result for each capacity and policy, and the optimum    `PolicyResult`
 hits_with_disk            a result for each host, disk and way to write             `TierResult`
@@ -170,7 +170,7 @@ class Served(NamedTuple):
     refused: bool = False
 
 
-class TieredIndex:
+class HostPool:
     """A host pool, and tiers below it if there are any.
 
     A request takes its leading keys from the host, or from the first tier that has them: then they are promoted, which
@@ -260,7 +260,7 @@ class Totals(NamedTuple):
     seconds: float
 
 
-def serve_all(index: TieredIndex, requests: Sequence[Request], progress: Advance) -> Totals:
+def serve_all(index: HostPool, requests: Sequence[Request], progress: Advance) -> Totals:
     hits, written, refused = [0] * (len(index.tiers) + 1), [0] * len(index.tiers), 0
     begin = time.perf_counter()
     for number, request in enumerate(requests, start=1):
@@ -309,7 +309,7 @@ class PolicyResult(NamedTuple):
 
 def hits_of_policy(requests: Sequence[Request], slots: int, policy: str, progress: Advance) -> PolicyResult:
     """All requests through an empty cache."""
-    index = TieredIndex(slots, make_policy(policy, slots))
+    index = HostPool(slots, make_policy(policy, slots))
     (hits,), _, refused, seconds = serve_all(index, requests, progress)
     done, rate = index.host.statistics(), rate_of(hits, requests)
     beyond = sum(max(0, len(request) - slots) for request in requests)
@@ -440,7 +440,7 @@ def hits_with_disk(
 ) -> TierResult:
     """All requests through an empty host and an empty disk. The caller fills in `write` and `share`."""
     disk = Disk(disk_slots, policies.disk)
-    totals = serve_all(TieredIndex(slots, policies.host, [disk], writes), requests, progress)
+    totals = serve_all(HostPool(slots, policies.host, [disk], writes), requests, progress)
     (host_hits, disk_hits), (written,) = totals.hits, totals.written
     rate, evicted = rate_of(host_hits + disk_hits, requests), disk.index.statistics().evicted
     ratio = disk_hits / written if written else None

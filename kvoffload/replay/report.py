@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
@@ -128,20 +128,14 @@ def print_policies(results: Sequence[PolicyResult], title: str, rates: Rates | N
         output.table("the time that hits save", ("policy", "slots", "prefill saved", "loading"), rows)
         output.line(f"With {rates.tokens_per_hash} tokens a block, {rates.model.name}: {rates.describe()}.")
     output.line("")
-    for text in _legend(results, with_share):
-        output.line(text)
-
-
-def _legend(results: Sequence[PolicyResult], with_share: bool) -> Iterator[str]:
-    """What the words of the table mean, and which blocks it leaves out."""
     for slots, beyond in dict.fromkeys((each.slots, each.blocks_beyond_slots) for each in results):
         if beyond:
-            yield f"not tried with {slots:,} slots: {beyond:,} blocks beyond the first {slots:,} of a request."
+            output.line(f"not tried with {slots:,} slots: {beyond:,} blocks beyond the first {slots:,} of a request.")
     if any(result.blocks_declined for result in results):
-        yield "declined: not stored, since the policy rates what they would displace higher."
+        output.line("declined: not stored, since the policy rates what they would displace higher.")
     if with_share:
-        yield f"LRU to optimum: 0% is as many hits as lru, 100% as many as {OPTIMUM}."
-    yield f"{OPTIMUM}: the most hits possible; it knows the future."
+        output.line(f"LRU to optimum: 0% is as many hits as lru, 100% as many as {OPTIMUM}.")
+    output.line(f"{OPTIMUM}: the most hits possible; it knows the future.")
 
 
 # a disk below ---------------------------------------------------------------------------------------------------------

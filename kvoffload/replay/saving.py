@@ -71,9 +71,9 @@ class Rates:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prefill-tokens-per-second", type=positive, metavar="X", help="print what hits save, at this rate"
+        "--prefill-tokens-per-second", type=positive, metavar="X", help="print the time that hits save, at this rate"
     )
-    parser.add_argument("--load-gb-per-s", type=positive, metavar="X", help="where no GPU measures it")
+    parser.add_argument("--load-gb-per-s", type=positive, metavar="X", help="speed of loads, if no GPU measures it")
     add_tokens_per_hash(parser)
 
 
@@ -83,7 +83,7 @@ def add_tokens_per_hash(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         default=_TOKENS_PER_HASH,
         metavar="N",
-        help=f"tokens of a hash id (default {_TOKENS_PER_HASH})",
+        help=f"tokens per hash id (default {_TOKENS_PER_HASH})",
     )
 
 

@@ -30,7 +30,7 @@ from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
-from kvoffload.internal.types import Int64Array, UInt8Array
+from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout
 from kvoffload.terminal.console import bandwidth
@@ -316,14 +316,12 @@ class VerifiedCache:
                 for sub_block in range(self._factor):
                     begin = offset + sub_block * step
                     address = plane.address + (place * self._factor + sub_block) * plane.block_stride
-                    self._read(found[begin : begin + plane.block_bytes], address)
+                    part = found[begin : begin + plane.block_bytes]
+                    with self._device.current():
+                        self._device.driver.copy_to_host(address_of(part), address, part.nbytes)
             if not np.array_equal(found, self._patterns.expected(key, index)):
                 return False
         return True
-
-    def _read(self, target: UInt8Array, address: int) -> None:
-        with self._device.current():
-            self._device.driver.copy_to_host(address_of(target), address, target.nbytes)
 
     def _blocks(self, places: Int64Array) -> Int64Array:
         """The device blocks of places: `blocks_per_key` adjacent ones each."""

@@ -122,6 +122,6 @@ class LaunchOperation(Operation):
             self.stored_bytes += nbytes * addresses.size
 
 
-def pack(*, shared_bytes: int = IMAGE_SHARED_BYTES, **fields: Any) -> bytes:
+def pack(*, shared_bytes: Any = IMAGE_SHARED_BYTES, **fields: Any) -> bytes:
     """An image; the fields are those of `Code`."""
     return MAGIC + json.dumps(fields | {"shared_bytes": shared_bytes}).encode()

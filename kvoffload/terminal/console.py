@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 from kvoffload.device.device import Device, open_device
 from kvoffload.errors import CapabilityError, DriverError
@@ -169,11 +169,14 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *
                 return open_device(arguments.device, backend="cuda")
             except (CapabilityError, DriverError):
                 reason = "no GPU to use (`kvoffload doctor` shows why): "
-        backend: Literal["cuda", "simulated"] = "cuda" if arguments.backend == "cuda" else "simulated"
-        device = open_device(arguments.device, backend=backend, seed=seed if backend == "simulated" else None)
+        if arguments.backend == "cuda":
+            return open_device(arguments.device)
+        from kvoffload.simulator import SimulatedDriver
+
+        device = open_device(arguments.device, backend=SimulatedDriver(seed=seed))
     except ValueError as error:
         raise CommandError(f"--device {arguments.device}: {error}") from error
-    if device.simulated and note:
+    if note:
         output.note(f"kvoffload: {reason}{SIMULATED_NOTE}")
     return device
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from kvoffload.internal.models import MODELS, ModelGeometry, find_model
 from kvoffload.terminal.tables import WIDTH, wrap
 
 LARGEST = (1 << 32) - 1  # of counts, unless an option has a limit of its own
 
-_Name = TypeVar("_Name", bound=StrEnum)
 _SEPARATED = r"[+-]?\d{1,3}([,.' ]\d{3})+"  # a number with thousands separators
 
 _DETAILS = "docs/command-line.md"
@@ -81,7 +79,7 @@ def add_wide(parser: argparse.ArgumentParser, more: str) -> None:
 
 def add_seed(parser: argparse.ArgumentParser, use: str) -> None:
     """The option `--seed`; `use` names what is random."""
-    parser.add_argument("--seed", type=whole(0, (1 << 63) - 1), default=0, metavar="N", help=f"of {use} (default 0)")
+    parser.add_argument("--seed", type=whole(0, (1 << 63) - 1), default=0, metavar="N", help=f"for {use} (default 0)")
 
 
 def whole(minimum: int, maximum: int = LARGEST) -> Callable[[str], int]:
@@ -134,15 +132,3 @@ def numbers(text: str, maximum: int = LARGEST) -> list[int]:
             f"must be integers without thousands separators, a comma between two of them, got {text!r:.80}"
         )
     return [whole(1, maximum)(part) for part in (first, *others)]
-
-
-def one_of(*members: _Name) -> Callable[[str], _Name]:
-    """An argparse type: the name of a member of an enumeration."""
-    known = {str(each): each for each in members}
-
-    def parse(text: str) -> _Name:
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {text!r:.80}")
-        return known[text]
-
-    return parse

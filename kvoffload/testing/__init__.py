@@ -1,6 +1,6 @@
 """Testing tools, for users too: the simulated driver, a naive transfer, byte patterns, leak checks, conformance.
 
-    device = kvoffload.open_device(backend="simulated", seed=7)     # a GPU that is not there
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=7)) # a GPU that is not there
     device.simulator.faults.fail_call("cuMemcpyAsync")              # what it does wrong, on demand
     kvoffload.testing.check_copier_conformance(device)              # every copier against a loop; on a GPU too
     kvoffload.testing.check_tier(lambda: MyTier(...))               # whether a tier keeps what `Tier` promises

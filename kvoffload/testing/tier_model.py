@@ -1,4 +1,4 @@
-"""Random operations on a tier, and a model of what it may answer: every byte that comes back is compared."""
+"""Random operations on a tier, and a model of its possible answers: every byte that comes back is compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FuzzReport(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A job that was not looked at yet. Attributes: versions: of each key, what was put."""
+    """A job that was not looked at yet. Attributes: versions: the content that each key was put with."""
 
     kind: str
     job: TierJob

@@ -54,13 +54,11 @@ class TierPools:
             array[entry, :8] = np.frombuffer(version.to_bytes(8, "little"), dtype=np.uint8)
 
     def version(self, entry: int) -> int | None:
-        """The number of the content in an entry, every byte of which is compared; None if it is none."""
+        """The number of an entry's content, of which every byte is compared; None if it is no content."""
         version = int.from_bytes(self.arrays[0][entry, :8].tobytes(), "little")
         for array, rows in zip(self.arrays, self._rows, strict=True):
-            row = array[entry]
-            if int.from_bytes(row[:8].tobytes(), "little") != version:
-                return None
-            if not np.array_equal(row[8:], rows[version % _DIFFERENT, 8:]):
+            number, content = array[entry, :8].tobytes(), array[entry, 8:]
+            if number != version.to_bytes(8, "little") or not np.array_equal(content, rows[version % _DIFFERENT, 8:]):
                 return None
         return version
 

@@ -100,7 +100,7 @@ class DiskIndex:
     # writing ------------------------------------------------------------------------------------------------------
 
     def reserve(self, keys: Sequence[bytes], tenant: str = "") -> DiskPut:
-        """Reserve slots for those keys of a put call that are not there yet; what they displace is evicted.
+        """Reserve slots for the keys of a put call that have no record yet. Other records are evicted for them.
 
         Raises:
             LayoutError, ValueError: keys or tenant.
@@ -152,7 +152,7 @@ class DiskIndex:
     # reading ------------------------------------------------------------------------------------------------------
 
     def read(self, keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]) -> list[ReadResult]:
-        """Read records, and verify them. Those that cannot be read or verified are removed.
+        """Read records and verify them. A record that cannot be read or verified is removed.
 
         Args:
             keys: no repeats.
@@ -193,7 +193,7 @@ class DiskIndex:
         return dict(zip(keys, results, strict=True))
 
     def _drop(self, key: bytes, slot: int) -> None:
-        """Forget a record that is none; the slot is leased, so no other key has it yet."""
+        """Drop an entry that turned out to have no record. Its slot is still leased: no other key can have taken it."""
         self.index.remove([key])
         if not self.files.read_only:
             self.files.erase([slot])
@@ -229,7 +229,7 @@ class DiskIndex:
         self.files.clear()
 
     def sync(self) -> None:
-        """What has been written is durable when it returns; OSError if it may not be."""
+        """Make all writes so far durable; OSError if some may not be."""
         self.files.sync()
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class DiskIndex:
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:
-    """The tenant of each record; "" for those that there are none of any more. None: all of ""."""
+    """Tenant name per record, or "" if the tenant is gone. None: no record has a tenant."""
     known = {name: as_pairs(tenant_digest(name))[0] for name in tenants if name}
     found = {name: (digests == digest).all(axis=1) for name, digest in known.items()}
     if not any(mask.any() for mask in found.values()):

@@ -133,7 +133,7 @@ class OpenFile:
         return True
 
     def sync(self) -> None:
-        """What has been written before this call is durable when it returns.
+        """Make all writes before this call durable.
 
         Raises:
             OSError: it may not be, and a later call would not say so: the kernel reports a lost write once.
@@ -174,7 +174,7 @@ class OpenFile:
 
 
 def _after(views: Iterable[Buffer], count: int) -> list[Buffer]:
-    """What is behind the first `count` bytes of `views`."""
+    """The bytes after the first `count` bytes of `views`."""
     rest: list[Buffer] = []
     for view in views:
         if count >= view.nbytes:
@@ -188,7 +188,7 @@ def _after(views: Iterable[Buffer], count: int) -> list[Buffer]:
 def in_runs(
     call: Callable[[int, Sequence[Buffer]], bool], slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]
 ) -> list[bool | OSError]:
-    """Transfer payloads, those of consecutive slots by one `call`; one by one where that does not succeed."""
+    """Transfer payloads, consecutive slots with one `call`. If that call fails, transfer its slots one by one."""
     results: list[bool | OSError] = []
     begin = 0
     for end in range(1, len(slots) + 1):

@@ -61,7 +61,7 @@ Pairs = npt.NDArray[np.uint64]  # (n, 2): n digests of 16 bytes
 
 
 class Superblock(NamedTuple):
-    """What a member file says of itself and its set.
+    """A member file's description of itself and its set.
 
     Attributes:
         slot_bytes: payload bytes of a slot, a multiple of 4096.
@@ -205,7 +205,7 @@ class Headers(NamedTuple):
 
 
 def parse_headers(data: memoryview, superblock: Superblock, first_slot: int, checksum: Checksum) -> Headers:
-    """The valid ones of consecutive headers, the first of which is that of slot `first_slot` of the member."""
+    """Parse consecutive headers, beginning with the member's slot `first_slot`; the valid ones."""
     table = np.frombuffer(data, dtype=HEADER_DTYPE)
     slots = np.arange(first_slot, first_slot + len(table), dtype=np.uint64)
     member = as_pairs(superblock.member_digest())[0]

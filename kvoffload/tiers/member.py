@@ -126,7 +126,7 @@ class Member:
         self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
 
     def load(self) -> list[Headers]:
-        """Read the header table: the valid headers, in segments. `adopt` follows for those that are records."""
+        """Read the header table: the valid headers, in segments. Call `adopt` with the headers that are records."""
         segments: list[Headers] = []
         for first, data in self._table():
             if not self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
@@ -162,8 +162,8 @@ class Member:
         """Make slots hold records. Their headers are in the file at the latest when no record is being written.
 
         1. Headers wait from here on, until all writes that have begun have ended.
-        2. Payloads are written, those of neighbours together.
-        3. Of those that could be written, the headers are made. Readers find the records from here on.
+        2. Payloads are written, neighbouring slots in one call.
+        3. Payloads that could be written get their headers. Readers find the records from here on.
         4. If no other write goes on, or many headers wait, headers are written.
 
         Args:
@@ -172,7 +172,7 @@ class Member:
                 moment on, and erased after that moment, is not in the file.
 
         Returns:
-            Of each whether it was wanted; if not, nothing has changed. Or why its slot holds no record.
+            For each record whether it was wanted; if not, nothing has changed. Or why its slot holds no record.
         """
         with self._headers:
             self._writes += len(puts)
@@ -218,7 +218,7 @@ class Member:
     def read(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """Read the payloads of keys, each of which this object has put, or found by `load`, in its slot."""
+        """Read the payloads of keys. This object has put each of them into its slot, or found it there by `load`."""
         results: list[ReadResult] = [False] * len(slots)
         digests = {
             at: bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES])
@@ -233,7 +233,7 @@ class Member:
     def read_shared(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """As `read`, while another process may write: the header is there, of the set's epoch, before and afterwards.
+        """As `read`, while another process may write: the header must be the same before and after the payload is read.
 
         A payload that is being replaced, whose new header waits, cannot be told from damage.
         """
@@ -253,7 +253,7 @@ class Member:
     def _verified(
         self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]], digests: Sequence[bytes]
     ) -> list[ReadResult]:
-        """Read payloads, those of neighbours together, and compare their digests."""
+        """Read payloads, neighbouring slots in one call, and compare their digests."""
         with self._gate:
             results = in_runs(
                 lambda slot, views: self.file.read_payload(views, self.payload_offset(slot)), slots, payloads
@@ -303,7 +303,7 @@ class Member:
         self.sync()
 
     def sync(self) -> None:
-        """What has been written is durable when it returns.
+        """Make all writes so far durable.
 
         Raises:
             OSError: it may not be. Another epoch has begun; see above.
@@ -402,7 +402,7 @@ class Member:
         self._uncertain.difference_update(range(first, first + len(headers)))
 
     def _peek(self, slot: int) -> Peek | None:
-        """What the file holds for a slot now, for a process that does not write it; None for no valid header."""
+        """A slot's header in the file now, for a process that does not write the file; None if it is not valid."""
         found = [each for each in read_superblocks(self.file) if each is not None]
         current = max(found, key=lambda each: each.epoch, default=None)
         if current is None or current.member_digest() != self._digest:

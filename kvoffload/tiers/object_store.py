@@ -29,7 +29,7 @@ class ObjectStoreTier(RemoteTier):
             "az://container", "file:///folder". Or a store made by `obstore.store`; its timeouts and retries are yours.
         identity, prefix, key, name, limits: see `RemoteTier`; 8 threads by default.
         config: with a URL, options of obstore for this kind of store, such as `endpoint`, `region`, `access_key_id`.
-            Those that are not given come from environment variables, and from the role of the machine.
+            Others come from environment variables, and from the role of the machine.
         client_options: with a URL, options of obstore for connections, such as `root_certificate`, `proxy_url`,
             `allow_http`.
         timeout: seconds that a request may take, with a URL.

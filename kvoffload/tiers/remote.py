@@ -73,7 +73,7 @@ class RecordFormat:
         self.folder = f"{prefix}/{VERSION}/{layout.hex()}/{self._space.hex()}/"
 
     def name(self, key: bytes) -> str:
-        """The name of a key's record: at most 300 characters: letters, digits and those of the prefix."""
+        """The name of a key's record, at most 300 characters: the prefix, then letters and digits."""
         return self.folder + key.hex()
 
     def pack(self, key: bytes, rows: Sequence[UInt8Array]) -> bytes:
@@ -268,7 +268,7 @@ class RemoteTier(ThreadedTier):
         return np.empty((count, HEADER_BYTES), np.uint8)
 
     def reject(self, name: str) -> Outcome:
-        """Count a record that is not what was put, delete it so that it can be put again, and return MISSING.
+        """Count a record as corrupt, delete it so that it can be put again, and return MISSING.
 
         Raises nothing: a record that cannot be deleted is logged, and stays a miss.
         """

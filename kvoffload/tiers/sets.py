@@ -47,7 +47,7 @@ Opened = list[tuple[OpenFile, Superblock]]  # by number of the member
 
 
 class State(enum.Enum):
-    """What is found at the path of a member."""
+    """What a member's path leads to."""
 
     VALID = "valid"
     MISSING = "missing"
@@ -58,7 +58,7 @@ class State(enum.Enum):
 
 
 class Found(NamedTuple):
-    """What is found at a path: the open file unless it is MISSING, the newest superblock if it is VALID."""
+    """A member's path, the open file unless it is MISSING, and the newest superblock if it is VALID."""
 
     path: str
     state: State
@@ -172,7 +172,7 @@ def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -
 
 
 def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: bool) -> Found:
-    """Open and lock the file at `path`, if there is one, and see what it is.
+    """Open and lock the file at `path`, if there is one, and find out what it is.
 
     Args:
         wanted: its size decides what is blank to a writer.
@@ -249,7 +249,7 @@ def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[Stat
 
 
 def _beginning(file: OpenFile, offset: int) -> bytes:
-    """A page, or as much of it as there is."""
+    """A page of the file; less if the file ends in it."""
     size = max(0, min(PAGE, file.nbytes - offset))
     data = bytearray(size)
     file.read([memoryview(data)], offset)

@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 class Records(NamedTuple):
-    """What is in a set when it is opened, by column.
+    """The records of a set when it is opened, by column.
 
     Attributes:
         keys: in the order in which they were put.
@@ -209,7 +209,7 @@ class SlotFiles:
     def read(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """Read the payloads of keys, each of which is expected in its slot.
+        """Read the payloads of keys, each expected in its slot.
 
         Unless the result is True, the payload holds any bytes.
 
@@ -250,7 +250,7 @@ class SlotFiles:
         run_all(member.clear for member in self._members)
 
     def sync(self) -> None:
-        """What has been written is durable when it returns.
+        """Make all writes so far durable.
 
         Raises:
             OSError: it may not be; records so far may be missing after a restart.

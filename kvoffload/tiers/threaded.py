@@ -1,7 +1,7 @@
 """ThreadedTier: a tier whose methods may block. Threads of its own call them; queues are bounded, reads come first.
 
-What removes keys cancels writes of these keys that wait, and waits for those that have begun; writes that are put
-afterwards wait for it. So no record that was put before comes back after it.
+A removal cancels the writes of its keys that wait, and waits for the writes that have begun; writes that are put
+afterwards wait for the removal. So no record that was put before comes back after it.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class ThreadedTier(Tier):
         return [[pool[job.entries[at]] for pool in self.pools] for at in positions]
 
     def _guarded(self, call: Callable[[], Outcome]) -> Outcome:
-        """What one of several keys raises does not make the others FAILED."""
+        """Make one key FAILED if its call raises, and not the others."""
         try:
             return call()
         except Exception as error:

@@ -250,7 +250,7 @@ class ValkeyTier(RemoteTier):
         return [slice(at, at + step) for at in range(0, len(names), step)]
 
     def _part_names(self, name: str) -> list[str]:
-        """Of the header and of each range. What is in braces decides about the slot of a cluster."""
+        """The names of the header and of each range. The text in braces decides which slot of a cluster they are in."""
         return [f"{{{name}}}:{part}" for part in range(1 + len(self.pools))]
 
     def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
@@ -279,7 +279,7 @@ class ValkeyTier(RemoteTier):
         return outcomes
 
     def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        """`_fetch` without values longer than their parts, each of which fails the whole command; [] if there is none.
+        """`_fetch` without values longer than their parts: one of them fails the whole command. [] if all fit.
 
         The error is no argument: a frame in its own traceback would hold it, and the garbage collector crash on the
         buffers in glide's frames.
@@ -325,7 +325,7 @@ class ValkeyTier(RemoteTier):
         return Outcome.DONE
 
     def _counts(self, batch: Any) -> list[int | None]:
-        """What a batch of commands that count has counted; None of a value that is no string."""
+        """The counts that a batch of commands returns; None for a value that is no string."""
         with self._connected() as client:
             answer = client.exec(batch, False)
             if not isinstance(answer, list):

@@ -75,12 +75,12 @@ class Removal(Work):
 
 
 class WorkQueues:
-    """What waits and what is being carried out.
+    """The work that waits, and the work that threads are doing.
 
     Attributes:
         reads, writes, removals: what waits, oldest first.
         read_keys, write_keys: of how many keys.
-        running: what was taken and has not been finished: one for each busy thread.
+        running: taken and not finished: one for each busy thread.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Workers:
         """Start the threads, named after the tier's name; ClosedError if closed.
 
         Args:
-            at_end: called by the last one of them, when it is about to end.
+            at_end: called by the last thread, when it is about to end.
         """
         with self._lock:
             if self.closed:
@@ -235,7 +235,7 @@ class Workers:
     # queues -------------------------------------------------------------------------------------------------------
 
     def queue(self, works: Sequence[Work], *, bounded: bool = True) -> int:
-        """Queue works of one job and one kind; `bounded`: its first keys, if there is no room for all of them.
+        """Queue works of one job and one kind; if `bounded` and there is no room for all keys, the first ones.
 
         What removes keys first cancels the writes of these keys that wait. They end before it is queued: else it could
         be over before, and a write begin after it.
@@ -351,7 +351,7 @@ class Workers:
             self._at_end()
 
     def _take(self, number: int) -> Work | None:
-        """What the thread does next, once there is something; None when closed."""
+        """The thread's next work, once there is some; None when closed."""
         with self._lock:
             while not self.closed:
                 work = self._queues.take()

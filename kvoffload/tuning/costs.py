@@ -33,11 +33,11 @@ class CopyMethod(NamedTuple):
     """How a transfer is copied.
 
     Attributes:
-        copier: "strided": a strided copy for each block, by the copy engine. "batch", "loop": a contiguous copy for
-            each row, submitted together or one by one. "gather": a kernel. "split": a kernel for some of the blocks,
-            strided copies for the others.
-        programs: of the gather kernel, each of which occupies one multiprocessor; 0 where no kernel is launched.
-        share: fraction of the blocks that the kernel copies: 1.0 for gather, in (0, 1) for split, else 0.0.
+        copier: "strided": the copy engine does a strided copy for each block. "batch" and "loop": it does a contiguous
+            copy for each row, and they are submitted many at once or one by one. "gather": a kernel copies. "split": a
+            kernel copies some of the blocks, strided copies the others.
+        programs: how many programs the kernel has; each takes one multiprocessor. 0 without a kernel.
+        share: the fraction of the blocks that the kernel copies: 1.0 for gather, between 0 and 1 for split, else 0.0.
     """
 
     copier: CopierName
@@ -63,10 +63,10 @@ class Shape(NamedTuple):
 
     Attributes:
         blocks: device blocks.
-        plane_blocks: blocks x planes, which the gather kernel copies one by one.
-        operations: strided operations; adjacent blocks of a slot are merged.
-        rows: rows of these operations, each of which is one contiguous copy.
-        nbytes: payload, bytes.
+        plane_blocks: blocks x planes: what the gather kernel copies one by one.
+        operations: strided operations, after adjacent blocks of a slot were merged.
+        rows: rows of all operations together. Each is one contiguous copy.
+        nbytes: bytes to copy.
     """
 
     direction: Direction
@@ -91,9 +91,9 @@ FIELD = (*CONCURRENT_COMPUTE, Situation.BOTH_DIRECTIONS)
 
 
 class HostCosts(NamedTuple):
-    """Seconds of the host: a fixed part for a submission, and for each copy that the driver is given.
+    """Host seconds of a submission: a fixed part, and a part for each copy that the driver is given.
 
-    A copy is a strided operation of "strided", a row of "batch" and "loop", a block of "gather" and "split".
+    Such a copy is an operation for "strided", a row for "batch" and "loop", a block for "gather" and "split".
     """
 
     fixed: float
@@ -117,10 +117,10 @@ class Curve(NamedTuple):
 
 
 def along(points: Sequence[float], values: Sequence[float], x: float) -> float:
-    """The straight lines through `(points, values)`, points ascending.
+    """The value at `x` on the straight lines through `(points, values)`, points ascending.
 
-    Beyond the last point it goes on as before, never falling; below the first one too, but it stays between a constant
-    and a proportional cost. A single point is taken as proportional.
+    Beyond the last point the last line goes on, but never falls. Below the first point the first line goes on, but
+    stays between a constant and a proportional cost. With a single point the cost is proportional.
     """
     if len(points) == 1:
         return values[0] * x / points[0]

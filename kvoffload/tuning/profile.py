@@ -50,12 +50,13 @@ _H200_CLASS = ("H100", "H200", "H800", "GH200", "B100", "B200", "B300")
 
 
 class ProfileKey(NamedTuple):
-    """The machine that a profile was measured on and is valid for; None where Linux does not say.
+    """The machine that a profile was measured on, and is valid for.
 
     Attributes:
-        driver, bindings: for example "13.0" and "13.3".
-        link_generation: the highest that the GPU supports: an idle link may show a lower one.
-        link_width: lanes in use.
+        driver, bindings: versions, for example "13.0" and "13.3".
+        link_generation: the highest PCIe generation that the GPU supports, since an idle link may show a lower one.
+            None if Linux does not say.
+        link_width: lanes in use. None if Linux does not say.
     """
 
     gpu: str
@@ -66,7 +67,7 @@ class ProfileKey(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """The relative error of expected times, `|expected / measured - 1|`: median and worst over `transfers`."""
+    """How far expected times are off, `|expected / measured - 1|`: median and worst of so many `transfers`."""
 
     median: float
     worst: float
@@ -75,20 +76,20 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """The costs of transfers on a machine. Compared and hashed by identity.
+    """What transfers cost on a machine. Two profiles are equal only if they are the same object.
 
     Attributes:
         key: the machine that it was measured on; None for a default.
         source: where the figures come from, as text to show.
-        simulated: whether the figures are those of a simulated device, and mean nothing for a GPU.
+        simulated: True if a simulated device was measured: the figures mean nothing for a GPU.
         costs: by direction, on an idle GPU.
-        situations: by situation and direction, from fewer transfers; empty if unknown.
-        host: by copier, how long a submission keeps its caller; empty if unknown.
-        around: by copier, seconds from the call until the transfer is seen to have landed, less those on the GPU's
-            clock; empty if unknown.
-        slowdowns: by `CopyMethod.label`: the time of a small matrix product that runs concurrently with such transfers,
-            over its time alone.
-        errors: by copier, of transfers that were not used to fit `costs`; empty if unknown.
+        situations: the same by situation, from fewer transfers. Empty if unknown, as are the following.
+        host: by copier, how long a submission keeps its caller.
+        around: by copier, how much longer a transfer takes for its caller (from the call until it is seen to have
+            landed) than on the GPU's clock.
+        slowdowns: by `CopyMethod.label`, how many times as long a small matrix product takes concurrently with such
+            transfers.
+        errors: by copier, how far expected times are off, for transfers that `costs` were not fitted to.
     """
 
     key: ProfileKey | None
@@ -104,25 +105,26 @@ class Profile:
     def seconds(self, method: CopyMethod, shape: Shape, situation: Situation = Situation.IDLE) -> float:
         """Expected seconds on the GPU's clock; infinity for a copy method that was not measured.
 
-        A situation that was not measured counts as an idle GPU.
+        If the situation was not measured, the seconds are those on an idle GPU.
         """
         return self.situations.get(situation, self.costs)[shape.direction].seconds(method, shape)
 
     def host_seconds(self, method: CopyMethod, shape: Shape) -> float:
-        """For how long the submission is expected to keep its caller; 0.0 if that is unknown."""
+        """How many seconds a submission is expected to keep its caller; 0.0 if unknown."""
         return _host_seconds(self.host, method, shape)
 
     def seconds_around(self, method: CopyMethod, shape: Shape) -> float:
-        """How much longer a transfer is expected to take from the call until its caller sees that it has landed than on
-        the GPU's clock; 0.0 if that is unknown.
+        """How many more seconds a transfer is expected to take for its caller than on the GPU's clock; 0.0 if unknown.
+
+        The caller's time goes from the call until it sees that the transfer has landed.
         """
         return _host_seconds(self.around, method, shape)
 
     def slowdown(self, method: CopyMethod) -> float:
-        """The time of a small matrix product concurrent with such transfers, over its time alone; at least 1.0.
+        """How many times as long a small matrix product takes concurrently with such transfers; at least 1.0.
 
-        A number of programs that was not measured counts as the next lower one that was, else as the lowest; a split
-        that was not measured counts as the kernel alone.
+        For a number of programs that was not measured this is the value of the next lower number, or of the lowest. For
+        a split that was not measured it is the value of the kernel alone.
         """
         known = self.slowdowns
         if method.label in known or not method.programs:
@@ -135,13 +137,13 @@ class Profile:
         return 1.0
 
     def split_share(self, shape: Shape, programs: int) -> float:
-        """The fraction of the blocks for the kernel with which a split ends soonest; 0.0 if a split makes no sense."""
+        """The fraction of the blocks that the kernel should copy so that a split ends soonest; 0.0 if none helps."""
         return self.costs[shape.direction].split_share(shape, programs)
 
     def limited_to(self, link: float, source: str) -> Profile:
-        """A default profile for the same GPU on a slower link, of `link` bytes per second.
+        """A default profile for the same GPU on a link of `link` bytes per second, which is slower.
 
-        No time is shorter than the link needs for the bytes, plus a transfer's fixed cost; longer times stay.
+        Times become as long as the link needs for the bytes, plus a transfer's fixed cost, unless they are longer.
         """
 
         def limit(costs: dict[Direction, Costs]) -> dict[Direction, Costs]:
@@ -205,7 +207,7 @@ def key_of(device: Device) -> ProfileKey:
 
 
 def profile_for(device: Device) -> Profile:
-    """The measured profile of a device, or else a default; the default for an unknown GPU for a simulated device."""
+    """The measured profile of a device, or a default. A simulated device gets the default for unknown GPUs."""
     return default_profile(None) if device.simulated else load_profile(key_of(device))
 
 
@@ -224,9 +226,9 @@ def check_profile(profile: object) -> Profile:
 
 
 def load_profile(key: ProfileKey | None) -> Profile:
-    """The measured profile for `key` from the cache folder, or else a default.
+    """The measured profile for `key` from the cache folder, or a default. With None, the default for unknown GPUs.
 
-    A file that cannot be used is ignored, with one warning a process. None for `key` is the default for unknown GPUs.
+    A file that cannot be used is ignored, with one warning per process.
     """
     if key is None:
         return default_profile(None)
@@ -250,7 +252,7 @@ def load_profile(key: ProfileKey | None) -> Profile:
 
 
 def default_profile(key: ProfileKey | None) -> Profile:
-    """The profile to use before one is measured: for H200-class GPUs on PCIe Gen5 x16, else for unknown GPUs."""
+    """The profile to use until one is measured: one for H200-class GPUs on PCIe Gen5 x16, one for all others."""
     of_h200, of_unknown = _defaults()
     if key is None or not any(name in key.gpu for name in _H200_CLASS):
         return of_unknown
@@ -286,7 +288,7 @@ def save_profile(profile: Profile) -> Path | None:
 
 
 def render(profile: Profile) -> bytes:
-    """The profile as JSON; times in microseconds, in GB/s for the link."""
+    """The profile as JSON: times in microseconds, the link in GB/s."""
     fields = {
         "format": FORMAT,
         "source": profile.source,
@@ -308,10 +310,10 @@ def render(profile: Profile) -> bytes:
 
 
 def parse(content: bytes) -> Profile:
-    """A profile from what `render` wrote.
+    """The profile that `render` wrote.
 
     Raises:
-        ValueError: `content` is no profile, or one of another format; the message says what is wrong.
+        ValueError: `content` is not a profile, or has another format; the message says what is wrong.
     """
     try:
         fields = json.loads(content)

@@ -10,8 +10,7 @@
     worker.py     KVOffloadWorker: a worker's side, an OffloadEngine over its KV cache
     connector.py  KVOffloadConnector: vLLM's OffloadingConnector, which also reports transfers that failed
     options.py    kv_connector_extra_config, checked
-    requests.py   what the manager keeps for each request of vLLM
-    offers.py     how often a key was offered
+    requests.py   what the manager keeps for each request of vLLM, and how often a key was offered
     events.py     events of the index as vLLM's
     metrics.py    statistics of the index as vLLM's
     tiers.py      tiers below the workers' host memory: promotions.py, identity.py

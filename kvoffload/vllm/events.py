@@ -18,17 +18,13 @@ class EventLog:
         self._lock = threading.RLock()  # with tiers, events come from a thread of theirs, too
 
     def note(self, event: CacheEvent) -> None:
-        keys = [OffloadKey(key) for key in event.keys]
-        if event.kind in ("stored", "promoted"):
-            self._add(OffloadingEvent(keys, Medium.CPU, removed=False))
-        elif event.kind in ("evicted", "removed"):
-            self._add(OffloadingEvent(keys, Medium.CPU, removed=True))
-        elif event.kind == "failed":  # it never was announced as stored: for vLLM's own tracker alone
-            self._add(OffloadingEvent(keys, Medium.CPU, removed=True, metadata_only=True))
-
-    def _add(self, event: OffloadingEvent) -> None:
-        with self._lock:
-            self._events.append(event)
+        there, failed = event.kind in ("stored", "promoted"), event.kind == "failed"
+        if there or failed or event.kind in ("evicted", "removed"):
+            keys = [OffloadKey(key) for key in event.keys]
+            # A failed store was never announced as stored: its event is for vLLM's own tracker alone.
+            noted = OffloadingEvent(keys, Medium.CPU, removed=not there, metadata_only=failed)
+            with self._lock:
+                self._events.append(noted)
 
     def take(self) -> Iterable[OffloadingEvent]:
         """Those since the last call."""

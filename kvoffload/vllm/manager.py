@@ -41,9 +41,8 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
-from kvoffload.vllm.offers import Offers
 from kvoffload.vllm.promotions import Promotions
-from kvoffload.vllm.requests import end_request, in_order, state_of
+from kvoffload.vllm.requests import Offers, RequestState, in_order, state_of
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
@@ -182,7 +181,9 @@ class KVOffloadManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._promotions is not None:
             self._promotions.release(req_context)
-        end_request(self.index, req_context)
+        state = req_context.get_state(RequestState)
+        if state is not None and state.owner is self.index:
+            state.request.end()  # its keys were used once, the first ones last
 
     # storing ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -24,11 +24,7 @@ _COUNTERS = {
     "declined": "Chunks that were not stored: no room, or worth less than what they would have displaced.",
     "failed": "Chunks whose store failed.",
 }
-_GAUGES = {
-    "resident": "Chunks that can be loaded.",
-    "pending": "Chunks being stored.",
-    "capacity": "Chunks that fit.",
-}
+_GAUGES = {"resident": "Chunks that can be loaded.", "pending": "Chunks being stored.", "capacity": "Chunks that fit."}
 _TIER_COUNTERS = {
     "promoted": "Chunks that a tier has brought into host memory.",
     "not_found": "Chunks that a tier was asked for and did not bring.",
@@ -37,27 +33,27 @@ _TIER_COUNTERS = {
     "not_written": "Chunks that were given to a tier, and were not written.",
     "dropped": "Chunks that were worth writing, and were not given to a tier.",
 }
+_NAME, _TIER_NAME = "vllm:kvoffload_{}_chunks".format, "vllm:kvoffload_tier_{}_chunks".format
 _TIER_USABLE = "vllm:kvoffload_tier_usable"
 _SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
-def _name(counted: str) -> str:
-    return f"vllm:kvoffload_{counted}_chunks"
-
-
-def _tier_name(counted: str) -> str:
-    return f"vllm:kvoffload_tier_{counted}_chunks"
+def _grown(now: object, before: object, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """What counts have grown since the last report, which may be the first; without those that have not."""
+    for name in names:
+        grown = getattr(now, name) - getattr(before, name, 0)
+        if grown:
+            yield name, grown
 
 
 def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
     """What is reported of each tier, by its name, besides `definitions`."""
-    labels = ("tier",)
+    counters = _TIER_COUNTERS.items()
     return {
-        _TIER_USABLE: OffloadingGaugeMetadata("1 while a tier is used, 0 while it is left alone.", labelnames=labels),
-        **{
-            _tier_name(each): OffloadingCounterMetadata(text, labelnames=labels)
-            for each, text in _TIER_COUNTERS.items()
-        },
+        _TIER_USABLE: OffloadingGaugeMetadata(
+            "1 while a tier is used, 0 while it is left alone.", labelnames=("tier",)
+        ),
+        **{_TIER_NAME(each): OffloadingCounterMetadata(text, labelnames=("tier",)) for each, text in counters},
     }
 
 
@@ -71,8 +67,8 @@ def definitions(store_threshold: int) -> dict[str, OffloadingMetricMetadata]:
         Names.CPU_CACHE_READ_USAGE_PERC: OffloadingGaugeMetadata(f"Share being loaded {share}"),
         Names.CPU_ALLOCATION_SIZE: OffloadingHistogramMetadata("Chunks of a store.", buckets=_SIZES),
         **({Names.STORES_SKIPPED: skipped} if store_threshold >= 2 else {}),
-        **{_name(each): OffloadingCounterMetadata(text) for each, text in _COUNTERS.items()},
-        **{_name(each): OffloadingGaugeMetadata(text) for each, text in _GAUGES.items()},
+        **{_NAME(each): OffloadingCounterMetadata(text) for each, text in _COUNTERS.items()},
+        **{_NAME(each): OffloadingGaugeMetadata(text) for each, text in _GAUGES.items()},
     }
 
 
@@ -90,7 +86,7 @@ class Reporter:
         self._tiers_before: dict[str, CacheTierStatistics] = {}
 
     def report(self, now: CacheStatistics, skipped: int) -> OffloadingConnectorStats:
-        stats, before = OffloadingConnectorStats(), self._before
+        stats = OffloadingConnectorStats()
         capacity = max(now.capacity, 1)
         stats.set_gauge(Names.CPU_CACHE_USAGE_PERC, (now.pending + now.pinned) / capacity)
         stats.set_gauge(Names.CPU_CACHE_WRITE_USAGE_PERC, now.pending / capacity)
@@ -100,22 +96,17 @@ class Reporter:
         self.sizes.clear()
         if self._counts_skipped:
             stats.increase_counter(Names.STORES_SKIPPED, skipped)
-        for counted in _COUNTERS:
-            grown = getattr(now, counted) - (getattr(before, counted) if before is not None else 0)
-            if grown:
-                stats.increase_counter(_name(counted), grown)
+        for counted, grown in _grown(now, self._before, _COUNTERS):
+            stats.increase_counter(_NAME(counted), grown)
         for counted in _GAUGES:
-            stats.set_gauge(_name(counted), getattr(now, counted))
+            stats.set_gauge(_NAME(counted), getattr(now, counted))
         self._before = now
         return stats
 
     def report_tiers(self, stats: OffloadingConnectorStats, now: Sequence[CacheTierStatistics]) -> None:
         """The same for tiers, into a report."""
         for tier in now:
-            before, labels = self._tiers_before.get(tier.name), (tier.name,)
-            for counted in _TIER_COUNTERS:
-                grown = getattr(tier, counted) - (getattr(before, counted) if before is not None else 0)
-                if grown:
-                    stats.increase_counter(_tier_name(counted), grown, labels)
-            stats.set_gauge(_TIER_USABLE, int(tier.state is not BreakerState.OPEN), labels)
+            for counted, grown in _grown(tier, self._tiers_before.get(tier.name), _TIER_COUNTERS):
+                stats.increase_counter(_TIER_NAME(counted), grown, (tier.name,))
+            stats.set_gauge(_TIER_USABLE, int(tier.state is not BreakerState.OPEN), (tier.name,))
             self._tiers_before[tier.name] = tier

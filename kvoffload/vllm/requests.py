@@ -1,7 +1,8 @@
-"""What the manager keeps for each request of vLLM: the request of the index that stands for it."""
+"""What the manager keeps for each request of vLLM: the request of the index that stands for it; and of offered keys."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
@@ -66,13 +67,6 @@ def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestStat
     return state
 
 
-def end_request(index: CacheIndex, context: ReqContext) -> None:
-    """The request has ended: its keys were used once, the first ones last."""
-    state = context.get_state(RequestState)
-    if state is not None and state.owner is index:
-        state.request.end()
-
-
 def in_order(keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
     """Keys in the order of the tokens they stand for: keys of several groups come group after group.
 
@@ -84,3 +78,54 @@ def in_order(keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
     if None in ends:
         return keys
     return [key for _, key in sorted(zip(ends, keys, strict=True), key=lambda pair: pair[0])]
+
+
+class Offers:
+    """How often keys were offered for storing, so that what is offered once is not stored.
+
+    Args:
+        threshold: a key passes when it has been offered this many times; below 2, every key passes.
+        most: keys that are counted; beyond that those whose last offer is longest ago are forgotten, but none of the
+            offer at hand.
+
+    Attributes:
+        skipped: keys that did not pass, since the last `take_skipped`.
+    """
+
+    def __init__(self, threshold: int, most: int) -> None:
+        self.threshold = threshold
+        self.skipped = 0
+        self._most = most
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """Count an offer of these keys."""
+        counts = self._counts
+        if self.threshold < 2:
+            return
+        for key in keys:
+            if key in counts:
+                counts[key] += 1
+                counts.move_to_end(key)
+        known = sum(key in counts for key in keys)
+        for key in keys:
+            if key in counts:
+                continue
+            if len(counts) >= self._most:
+                if known == len(counts):
+                    continue
+                counts.popitem(last=False)
+            counts[key] = 1
+            known += 1
+
+    def passing(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys that have been offered often enough; the others are counted as skipped."""
+        if self.threshold < 2:
+            return list(keys)
+        found = [key for key in keys if self._counts.get(key, 0) >= self.threshold]
+        self.skipped += len(keys) - len(found)
+        return found
+
+    def take_skipped(self) -> int:
+        skipped, self.skipped = self.skipped, 0
+        return skipped

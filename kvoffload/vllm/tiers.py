@@ -8,6 +8,7 @@ not, the manager looks for them at its first use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -21,7 +22,7 @@ from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.loading import load_tier
 from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest
-from kvoffload.vllm.options import Options, TierChoice
+from kvoffload.vllm.options import Options
 from kvoffload.vllm.promotions import Promotions
 
 if TYPE_CHECKING:
@@ -95,15 +96,27 @@ class TiersOfWorkers:
             ValueError: a tier's arguments.
             And what `Tier.attach` raises.
         """
-        options = self._options
+        options, replica = self._options, str(self._config.parallel.data_parallel_index)
         pools, notes = self._pools()
-        tiers = self._tiers()
         per_chunk, per_second = None, options.kvoffload_prefill_tokens_per_second
         if per_second is not None:  # of the group whose chunks take the most: those of several are computed together
             tokens = max(int(group.tokens_per_block) for group in self._config.groups)
             per_chunk = tokens * int(self._config.cache.blocks_per_chunk) / per_second
-        try:
-            return CacheIndex(
+        tiers: list[Tier] = []
+        with ExitStack() as stack:  # closes the tiers if one of them, or the index, cannot be opened
+            stack.callback(lambda: [tier.close() for tier in tiers])
+            for place, choice in enumerate(options.kvoffload_tiers):
+                arguments: dict[str, Any] = {
+                    name: value.replace("{dp}", replica) if isinstance(value, str) else value
+                    for name, value in choice.arguments.items()
+                }
+                if choice.kind != "memory" and "identity" not in arguments:
+                    arguments["identity"] = self.identity
+                try:
+                    tiers.append(load_tier(choice.kind, **arguments))
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"kvoffload_tiers[{place}], {choice.kind}: {error}") from error
+            index = CacheIndex(
                 len(pools[0]),
                 pools=pools,
                 tiers=tiers,
@@ -113,10 +126,8 @@ class TiersOfWorkers:
                 policy=options.kvoffload_policy,
                 on_event=on_event,
             )
-        except BaseException:
-            for tier in tiers:
-                tier.close()
-            raise
+            stack.pop_all()
+        return index
 
     def _pools(self) -> tuple[list[UInt8Array], list[str]]:
         pools, notes = [], []
@@ -132,30 +143,6 @@ class TiersOfWorkers:
                     "Leave out kvoffload_tiers where workers are on several machines"
                 ) from error
         return pools, notes
-
-    def _tiers(self) -> list[Tier]:
-        tiers: list[Tier] = []
-        try:
-            for place, choice in enumerate(self._options.kvoffload_tiers):
-                tiers.append(self._tier(place, choice))
-        except BaseException:
-            for tier in tiers:
-                tier.close()
-            raise
-        return tiers
-
-    def _tier(self, place: int, choice: TierChoice) -> Tier:
-        replica = str(self._config.parallel.data_parallel_index)
-        arguments: dict[str, Any] = {
-            name: value.replace("{dp}", replica) if isinstance(value, str) else value
-            for name, value in choice.arguments.items()
-        }
-        if choice.kind != "memory" and "identity" not in arguments:
-            arguments["identity"] = self.identity
-        try:
-            return load_tier(choice.kind, **arguments)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"kvoffload_tiers[{place}], {choice.kind}: {error}") from error
 
     @property
     def identity(self) -> str:

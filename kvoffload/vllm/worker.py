@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +167,8 @@ class KVOffloadWorker(OffloadingWorker):
                 if not unfinished:
                     transfer.error = error
                 for job in unfinished[:1]:
-                    _wait(job)
+                    with suppress(TransferError):
+                        job.wait()
             except (DriverError, TransferError) as error:
                 transfer.error = error
         self._transfers[transfer.job_id] = transfer
@@ -181,14 +183,8 @@ class KVOffloadWorker(OffloadingWorker):
                 continue
             skip = first % self._blocks_per_chunk
             count = self.layout.slots_for(size, first_sub_block=skip)
-            transfers.append(
-                GroupTransfer(
-                    group,
-                    gpu.block_ids[block : block + size],
-                    host.block_ids[slot : slot + count],
-                    first_sub_block=skip,
-                )
-            )
+            blocks, slots = gpu.block_ids[block : block + size], host.block_ids[slot : slot + count]
+            transfers.append(GroupTransfer(group, blocks, slots, first_sub_block=skip))
             block, slot = block + size, slot + count
         assert block == len(gpu.block_ids)
         assert slot == len(host.block_ids)
@@ -242,7 +238,8 @@ class KVOffloadWorker(OffloadingWorker):
             if transfer is None:
                 continue
             if transfer.job is not None:
-                _wait(transfer.job)
+                with suppress(TransferError):
+                    transfer.job.wait()
             if transfer.urgent and transfer.failure is not None:
                 raise TransferError(
                     f"load {job_id}, which vLLM awaits within its step, has failed: {transfer.failure}; without "
@@ -265,14 +262,6 @@ class KVOffloadWorker(OffloadingWorker):
         if self._slots is not None:
             self._slots.close()
         self._transfers.clear()
-
-
-def _wait(job: Job) -> None:
-    """Wait until a job has ended, well or not."""
-    try:
-        job.wait()
-    except TransferError:
-        pass
 
 
 def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:

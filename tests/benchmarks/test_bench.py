@@ -15,7 +15,7 @@ from kvoffload.commands import main
 from kvoffload.errors import DriverError
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload.tuning import CopyMethod
 from kvoffload_bench.copy_methods import (
     GridStride,
@@ -109,7 +109,7 @@ def test_one_bad_transfer_among_good_ones_is_seen(
 def test_bench_transfer_leaves_out_what_the_driver_lacks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = kvoffload.open_device(backend="simulated", driver_version=(12, 4), bindings_version=(13, 3))
+    old = kvoffload.open_device(backend=SimulatedDriver(driver_version=(12, 4), bindings_version=(13, 3)))
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     assert main([*SMALL_TRANSFER, "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
@@ -289,7 +289,7 @@ def test_rounds_begin_with_another_scenario_each_and_leave_the_first_out() -> No
 
 
 def test_a_bare_call_that_fails_raises(seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     with Lab(device, SMALL, repeats=1, seed=seed) as lab, TransferSetup(lab, MODEL, count=2) as setup:
         for name, make in (("cuMemcpy3DBatchAsync", bare_strided), ("cuMemcpyBatchAsync", flat_batch)):
             assert device.simulator is not None

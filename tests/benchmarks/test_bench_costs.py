@@ -139,7 +139,7 @@ def test_the_grid_stride_kernel_copies_every_row(lab: Lab, row_bytes: int, progr
 
 def test_the_grid_stride_kernel_moves_words_of_eight_bytes() -> None:
     parameters = (("sources", "i64"), ("targets", "i64"), ("sizes", "i64"), ("count", "i32"))
-    spec = KernelSpec("kvoffload.kernels.baseline", "grid_stride", parameters, (("WORDS", 512),), 4)
+    spec = KernelSpec("kvoffload_bench.grid_stride", "grid_stride", parameters, (("WORDS", 512),), 4)
     compiled = compile_kernel(spec, (9, 0))
     accesses = re.findall(r"(?:ld|st)\.global\.(?:v\d\.)?b\d+", compiled.ptx)
     assert accesses

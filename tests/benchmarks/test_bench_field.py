@@ -17,6 +17,7 @@ from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
+from kvoffload.testing import SimulatedDriver
 from kvoffload.tuning import default_profile, key_of
 from kvoffload_bench import field
 from kvoffload_bench.field_compute import ComputeTimes, Situation, Span, compute_ended, slowdown
@@ -171,7 +172,7 @@ def test_without_kernels_the_idle_gpu_is_measured(
 
 
 def test_what_the_driver_lacks_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    old = kvoffload.open_device(backend="simulated", driver_version=(12, 4), bindings_version=(13, 3))
+    old = kvoffload.open_device(backend=SimulatedDriver(driver_version=(12, 4), bindings_version=(13, 3)))
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     fields = run_json(capsys, *ONE)
     assert {"batch", "flat batch"} <= set(fields["not_run"])

@@ -9,7 +9,7 @@ import pytest
 import kvoffload
 from kvoffload.errors import KVOffloadError
 from kvoffload.internal.models import MODELS
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload_bench.field_compute import ConcurrentCompute, Situation
 from kvoffload_bench.field_methods import FieldMethods, FieldSetup, SeriesSize, contiguous_series
 from kvoffload_bench.harness import SMALL, Lab
@@ -55,7 +55,7 @@ def test_a_computation_that_is_not_topped_up_ends(lab: Lab) -> None:
     ],
 )
 def test_after_a_failed_call_all_is_freed(seed: int, call: str, nth: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     assert device.simulator is not None
     with (
         Lab(device, SMALL, repeats=1, seed=seed) as lab,

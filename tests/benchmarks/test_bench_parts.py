@@ -13,7 +13,7 @@ from benching import run_json
 import kvoffload
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload.tuning import CopierName
 from kvoffload_bench import layer_groups as parts
 from kvoffload_bench.harness import SMALL, WARM_UP, Lab
@@ -88,7 +88,7 @@ def test_bench_parts_refuses_bad_options(
 @pytest.fixture
 def pretending(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Lab]:
     """A lab on a simulated device that says it is none, so that times are kept."""
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     size = SMALL._replace(contiguous_bytes=1 << 16)
     with Lab(device, size, repeats=3, seed=seed) as lab, monkeypatch.context() as patch:
         patch.setattr(device, "simulated", False)

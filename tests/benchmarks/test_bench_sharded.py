@@ -60,7 +60,7 @@ def test_what_is_not_copied_is_counted(directions: tuple[Direction, ...], seed: 
 def test_processes_answer_for_all(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The main function of a process, in threads, each on a simulated device of its own."""
     monkeypatch.setattr(
-        sharded, "open_device", lambda index: kvoffload.open_device(backend="simulated", seed=seed + index)
+        sharded, "open_device", lambda index: kvoffload.open_device(backend=SimulatedDriver(seed=seed + index))
     )
     pipes = [Pipe() for _ in range(2)]
     threads = [

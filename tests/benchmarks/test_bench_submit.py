@@ -12,7 +12,7 @@ import kvoffload
 from kvoffload.commands import main
 from kvoffload.errors import DriverError
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload_bench.harness import SMALL, Lab
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 from kvoffload_bench.submit import UNFINISHED, BareBatch, BareGather, BareStrided, BareSubmission, bar_of
@@ -115,7 +115,7 @@ def test_as_many_bare_submissions_as_may_be_unfinished_keep_their_addresses(
 def test_a_bare_call_that_fails_is_told_by_check(
     seed: int, placement: Placement, kind: type[BareSubmission], call: str
 ) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     assert device.simulator is not None
     with (
         Lab(device, SMALL, repeats=1, seed=seed) as lab,
@@ -131,7 +131,7 @@ def test_a_bare_call_that_fails_is_told_by_check(
 
 
 def test_what_the_driver_lacks_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    old = kvoffload.open_device(backend="simulated", driver_version=(12, 4), bindings_version=(13, 3))
+    old = kvoffload.open_device(backend=SimulatedDriver(driver_version=(12, 4), bindings_version=(13, 3)))
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     fields = run_json(capsys, *SIMULATED)
     assert set(fields["not_run"]) == {"block-major by batch", "plane-major by strided"}

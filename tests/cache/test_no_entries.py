@@ -60,18 +60,6 @@ def use_all(cache: Any) -> None:
     cache.check()
 
 
-class WithoutSlots:
-    """An engine as a cache sees it, that says it has no slots."""
-
-    num_slots = 0
-
-    def __init__(self, engine: OffloadEngine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
 def use_blocks(cache: Any) -> None:
     use_all(cache)
     job = cache.store(keys(0, 1), [0, 1], after=NO_WAIT)
@@ -85,11 +73,12 @@ def use_blocks(cache: Any) -> None:
     cache.check()
 
 
-def test_a_cache_over_an_engine_that_says_so() -> None:
+def test_a_cache_over_an_engine_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated() as device, rig(device) as bench:
-        use_blocks(BlockCache(WithoutSlots(bench.engine)))
+        monkeypatch.setattr(bench.engine, "num_slots", 0)
+        use_blocks(BlockCache(bench.engine))
         with pytest.raises(CapacityError, match="tiers"):
-            kvoffload.BlockCache(WithoutSlots(bench.engine), tiers=[MemoryTier(1 << 16)])
+            BlockCache(bench.engine, tiers=[MemoryTier(1 << 16)])
 
 
 def test_a_cache_over_an_engine_without_slots() -> None:

@@ -20,7 +20,7 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
 from kvoffload.terminal.console import CommandError
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload.tuning import ProfileKey, Situation, default_profile, key_of, load_profile, parse, profile_path, render
 
 H200 = ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")
@@ -134,7 +134,7 @@ def test_a_cache_folder_that_cannot_be_written_is_said_before_anything_is_measur
 
 
 def test_what_cannot_run_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    old = kvoffload.open_device(backend="simulated", seed=seed, driver_version=(12, 4), bindings_version=(13, 3))
+    old = kvoffload.open_device(backend=SimulatedDriver(seed=seed, driver_version=(12, 4), bindings_version=(13, 3)))
     monkeypatch.setattr("kvoffload.kernels.loader.triton_version", lambda: None)
     monkeypatch.setitem(sys.modules, "triton", None)
     tuning = tune(old, scale=TINY)

@@ -20,6 +20,7 @@ from kvoffload.commands import build_parser, main
 from kvoffload.commands import demo as demo_module
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import SIMULATED_NOTE, Output
+from kvoffload.testing import SimulatedDriver
 
 COMMANDS = [("doctor",), ("demo", "--turns", "2")]
 GPU_FIGURES = re.compile(r"GB/s|gb_per_s|GPU clock", re.IGNORECASE)
@@ -278,7 +279,7 @@ def test_doctor_ends_with_1_if_a_finding_is_a_failure(
 def test_doctor_shows_why_a_copier_cannot_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = kvoffload.open_device(backend="simulated", driver_version=(12, 4), bindings_version=(13, 3))
+    old = kvoffload.open_device(backend=SimulatedDriver(driver_version=(12, 4), bindings_version=(13, 3)))
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     fields = run_json(capsys, "doctor", "--backend", "simulated")
     assert fields["copiers"]["strided"] is None

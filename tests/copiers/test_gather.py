@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
 from kvoffload.simulator.kernels import LaunchOperation
-from kvoffload.testing import Mirror, check_clean_close, scramble
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, scramble
 from kvoffload.tuning import CopyMethod
 
 KIB = 1024
@@ -40,7 +40,7 @@ NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # it takes minutes
 
 
 def open_simulated(seed: int) -> kvoffload.Device:
-    return kvoffload.open_device(backend="simulated", seed=seed)
+    return kvoffload.open_device(backend=SimulatedDriver(seed=seed))
 
 
 # bytes

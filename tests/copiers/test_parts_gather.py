@@ -31,7 +31,7 @@ from kvoffload.copiers import gather
 from kvoffload.engine.job import Job, Segment, Transfer
 from kvoffload.engine.tracker import Tracker
 from kvoffload.simulator.kernels import LaunchOperation
-from kvoffload.testing import Mirror, check_clean_close
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close
 from kvoffload.tuning import CopyMethod
 
 LAYERS = [[0, 4], [1, 5], [2, 6], [3, 7]]  # all of K, then all of V
@@ -89,7 +89,7 @@ def test_any_parts_move_the_bytes_of_a_naive_loop_and_no_others(
     """Of layouts of any alignment, with planes of two sizes, several blocks in a slot, and partial slots."""
     if cut:
         monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", 1 + number % 3)
-    random, device = np.random.default_rng(seed), kvoffload.open_device(backend="simulated", seed=number)
+    random, device = np.random.default_rng(seed), kvoffload.open_device(backend=SimulatedDriver(seed=number))
     layout, buffers = place(device, layout_spec(Seeded(seed)), seed)
     with OffloadEngine(layout, device=device, num_slots=6, sm_limit=4) as engine:
         fill_slots(engine, seed)

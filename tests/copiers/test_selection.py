@@ -16,7 +16,7 @@ import kvoffload
 from kvoffload.copiers.selection import PREFERENCES, TOLERANCE, check_prefer, choose, rank
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload.tuning import CopyMethod, HostCosts, Profile, ProfileKey, Shape, Situation, default_profile
 from kvoffload.tuning.costs import Costs, Curve, FlatCosts, StridedCosts
 
@@ -416,7 +416,7 @@ def test_an_engine_refuses_other_preferences(device: kvoffload.Device) -> None:
 
 
 def test_without_batch_calls_there_is_still_a_choice(seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed, driver_version=(12, 4), bindings_version=(12, 9))
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed, driver_version=(12, 4), bindings_version=(12, 9)))
     planes = device.allocate_planes(4, block_bytes=256, num_blocks=8)
     profile = replace(default_profile(None), slowdowns={})
     layout = kvoffload.KVLayout([planes])

@@ -18,7 +18,7 @@ import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine
 from kvoffload.copiers import StridedCopier
 from kvoffload.engine import launcher
-from kvoffload.testing import Mirror, check_clean_close, scramble
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, scramble
 from kvoffload.tuning import CopyMethod
 
 
@@ -72,7 +72,7 @@ def test_any_layout_and_segments_of_both_shares(number: int, seed: int, monkeypa
         monkeypatch.setattr(StridedCopier, "segment_operations", 2)
         monkeypatch.setattr(launcher, "QUEUE_LIMIT", 10)
     chance = Seeded(seed)
-    device = kvoffload.open_device(backend="simulated", seed=number)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=number))
     spec = layout_spec(chance)
     methods = [CopyMethod("split", chance.number(1, 3), chance.number(1, 99) / 100) for _ in range(6)]
     check_moves(device, spec, [move(chance, spec, method) for method in methods], seed)

@@ -120,7 +120,7 @@ def test_raw_calls_translate_their_exceptions() -> None:
 def test_the_same_mistake_has_the_same_name_through_both_kinds_of_calls(level: str) -> None:
     driver_version, bindings_version = LEVELS[level]
     device = kvoffload.open_device(
-        backend="simulated", driver_version=driver_version, bindings_version=bindings_version
+        backend=SimulatedDriver(driver_version=driver_version, bindings_version=bindings_version)
     )
     table = StridedTable(1, batched=True)  # zeros: an operation without an extent
     with device.current():
@@ -166,7 +166,7 @@ EXPECTED = {  # level: (flat and strided batch, raw addresses)
 def test_pitfall_14_capabilities_at_every_level(level: str) -> None:
     driver_version, bindings_version = LEVELS[level]
     device = kvoffload.open_device(
-        backend="simulated", driver_version=driver_version, bindings_version=bindings_version
+        backend=SimulatedDriver(driver_version=driver_version, bindings_version=bindings_version)
     )
     found = device.capabilities
     batch, raw = EXPECTED[level]
@@ -185,7 +185,7 @@ def test_pitfall_14_capabilities_at_every_level(level: str) -> None:
 
 
 def test_why_not_names_what_is_needed_and_what_is_there() -> None:
-    device = kvoffload.open_device(backend="simulated", driver_version=(12, 8), bindings_version=(13, 3))
+    device = kvoffload.open_device(backend=SimulatedDriver(driver_version=(12, 8), bindings_version=(13, 3)))
     reason = why_not(device.capabilities)["batch"]
     assert reason == "cuda-bindings 13.3 need a CUDA driver >= 13.0 for cuMemcpyBatchAsync"
     with OffloadEngine(

@@ -90,7 +90,7 @@ class Held:
 
 def test_close_in_every_order(seed: int) -> None:
     for order in ("engine first", "device first", "buffer first", "device only"):
-        device = kvoffload.open_device(backend="simulated", seed=seed)
+        device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
         engine, buffer = engine_on(device), device.allocate(64)
         slots = engine.slots
         engine.store(range(8), range(8))
@@ -106,7 +106,7 @@ def test_close_in_every_order(seed: int) -> None:
 
 
 def test_a_closed_device_refuses_every_use_and_says_so(seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     engine, buffer = engine_on(device), device.allocate(64)
     check_clean_close(device)
     layout = engine.layout
@@ -124,7 +124,7 @@ def test_a_closed_device_refuses_every_use_and_says_so(seed: int) -> None:
 
 
 def test_an_error_inside_with_still_closes(seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
 
     def fail() -> None:
         with device, engine_on(device) as engine:
@@ -209,7 +209,7 @@ def test_two_threads_that_close_one_device_release_its_context_once(seed: int) -
 @pytest.mark.parametrize("slow", ["cuMemAlloc", "cuMemFree", "cuDevicePrimaryCtxRelease"])
 def test_an_allocation_that_races_a_close_leaves_nothing_behind(seed: int, slow: str) -> None:
     for attempt in range(8):
-        device = kvoffload.open_device(backend="simulated", seed=seed)
+        device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
         kept: list[Any] = [device.allocate(64)]
         device.simulator.faults.delay("cuMemAlloc", 0.001)
         device.simulator.faults.delay(slow, 0.004)
@@ -230,7 +230,7 @@ def test_an_allocation_that_races_a_close_leaves_nothing_behind(seed: int, slow:
 
 def test_an_engine_made_while_its_device_closes_is_closed_or_refused(seed: int) -> None:
     for attempt in range(8):
-        device = kvoffload.open_device(backend="simulated", seed=seed)
+        device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
         layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=8)])
         device.simulator.faults.delay("cuMemHostRegister", 0.003)
         made: list[OffloadEngine] = []
@@ -253,7 +253,7 @@ def test_an_engine_made_while_its_device_closes_is_closed_or_refused(seed: int) 
 
 
 def test_an_engine_closes_while_another_thread_keeps_submitting(seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     engine = engine_on(device)
     submitted: list[kvoffload.Job] = []
 

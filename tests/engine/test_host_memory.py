@@ -21,7 +21,7 @@ import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, HostMemory, KVLayout, LayoutError, OffloadEngine
 from kvoffload.device import pinned
 from kvoffload.driver import address_of
-from kvoffload.testing import Mirror, check_clean_close, leak_check, scramble
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, leak_check, scramble
 from kvoffload.tiers import MemoryTier
 
 PAGE = 4096
@@ -62,7 +62,7 @@ def buffer_of(layout: KVLayout) -> Any:
 def test_any_transfers_touch_the_slots_and_nothing_between_them(
     case: Case, seed: int, gap: int, first: int, registered: bool
 ) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     layout, buffers = place(device, case.layout, seed)
     stride = layout.slot_bytes + gap * PAGE
     memory = mapped(first * PAGE + case.num_slots * stride, seed)

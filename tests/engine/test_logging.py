@@ -103,8 +103,9 @@ def test_a_warning_of_the_library_is_logged_too(lines: pytest.LogCaptureFixture)
 
 def test_it_is_quiet_by_default() -> None:
     program = (
-        "import kvoffload\n"
-        "device = kvoffload.open_device(backend='simulated', driver_version=(12, 4))\n"
+        "import kvoffload, kvoffload.testing\n"
+        "old = kvoffload.testing.SimulatedDriver(driver_version=(12, 4))\n"
+        "device = kvoffload.open_device(backend=old)\n"
         "layout = kvoffload.KVLayout([device.allocate_blocks(4, planes=2, block_bytes=64)])\n"
         "with kvoffload.OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:\n"
         "    device.simulator.faults.fail_call('cuEventRecord', 2)\n"

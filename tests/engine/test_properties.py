@@ -19,6 +19,7 @@ from kvoffload.copiers import gather
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.testing import (
     Mirror,
+    SimulatedDriver,
     check_clean_close,
     check_copier_conformance,
     leak_check,
@@ -29,14 +30,14 @@ from kvoffload.testing import (
 )
 from kvoffload.tuning import CopierName
 
-EXAMPLES = 30  # at each of five levels
+EXAMPLES = 18  # at each of five levels
 DEFAULT = "driver13.0-bindings13.3"  # the level of the fixture `device`
 
 
 def open_level(level: str, seed: int) -> kvoffload.Device:
     driver_version, bindings_version = LEVELS[level]
     return kvoffload.open_device(
-        backend="simulated", seed=seed, driver_version=driver_version, bindings_version=bindings_version
+        backend=SimulatedDriver(seed=seed, driver_version=driver_version, bindings_version=bindings_version)
     )
 
 
@@ -152,7 +153,7 @@ def test_pitfall_16_many_descriptors_go_in_capped_calls_over_several_streams(
     bindings: tuple[int, int], copier: CopierName, num_blocks: int
 ) -> None:
     driver = (12, 4) if bindings < (13, 0) else (13, 0)
-    device = kvoffload.open_device(backend="simulated", driver_version=driver, bindings_version=bindings)
+    device = kvoffload.open_device(backend=SimulatedDriver(driver_version=driver, bindings_version=bindings))
     layout, buffers = separate_planes(device, 100, num_blocks)
     simulator = device.simulator
     with OffloadEngine(layout, device=device, num_slots=num_blocks, **COPY_ENGINE_ONLY) as engine:

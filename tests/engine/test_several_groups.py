@@ -19,7 +19,7 @@ from strategies import Case, TransferSpec, cases, place
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Direction, GroupTransfer, KVLayout, LayoutError, OffloadEngine, Plane
 from kvoffload.driver import SourceOrder
-from kvoffload.testing import Mirror, check_clean_close, leak_check, poison, scramble
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, leak_check, poison, scramble
 
 SLOTS = 12
 
@@ -70,7 +70,7 @@ def check_case(device: kvoffload.Device, case: Case, seed: int, bound: int | Non
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     case=cases(), seed=st.integers(0, 1 << 16), bound=st.sampled_from((None, None, 1, 4096)), copier=st.integers(0, 5)
 )
@@ -79,7 +79,7 @@ def test_any_groups_together_move_the_bytes_of_a_naive_loop(
 ) -> None:
     driver_version, bindings_version = LEVELS[level]
     device = kvoffload.open_device(
-        backend="simulated", seed=seed, driver_version=driver_version, bindings_version=bindings_version
+        backend=SimulatedDriver(seed=seed, driver_version=driver_version, bindings_version=bindings_version)
     )
     check_case(device, case, seed, bound, copier)
     check_clean_close(device)

@@ -31,7 +31,7 @@ from kvoffload import NO_WAIT, CapacityError, Direction, Job, KVLayout, OffloadE
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Transfer
 from kvoffload.engine.queues import TransferQueue
-from kvoffload.testing import Mirror, check_clean_close, poison
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, poison
 from kvoffload.tuning import CopyMethod
 
 ONE_BLOCK = {"most_queued_bytes": 4 * 64}  # of a rig: so much that the driver has one block of each direction at a time
@@ -234,7 +234,7 @@ def test_a_job_under_a_bound_ends_when_it_is_waited_for(bench: Rig) -> None:
     assert [int(bench.block(block)[0]) for block in range(16)] == [100 + block for block in range(16)]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(
     case=cases(most_transfers=9),
     urgent=st.lists(st.booleans(), min_size=9, max_size=9),
@@ -244,7 +244,7 @@ def test_a_job_under_a_bound_ends_when_it_is_waited_for(bench: Rig) -> None:
 def test_urgent_loads_among_others_leave_the_bytes_of_a_naive_loop(
     case: Case, urgent: list[bool], seed: int, bound: int
 ) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     layout, buffers = place(device, case.layout, seed)
     options: dict[str, Any] = {"sm_limit": case.sm_limit, "most_queued_bytes": bound}
     with OffloadEngine(layout, device=device, num_slots=case.num_slots, **options) as engine:

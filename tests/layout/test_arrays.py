@@ -11,6 +11,7 @@ from seeds import seeds
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, LayoutError, OffloadEngine
 from kvoffload.layout.dtypes import element_bytes
+from kvoffload.testing import SimulatedDriver
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_numpy_sees_the_memory_itself(device: kvoffload.Device) -> None:
 
 @pytest.mark.parametrize("seed", seeds(8))
 def test_an_export_waits_for_the_transfers_in_flight(seed: int) -> None:
-    with kvoffload.open_device(backend="simulated", seed=seed) as device:
+    with kvoffload.open_device(backend=SimulatedDriver(seed=seed)) as device:
         array = device.empty((4, 16, 64), "uint8")
         array.buffer.copy_from(np.zeros(array.nbytes, np.uint8))
         other = device.empty((4, 16, 64), "uint8")
@@ -114,7 +115,7 @@ def test_an_export_waits_for_the_transfers_in_flight(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(8))
 def test_the_array_interface_names_a_stream_behind_the_transfers_in_flight(seed: int) -> None:
-    with kvoffload.open_device(backend="simulated", seed=seed) as device:
+    with kvoffload.open_device(backend=SimulatedDriver(seed=seed)) as device:
         array = device.empty((4, 16, 64), "uint8")
         array.buffer.copy_from(np.zeros(array.nbytes, np.uint8))
         layout = KVLayout.from_stacked(array, plane_axis=0, block_axis=1)

@@ -1,18 +1,24 @@
-"""Every test is run by a step of `.ci/run`, but for those that need a GPU."""
+"""Every test is run by a session of `noxfile.py` that `.ci/run` calls, but for those that need a GPU."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
+import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from documents import ROOT
 
 TESTS = ROOT / "tests"
 SCRIPT = ROOT / ".ci" / "run"
-PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYTEST = PROJECT["tool"]["pytest"]["ini_options"]
 HELPERS_OF_SERVERS = re.compile(
     r"^(from|import) (servers|mooncake_servers|remote_stores|exhaust_remote)\b", re.MULTILINE
 )
@@ -32,33 +38,115 @@ def script() -> str:
     return SCRIPT.read_text()
 
 
-def steps() -> list[list[str]]:
-    """The arguments of each call of pytest in `.ci/run`, but for `-n 0`; "jax" is an item where JAX is installed."""
-    found = []
-    for line in script().splitlines():
-        if line.endswith("pip install --quiet jax"):
-            found.append(["jax"])
-        elif " -m pytest" in line:
-            found.append(shlex.split(line.partition(" -m pytest")[2].removeprefix(" -n 0"), comments=True))
-    return found
+class Session:
+    """What a session of `noxfile.py` is given: it notes what would be installed and run."""
+
+    posargs: tuple[str, ...] = ()
+
+    def __init__(self, folder: Path) -> None:
+        self.cache_dir = self._folder = folder
+        self.installed: list[str] = []
+        self.commands: list[tuple[list[str], dict[str, str]]] = []
+
+    def create_tmp(self) -> str:
+        return str(self._folder)
+
+    def install(self, *packages: str) -> None:
+        self.installed += packages
+
+    def run(self, *command: str, env: dict[str, str] | None = None, external: bool = False) -> None:  # noqa: ARG002
+        self.commands.append((list(command), env or {}))
+
+    @property
+    def tests(self) -> list[list[str]]:
+        """The arguments of each call of pytest."""
+        return [command[command.index("pytest") + 1 :] for command, _ in self.commands if "pytest" in command]
 
 
-def test_what_plain_pytest_leaves_out_is_a_step() -> None:
+Sessions = dict[str, Session]
+
+
+@pytest.fixture
+def pythons() -> dict[str, list[str]]:
+    """The versions of Python of each session; filled by `sessions`."""
+    return {}
+
+
+@pytest.fixture
+def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pythons: dict[str, list[str]]) -> Sessions:
+    """Each session of `noxfile.py`, run with a nox that does nothing."""
+    if not (ROOT / "noxfile.py").exists():
+        pytest.skip("noxfile.py is not in the source distribution")
+    functions: list[Callable[[Session], None]] = []
+
+    def session(function: Any = None, *, python: Any = (), **_: Any) -> Any:
+        if function is None:
+            return lambda function: session(function, python=python)
+        functions.append(function)
+        pythons[function.__name__] = [python] if isinstance(python, str) else list(python)
+        return function
+
+    nox: Any = SimpleNamespace(session=session, options=SimpleNamespace(), Session=Session)
+    monkeypatch.setitem(sys.modules, "nox", nox)
+    runpy.run_path(str(ROOT / "noxfile.py"))
+    made = {}
+    for function in functions:
+        made[function.__name__] = Session(tmp_path)
+        function(made[function.__name__])
+    return made
+
+
+@pytest.fixture
+def called(sessions: Sessions) -> Sessions:
+    """The sessions that `.ci/run` calls."""
+    names = [name for line in re.findall(r"--session (.+)", script()) for name in line.split()]
+    return {name: sessions[name] for name in names}
+
+
+def test_what_plain_pytest_leaves_out_is_a_session(called: Sessions) -> None:
     readme = (ROOT / "README.md").read_text()
     assert re.search(r"<!-- command: tests -->\n```\n.+ -m pytest\n```", readme), "all folders, no option"
     assert 'eval "$test_command"' in script()
     assert PYTEST["testpaths"] == ["tests"]
-    assert "export KVOFFLOAD_SERVERS=required" in script(), "else they may all be skipped"
+    assert called["servers"].commands[0][1] == {"KVOFFLOAD_SERVERS": "required"}, "else they may all be skipped"
     for marker in left_out():
-        assert ["-m", marker] in steps(), f"no test with the marker {marker} is run"
+        assert called[marker].tests == [["-m", marker]], f"no test with the marker {marker} is run"
 
 
-def test_the_benchmarks_are_installed_and_tested_by_steps_of_their_own() -> None:
+def test_the_script_calls_all_sessions_but_the_matrix_and_those_of_a_gpu(called: Sessions, sessions: Sessions) -> None:
+    """The suite itself is run by README's command."""
+    assert set(sessions) - set(called) == {"tests", "matrix", "lowest", "no_extras", "gpu"}
+
+
+def test_the_script_deletes_nothing_of_a_developer() -> None:
+    assert re.findall(r"\brm .*", script()) == ['rm -rf "$folder"\' EXIT']
+    assert "folder=$(mktemp -d)" in script()
+    assert '--envdir "$folder/' in script()
+
+
+def test_the_matrix_has_the_versions_of_python_that_we_name(sessions: Sessions, pythons: dict[str, list[str]]) -> None:
+    assert sessions["matrix"].tests == [[]], "the whole suite"
+    versions = [each.rpartition(" ")[2] for each in PROJECT["project"]["classifiers"] if "Python :: 3." in each]
+    assert pythons["matrix"][: len(versions)] == versions, "one is named where the suite has passed on it"
+    assert pythons["lowest"] == [PROJECT["project"]["requires-python"].removeprefix(">=")]
+
+
+def test_lowest_versions_are_those_of_the_project(sessions: Sessions, tmp_path: Path) -> None:
+    installed = sessions["lowest"].installed
+    constraints = Path(installed[installed.index("--constraint") + 1])
+    assert constraints.parent == tmp_path
+    lowest = constraints.read_text().split()
+    assert len(lowest) >= len(PROJECT["project"]["dependencies"])
+    assert all(re.fullmatch(r"[\w.-]+==\d+\.\d+\.\*", each) for each in lowest), lowest
+
+
+def test_the_benchmarks_are_installed_and_tested_by_a_session_of_their_own(called: Sessions) -> None:
     assert "tests/benchmarks" in PYTEST["norecursedirs"], "the README's command needs the package alone"
-    assert script().index("pip install --quiet ./benchmarks") < script().index("pytest tests/benchmarks")
-    assert ["tests/benchmarks"] in steps()
-    for marker in left_out():
-        assert ["-m", marker, "tests/benchmarks"] in steps()
+    assert "./benchmarks" in called["benchmarks"].installed
+    assert called["benchmarks"].tests == [
+        ["tests/benchmarks"],
+        *(["-m", each, "tests/benchmarks"] for each in left_out()),
+    ]
 
 
 def test_markers_are_those_that_are_left_out_and_gpu() -> None:
@@ -71,11 +159,11 @@ def test_what_starts_a_server_is_marked() -> None:
     assert [path.name for path in files if "pytest.mark.servers" not in path.read_text()] == []
 
 
-def test_what_needs_jax_is_run_after_jax_is_installed() -> None:
-    found = steps()
-    paths = [ROOT / argument for step in found[found.index(["jax"]) + 1 :] for argument in step]
+def test_what_needs_jax_is_run_where_jax_is_installed(called: Sessions) -> None:
+    calls = [call for each in called.values() if "jax" in each.installed for call in each.tests]
+    paths = [ROOT / argument for call in calls for argument in call if argument.startswith("tests")]
     files = [path for path in TESTS.rglob("test_*.py") if NEEDS_JAX.search(path.read_text()) and path != Path(__file__)]
     assert len(files) > 5
     missing = [path for path in files if not {path, *path.parents} & set(paths) and path.parent.name != "gpu"]
-    assert missing == [], "the steps before skip what needs JAX"
+    assert missing == [], "the other sessions skip what needs JAX"
     assert all(path.exists() for path in paths)

@@ -311,7 +311,7 @@ def test_an_unknown_argument_names_the_class_that_was_called() -> None:
 
 def test_every_call_has_a_public_name_in_errors() -> None:
     calls = public_calls()
-    public = {name.partition(".")[0] for name in calls} | {"Waitable", "KeyCache"}  # of jobs, of caches and indexes
+    public = {name.partition(".")[0] for name in calls} | {"Waitable", "KeyCache", "Engine"}  # of jobs, caches, engines
     for name, (function, given) in calls.items():
         called: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
         owner = called.__qualname__.partition(".")[0]  # "object" of a named tuple, whose `__new__` names it

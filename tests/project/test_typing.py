@@ -21,6 +21,7 @@ from programs import run_program
 from typed_programs import two_streams
 
 import kvoffload
+from kvoffload.testing import SimulatedDriver
 
 SUPPORT = Path(typing_calls.__file__).parent
 ROOT = SUPPORT.parent.parent
@@ -105,7 +106,7 @@ def test_type_checkers_refuse_misuses_and_nothing_else(checker: Callable[[Path],
 
 @pytest.fixture
 def device() -> Iterator[kvoffload.Device]:
-    with kvoffload.open_device(backend="simulated", seed=1) as opened:
+    with kvoffload.open_device(backend=SimulatedDriver(seed=1)) as opened:
         yield opened
 
 

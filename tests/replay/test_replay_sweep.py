@@ -33,8 +33,8 @@ from kvoffload.internal.models import MODELS
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import (
     OPTIMUM,
+    HostPool,
     PolicyResult,
-    TieredIndex,
     belady_hits,
     belady_hits_by_request,
     hits_of_policies,
@@ -74,7 +74,7 @@ def real_trace() -> Path:
 
 def serve_as_oracle(requests: list[tuple[bytes, ...]], slots: int) -> CacheIndex:
     """Every request's hits, and the sums of what was stored and evicted, are the oracle's."""
-    counted, oracle = TieredIndex(slots, make_policy("lru", slots)), Oracle(slots)
+    counted, oracle = HostPool(slots, make_policy("lru", slots)), Oracle(slots)
     index = counted.host
     sums = [0, 0, 0]
     for number, request in enumerate(requests):
@@ -112,7 +112,7 @@ def test_repeated_keys_and_requests_longer_than_the_cache(seed: int) -> None:
 
 
 def test_a_request_that_cannot_be_stored_is_counted_and_the_rest_goes_on() -> None:
-    counted = TieredIndex(3, make_policy("lru", 3))
+    counted = HostPool(3, make_policy("lru", 3))
     index = counted.host
     assert counted.serve(keys_of([1, 2])) == ((0,), (), False)
     with index.acquire(keys_of([1, 2])):

@@ -20,7 +20,7 @@ from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.driver import address_of
 from kvoffload.replay.verified import VerifiedCache
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 
 
 def flip(array: Any, index: Any) -> None:
@@ -105,7 +105,9 @@ def test_poison_reaches_every_block_that_a_load_is_about_to_write(device: kvoffl
 
 @pytest.mark.parametrize("level", [((12, 4), (12, 9)), ((13, 0), (13, 5))], ids=["no-batch-calls", "raw-addresses"])
 def test_replay_is_right_at_other_capability_levels(level: Any, seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed, driver_version=level[0], bindings_version=level[1])
+    device = kvoffload.open_device(
+        backend=SimulatedDriver(seed=seed, driver_version=level[0], bindings_version=level[1])
+    )
     trace = generated_trace(seed, requests=40)
     with VerifiedCache(device, HYBRID, capacity=20, longest=max(map(len, trace)), seed=seed) as served:
         for ids in trace:

@@ -18,12 +18,12 @@ from kvoffload.internal.models import MODELS
 from kvoffload.replay.hits import (
     WRITES,
     Disk,
+    HostPool,
     Policies,
     RandomShare,
     Served,
     Survey,
     Through,
-    TieredIndex,
     TierResult,
     hits_with_disk,
     make_writes,
@@ -58,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_hits_of_each_tier_by_hand() -> None:
-    index = TieredIndex(4, "lru", [Disk(8, "lru")], Through())
+    index = HostPool(4, "lru", [Disk(8, "lru")], Through())
     assert index.serve(keys_of([1, 2, 3])) == Served((0, 0), (3,))
     assert index.serve(keys_of([1, 2, 4])) == Served((2, 0), (1,))
     assert index.serve(keys_of([5, 6, 7, 8])) == Served((0, 0), (4,))  # the host has lost the others, not the disk
@@ -68,7 +68,7 @@ def test_hits_of_each_tier_by_hand() -> None:
 
 def test_a_gap_ends_the_hits() -> None:
     disk = Disk(8, "lru")
-    index = TieredIndex(3, "lru", [disk], Through())
+    index = HostPool(3, "lru", [disk], Through())
     index.serve(keys_of([1, 2, 3]))
     disk.index.remove(keys_of([2]))
     disk.keys.difference_update(keys_of([2]))
@@ -81,7 +81,7 @@ def test_a_gap_ends_the_hits() -> None:
 def test_tiers_agree_with_what_their_events_say(seed: int, write: str, policies: Policies) -> None:
     disk = Disk(120, policies.disk)
     writes = make_writes(write, 120, least_hits=0.2, share=0.5, seed=seed)
-    index = TieredIndex(40, policies.host, [disk], writes)
+    index = HostPool(40, policies.host, [disk], writes)
     for trace in range(3):
         for ids in generated_trace(seed + trace):
             index.serve(keys_of(ids))  # asserts that only what the host has, and the disk has not, is written

@@ -7,9 +7,12 @@ of the standard library, too, but not those within the simulated driver, which o
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,6 +20,8 @@ from interrupts import PACKAGE, SIMULATOR
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
+from kvoffload.testing import SimulatedDriver
+from kvoffload.tiers import Outcome, Tier, TierCapabilities, TierJob, TierStatistics
 
 BLOCKS, PLANES, BLOCK_BYTES = 8, 64, 256
 WARM = 6  # calls before the one that is counted
@@ -40,8 +45,14 @@ class Calls(NamedTuple):
         """Those of the package."""
         return [name for name in self.by_file if not name.startswith(("/", "<"))]
 
+    @property
+    def changes(self) -> int:
+        """How often the next function is in another file of the package."""
+        files = [file for each in self.functions if not (file := each.split(" ", 1)[0]).startswith(("/", "<"))]
+        return sum(file != following for file, following in pairwise(files))
+
     def __str__(self) -> str:
-        lines = [f"{self.total} calls, {len(self.files)} files of the package"]
+        lines = [f"{self.total} calls, {len(self.files)} files of the package, {self.changes} changes of file"]
         for name, count in self.by_file.most_common():
             called = Counter(each.split(" ", 1)[1] for each in self.functions if each.startswith(name + " "))
             shown = ", ".join(f"{function} {n}" if n > 1 else function for function, n in called.items())
@@ -76,7 +87,7 @@ def _in_simulator(frame: FrameType | None) -> bool:
 @contextmanager
 def engines(num_slots: int = 16) -> Iterator[OffloadEngine]:
     """An engine over planes in one slab."""
-    with kvoffload.open_device(backend="simulated", seed=1) as device:
+    with kvoffload.open_device(backend=SimulatedDriver(seed=1)) as device:
         planes = device.allocate_planes(PLANES, block_bytes=BLOCK_BYTES, num_blocks=64)
         with OffloadEngine(KVLayout([planes]), device=device, num_slots=num_slots, sm_limit=0) as engine:
             yield engine
@@ -124,12 +135,96 @@ def cache_load() -> Calls:
         return _counted(lambda _: cache.load(KEYS[0], range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
 
 
+class _AtOnce(Tier):
+    """Has each of its jobs done when it returns, in the thread that gives it."""
+
+    name = "at once"
+    capabilities = TierCapabilities(durable=False, shared=False, local_index=True)
+
+    def __init__(self) -> None:
+        self.records: set[bytes] = set()
+
+    def attach(self, pools: object, layout: object) -> None: ...
+
+    def put(self, keys: Any, entries: Any, **_: Any) -> TierJob:
+        self.records.update(keys)
+        return TierJob(keys, entries).settle_waiting(Outcome.DONE)
+
+    def get(self, keys: Any, entries: Any, **options: Any) -> TierJob:
+        options["notify"]()
+        return TierJob(keys, entries).settle_waiting(Outcome.DONE)
+
+    def exists(self, keys: Any, **_: Any) -> TierJob:
+        return TierJob(keys).settle_waiting(Outcome.DONE)
+
+    def remove(self, keys: Any, **_: Any) -> TierJob:
+        return TierJob(keys).settle_waiting(Outcome.DONE)
+
+    def clear(self, **_: Any) -> TierJob:
+        return TierJob([b""]).settle_waiting(Outcome.DONE)
+
+    def contains(self, keys: Any) -> list[bool]:
+        return [key in self.records for key in keys]
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics()
+
+    def drain(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+        return True
+
+    def close(self, timeout: float = 10.0) -> bool:  # noqa: ARG002
+        return True
+
+
+def promote() -> Calls:
+    """What the thread of the tiers enters, from the promotion of keys that only a tier has to its next sleep."""
+    functions: list[str] = []
+    counting = False
+
+    def notice(frame: FrameType, event: str, _: Any) -> None:
+        if counting and event == "call" and frame.f_code.co_filename != __file__ and not _in_simulator(frame):
+            functions.append(f"{frame.f_code.co_filename.removeprefix(PACKAGE)} {frame.f_code.co_qualname}")
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        """Of all threads that begin now; it leaves all but that of the tiers alone."""
+        sys.setprofile(notice if threading.current_thread().name == "kvoffload-tiers" else None)
+        notice(frame, event, argument)
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(1e-3)
+
+    with engines(num_slots=BLOCKS * 4) as engine:
+        threading.setprofile(profile)
+        try:
+            cache = BlockCache(engine, tiers=[_AtOnce()], write="through")
+        finally:
+            threading.setprofile(None)
+        with cache:
+            for keys in KEYS[:2]:
+                cache.store(keys, range(BLOCKS), after=NO_WAIT).wait(10)
+            assert cache.drain(10)
+            cache.clear(below=False)
+            for keys in KEYS[:2]:  # the first one warms up
+                time.sleep(0.1)  # what has happened before is heard, and the thread sleeps
+                functions.clear()
+                counting = True
+                with cache.promote(keys) as promotion:
+                    assert promotion.wait(10) == BLOCKS
+                    until(lambda: sum("Waker.wait" in each for each in functions) >= 2)  # after what it has heard
+                counting = False
+    return Calls(len(functions), Counter(each.split(" ", 1)[0] for each in functions), functions)
+
+
 MEASURED: dict[str, Callable[[], Calls]] = {
     "engine.store": engine_store,
     "engine.load": engine_load,
     "cache.store": cache_store,
     "cache.store, evicting": cache_store_evicting,
     "cache.load": cache_load,
+    "cache.promote, in the tiers' thread": promote,
 }
 
 

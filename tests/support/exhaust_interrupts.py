@@ -78,7 +78,8 @@ def work_off(units: Sequence[Unit], jobs: int = 1, seconds: float = float("inf")
     tallies: dict[str, Tally] = defaultdict(Tally)
     lock, queue = threading.Lock(), list(units)
     end = time.monotonic() + seconds
-    share = max(1, len(units) // (jobs * (4 if seconds == float("inf") else 32)))  # of a process, which takes a second
+    pieces = 32 if seconds < float("inf") else 4 if jobs > 1 else 1  # for each job: a process takes a second to start
+    share = max(1, len(units) // (jobs * pieces))
 
     def feed() -> None:
         while True:

@@ -131,6 +131,19 @@ class _Finder(importlib.abc.MetaPathFinder):
 _PRELOADED = [
     *("cuda.bindings.driver", "hypothesis.stateful", "hypothesis.strategies", "numpy", "platformdirs", "pytest"),
     *("_hypothesis_pytestplugin", "pytest_timeout", "xdist.plugin", "triton.language", "triton.runtime.interpreter"),
+    *("concurrent.futures", "execnet", "faulthandler", "http.server", "multiprocessing.shared_memory", "pdb", "runpy"),
+    *(
+        "numpy.ma",
+        "numpy.random",
+        "platformdirs.unix",
+        "readline",
+        "secrets",
+        "ssl",
+        "tomllib",
+        "urllib.request",
+        "xdist.newhooks",
+        "_pytest.tracemalloc",
+    ),
 ]
 
 
@@ -191,7 +204,16 @@ def main(arguments: list[str]) -> int:
         module, line, column, *rest = arguments
         _Loader.place = (module, int(line), int(column))
     sys.meta_path.insert(0, _Finder())
-    return int(pytest.main(rest))
+    return int(pytest.main(rest, plugins=[_OneCollection()]))
+
+
+class _OneCollection:
+    """pytest ends with ten garbage collections, a fifth of a short run; the first of them finds what there is."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        gc.collect()
+        gc.freeze()
 
 
 if __name__ == "__main__":

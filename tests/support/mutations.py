@@ -221,14 +221,14 @@ MUTATIONS = (
     ),
     Mutation(
         "victims-are-not-checked",
-        "cache/space.py",
+        "cache/state.py",
         "victims = _check_victims(table, space.victims, protected)",
         "victims = sum(len(mine) for _, mine in space.victims)",
         (f"{CACHE}::test_victims_that_may_not_go_are_not_taken",),
     ),
     Mutation(
         "a-request-evicts-its-own-keys",
-        "cache/space.py",
+        "cache/state.py",
         "own: Collection[bytes] = () if request is None else request.keys",
         "own: Collection[bytes] = ()",
         ("tests/cache/test_requests.py::test_the_tail_of_a_request_does_not_evict_its_head",),
@@ -256,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what-an-interrupted-call-has-proposed-stays",
-        "cache/calls.py",
+        "cache/records.py",
         "state.abandoned.append(record)  # ignored",
         "pass  # ignored",
         (f"{CACHE}::test_a_policy_that_raises_leaves_the_truth", "tests/cache/test_cache_truth.py"),

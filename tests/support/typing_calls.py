@@ -35,6 +35,7 @@ from kvoffload import (
     open_device,
 )
 from kvoffload.cache.policies import Prefix
+from kvoffload.testing import SimulatedDriver
 
 
 class Stream:
@@ -45,7 +46,7 @@ class Stream:
 
 
 def devices() -> Device:
-    device = open_device(backend="simulated", seed=3, driver_version=(12, 8), bindings_version=(12, 9))
+    device = open_device(backend=SimulatedDriver(seed=3, driver_version=(12, 8), bindings_version=(12, 9)))
     assert_type(device, Device)
     assert_type(device.simulated, bool)
     assert_type(device.closed, bool)

@@ -21,13 +21,14 @@ from kvoffload import (
     set_tracer,
 )
 from kvoffload.jax import OwnedCache
+from kvoffload.testing import SimulatedDriver
 
 
 def opening() -> None:
     open_device("0")  # wrong
     open_device(backend="rocm")  # wrong
-    open_device(backend="simulated", seed="1")  # wrong
-    open_device(backend="simulated", driver_version=13)  # wrong
+    open_device(backend=SimulatedDriver(seed="1"))  # wrong
+    open_device(backend=SimulatedDriver(driver_version=13))  # wrong
     open_device(device=0)  # wrong
 
 

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec  # noqa: E402
 
 import kvoffload  # noqa: E402
+from kvoffload.testing import SimulatedDriver  # noqa: E402
 from kvoffload.vllm import KVOffloadWorker  # noqa: E402
 
 PAGE = 512
@@ -62,7 +63,7 @@ class Rig:
     def __init__(
         self, num_groups: int = 1, num_blocks: int = 16, num_chunks: int = 8, seed: int = 0, **options: Any
     ) -> None:
-        self.device = kvoffload.open_device(backend="simulated", seed=seed)
+        self.device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
         self.memory = self.device.allocate(2 * PAGE * num_blocks)
         self.blocks = self.device.simulator.view(self.memory.address, self.memory.nbytes).reshape(2, num_blocks, PAGE)
         self.blocks[:] = np.random.default_rng(5).integers(0, 256, self.blocks.shape)

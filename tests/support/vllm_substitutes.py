@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, CanonicalKVCaches, GP
 import kvoffload
 from kvoffload.engine.request import GroupTransfer
 from kvoffload.errors import CapabilityError
+from kvoffload.testing import SimulatedDriver
 from kvoffload.vllm import KVOffloadManager, KVOffloadSpec, KVOffloadWorker
 
 MADE: list[str] = []  # the classes of this module that were made since a test began
@@ -89,7 +90,7 @@ class Worker(KVOffloadWorker):
             self._device = kvoffload.open_device(tensors[0].device.index or 0)
             current_stream: Any = lambda: int(torch.cuda.current_stream().cuda_stream)  # noqa: E731
         else:
-            self._device = kvoffload.open_device(backend="simulated", seed=1)
+            self._device = kvoffload.open_device(backend=SimulatedDriver(seed=1))
             stream = self._device.stream()
             current_stream = lambda: stream  # noqa: E731
             self._memory = [_move(tensor, self._device) for tensor in tensors]

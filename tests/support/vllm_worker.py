@@ -19,6 +19,7 @@ from vllm_model import Bytes, Sequence, content
 
 import kvoffload
 from kvoffload.internal.waiting import wait_until
+from kvoffload.testing import SimulatedDriver
 from kvoffload.vllm import KVOffloadSpec
 
 WORKERS: dict[int, Any] = {}  # by the address of the KV cache, for the spec, which vLLM makes
@@ -66,7 +67,7 @@ class GpuWorker:
 
     def __init__(self, shape: Shape, rank: int, seed: int) -> None:
         self.shape, self.rank = shape, rank
-        self.device = kvoffload.open_device(backend="simulated", seed=seed)
+        self.device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
         self.stream = self.device.stream()
         self.memory = self.device.allocate(shape.page_bytes * shape.num_blocks * shape.most_layers)
         whole = self.device.simulator.view(self.memory.address, self.memory.nbytes)

@@ -12,8 +12,8 @@ from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
 from kvoffload import Tenant
+from kvoffload.cache.tiering.admission import WriteAdmission
 from kvoffload.cache.tiering.manager import MOST_MESSAGES
-from kvoffload.cache.tiering.writer import WriteAdmitted
 from kvoffload.testing import FaultyTier
 from kvoffload.tiers import MemoryTier, Origin, Outcome, TierStatistics
 from kvoffload.tiers.threaded import Rows
@@ -53,7 +53,7 @@ def test_the_end_of_an_open_request_is_told_to_what_chooses(monkeypatch: pytest.
         heard.append(tuple(keys))
         return ()
 
-    monkeypatch.setattr(WriteAdmitted, "ended", ended)
+    monkeypatch.setattr(WriteAdmission, "ended", ended)
     with tiered(MemoryTier(1 << 20), capacity=24, write="admitted") as bench:
         with bench.cache.open_request() as request:
             for begin in range(0, 6, 2):

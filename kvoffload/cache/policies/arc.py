@@ -139,11 +139,7 @@ class ARC(Policy):
             self._b2.popitem(last=False)
 
     def _choose(
-        self,
-        limits: Iterable[int],
-        protected: Protected,
-        opened1: Opened | None = None,
-        opened2: Opened | None = None,
+        self, limits: Iterable[int], protected: Protected, opened1: Opened | None = None, opened2: Opened | None = None
     ) -> list[bytes] | None:
         """One key for each limit: T1's oldest while T1 has more keys than that, else T2's, else the other's.
 

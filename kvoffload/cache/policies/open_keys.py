@@ -64,21 +64,29 @@ class OpenKeys(Generic[V]):
     def leave(self, keys: Sequence[bytes]) -> int:
         """Those of the keys that are here become single keys at the recent end, the first the most recent.
 
-        Returns how many these are.
+        1. No request is open, or no keys are given: nothing is here. This is the usual case, and costs a comparison.
+        2. They are all keys of one request, as when it ends: its place goes as a whole. Order among them is kept, since
+           the last, which needs the others, is put in first and so is the oldest of them.
+        3. Some are here: each leaves the place of its request, which goes with its last key.
+
+        `extra` is kept equal to the number of keys less `len(queue)`: a place counts as one in the queue.
+
+        Returns:
+            How many were here.
         """
         queue, value, left = self._queue, self._value, 0
         if not self.opened_of or not keys:
             return 0
         found = list(map(self.opened_of.pop, keys, repeat(None)))
         first = found[0]
-        if first is not None and len(first.keys) == len(keys) == found.count(first):  # all keys of one request
+        if first is not None and len(first.keys) == len(keys) == found.count(first):  # case 2
             for key in reversed(keys):
                 queue[key] = value
             first.keys = {}
             del queue[first]
             self.extra -= len(keys) - 1
             return len(keys)
-        for key, opened in zip(reversed(keys), reversed(found), strict=True):
+        for key, opened in zip(reversed(keys), reversed(found), strict=True):  # case 3
             if opened is None:
                 continue
             del opened.keys[key]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvoffload.cache.tiering.readback import DEEPEST, FIRST_USES, MOST_USES, ReadbackModel, kind_of, uses_of
+from kvoffload.cache.tiering.writer import WriteChoice
 from kvoffload.internal.checks import at_least
 
 DEFAULT_LEAST_HITS = 0.22
@@ -24,7 +25,7 @@ _FADING = 0.9
 _ROUNDS = 16  # in the time of a disk's capacity
 
 
-class WriteAdmission:
+class WriteAdmission(WriteChoice):
     """Follows the events of a cache above a disk, and says which blocks to write. No threads, no clock, no randomness.
 
     The same events give the same answers. One caller at a time. A request, as the events tell it:
@@ -47,6 +48,8 @@ class WriteAdmission:
         ValueError, TypeError: `capacity` or `remembered` is no integer of at least 1, or `least_hits` is no finite
             number of at least 0.
     """
+
+    learns = True
 
     def __init__(self, capacity: int, *, least_hits: float = DEFAULT_LEAST_HITS, remembered: int | None = None) -> None:
         capacity = at_least("capacity", capacity, 1)
@@ -77,7 +80,7 @@ class WriteAdmission:
 
     # what happens -------------------------------------------------------------------------------------------------
 
-    def stored(self, keys: Sequence[bytes]) -> None:
+    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """These keys are in the host from now on; a request has computed them. Report `written` for those on the disk.
 
         Keys that are in the host already are passed over.
@@ -86,6 +89,7 @@ class WriteAdmission:
         self._now += len(fresh)
         self._on_disk.update(dict.fromkeys(fresh, False))
         self._arrived.update(fresh)
+        return ()
 
     def promoted(self, keys: Sequence[bytes]) -> None:
         """These keys have been read from the disk, and are in the host, too, from now on."""
@@ -111,11 +115,11 @@ class WriteAdmission:
             self._on_disk.pop(key, None)
             self._arrived.discard(key)
 
-    def resynchronise(self, keys: Sequence[bytes]) -> None:
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The host has exactly these keys, whatever was reported. Report `written` for those on the disk."""
         there = set(keys)
         self.left_host([key for key in self._on_disk if key not in there])
-        self.stored(keys)
+        return self.stored(keys)
 
     # which keys to write ------------------------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from kvoffload.cache.policies import PolicyChoice, Prefix
 from kvoffload.cache.records import Records
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.admission import WriteAdmission
 from kvoffload.cache.tiering.manager import TierManager
 from kvoffload.cache.tiering.promotion import ChainedLoad
 from kvoffload.cache.tiering.tier import Tier, TierCapabilities, check_pools
-from kvoffload.cache.tiering.writer import WriteAdmitted, WriteBack, WriteChoice, WriteNothing, WriteThrough
+from kvoffload.cache.tiering.writer import WriteBack, WriteChoice, WriteThrough
 from kvoffload.errors import CapacityError, LayoutError
 from kvoffload.internal.checks import shown, to_wait
 from kvoffload.internal.types import UInt8Array
@@ -20,10 +21,10 @@ from kvoffload.internal.types import UInt8Array
 WriteName = Literal["admitted", "through", "back", "none"]
 
 _CHOICES: dict[str, Callable[[int], WriteChoice]] = {
-    "admitted": WriteAdmitted,
+    "admitted": WriteAdmission,
     "through": lambda _: WriteThrough(),
     "back": lambda _: WriteBack(),
-    "none": lambda _: WriteNothing(),
+    "none": lambda _: WriteChoice(),
 }
 _PLACES = ("host", "pending", "missing", "unknown")  # what `locate` says of keys that no tier is known to have
 _HEARD = ("stored", "promoted", "evicted", "removed")

@@ -274,7 +274,7 @@ class TierManager:
                 break
             keys = self._ended.popleft()
             if self._choice.learns:
-                self._choice.lost([key for key, has in zip(keys, self._has(keys), strict=True) if not has])
+                self._choice.left_disk([key for key, has in zip(keys, self._has(keys), strict=True) if not has])
             self._write(self._choice.ended(keys))
         if self._filled and self._choice.looks_ahead:
             self._filled = False
@@ -291,7 +291,7 @@ class TierManager:
         elif event.kind == "promoted":
             self._choice.promoted(event.keys)
         elif event.kind in ("evicted", "removed"):
-            self._choice.left(event.keys)
+            self._choice.left_host(event.keys)
             for key in event.keys if self._tenants else ():
                 self._tenants.pop(key, None)
 

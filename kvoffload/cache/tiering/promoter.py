@@ -46,12 +46,7 @@ class Promoter:
     """
 
     def __init__(
-        self,
-        records: Records,
-        tiers: Sequence[TierBelow],
-        seconds_per_key: float | None,
-        most: int,
-        notify: Notify,
+        self, records: Records, tiers: Sequence[TierBelow], seconds_per_key: float | None, most: int, notify: Notify
     ) -> None:
         self._records = records
         self._tiers = tiers

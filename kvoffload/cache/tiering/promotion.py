@@ -44,12 +44,7 @@ class Fetch:
     __slots__ = ("begun", "below", "deadline", "job", "left", "measured", "others", "positions")
 
     def __init__(
-        self,
-        below: TierBelow,
-        job: TierJob,
-        positions: list[int],
-        others: Sequence[TierBelow],
-        deadline: float | None,
+        self, below: TierBelow, job: TierJob, positions: list[int], others: Sequence[TierBelow], deadline: float | None
     ) -> None:
         self.below, self.job, self.positions, self.others, self.deadline = below, job, positions, others, deadline
         self.left = list(range(len(positions)))

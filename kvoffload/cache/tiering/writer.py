@@ -7,13 +7,11 @@ writing beyond that is dropped and counted, and no eviction waits for a tier.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import Lease
-from kvoffload.cache.tiering.admission import WriteAdmission
 from kvoffload.cache.tiering.below import TierBelow, fits
 from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.tier import Notify
@@ -48,12 +46,7 @@ class Writer:
     """
 
     def __init__(
-        self,
-        records: Records,
-        tiers: Sequence[TierBelow],
-        most: int,
-        notify: Notify,
-        choice: WriteChoice,
+        self, records: Records, tiers: Sequence[TierBelow], most: int, notify: Notify, choice: WriteChoice
     ) -> None:
         self._records, self._tiers, self._most = records, tiers, most
         self._notify, self._choice = notify, choice
@@ -150,91 +143,61 @@ class Writer:
         self._choice.dropped([key for at, key in enumerate(keys) if not any(has[at] for has in known)])
 
 
-class WriteChoice(Protocol):
+class WriteChoice:
     """Follows what happens in the pool of slots, and says what to write. Used by one thread at a time.
 
-    `stored`, `ended` and `about_to_go` return keys to write, of those given; a key that cannot be written any more, or
-    need not, is left out by the caller.
+    `stored`, `ended` and `about_to_go` return keys to write, of the keys given; one that cannot be written any more, or
+    need not be, is left out by the caller. This one writes nothing: write="none".
 
     Attributes:
         looks_ahead: whether `about_to_go` is to be asked.
-        learns: whether `written` is to be told what tiers have already, and `lost` what they have not.
+        learns: whether `written` is to be told what tiers have already, and `left_disk` what they have not.
     """
-
-    looks_ahead: bool
-    learns: bool
-
-    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """These keys of a request, in its order, were computed and are in slots now."""
-
-    def ended(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """A request with these keys, in slots or not, has ended."""
-
-    def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """These are among the next to be evicted from the slots."""
-
-    def promoted(self, keys: Sequence[bytes]) -> None:
-        """A tier has brought these keys into slots."""
-
-    def written(self, keys: Sequence[bytes]) -> None:
-        """A tier has taken these keys, or has them already."""
-
-    def lost(self, keys: Sequence[bytes]) -> None:
-        """No tier has these keys, in slots or not: it has evicted them, or never had them."""
-
-    def left(self, keys: Sequence[bytes]) -> None:
-        """These keys are in slots no longer."""
-
-    def dropped(self, keys: Sequence[bytes]) -> None:
-        """These keys were to be written, and no tier has taken them, or has them."""
-
-    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Exactly these keys are in slots: it has not been told of all that happened. Returns keys to write."""
-
-
-class _Nothing:
-    """Writes nothing: the base of the others."""
 
     looks_ahead = learns = False
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
+        """These keys of a request, in its order, were computed and are in slots now."""
         return ()
 
-    def ended(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
-        return ()
+    def ended(self, keys: Sequence[bytes]) -> list[bytes]:  # noqa: ARG002
+        """A request with these keys, in slots or not, has ended."""
+        return []
 
     def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
+        """These are among the next to be evicted from the slots."""
         return ()
 
-    def promoted(self, keys: Sequence[bytes]) -> None: ...
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        """A tier has brought these keys into slots."""
 
-    def written(self, keys: Sequence[bytes]) -> None: ...
+    def written(self, keys: Iterable[bytes]) -> None:
+        """A tier has taken these keys, or has them already."""
 
-    def lost(self, keys: Sequence[bytes]) -> None: ...
+    def left_disk(self, keys: Iterable[bytes]) -> None:
+        """No tier has these keys, in slots or not: it has evicted them, or never had them."""
 
-    def left(self, keys: Sequence[bytes]) -> None: ...
+    def left_host(self, keys: Iterable[bytes]) -> None:
+        """These keys are in slots no longer."""
 
-    def dropped(self, keys: Sequence[bytes]) -> None: ...
+    def dropped(self, keys: Iterable[bytes]) -> None:
+        """These keys were to be written, and no tier has taken them, or has them."""
 
     def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
+        """Exactly these keys are in slots: it has not been told of all that happened. Returns keys to write."""
         return ()
 
 
-class WriteNothing(_Nothing):
-    """Tiers are read only: write="none"."""
-
-
-class WriteThrough(_Nothing):
+class WriteThrough(WriteChoice):
     """Everything, as soon as it is in slots: write="through"."""
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         return keys
 
-    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        return keys
+    resynchronise = stored
 
 
-class WriteBack(_Nothing):
+class WriteBack(WriteChoice):
     """Everything, shortly before it is evicted: write="back"."""
 
     looks_ahead = True
@@ -247,47 +210,11 @@ class WriteBack(_Nothing):
         self._chosen.update(fresh)
         return fresh
 
-    def left(self, keys: Sequence[bytes]) -> None:
+    def left_host(self, keys: Iterable[bytes]) -> None:
         self._chosen.difference_update(keys)
 
-    dropped = left
+    dropped = left_host
 
     def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         self._chosen.intersection_update(keys)
-        return ()
-
-
-class WriteAdmitted(_Nothing):
-    """What is worth it, as learned from what is asked for again: write="admitted"; see `WriteAdmission`.
-
-    Args:
-        capacity: records that the tiers hold.
-    """
-
-    learns = True
-
-    def __init__(self, capacity: int) -> None:
-        self._admission = WriteAdmission(capacity)
-
-    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        self._admission.stored(keys)
-        return ()
-
-    def ended(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        return self._admission.ended(keys)
-
-    def promoted(self, keys: Sequence[bytes]) -> None:
-        self._admission.promoted(keys)
-
-    def written(self, keys: Sequence[bytes]) -> None:
-        self._admission.written(keys)
-
-    def lost(self, keys: Sequence[bytes]) -> None:
-        self._admission.left_disk(keys)
-
-    def left(self, keys: Sequence[bytes]) -> None:
-        self._admission.left_host(keys)
-
-    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        self._admission.resynchronise(keys)
         return ()

@@ -1,0 +1,126 @@
+"""How heavy the package may be. A change that makes it lighter lowers a limit here; one that raises a limit says in the
+commit's text what it brings for that, and changes the reason here if that has changed.
+
+`python tests/support/weight.py` prints the figures, `python tests/support/call_counts.py` the calls and their files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from call_counts import MEASURED
+from documents import ROOT
+from weight import code_lines, weigh
+
+SLACK = 0.02  # a figure may be below its limit by so much, and by 1
+
+
+class Limit(NamedTuple):
+    """The most that a figure may be, and why it is what it is."""
+
+    most: int
+    reason: str
+
+
+WEIGHT = {
+    "code lines": Limit(36_248, "as it was when limits began: a third of it measures, and leaves the package"),
+    "files": Limit(338, "as it was; a class and its records are one file, and so is what is read together"),
+    "helpers used once, in 1000 functions": Limit(106, "as it was; a helper has two uses, or a name that says more"),
+    "pages": Limit(21, "as it was; a class is in one file, so that no base class is a part of another class"),
+    "wide signatures": Limit(4, "three tiers and a helper, as it was; options that go together are one object"),
+}
+CALLS = {
+    "engine.store": Limit(48, "check, plan, select, order, enqueue; about 20 are calls of the driver"),
+    "engine.load": Limit(49, "as a store, and in which order the slots may be read"),
+    "cache.store": Limit(84, "a store, and the reservation that it fills"),
+    "cache.store, evicting": Limit(153, "half of it is the default policy's search for what is worth least"),
+    "cache.load": Limit(75, "a load, and the lease of what it reads"),
+    "cache.promote, in the tiers' thread": Limit(300, "8 keys, which a tier has done at once"),
+}
+FILES = {
+    "engine.store": Limit(13, "the engine, what it checks, plans and selects, and the seam"),
+    "engine.load": Limit(13, "those of a store"),
+    "cache.store": Limit(20, "those of a store, the index, its state and admission"),
+    "cache.store, evicting": Limit(24, "the policy's own, too"),
+    "cache.load": Limit(20, "those of a load, the index and its state"),
+    "cache.promote, in the tiers' thread": Limit(20, "the promoter, the tier's job, the index, its state and policy"),
+}
+
+
+def check(name: str, figure: float, limit: Limit, details: object = "") -> None:
+    assert figure <= limit.most, f"{name}: {figure:g}, at most {limit.most} ({limit.reason}) {details}"
+    lowest = limit.most * (1 - SLACK) - 1
+    assert figure >= lowest, f"{name}: {figure:g} is well below {limit.most}: lower the limit, so that it stays there"
+
+
+@pytest.fixture(scope="module")
+def weight() -> dict[str, float]:
+    return weigh(ROOT / "kvoffload")
+
+
+@pytest.mark.parametrize("name", WEIGHT)
+def test_the_package_gets_no_heavier(name: str, weight: dict[str, float]) -> None:
+    check(name, weight[name], WEIGHT[name])
+
+
+def test_every_figure_has_a_limit(weight: dict[str, float]) -> None:
+    assert list(weight) == list(WEIGHT)
+    assert list(MEASURED) == list(CALLS) == list(FILES)
+    assert all(len(limit.reason) > 10 for limits in (WEIGHT, CALLS, FILES) for limit in limits.values())
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_warm_call_takes_no_more_calls_through_no_more_files(name: str) -> None:
+    """Counts, not times: every call costs the host about as much as another."""
+    calls = MEASURED[name]()
+    check(f"calls of {name}", calls.total, CALLS[name], calls)
+    check(f"files of {name}", len(calls.files), FILES[name], calls)
+
+
+@pytest.mark.parametrize("figure", [95, 101])
+def test_a_figure_above_its_limit_is_refused_and_one_well_below(figure: int) -> None:
+    check("lines", 100, Limit(100, ""))
+    check("lines", 97, Limit(100, ""))
+    with pytest.raises(AssertionError, match="lines: "):
+        check("lines", figure, Limit(100, ""))
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    source = '''
+"""A docstring."""
+
+import math  # 1
+
+
+class Base:  # 2
+    """More
+    lines."""
+
+    value = (  # 3 and 2 more
+        1
+    )
+
+
+class Only(Base):  # 6
+    def wide(self, a, b, c, d, e, f, g, h, i): ...  # 7
+
+
+def _once(a, *, b=_twice(1)):  # 8
+    # a comment
+    return _twice(math.pi)  # 9
+
+
+def _twice(x): ...  # 10
+
+
+_once(1)  # 11
+'''
+    (tmp_path / "a.py").write_text(source)
+    assert code_lines(source) == 11
+    long = "class Long:\n" + "    a = 1\n" * 50 + "class Page(Long): ...\n"
+    (tmp_path / "b.py").write_text(long)
+    found = weigh(tmp_path)
+    assert (found["code lines"], found["files"], found["pages"], found["wide signatures"]) == (63, 2, 1, 1)
+    assert found["helpers used once, in 1000 functions"] == 1000 / 3
