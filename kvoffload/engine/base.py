@@ -338,7 +338,7 @@ class Engine(Generic[_After, _Plan]):
         summed.
         """
         self.check_process()
-        if not self._in_flight.consistent:
+        if len(self._shards) > 1 or not self._in_flight.consistent:  # shards may know of ends that it does not
             self.advance()
         with self.lock:
             in_flight, reports = self._in_flight, self._reports

@@ -23,6 +23,7 @@ from kvoffload.device.streams import stream_handle
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
 from kvoffload.engine.job import Event, Job, Transfer
+from kvoffload.engine.queues import MOST_REPORTS
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import Requests
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
@@ -96,11 +97,10 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         super().__init__()
         given = num_slots, sm_limit, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
         options = EngineOptions(*given, host_memory=host_memory)
-        self._shard = shard = Shard(layout, device, options, self._shared)
+        self._shard = shard = Shard(layout, device, options, self._shared, most_reports=MOST_REPORTS)
         self._shards, self._names = (shard,), ("",)
-        self.layout, self.device, self.devices = layout, device, (device,)
-        self.num_slots, self.sm_limit = shard.num_slots, shard.sm_limit
-        self.prefer, self.profile = shard.prefer, shard.profile
+        self.layout, self.device, self.devices, self.num_slots = layout, device, (device,), shard.num_slots
+        self.sm_limit, self.prefer, self.profile = shard.sm_limit, shard.prefer, shard.profile
         self.max_in_flight = shard.parts.in_flight.max_in_flight
         self._parts, self._in_flight, self._reports = shard.parts, shard.parts.in_flight, shard.reports
         # Bound methods, not methods that call them: this is on the path of every transfer.

@@ -220,12 +220,7 @@ class ShardedTransfer:
     forgotten = simulated = False
 
     def __init__(
-        self,
-        number: int,
-        direction: Direction,
-        num_parts: int,
-        transfers: Sequence[Transfer],
-        names: tuple[str, ...],
+        self, number: int, direction: Direction, num_parts: int, transfers: Sequence[Transfer], names: tuple[str, ...]
     ) -> None:
         self.id = number
         self.direction = direction

@@ -41,8 +41,7 @@ class RecordQueue(Generic[_Record]):
 
     def __init__(self) -> None:
         self.transfers: deque[_Record] = deque()
-        self.submitted = self.counted = 0
-        self.ended = self.failed = self.nbytes = 0
+        self.submitted = self.counted = self.ended = self.failed = self.nbytes = 0
         self.seconds = 0.0
 
     @property
@@ -129,9 +128,7 @@ class InFlight(Queues[TransferQueue]):
         most_unasked: with so many transfers of its direction in flight, a submission asks which of them have ended.
     """
 
-    def __init__(
-        self, driver: Driver, max_in_flight: int, hazards: HazardTable, most_queued_bytes: int | None = None
-    ) -> None:
+    def __init__(self, driver: Driver, max_in_flight: int, hazards: HazardTable, most_queued_bytes: int | None) -> None:
         super().__init__(TransferQueue(driver), TransferQueue(driver), max_in_flight)
         self.stores.opposite, self.loads.opposite = self.loads, self.stores
         self.timers = EventPool(driver, 2 * max_in_flight + 64, timing=True)

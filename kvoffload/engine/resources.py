@@ -38,9 +38,9 @@ class EngineResources:
     """
 
     def __init__(self, device: Device, in_flight: InFlight, reports: Reports, sm_limit: int, priority: int) -> None:
-        driver = device.driver
+        driver = self._driver = device.driver
+        self._numa_cpus = hostinfo.numa_node_cpus(device.pci.numa_node)
         self._stream_priority = priority
-        self._driver = driver
         self._pinned: list[PinnedMemory] = []  # one in one of these, once `open` has begun to pin it
         self._callers: list[CallerMemory] = []
         self.memory: RegisteredMemory
@@ -53,14 +53,7 @@ class EngineResources:
         self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers, reports)
         self.wait_streams = WaitStreams(driver, priority)
 
-    def open(
-        self,
-        device: Device,
-        layout: KVLayout,
-        num_slots: int,
-        host_memory: HostMemory | None,
-        progress: Progress | None,
-    ) -> None:
+    def open(self, layout: KVLayout, num_slots: int, host_memory: HostMemory | None, progress: Progress | None) -> None:
         """Pin the slots, make streams and copiers; the context must be current."""
         begin = time.perf_counter()
         self._slot_bytes = layout.slot_bytes
@@ -69,7 +62,7 @@ class EngineResources:
                 self._driver,
                 num_slots * layout.slot_bytes,
                 unit_bytes=layout.slot_bytes,
-                numa_cpus=hostinfo.numa_node_cpus(device.pci.numa_node),
+                numa_cpus=self._numa_cpus,
                 progress=progress,
                 holder=self._pinned,
             )

@@ -27,7 +27,7 @@ from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_c
 from kvoffload.driver import SourceOrder
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Event, Transfer, describe
-from kvoffload.engine.queues import MOST_REPORTS, InFlight, Reports, put_ahead
+from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.report import Alternative, PlanReport
 from kvoffload.engine.request import Limits, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
@@ -100,13 +100,7 @@ class Shard:
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        device: Device,
-        options: EngineOptions,
-        shared: Shared,
-        *,
-        most_reports: int = MOST_REPORTS,
+        self, layout: KVLayout, device: Device, options: EngineOptions, shared: Shared, *, most_reports: int
     ) -> None:
         profile = options.profile
         if not isinstance(layout, KVLayout):
@@ -142,7 +136,7 @@ class Shard:
             self.parts = EngineResources(device, in_flight, self.reports, self.sm_limit, options.stream_priority)
             self._resource = device.adopt(self, self.parts.release, "an OffloadEngine")
             try:
-                self.parts.open(device, layout, self.num_slots, options.host_memory, options.progress)
+                self.parts.open(layout, self.num_slots, options.host_memory, options.progress)
             except BaseException:
                 self._resource.free()
                 raise

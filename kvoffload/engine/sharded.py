@@ -30,7 +30,6 @@ from kvoffload.engine.queues import Queues, RecordQueue, Reports
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import GroupTransfer, Requests
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
-from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.wait_streams import After, FollowedPerDevice, ShardedAfter
 from kvoffload.errors import DriverError
 from kvoffload.internal.checks import shown
@@ -239,10 +238,6 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         self.check_process()
         with self.lock:
             return sum(not record.finished for queue in self._in_flight.both for record in list(queue.transfers))
-
-    def statistics(self) -> EngineStatistics:
-        self.advance()
-        return super().statistics()
 
     # the devices --------------------------------------------------------------------------------------------------
 

@@ -36,9 +36,8 @@ class Tracker:
         """Raise the one exception that a lost context leaves behind."""
         lost = self._in_flight.lost
         if lost is not None:
-            raise TransferError(
-                f"the CUDA context is lost and the engine with it: {lost}; restart the process"
-            ) from lost
+            text = f"the CUDA context is lost and the engine with it: {lost}; restart the process"
+            raise TransferError(text) from lost
 
     def advance(self) -> None:
         """Complete every transfer that has ended, and queue as many segments as there is room for."""
