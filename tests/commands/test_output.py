@@ -66,7 +66,7 @@ def test_tune_show_of_a_default_profile_says_how_to_measure(
 ) -> None:
     device = kvoffload.open_device(backend="simulated")
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: device)
-    monkeypatch.setattr(kvoffload.Device, "simulated", False)
+    monkeypatch.setattr(device, "simulated", False)
     assert main(["tune", "--show"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "these are figures of another machine: `kvoffload tune` measures this one"

@@ -130,10 +130,12 @@ def test_an_engine_with_work_in_flight(device: kvoffload.Device, engine: kvofflo
     engine.drain()
 
 
-def test_a_measured_bandwidth(engine: kvoffload.OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_bandwidth(
+    device: kvoffload.Device, engine: kvoffload.OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.store([1, 2], [0, 1]).wait()
     totals = engine.statistics().store
-    monkeypatch.setattr(kvoffload.Device, "simulated", False)
+    monkeypatch.setattr(device, "simulated", False)
     shown = page(engine)
     assert f"{totals.nbytes / totals.seconds / 1e9:.1f}" in shown.texts
     assert shown.texts[-1] == "-", "no load, no bandwidth"

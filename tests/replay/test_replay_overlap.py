@@ -162,10 +162,11 @@ def test_on_a_gpu_times_are_printed_and_loads_are_measured(
     """As far as that can be tried without one: a simulated device that does not say so."""
 
     def unmarked(*_: object) -> kvoffload.Device:
-        return kvoffload.open_device(backend="simulated")
+        device = kvoffload.open_device(backend="simulated")
+        device.simulated = False
+        return device
 
     monkeypatch.setattr("kvoffload.replay.command.open_backend", unmarked)
-    monkeypatch.setattr(kvoffload.Device, "simulated", False)
     path = write_trace(tmp_path / "trace.jsonl", [[1, 2], [1, 2]])
     options = ("--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "4", "--prefill-tokens-per-second", "1000")
     assert main(["replay", str(path), *options, "--json"]) == 0
@@ -210,7 +211,9 @@ def test_without_a_gpu_auto_needs_the_bandwidth_too(tmp_path: Path, capsys: pyte
     def no_gpu(*_: object, **options: Any) -> kvoffload.Device:
         if options["backend"] == "cuda":
             raise kvoffload.CapabilityError("there is none")
-        return kvoffload.open_device(backend="simulated")
+        device = kvoffload.open_device(backend="simulated")
+        device.simulated = False
+        return device
 
     path = write_trace(tmp_path / "trace.jsonl", [[1]])
     with pytest.MonkeyPatch.context() as patch:
