@@ -58,8 +58,8 @@ def _interference(fields: Fields, random: Random) -> None:
 
 def _series(fields: Fields, random: Random) -> None:
     for record in fields["series"]:
-        names = (sharded.ONE, sharded.SHARDED, sharded.PROCESSES)
-        record |= {"gb_per_s": {name: _rate(random) for name in names}, "sharded/one": 1.95, "sharded/processes": 0.98}
+        names = (sharded.ONE, sharded.SHARDED)
+        record |= {"gb_per_s": {name: _rate(random) for name in names}, "sharded/one": 1.95}
 
 
 def _parts(fields: Fields, random: Random) -> None:
