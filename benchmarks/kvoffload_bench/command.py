@@ -15,7 +15,7 @@ from kvoffload_bench import cache_bookkeeping as bookkeeping
 from kvoffload_bench import (
     disk,
     field,
-    fleet_command,
+    fleet,
     interference,
     interop,
     plots,
@@ -42,21 +42,8 @@ def add_parser(commands: Any) -> None:
         usage="BENCHMARK [options]",
     )
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
-    benchmarks = (
-        transfer,
-        field,
-        sharded,
-        interference,
-        parts,
-        interop,
-        vllm,
-        submit,
-        bookkeeping,
-        disk,
-        remote,
-        fleet_command,
-    )
-    for bench in benchmarks:
+    benches_in_order = (transfer, field, sharded, interference, parts, interop, vllm, submit, bookkeeping, disk, remote)
+    for bench in (*benches_in_order, fleet):
         bench.add_parser(benches)
     plot = add_command(
         benches,
