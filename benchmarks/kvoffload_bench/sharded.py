@@ -109,12 +109,14 @@ class Series:
         """What the series of a direction has written on one device, in the order of its blocks."""
         blocks, slots = self._ids[direction]
         if direction is Direction.STORE:
-            return self._slots[index][slots]
+            stored: UInt8Array = self._slots[index][slots]
+            return stored
         back = np.empty_like(self._right[direction][index])
         with self._devices[index].current():
-            driver, loaded = self._devices[index].driver, self._memory[index].address + back.nbytes
-            driver.copy_to_host(address_of(back), loaded, back.nbytes)
-        return back[blocks - self._size.in_series]
+            address = self._memory[index].address + back.nbytes
+            self._devices[index].driver.copy_to_host(address_of(back), address, back.nbytes)
+        loaded: UInt8Array = back[blocks - self._size.in_series]
+        return loaded
 
     def execute(self, directions: Sequence[Direction]) -> float:
         """Submit all transfers and wait for all; seconds by the wall clock."""
@@ -203,8 +205,10 @@ def _measure(devices: Sequence[Device], size: ShardSize, lab: Lab, output: Outpu
             in_series = len(directions) * size.in_series * size.row_bytes
             scenarios = {
                 name: Scenario(
-                    *(partial(call, directions) for call in (each.execute, each.poison, each.wrong)),
-                    nbytes=in_series * len(used[name]),
+                    partial(each.execute, directions),
+                    partial(each.poison, directions),
+                    partial(each.wrong, directions),
+                    len(used[name]) * in_series,
                 )
                 for name, each in series.items()
             }

@@ -388,7 +388,7 @@ def _submissions(setup: TransferSetup, layout: _Layout, direction: Direction) ->
 
 
 def _time_submissions(
-    submitters: tuple[_EngineSubmission, BareSubmission], windows: Sequence[Iterator[Pairs]], count: int, cold: bool
+    submitters: Sequence[_EngineSubmission | BareSubmission], windows: Sequence[Iterator[Pairs]], count: int, cold: bool
 ) -> list[list[float]]:
     """Host seconds of every submission, of each submitter: bare and through the engine in turn."""
     seconds: list[list[float]] = [[] for _ in submitters]
@@ -467,8 +467,8 @@ def _show(fields: Fields, output: Output) -> None:
         [each["layout"], each["copier"], each["blocks"], host[each["cold"]], *(fixed(each[name]) for name in names)]
         for each in fields["loads"]
     ]
-    columns = ("layout", "copier", "blocks", "host", "wall us", "link us", "wall - link us")
-    output.table("from the call of load() until the job is done", columns, lines)
+    headings = ("layout", "copier", "blocks", "host", "wall us", "link us", "wall - link us")
+    output.table("from the call of load() until the job is done", headings, lines)
     rates = ", ".join(f"{name} {rate:.1f}" for name, rate in fields["contiguous_copy_gb_per_s"].items())
     output.line(f"{CONTIGUOUS_COPY}, GB/s on the GPU clock: {rates}")
     output.line("hot: submissions without a wait; cold: each after the GPU and the host were idle for 3 ms")
