@@ -65,7 +65,7 @@ class BareLoop(BareCalls, ABC):
             self.__exit__()
             raise
 
-    def prepare(self, pool: UInt8Array) -> None:  # noqa: B027
+    def prepare(self, pool: UInt8Array) -> None:
         """For clients that need registered memory."""
 
     @abstractmethod
