@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -28,17 +27,9 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.terminal.console import Advance, CommandError, Output, mib, open_backend
 from kvoffload.terminal.options import COMMON, LARGEST, add_command, numbers, whole
 from kvoffload.tiers import DiskTier, Limits
+from kvoffload.tiers import format as disk_format
 from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
 from kvoffload.tiers.files import PAGE
-from kvoffload.tiers.format import (
-    HEADER_BYTES,
-    HEADER_DTYPE,
-    SUPERBLOCK_BYTES,
-    TABLE_OFFSET,
-    Superblock,
-    pack_header,
-    unpack_superblock,
-)
 from kvoffload_bench import disk_gpu, tier_calls
 from kvoffload_bench.report import fixed
 from kvoffload_bench.tier_calls import (
@@ -66,10 +57,10 @@ def open_tier(path: Path, pool: UInt8Array, slots: int, *, threads: int = 4, dir
     return tier
 
 
-def read_superblock(path: Path) -> Superblock:
+def read_superblock(path: Path) -> disk_format.Superblock:
     """Of a file that a tier has written."""
     with path.open("rb") as file:
-        superblock = unpack_superblock(file.read(SUPERBLOCK_BYTES))
+        superblock = disk_format.unpack_superblock(file.read(disk_format.SUPERBLOCK_BYTES))
     assert superblock is not None, path
     return superblock
 
@@ -118,7 +109,9 @@ class BareLoop(BareCalls):
         assert self._tier.drain(), "a disk that cannot sync is no disk to measure"
         os.fdatasync(self._file)
         superblock = read_superblock(self._path)
-        table = np.fromfile(self._path, dtype=HEADER_DTYPE, count=superblock.slots, offset=TABLE_OFFSET)
+        table = np.fromfile(
+            self._path, dtype=disk_format.HEADER_DTYPE, count=superblock.slots, offset=disk_format.TABLE_OFFSET
+        )
         found = zip(table["key"], table["key_bytes"].tolist(), strict=True)
         slots = {key[:length].tobytes(): slot for slot, (key, length) in enumerate(found)}
         if all(key in slots for key in keys):  # else the tier has not yet put the keys of this round
@@ -145,9 +138,7 @@ class BareLoop(BareCalls):
     def __enter__(self) -> BareLoop:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._pool.shutdown()
         os.close(self._file)
 
@@ -158,26 +149,19 @@ def measure_cell(
     """Figures of one size, number of threads and kind of I/O, for each operation; empty without direct I/O.
 
     Args:
-        path: of a file that does not exist; it is removed again.
+        path: of the file; what it held is lost.
         nbytes: of the records of a round, together.
         verified: is added to.
     """
     count, io = max(threads, nbytes // slot_bytes), "direct" if direct else "buffered"
     pool = pages(2 * count, slot_bytes)
-    with _removed(path), closing(open_tier(path, pool, count, threads=threads, direct=direct)) as tier:
+    path.unlink(missing_ok=True)
+    with closing(open_tier(path, pool, count, threads=threads, direct=direct)) as tier:
         if direct and not all(tier.direct_io):
             return []
         with BareLoop(path, tier, threads=threads, direct=direct) as bare:
             rounds = Rounds(tier, bare, pool, OPERATIONS[io], verified)
             return rounds.measure(count, count, repeats, {"record_bytes": slot_bytes, "threads": threads, "io": io})
-
-
-@contextmanager
-def _removed(path: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
 
 
 # a restart ------------------------------------------------------------------------------------------------------------
@@ -195,36 +179,36 @@ def measure_restart(path: Path, records: int, verified: Verified) -> dict[str, A
     Its header table is not in the page cache.
     """
     pool = pages(_VERIFIED_RECORDS, PAGE)
-    with _removed(path):
-        open_tier(path, pool, records).close()
-        _fill(path, records)
-        begin, cpu = time.perf_counter(), time.process_time()
+    path.unlink()
+    open_tier(path, pool, records).close()
+    _fill(path, records)
+    begin, cpu = time.perf_counter(), time.process_time()
+    tier = open_tier(path, pool, records)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    verified.missing += records - (tier.statistics().records or 0)
+    keys_of_lookup, random, times = min(KEYS_OF_A_REQUEST, records), Random(0), []
+    for _ in range(_LOOKUPS):
+        keys = numbered_keys(random.randrange(records - keys_of_lookup + 1), keys_of_lookup)
+        begin = time.perf_counter()
+        found = tier.contains(keys)
+        times.append(time.perf_counter() - begin)
+        assert all(found), "each record is there"
+    count = min(len(pool), records)
+    pool.fill(1)
+    job = tier.get([numbered_keys(number * (records // count), 1)[0] for number in range(count)], range(count))
+    job.wait()
+    verified.note(job)
+    verified.compare(pool[:count], [np.zeros(PAGE, np.uint8)] * count)
+    tier.close()
+    del tier
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
         tier = open_tier(path, pool, records)
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        verified.missing += records - (tier.statistics().records or 0)
-        keys_of_lookup, random, times = min(KEYS_OF_A_REQUEST, records), Random(0), []
-        for _ in range(_LOOKUPS):
-            keys = numbered_keys(random.randrange(records - keys_of_lookup + 1), keys_of_lookup)
-            begin = time.perf_counter()
-            found = tier.contains(keys)
-            times.append(time.perf_counter() - begin)
-            assert all(found), "each record is there"
-        count = min(len(pool), records)
-        pool.fill(1)
-        job = tier.get([numbered_keys(number * (records // count), 1)[0] for number in range(count)], range(count))
-        job.wait()
-        verified.note(job)
-        verified.compare(pool[:count], [np.zeros(PAGE, np.uint8)] * count)
-        tier.close()
-        del tier
-        tracemalloc.start()
-        try:
-            before = tracemalloc.get_traced_memory()[0]
-            tier = open_tier(path, pool, records)
-            memory = tracemalloc.get_traced_memory()[0] - before
-        finally:
-            tracemalloc.stop()
-        tier.close()
+        memory = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    tier.close()
     return {
         "records": records,
         "restart_seconds": seconds,
@@ -240,10 +224,10 @@ def _fill(path: Path, records: int) -> None:
     superblock, checksum = read_superblock(path), make_checksum()
     member, digest = superblock.member_digest(), checksum.of([memoryview(bytes(PAGE))])
     with path.open("r+b") as file:
-        file.seek(TABLE_OFFSET)
+        file.seek(disk_format.TABLE_OFFSET)
         for first in range(0, records, _HEADERS_AT_ONCE):
             headers = [
-                pack_header(
+                disk_format.pack_header(
                     checksum, member, slot=record, key=numbered_keys(record, 1)[0], tenant=bytes(DIGEST_BYTES),
                     digest=digest, nbytes=PAGE, epoch=superblock.epoch, sequence=1 + record // KEYS_OF_A_REQUEST,
                     position=record % KEYS_OF_A_REQUEST,
@@ -316,7 +300,8 @@ def _measure(arguments: argparse.Namespace, path: Path, verified: Verified, prog
     size, threads = min(arguments.sizes), min(arguments.threads, key=lambda count: abs(count - 4))
     pool = pages(KEYS_OF_A_CALL, size)
     pool.fill(1)
-    with _removed(path), closing(open_tier(path, pool, 2 * KEYS_OF_A_CALL, threads=threads)) as tier:
+    path.unlink()
+    with closing(open_tier(path, pool, 2 * KEYS_OF_A_CALL, threads=threads)) as tier:
         calls = {"record_bytes": size, "threads": threads} | tier_calls.measure_calls(tier, verified)
     return {
         "benchmark": "disk",
@@ -340,7 +325,7 @@ def _check(arguments: argparse.Namespace) -> None:
     largest = max(max(max(arguments.threads), arguments.nbytes // size) * size for size in sizes)
     tier_calls.require_memory(2 * largest, "lower --nbytes")
     rounds = tier_bytes(-(-largest // min(sizes)), min(sizes)) + max(sizes)
-    restart = arguments.records * (PAGE + HEADER_BYTES) + 16 * PAGE
+    restart = arguments.records * (PAGE + disk_format.HEADER_BYTES) + 16 * PAGE
     needed, state = max(rounds, restart) + _SPARE_BYTES, os.statvfs(folder)
     free = state.f_bavail * state.f_frsize
     if free < needed:

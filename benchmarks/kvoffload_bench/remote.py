@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -110,12 +109,7 @@ class BareLoop(BareCalls, ABC):
     def __enter__(self) -> BareLoop:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._executor.shutdown()
         self._undo.close()
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -71,14 +71,16 @@ def numbered_keys(start: int, count: int) -> list[bytes]:
 # rounds in turns ------------------------------------------------------------------------------------------------------
 
 
-class BareCalls(Protocol):
+class BareCalls:
     """What a tier is compared with."""
 
     def put(self, keys: Sequence[bytes], rows: Rows) -> object:
         """Write a batch."""
+        raise NotImplementedError
 
     def get(self, keys: Sequence[bytes], rows: Rows) -> Rows:
         """Read a batch, into the rows if that is possible. Returns the arrays that hold it."""
+        raise NotImplementedError
 
     def settle(self, keys: Sequence[bytes]) -> None:
         """The tier, or this, has put the keys of a round."""
@@ -135,14 +137,11 @@ class Rounds:
         try:
             for name, who in itertools.product(self._operations, turns):
                 put = name == self._operations[0]
-                if put:
-                    call = self._bare_put if who == _BARE else self._tier_put
-                else:
-                    call = self._bare_get if who == _BARE else self._tier_get
+                if not put:
                     self._pool[self._half :].fill(POISON)
                     self._bare.before_get(name)
                 begin = time.perf_counter()
-                found = [call(keys[part], part) for part in parts]
+                found = [self._call(who, put, keys[part], part) for part in parts]
                 seconds[name][who] = time.perf_counter() - begin
                 if put:
                     self._bare.settle(keys)
@@ -152,35 +151,26 @@ class Rounds:
             self._bare.end(keys)
         return seconds
 
-    def _tier_put(self, keys: Sequence[bytes], part: slice) -> Rows:
-        self._carry_out(self._tier.put, keys, range(part.start, part.stop))
-        return ()
-
-    def _tier_get(self, keys: Sequence[bytes], part: slice) -> Rows:
-        targets = range(self._half + part.start, self._half + part.stop)
-        self._carry_out(self._tier.get, keys, targets)
-        return self._rows[targets.start : targets.stop]
-
-    def _bare_put(self, keys: Sequence[bytes], part: slice) -> Rows:
-        self._bare.put(keys, self._rows[part])
-        return ()
-
-    def _bare_get(self, keys: Sequence[bytes], part: slice) -> Rows:
-        return self._bare.get(keys, self._rows[self._half + part.start : self._half + part.stop])
-
-    def _carry_out(self, call: Callable[..., TierJob], keys: Sequence[bytes], entries: range) -> None:
-        """`put` or `get`, and wait for the last outcome without polling, as caches do."""
+    def _call(self, who: int, put: bool, keys: Sequence[bytes], part: slice) -> Any:
+        """Put or get a batch. Returns the arrays that hold what was read."""
+        first = 0 if put else self._half
+        entries = range(first + part.start, first + part.stop)
+        rows = self._rows[entries.start : entries.stop]
+        if who == _BARE:
+            return self._bare.put(keys, rows) if put else self._bare.get(keys, rows)
         jobs: list[TierJob] = []
         ended = threading.Event()
 
-        def notify() -> None:
+        def notify() -> None:  # a cache waits in this way, too: without polling
             if jobs and jobs[0].done:
                 ended.set()
 
+        call = self._tier.put if put else self._tier.get
         jobs.append(call(keys, entries, notify=notify))
         notify()
         ended.wait()
         self._verified.note(jobs[0])
+        return rows
 
 
 def measure_calls(tier: Tier, verified: Verified, between: Callable[[], object] = lambda: None) -> dict[str, Any]:
