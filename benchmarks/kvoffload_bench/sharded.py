@@ -18,12 +18,11 @@ from kvoffload.driver import address_of
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.sharded import ShardedEngine
-from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output
-from kvoffload.terminal.options import COMMON, add_command, model, whole
+from kvoffload.terminal.options import COMMON, add_command, whole
 from kvoffload_bench.harness import POISON, Lab, Scenario, time_rounds
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.series import DIRECTIONS
@@ -147,9 +146,7 @@ class Series:
 # the command ----------------------------------------------------------------------------------------------------------
 
 ONE, SHARDED = "one GPU", "sharded"
-_MODEL = "llama-3.1-8b"
-_TRANSFER_BYTES, _TRANSFERS = 64 << 20, 8
-_SIMULATED = ShardSize(4, 256, 2, 2)
+_SIZE, _SIMULATED = ShardSize(64, 32 << 10, 32, 8), ShardSize(4, 256, 2, 2)
 _TEXT = """\
 Times series of 64 MiB transfers a GPU: one GPU, and a ShardedEngine over all of them. By wall clock; every byte is \
 verified."""
@@ -158,26 +155,19 @@ verified."""
 def add_parser(benches: Any) -> None:
     example = "bench sharded --gpus 2"
     parser = add_command(benches, "sharded", "several GPUs in one process", _TEXT, example=example, common=COMMON)
-    add = parser.add_argument
-    add("--gpus", type=whole(1, 16), default=2, metavar="N", help="how many, from --device on (default 2)")
-    share = f"of one GPU's share (default {_MODEL})"
-    add("--model", type=model, default=find_model(_MODEL), metavar="NAME", help=share)
+    gpus = "how many, from --device on (default 2)"
+    parser.add_argument("--gpus", type=whole(1, 16), default=2, metavar="N", help=gpus)
     add_bench_options(parser, 5, drawn=False)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     def measure(lab: Lab, output: Output) -> Fields:
-        size = _SIMULATED if lab.device.simulated else size_of(arguments.model)
+        size = _SIMULATED if lab.device.simulated else _SIZE
         with ExitStack() as undo:
             return _measure(_open(lab.device, arguments.gpus, undo), size, lab, output, undo)
 
     return conduct(arguments, "sharded", measure, _show)
-
-
-def size_of(geometry: ModelGeometry) -> ShardSize:
-    blocks = -(-_TRANSFER_BYTES // geometry.bytes_per_block)
-    return ShardSize(geometry.planes, geometry.block_bytes, blocks, _TRANSFERS)
 
 
 def _open(first: Device, count: int, undo: ExitStack) -> list[Device]:
