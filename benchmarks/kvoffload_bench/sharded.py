@@ -1,15 +1,13 @@
-"""`kvoffload bench sharded`: a ShardedEngine over several GPUs, against one GPU and against a process for each GPU."""
+"""`kvoffload bench sharded`: a ShardedEngine over several GPUs, compared with an engine on one of them."""
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,18 +18,14 @@ from kvoffload.driver import address_of
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.sharded import ShardedEngine
-from kvoffload.internal.models import ModelGeometry, find_model
-from kvoffload.internal.types import Int64Array, UInt8Array
+from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output
-from kvoffload.terminal.options import COMMON, add_command, model, whole
+from kvoffload.terminal.options import COMMON, add_command, whole
 from kvoffload_bench.harness import POISON, Lab, Scenario, time_rounds
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.series import DIRECTIONS
-
-_LEAD_SECONDS = 20e-3  # from the command to the first transfer, so that all processes begin together
-_START_SECONDS, _ROUND_SECONDS = 120.0, 60.0  # a process that takes longer has failed
 
 
 class ShardSize(NamedTuple):
@@ -47,290 +41,133 @@ class ShardSize(NamedTuple):
         return self.blocks * self.transfers
 
     @property
-    def nbytes(self) -> int:
-        """Of a series of one direction on one device."""
-        return self.in_series * self.planes * self.block_bytes
+    def row_bytes(self) -> int:
+        """A block of all planes."""
+        return self.planes * self.block_bytes
 
 
-class SeriesIds:
-    """Blocks and slots of the series of both directions, random and the same on every device. Stores have the first
-    half of both, loads the second.
+class Series:
+    """Series of both directions, on an engine of one device or on one over several. A context manager.
+
+    Stores have the first half of the blocks and of the slots, loads the second. Their order is random, and the same on
+    every device.
     """
 
-    def __init__(self, size: ShardSize, seed: int) -> None:
-        random, count = np.random.default_rng(seed), size.in_series
-        self._size = size
+    def __init__(self, devices: Sequence[Device], size: ShardSize, seed: int, *, sharded: bool) -> None:
+        self._devices, self._size, count = devices, size, size.in_series
+        random = np.random.default_rng(seed)
         self._ids = {
             direction: (first + random.permutation(count), first + random.permutation(count))
             for direction, first in ((Direction.STORE, 0), (Direction.LOAD, count))
         }
-
-    def of(self, direction: Direction, index: int | None = None) -> tuple[Int64Array, Int64Array]:
-        """Blocks and slots of a transfer; None: of all of the series."""
-        blocks, slots = self._ids[direction]
-        if index is None:
-            return blocks, slots
-        taken = slice(index * self._size.blocks, (index + 1) * self._size.blocks)
-        return blocks[taken], slots[taken]
-
-
-class ShardBytes:
-    """A block-major cache on a device, the range of slots that it is stored to, and what both must hold.
-
-    Attributes:
-        layout: of the cache.
-    """
-
-    def __init__(self, device: Device, size: ShardSize, ids: SeriesIds, seed: int) -> None:
-        self._device, self._count = device, size.in_series
-        planes = device.allocate_blocks(2 * self._count, planes=size.planes, block_bytes=size.block_bytes)
-        self.layout = KVLayout([planes], on_default_stream=False)
-        owner = planes[0].owner
-        assert isinstance(owner, DeviceBuffer)
-        self._memory, self._ids = owner, ids
-        width = size.planes * size.block_bytes
-        random = np.random.default_rng((seed, device.index))
-        self._loaded = random.integers(0, 256, (self._count, width), dtype=np.uint8)  # by block
-        stored = random.integers(0, 256, (self._count, width), dtype=np.uint8)
-        self._memory.copy_from(stored)
-        blocks, slots = ids.of(Direction.STORE)
-        self._stored = np.empty_like(stored)  # by slot
-        self._stored[slots] = stored[blocks]
-        self._half = self._memory.address + self._count * width
-        self._back = np.empty_like(stored)
-
-    def prepare(self, slots: UInt8Array) -> None:
-        """Give loads their sources, which nothing changes."""
-        blocks, places = self._ids.of(Direction.LOAD)
-        slots[places] = self._loaded[blocks - self._count]
-
-    def poison(self, slots: UInt8Array, directions: Sequence[Direction]) -> None:
-        """Overwrite the targets."""
-        if Direction.STORE in directions:
-            slots[: self._count] = POISON
-        if Direction.LOAD in directions:
-            with self._device.current():
-                self._device.driver.fill(self._half, POISON, self._loaded.nbytes, LEGACY_STREAM)
-                self._device.driver.stream_synchronize(LEGACY_STREAM)
-
-    def wrong(self, slots: UInt8Array, directions: Sequence[Direction]) -> int:
-        """How many blocks of the targets are not what they must be."""
-        found = 0
-        if Direction.STORE in directions:
-            found += _differing(slots[: self._count], self._stored)
-        if Direction.LOAD in directions:
-            with self._device.current():
-                self._device.driver.copy_to_host(address_of(self._back), self._half, self._back.nbytes)
-            found += _differing(self._back, self._loaded)
-        return found
-
-
-def _differing(found: UInt8Array, right: UInt8Array) -> int:
-    return 0 if np.array_equal(found, right) else int((found != right).any(axis=1).sum())
-
-
-class Series:
-    """The series on an engine of one device, or on one over several. A context manager.
-
-    Attributes:
-        nbytes: of a series of one direction, on all devices.
-    """
-
-    def __init__(self, devices: Sequence[Device], size: ShardSize, seed: int, *, sharded: bool) -> None:
-        self._ids, self._transfers = SeriesIds(size, seed), size.transfers
-        self._bytes = [ShardBytes(device, size, self._ids, seed) for device in devices]
-        layouts = [each.layout for each in self._bytes]
-        count = 2 * size.in_series
+        self._memory: list[DeviceBuffer] = []
+        layouts = []
+        for device in devices:
+            planes = device.allocate_blocks(2 * count, planes=size.planes, block_bytes=size.block_bytes)
+            layouts.append(KVLayout([planes], on_default_stream=False))
+            assert isinstance(planes[0].owner, DeviceBuffer)
+            self._memory.append(planes[0].owner)
         self._engine: OffloadEngine | ShardedEngine
         if sharded:
-            self._engine = ShardedEngine(layouts, devices=devices, num_slots=count)
+            self._engine = ShardedEngine(layouts, devices=devices, num_slots=2 * count)
             pools = list(self._engine.slots)
         else:
-            self._engine = OffloadEngine(layouts[0], device=devices[0], num_slots=count)
+            self._engine = OffloadEngine(layouts[0], device=devices[0], num_slots=2 * count)
             pools = [self._engine.slots]
-        width = size.planes * size.block_bytes  # behind it a slot is padded
-        self._slots = [pool[:, :width] for pool in pools]
-        for each, slots in zip(self._bytes, self._slots, strict=True):
-            each.prepare(slots)
-        self.nbytes = size.nbytes * len(devices)
+        self._slots = [pool[:, : size.row_bytes] for pool in pools]  # behind it a slot is padded
+        shape = (len(devices), count, size.row_bytes)
+        self._right = {each: random.integers(0, 256, shape, dtype=np.uint8) for each in Direction}
+        for index, memory in enumerate(self._memory):
+            self._slots[index][self._ids[Direction.LOAD][1]] = self._right[Direction.LOAD][index]
+            stored = np.empty(shape[1:], np.uint8)
+            stored[self._ids[Direction.STORE][0]] = self._right[Direction.STORE][index]
+            memory.copy_from(stored)
 
     def poison(self, directions: Sequence[Direction]) -> None:
-        for each, slots in zip(self._bytes, self._slots, strict=True):
-            each.poison(slots, directions)
+        """Overwrite the targets."""
+        half = self._size.in_series * self._size.row_bytes
+        for device, memory, slots in zip(self._devices, self._memory, self._slots, strict=True):
+            if Direction.STORE in directions:
+                slots[: self._size.in_series] = POISON
+            if Direction.LOAD in directions:
+                with device.current():
+                    device.driver.fill(memory.address + half, POISON, half, LEGACY_STREAM)
+                    device.driver.stream_synchronize(LEGACY_STREAM)
 
     def wrong(self, directions: Sequence[Direction]) -> int:
-        return sum(each.wrong(slots, directions) for each, slots in zip(self._bytes, self._slots, strict=True))
+        """How many blocks of the targets do not hold the right bytes."""
+        found = 0
+        for direction in directions:
+            for index, right in enumerate(self._right[direction]):
+                rows = self._moved(direction, index)
+                if not np.array_equal(rows, right):
+                    found += int((rows != right).any(axis=1).sum())
+        return found
 
-    def execute(self, directions: Sequence[Direction], begin: float | None = None) -> tuple[float, float]:
-        """Submit all and wait for all; when it began and ended, by `time.perf_counter`. `begin`: not before then."""
-        engine = self._engine
-        while begin is not None and time.perf_counter() < begin:
-            pass
-        begin, jobs = time.perf_counter(), []
-        for index in range(self._transfers):
+    def _moved(self, direction: Direction, index: int) -> UInt8Array:
+        """What the series of a direction has written on one device, in the order of its blocks."""
+        blocks, slots = self._ids[direction]
+        if direction is Direction.STORE:
+            stored: UInt8Array = self._slots[index][slots]
+            return stored
+        back = np.empty_like(self._right[direction][index])
+        with self._devices[index].current():
+            address = self._memory[index].address + back.nbytes
+            self._devices[index].driver.copy_to_host(address_of(back), address, back.nbytes)
+        loaded: UInt8Array = back[blocks - self._size.in_series]
+        return loaded
+
+    def execute(self, directions: Sequence[Direction]) -> float:
+        """Submit all transfers and wait for all; seconds by the wall clock."""
+        engine, blocks_each, jobs = self._engine, self._size.blocks, []
+        begin = time.perf_counter()
+        for start in range(0, self._size.in_series, blocks_each):
             for direction in directions:
-                blocks, slots = self._ids.of(direction, index)
+                blocks, slots = (ids[start : start + blocks_each] for ids in self._ids[direction])
                 if direction is Direction.STORE:
                     jobs.append(engine.store(blocks, slots, after=NO_WAIT))
                 else:
                     jobs.append(engine.load(slots, blocks, after=NO_WAIT))
         while not all(job.done for job in jobs[-len(directions) :]):
             pass
-        end = time.perf_counter()
+        seconds = time.perf_counter() - begin
         for job in jobs:
             job.wait()
         engine.poll()
-        return begin, end
-
-    def close(self) -> None:
-        self._engine.close()
+        return seconds
 
     def __enter__(self) -> Series:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-# a process for each device --------------------------------------------------------------------------------------------
-
-
-class _Task(NamedTuple):
-    """What a process is asked: to poison, to execute from a moment on, or to compare."""
-
-    name: str
-    directions: tuple[Direction, ...]
-    begin: float | None = None
-
-
-def _serve(connection: Connection, index: int, size: ShardSize, seed: int) -> None:
-    """The main function of a process: its own engine on one device, until it receives None."""
-    with open_device(index) as device, Series([device], size, seed, sharded=False) as series:
-        connection.send(None)
-        while (task := connection.recv()) is not None:
-            given = (task.directions,) if task.begin is None else (task.directions, task.begin)
-            connection.send(getattr(series, task.name)(*given))
-
-
-class Processes:
-    """A process for each device, which executes the series of that device.
-
-    Attributes:
-        nbytes: of a series of one direction, by all processes.
-    """
-
-    def __init__(self, connections: Sequence[Connection], size: ShardSize) -> None:
-        self._connections = connections
-        self.nbytes = size.nbytes * len(connections)
-
-    def poison(self, directions: Sequence[Direction]) -> None:
-        self._ask(_Task("poison", tuple(directions)))
-
-    def wrong(self, directions: Sequence[Direction]) -> int:
-        return sum(self._ask(_Task("wrong", tuple(directions))))
-
-    def execute(self, directions: Sequence[Direction]) -> tuple[float, float]:
-        """When the first began and the last ended; their clock is that of the machine."""
-        spans = self._ask(_Task("execute", tuple(directions), time.perf_counter() + _LEAD_SECONDS))
-        return min(begin for begin, _ in spans), max(end for _, end in spans)
-
-    def _ask(self, task: _Task) -> list[Any]:
-        for connection in self._connections:
-            connection.send(task)
-        return [_answer(connection, _ROUND_SECONDS) for connection in self._connections]
-
-
-def _answer(connection: Connection, seconds: float) -> Any:
-    if not connection.poll(seconds):
-        raise CommandError(f"a process has not answered for {seconds:.0f} s")
-    try:
-        return connection.recv()
-    except EOFError:
-        raise CommandError("a process has ended; what it printed says why") from None
-
-
-@contextmanager
-def processes(indices: Sequence[int], size: ShardSize, seed: int) -> Iterator[Processes]:
-    """Start a process for each device. They are spawned: a fork would share this process's CUDA contexts."""
-    context = multiprocessing.get_context("spawn")
-    with ExitStack() as undo:
-        connections = []
-        for index in indices:
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, index, size, seed), daemon=True)
-            process.start()
-            theirs.close()
-            undo.callback(_end, mine, process.join, process.kill)
-            connections.append(mine)
-        for connection in connections:
-            _answer(connection, _START_SECONDS)
-        yield Processes(connections, size)
-
-
-def _end(connection: Connection, join: Callable[[float], None], kill: Callable[[], None]) -> None:
-    try:
-        connection.send(None)
-        join(10.0)
-    except OSError:  # it has ended by itself
-        pass
-    kill()
-    connection.close()
+        self._engine.close()
 
 
 # the command ----------------------------------------------------------------------------------------------------------
 
-ONE, SHARDED, PROCESSES = "one GPU", "sharded", "processes"
-_MODEL = "llama-3.1-8b"
-_REPEATS = 5
-_TRANSFER_BYTES, _TRANSFERS = 64 << 20, 8
-_SIMULATED = ShardSize(4, 256, 2, 2)
-_MOST_GPUS = 16
+ONE, SHARDED = "one GPU", "sharded"
+_SIZE, _SIMULATED = ShardSize(64, 32 << 10, 32, 8), ShardSize(4, 256, 2, 2)
 _TEXT = """\
-Times series of 64 MiB transfers a GPU: one GPU, a ShardedEngine over all of them, and a process for each. By wall \
-clock; every byte is verified."""
-
-
-class _Mover(Protocol):
-    nbytes: int
-
-    def poison(self, directions: Sequence[Direction]) -> None: ...
-
-    def wrong(self, directions: Sequence[Direction]) -> int: ...
-
-    def execute(self, directions: Sequence[Direction]) -> tuple[float, float]: ...
+Times series of 64 MiB transfers a GPU: one GPU, and a ShardedEngine over all of them. By wall clock; every byte is \
+verified."""
 
 
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches, "sharded", "several GPUs in one process", _TEXT, example="bench sharded --gpus 2", common=COMMON
-    )
-    parser.add_argument(
-        "--gpus", type=whole(1, _MOST_GPUS), default=2, metavar="N", help="how many, from --device on (default 2)"
-    )
-    parser.add_argument(
-        "--model",
-        type=model,
-        default=find_model(_MODEL),
-        metavar="NAME",
-        help=f"of one GPU's share (default {_MODEL})",
-    )
-    add_bench_options(parser, _REPEATS, drawn=False)
+    example = "bench sharded --gpus 2"
+    parser = add_command(benches, "sharded", "several GPUs in one process", _TEXT, example=example, common=COMMON)
+    gpus = "how many, from --device on (default 2)"
+    parser.add_argument("--gpus", type=whole(1, 16), default=2, metavar="N", help=gpus)
+    add_bench_options(parser, 5, drawn=False)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     def measure(lab: Lab, output: Output) -> Fields:
-        size = _SIMULATED if lab.device.simulated else size_of(arguments.model)
+        size = _SIMULATED if lab.device.simulated else _SIZE
         with ExitStack() as undo:
-            devices = _open(lab.device, arguments.gpus, undo)
-            return _measure(devices, size, lab, output, undo)
+            return _measure(_open(lab.device, arguments.gpus, undo), size, lab, output, undo)
 
     return conduct(arguments, "sharded", measure, _show)
-
-
-def size_of(geometry: ModelGeometry) -> ShardSize:
-    blocks = -(-_TRANSFER_BYTES // geometry.bytes_per_block)
-    return ShardSize(geometry.planes, geometry.block_bytes, blocks, _TRANSFERS)
 
 
 def _open(first: Device, count: int, undo: ExitStack) -> list[Device]:
@@ -348,69 +185,45 @@ def _open(first: Device, count: int, undo: ExitStack) -> list[Device]:
 
 
 def _measure(devices: Sequence[Device], size: ShardSize, lab: Lab, output: Output, undo: ExitStack) -> Fields:
-    simulated = devices[0].simulated
-    movers: dict[str, _Mover] = {
-        ONE: undo.enter_context(Series(devices[:1], size, lab.seed, sharded=False)),
-        SHARDED: undo.enter_context(Series(devices, size, lab.seed, sharded=True)),
+    used = {ONE: devices[:1], SHARDED: devices}
+    series = {
+        name: undo.enter_context(Series(each, size, lab.seed, sharded=name == SHARDED)) for name, each in used.items()
     }
-    if not simulated:
-        indices = [device.index for device in devices]
-        movers[PROCESSES] = undo.enter_context(processes(indices, size, lab.seed))
     records: list[dict[str, Any]] = []
     with output.progress("directions") as progress:
-        for name, directions in DIRECTIONS.items():
-            records.append(_of_directions(movers, name, directions, lab.repeats, simulated))
+        for direction, directions in DIRECTIONS.items():
+            in_series = len(directions) * size.in_series * size.row_bytes
+            scenarios = {
+                name: Scenario(
+                    partial(each.execute, directions),
+                    partial(each.poison, directions),
+                    partial(each.wrong, directions),
+                    len(used[name]) * in_series,
+                )
+                for name, each in series.items()
+            }
+            timings = time_rounds(scenarios, lab.repeats, 0 if lab.device.simulated else 1)
+            record: dict[str, Any] = {"direction": direction}
+            record["wrong"] = {name: timing.wrong for name, timing in timings.items()}
+            if not lab.device.simulated:
+                record["gb_per_s"] = rates = {name: timing.gb_per_s for name, timing in timings.items()}
+                record["sharded/one"] = rates[SHARDED] / rates[ONE]
+            records.append(record)
             progress(len(records), len(DIRECTIONS))
-    return {
-        "gpus": len(devices),
-        **size._asdict(),
-        "series": records,
-        "not_run": {},
-        "wrong_rows": sum(sum(record["wrong"].values()) for record in records),
-    }
-
-
-def _of_directions(
-    movers: dict[str, _Mover], name: str, directions: Sequence[Direction], repeats: int, simulated: bool
-) -> dict[str, Any]:
-    timings = time_rounds(
-        {each: _scenario(mover, directions) for each, mover in movers.items()}, repeats, 0 if simulated else 1
-    )
-    record: dict[str, Any] = {"direction": name, "wrong": {each: timing.wrong for each, timing in timings.items()}}
-    if not simulated:
-        record["gb_per_s"] = rates = {each: timing.gb_per_s for each, timing in timings.items()}
-        record["sharded/one"] = rates[SHARDED] / rates[ONE]
-        record["sharded/processes"] = rates[SHARDED] / rates[PROCESSES]
-    return record
-
-
-def _scenario(mover: _Mover, directions: Sequence[Direction]) -> Scenario:
-    def execute() -> float:
-        begin, end = mover.execute(directions)
-        return end - begin
-
-    return Scenario(
-        execute, partial(mover.poison, directions), partial(mover.wrong, directions), mover.nbytes * len(directions)
-    )
+    wrong = sum(sum(record["wrong"].values()) for record in records)
+    return {"gpus": len(devices), **size._asdict(), "series": records, "not_run": {}, "wrong_rows": wrong}
 
 
 def _show(fields: Fields, output: Output) -> None:
     gpus, records = fields["gpus"], fields["series"]
-    slowest, behind = (min(records, key=lambda each: each[key]) for key in ("sharded/one", "sharded/processes"))
-    output.line(
-        f"bench sharded: {gpus} GPUs in one process: at least {slowest['sharded/one']:.2f} times one GPU "
-        f"({slowest['direction']}), and {behind['sharded/processes']:.2f} of a process for each GPU "
-        f"({behind['direction']})"
-    )
+    slowest = min(records, key=lambda each: each["sharded/one"])
+    times = f"{slowest['sharded/one']:.2f} times one GPU ({slowest['direction']})"
+    output.line(f"bench sharded: {gpus} GPUs in one process: at least {times}")
     lines = [
-        [
-            each["direction"],
-            *(fixed(rate) for rate in each["gb_per_s"].values()),
-            *(fixed(each[ratio], 2) for ratio in ("sharded/one", "sharded/processes")),
-        ]
+        [each["direction"], *(fixed(rate) for rate in each["gb_per_s"].values()), fixed(each["sharded/one"], 2)]
         for each in records
     ]
-    columns = ("moves", ONE, f"{SHARDED}, {gpus} GPUs", f"{gpus} processes", "/ one GPU", "/ processes")
     size = ShardSize(*(fields[name] for name in ShardSize._fields))
     blocks = f"{size.blocks} blocks x {size.planes} planes x {size.block_bytes} B"
-    output.table(f"GB/s by wall clock, {size.transfers} transfers of {blocks} a GPU", columns, lines)
+    title = f"GB/s by wall clock, {size.transfers} transfers of {blocks} a GPU"
+    output.table(title, ("moves", ONE, f"{SHARDED}, {gpus} GPUs", "/ one GPU"), lines)

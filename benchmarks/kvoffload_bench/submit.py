@@ -16,14 +16,13 @@ All calls go to the driver API, without the checks, the retries and the ordering
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +36,7 @@ from kvoffload.kernels import load_kernel
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.machine import aligned_gather_kernel
-from kvoffload.terminal.options import COMMON, add_command, add_wide
+from kvoffload.terminal.options import COMMON, add_command
 from kvoffload.tuning import CopierName
 from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, time_rounds
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
@@ -70,15 +69,14 @@ class BareSubmission(ABC):
             self._context = lab.driver.current_context()
             self._stream = lab.driver.stream_create(0)
             undo.callback(lab.driver.stream_destroy, self._stream)
-            self._markers = [self._event(undo, timing=False) for _ in range(UNFINISHED)]
-            self._starts, self._ends = ([self._event(undo, timing=True) for _ in range(UNFINISHED)] for _ in range(2))
+            events = [
+                [lab.driver.event_create(timing=timing) for _ in range(UNFINISHED)] for timing in (False, True, True)
+            ]
+            for event in itertools.chain(*events):
+                undo.callback(lab.driver.event_destroy, event)
+            self._markers, self._starts, self._ends = events
             self._make_tables(setup, most_blocks, undo)
             self._undo = undo.pop_all()
-
-    def _event(self, undo: ExitStack, *, timing: bool) -> int:
-        event = self._driver.event_create(timing=timing)
-        undo.callback(self._driver.event_destroy, event)
-        return event
 
     def submit(self, blocks: Int64Array, slots: Int64Array) -> None:
         """Queue the copy of block `blocks[i]` to or from slot `slots[i]`; int64, (n,). `check` raises if it failed."""
@@ -224,16 +222,14 @@ class BareGather(BareSubmission):
         self._table_addresses = [table + table_bytes * index for index in range(UNFINISHED)]
         self._slot_base = np.uint64(lab.driver.host_device_address(setup.pool_address))
         recorder = _LaunchRecorder(lab.driver.api)
-        driver = Driver(
-            recorder, raw=None, bindings_version=lab.driver.bindings_version, simulated=lab.driver.simulated
-        )
+        version, simulated = lab.driver.bindings_version, lab.driver.simulated
+        driver = Driver(recorder, raw=None, bindings_version=version, simulated=simulated)
         spec = aligned_gather_kernel(self._direction, _GATHER_PROGRAMS, row_bytes)
         self._kernel = load_kernel(driver, lab.device.capabilities, spec)
         undo.callback(self._kernel.close)
         self._rows = (buffer.address, rows.shape[1])
-        self._kernel.launch(
-            self._stream, 1, (buffer.address, table, rows.shape[1], 0)
-        )  # of no blocks: it copies nothing
+        no_blocks = (buffer.address, table, rows.shape[1], 0)
+        self._kernel.launch(self._stream, 1, no_blocks)
         self._launch = recorder.arguments
         lab.driver.stream_synchronize(self._stream)
         self._tile_fragments = spec.constant("FRAGMENTS")
@@ -275,8 +271,6 @@ _BURST = 8  # submissions of each kind that follow each other without a wait; fe
 _UNCOUNTED = _BURST
 _LINK_ROUNDS = 10
 _DONE_BLOCKS = 2
-_DONE_BAR_US = 120.0
-_SUBMISSIONS = 100
 _TEXT = """\
 Times the calls of store() and load(), and the bare driver calls of the same transfer, in turns, in a hot loop and \
 after 3 ms of idleness (cold). Every byte is verified."""
@@ -298,42 +292,11 @@ _LAYOUTS = (
 )
 
 
-class _Bar(NamedTuple):
-    """What a figure should not exceed. `of`: "ratio" of the medians, or "us" of the engine's."""
-
-    of: str
-    limit: float
-
-    @property
-    def text(self) -> str:
-        return f"<= {self.limit:g}" + ("x" if self.of == "ratio" else " us")
-
-
-def bar_of(copier: str, blocks: int, cold: bool) -> _Bar | None:
-    """The bar of a line, None if it has none."""
-    if copier != "batch":
-        return _Bar("ratio", 2.5 if cold else 3.0)
-    if blocks >= 8:
-        return _Bar("ratio", 2.0 if cold else 2.5)
-    return None if cold else _Bar("us", 45.0)
-
-
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches,
-        "submit",
-        "host time of store() and load()",
-        _TEXT,
-        example="bench submit --save submit.json",
-        common=COMMON,
-    )
-    add_wide(parser, "95th percentiles and bars")
-    add_bench_options(parser, _SUBMISSIONS, drawn=False)
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    return conduct(arguments, "submit", _measure, _show)
+    example = "bench submit --save submit.json"
+    parser = add_command(benches, "submit", "host time of store() and load()", _TEXT, example=example, common=COMMON)
+    add_bench_options(parser, 100, drawn=False)
+    parser.set_defaults(run=lambda arguments: conduct(arguments, "submit", _measure, _show))
 
 
 def _measure(lab: Lab, output: Output) -> Fields:
@@ -341,12 +304,14 @@ def _measure(lab: Lab, output: Output) -> Fields:
     loads: list[dict[str, Any]] = []
     not_run: dict[str, str] = {}
     links = time_rounds({str(each): lab.contiguous.scenario(each) for each in Direction}, _LINK_ROUNDS)
-    planes = _SIMULATED_PLANES if lab.device.simulated else _PLANES
+    capabilities = lab.device.capabilities
+    geometry = geometry_of(_SIMULATED_PLANES if lab.device.simulated else _PLANES, _BLOCK_BYTES, lab.size.scale)
     with output.progress("layouts") as progress:
         for done, layout in enumerate(_LAYOUTS, start=1):
-            geometry = geometry_of(planes, _BLOCK_BYTES, lab.size.scale)
             with TransferSetup(lab, geometry, placement=layout.placement, count=2 * _MOST_PAIRS) as setup:
-                reason = _why_not(setup, layout)
+                reason = setup.missing[layout.copier]
+                if layout.copier == "strided" and not capabilities.strided_batch:
+                    reason = capabilities.missing["cuMemcpy3DBatchAsync"]
                 if reason is None:
                     for direction in Direction:
                         submissions += _submissions(setup, layout, direction)
@@ -363,28 +328,8 @@ def _measure(lab: Lab, output: Output) -> Fields:
     return fields | {"not_run": not_run, "profile": profile, "wrong_rows": wrong}
 
 
-def _why_not(setup: TransferSetup, layout: _Layout) -> str | None:
-    capabilities = setup.lab.device.capabilities
-    if layout.copier == "strided" and not capabilities.strided_batch:
-        return capabilities.missing["cuMemcpy3DBatchAsync"]
-    return setup.missing[layout.copier]
-
-
-# submissions ----------------------------------------------------------------------------------------------------------
-
-
-class _Submitter(Protocol):
-    """Submits transfers of blocks and slots, int64, (n,) each; see `BareSubmission`."""
-
-    def submit(self, blocks: Int64Array, slots: Int64Array) -> None: ...
-
-    def check(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
 class _EngineSubmission:
-    """Submits transfers through an engine; a copier of None leaves the choice to it."""
+    """Submits transfers through an engine; a copier of None leaves the choice to it. As `BareSubmission`."""
 
     def __init__(self, setup: TransferSetup, direction: Direction, copier: CopierName | None) -> None:
         self._engine, self._copier, self._before = setup.engine, copier, setup.lab.timer.stream
@@ -419,6 +364,8 @@ def _windows(setup: TransferSetup, pairs: range, count: int) -> Iterator[Pairs]:
 
 
 def _submissions(setup: TransferSetup, layout: _Layout, direction: Direction) -> Iterator[dict[str, Any]]:
+    """Host time of the calls that submit, for each number of blocks; hot and cold."""
+    simulated = setup.lab.device.simulated
     setup.take(2 * _MOST_PAIRS)
     setup.prepare(direction)
     engine = _EngineSubmission(setup, direction, layout.copier)
@@ -426,22 +373,24 @@ def _submissions(setup: TransferSetup, layout: _Layout, direction: Direction) ->
         for blocks in _BLOCKS:
             pairs = min(_MOST_PAIRS, 4 * blocks)
             setup.take(2 * pairs)
-            sources = [_windows(setup, range(at, at + pairs), blocks) for at in (0, pairs)]
+            windows = [_windows(setup, range(at, at + pairs), blocks) for at in (0, pairs)]
+            count = max(setup.lab.repeats, pairs // blocks) + (0 if simulated else _UNCOUNTED)
             for cold in (False, True):
                 setup.poison(direction)
-                seconds = _time_submissions((engine, bare), sources, setup.lab, pairs // blocks, cold)
-                yield _record(setup, layout, direction, blocks, cold, seconds)
+                seconds = _time_submissions((engine, bare), windows, count, cold)
+                record: dict[str, Any] = {"layout": layout.name, "copier": layout.copier, "direction": str(direction)}
+                record |= {"blocks": blocks, "planes": setup.plane_count, "block_bytes": setup.block_bytes}
+                record |= {"cold": cold, "wrong": setup.wrong(direction)}
+                if not simulated:
+                    ours, bare_us = (statistics.median(each[_UNCOUNTED:]) * 1e6 for each in seconds)
+                    record |= {"ours_us": ours, "bare_us": bare_us, "ratio": ours / bare_us}
+                yield record
 
 
 def _time_submissions(
-    submitters: tuple[_Submitter, ...],
-    sources: Sequence[Iterator[Pairs]],
-    lab: Lab,
-    least: int,
-    cold: bool,
+    submitters: Sequence[_EngineSubmission | BareSubmission], windows: Sequence[Iterator[Pairs]], count: int, cold: bool
 ) -> list[list[float]]:
-    """Host seconds of every counted submission, of each submitter: bare and through the engine in turn."""
-    uncounted = 0 if lab.device.simulated else _UNCOUNTED
+    """Host seconds of every submission, of each submitter: bare and through the engine in turn."""
     seconds: list[list[float]] = [[] for _ in submitters]
 
     def wait() -> None:
@@ -450,57 +399,19 @@ def _time_submissions(
 
     with ExitStack() as undo:
         undo.callback(wait)
-        for number in range(max(lab.repeats, least) + uncounted):
+        for number in range(count):
             if number % _BURST == 0:
                 wait()
-            for submitter, source, found in zip(submitters, sources, seconds, strict=True):
+            for submitter, window, found in zip(submitters, windows, seconds, strict=True):
                 if cold:
                     wait()
                     time.sleep(_IDLE_SECONDS)
-                found.append(_seconds_of(submitter.submit, next(source)))
+                submit, pairs = submitter.submit, next(window)
+                begin = time.perf_counter()
+                submit(*pairs)
+                found.append(time.perf_counter() - begin)
                 submitter.check()
-    return [each[uncounted:] for each in seconds]
-
-
-def _seconds_of(submit: Callable[[Int64Array, Int64Array], None], pairs: Pairs) -> float:
-    begin = time.perf_counter()
-    submit(*pairs)
-    return time.perf_counter() - begin
-
-
-def _record(
-    setup: TransferSetup, layout: _Layout, direction: Direction, blocks: int, cold: bool, seconds: list[list[float]]
-) -> dict[str, Any]:
-    bar = bar_of(layout.copier, blocks, cold)
-    record: dict[str, Any] = {
-        "layout": layout.name,
-        "copier": layout.copier,
-        "direction": str(direction),
-        "blocks": blocks,
-        "planes": setup.plane_count,
-        "block_bytes": setup.block_bytes,
-        "cold": cold,
-        "submissions": len(seconds[0]),
-        "bar": None if bar is None else bar.text,
-        "wrong": setup.wrong(direction),
-    }
-    if not setup.lab.device.simulated:
-        for name, values in zip(("ours", "bare"), seconds, strict=True):
-            record |= _figures(name, values)
-        record["ratio"] = record["ours_us"] / record["bare_us"]
-        record["bar_met"] = None
-        if bar is not None:
-            record["bar_met"] = record["ratio" if bar.of == "ratio" else "ours_us"] <= bar.limit
-    return record
-
-
-def _figures(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Median and 95th percentile in microseconds."""
-    ordered = sorted(seconds)
-    return {f"{name}_us": statistics.median(ordered) * 1e6, f"{name}_p95_us": ordered[int(0.95 * len(ordered))] * 1e6}
-
-
-# until done -----------------------------------------------------------------------------------------------------------
+    return seconds
 
 
 def _loads(setup: TransferSetup, layout: str, link_gb_per_s: float) -> Iterator[dict[str, Any]]:
@@ -511,10 +422,10 @@ def _loads(setup: TransferSetup, layout: str, link_gb_per_s: float) -> Iterator[
     windows = _windows(setup, range(4 * _DONE_BLOCKS), _DONE_BLOCKS)
     submitter = _EngineSubmission(setup, direction, None)
     uncounted = 0 if lab.device.simulated else _UNCOUNTED
+    nbytes = _DONE_BLOCKS * setup.nbytes // setup.block_count
     for cold in (False, True):
         setup.poison(direction)
         seconds = []
-        copier = ""
         for _ in range(max(lab.repeats, 4) + uncounted):
             if cold:
                 time.sleep(_IDLE_SECONDS)
@@ -525,74 +436,39 @@ def _loads(setup: TransferSetup, layout: str, link_gb_per_s: float) -> Iterator[
             while not job.done:
                 pass
             seconds.append(time.perf_counter() - begin)
-            copier = job.copier
             submitter.wait()
-        nbytes = _DONE_BLOCKS * setup.nbytes // setup.block_count
-        record = {"layout": layout, "copier": copier, "blocks": _DONE_BLOCKS, "nbytes": nbytes, "cold": cold}
+        record = {"layout": layout, "copier": job.copier, "blocks": _DONE_BLOCKS, "nbytes": nbytes, "cold": cold}
         record["wrong"] = setup.wrong(direction)
-        yield record | ({} if lab.device.simulated else _beyond_link(seconds[uncounted:], nbytes, link_gb_per_s))
-
-
-def _beyond_link(seconds: Sequence[float], nbytes: int, link_gb_per_s: float) -> dict[str, Any]:
-    figures = _figures("wall", seconds)
-    link_us = nbytes / link_gb_per_s / 1e3
-    beyond = figures["wall_us"] - link_us
-    return figures | {
-        "link_us": link_us,
-        "beyond_link_us": beyond,
-        "bar_us": _DONE_BAR_US,
-        "bar_met": beyond <= _DONE_BAR_US,
-    }
-
-
-# tables ---------------------------------------------------------------------------------------------------------------
+        if not lab.device.simulated:
+            wall, link = statistics.median(seconds[uncounted:]) * 1e6, nbytes / link_gb_per_s / 1e3
+            record |= {"wall_us": wall, "link_us": link, "beyond_link_us": wall - link}
+        yield record
 
 
 def _show(fields: Fields, output: Output) -> None:
-    output.line(_verdict(fields["submissions"], fields["loads"]))
-    for layout in dict.fromkeys(each["layout"] for each in fields["submissions"]):
-        _show_submissions([each for each in fields["submissions"] if each["layout"] == layout], output)
-    lines = []
-    for each in fields["loads"]:
-        line = [each["layout"], each["copier"], each["blocks"], _host(each)]
-        line += [fixed(each[f"{name}_us"]) for name in ("wall", "link", "beyond_link")]
-        line += [fixed(each["wall_p95_us"]), f"<= {each['bar_us']:g} us", _met(each["bar_met"])] if output.wide else []
-        lines.append(line)
-    columns = ["layout", "copier", "blocks", "host", "wall us", "link us", "wall - link us"]
-    columns += ["p95", "bar", "met"] if output.wide else []
-    output.table("from the call of load() until the job is done", columns, lines)
+    submissions = fields["submissions"]
+    ratios = [each["ratio"] for each in submissions]
+    if ratios:
+        times = f"{min(ratios):.1f} to {max(ratios):.1f} times the bare driver calls"
+        output.line(f"bench submit: store() and load() take {times}")
+    else:
+        output.line("bench submit: no submission was timed")
+    host = {False: "hot", True: "cold"}
+    for layout, copier in dict.fromkeys((each["layout"], each["copier"]) for each in submissions):
+        lines = [
+            [each["direction"], each["blocks"], host[each["cold"]], fixed(each["bare_us"]), fixed(each["ours_us"]),
+             fixed(each["ratio"], 2)]
+            for each in submissions if each["layout"] == layout
+        ]  # fmt: skip
+        columns = ("direction", "blocks", "host", "bare us", "ours us", "ours / bare")
+        output.table(f"host time of one submission, {layout} by {copier}", columns, lines)
+    names = ("wall_us", "link_us", "beyond_link_us")
+    lines = [
+        [each["layout"], each["copier"], each["blocks"], host[each["cold"]], *(fixed(each[name]) for name in names)]
+        for each in fields["loads"]
+    ]
+    headings = ("layout", "copier", "blocks", "host", "wall us", "link us", "wall - link us")
+    output.table("from the call of load() until the job is done", headings, lines)
     rates = ", ".join(f"{name} {rate:.1f}" for name, rate in fields["contiguous_copy_gb_per_s"].items())
     output.line(f"{CONTIGUOUS_COPY}, GB/s on the GPU clock: {rates}")
     output.line("hot: submissions without a wait; cold: each after the GPU and the host were idle for 3 ms")
-    output.line("bar: what kvoffload aims at; nothing fails if it is missed")
-
-
-def _verdict(submissions: Sequence[dict[str, Any]], loads: Sequence[dict[str, Any]]) -> str:
-    if not submissions:
-        return "bench submit: no submission was timed"
-    ratios = [each["ratio"] for each in submissions]
-    missed = sum(each["bar_met"] is False for each in (*submissions, *loads))
-    return (
-        f"bench submit: store() and load() take {min(ratios):.1f} to {max(ratios):.1f} times the bare driver calls; "
-        f"{missed} of {sum(each['bar_met'] is not None for each in (*submissions, *loads))} bars missed"
-    )
-
-
-def _show_submissions(records: Sequence[dict[str, Any]], output: Output) -> None:
-    lines = []
-    for each in records:
-        line = [each["direction"], each["blocks"], _host(each), fixed(each["bare_us"]), fixed(each["ours_us"])]
-        line += [f"{each['ratio']:.2f}", each["bar"] or "-", _met(each["bar_met"])]
-        line += [fixed(each[f"{name}_us"]) for name in ("bare_p95", "ours_p95")] if output.wide else []
-        lines.append(line)
-    columns = ["direction", "blocks", "host", "bare us", "ours us", "ours / bare", "bar", "met"]
-    columns += ["bare p95", "ours p95"] if output.wide else []
-    output.table(f"host time of one submission, {records[0]['layout']} by {records[0]['copier']}", columns, lines)
-
-
-def _host(record: dict[str, Any]) -> str:
-    return "cold" if record["cold"] else "hot"
-
-
-def _met(met: bool | None) -> str:
-    return "-" if met is None else "yes" if met else "no"

@@ -25,7 +25,7 @@ def test_every_policy_is_measured_and_the_dictionary(records: dict[str, dict[str
     assert list(records) == ["OrderedDict", "arc", "lru", "prefix", "s3fifo"]
     for record in records.values():
         for what in ("lookup_us", "reserve_commit_us", "touch_us"):
-            assert 0 < record[f"{what}_best"] <= record[what]
+            assert record[what] > 0
 
 
 @pytest.mark.parametrize("policy", ["arc", "lru", "prefix", "s3fifo"])
@@ -37,6 +37,6 @@ def test_a_block_takes_less_than_300_bytes(records: dict[str, dict[str, Any]], p
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "cache", "--blocks", "2048", "--policy", "prefix", "--repeats", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "2,048 blocks, requests of 512 keys: median and best microseconds of a request" in printed
+    assert "2,048 blocks, requests of 512 keys: median microseconds of a request" in printed
     assert "OrderedDict" in printed
     assert "(1.0x)" in printed

@@ -100,7 +100,6 @@ def test_words_of_tables_are_explained(capsys: pytest.CaptureFixture[str]) -> No
     text = capsys.readouterr().out
     assert "\nhot: " in text
     assert "; cold: " in text
-    assert "\nbar: " in text
 
 
 def test_one_block_is_not_called_blocks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`bench submit`: bare calls and the engine move the right bytes, in turn; bars; no times without a GPU."""
+"""`bench submit`: bare calls and the engine move the right bytes, in turn; no times without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload_bench.harness import SMALL, Lab
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
-from kvoffload_bench.submit import UNFINISHED, BareBatch, BareGather, BareStrided, BareSubmission, bar_of
+from kvoffload_bench.submit import UNFINISHED, BareBatch, BareGather, BareStrided, BareSubmission
 
 SIMULATED = ("bench", "submit", "--backend", "simulated")
 KINDS = [
@@ -139,21 +139,6 @@ def test_what_the_driver_lacks_is_named(capsys: pytest.CaptureFixture[str], monk
     assert fields["wrong_rows"] == 0
 
 
-def test_the_bars() -> None:
-    texts = {
-        (copier, blocks, cold): "-" if bar is None else bar.text
-        for copier in ("batch", "strided", "gather")
-        for blocks in (2, 8, 32)
-        for cold in (False, True)
-        for bar in [bar_of(copier, blocks, cold)]
-    }
-    assert texts.pop(("batch", 2, False)) == "<= 45 us"
-    assert texts.pop(("batch", 2, True)) == "-"
-    for (copier, _, cold), text in texts.items():
-        hot, idle = ("<= 2.5x", "<= 2x") if copier == "batch" else ("<= 3x", "<= 2.5x")
-        assert text == (idle if cold else hot)
-
-
 @pytest.mark.gpu
 def test_bench_submit_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
     fields = run_json(capsys, "bench", "submit", "--repeats", "20", *on_gpu)
@@ -161,6 +146,5 @@ def test_bench_submit_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple
     assert len(fields["submissions"]) == 36
     for each in fields["submissions"]:
         assert (each["planes"], each["block_bytes"]) == (64, 32 << 10)
-        assert each["submissions"] >= 20
         assert each["ratio"] == each["ours_us"] / each["bare_us"]
-    assert all(each["bar_us"] == 120 and isinstance(each["bar_met"], bool) for each in fields["loads"])
+    assert all(each["beyond_link_us"] == each["wall_us"] - each["link_us"] for each in fields["loads"])

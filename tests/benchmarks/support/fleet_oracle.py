@@ -21,8 +21,6 @@ class FleetOracle:
 
     Attributes:
         store: key to the host that has written it.
-        shared: hosts with the keys that they have read from the store, or wanted to write to it, although another host
-            had written them.
     """
 
     def __init__(self, hosts: int, slots: int, disk_slots: int, store_slots: int, write: str) -> None:
@@ -30,8 +28,6 @@ class FleetOracle:
         self.disks = [Oracle(disk_slots) for _ in range(hosts)] if disk_slots else []
         self.store: dict[Any, int] = {}
         self.store_slots = store_slots
-        self.read_of_others = 0
-        self.shared: set[tuple[int, Any]] = set()
         self._seen: list[set[Any]] | None = [set() for _ in range(hosts)] if write == "second" else None
         self._unwritten: list[set[Any]] = [set() for _ in range(hosts)]  # in the pool, and below as far as it knows
 
@@ -45,7 +41,7 @@ class FleetOracle:
                 break
             counts[place] += 1
             if place == 2:
-                self._read(host, key)
+                self.store[key] = self.store.pop(key)
         for key in reversed([key for key in used[: sum(counts)] if key in disk and key not in pool]):
             disk.move_to_end(key)
         arrived = {key for key in used if key not in pool}
@@ -58,12 +54,6 @@ class FleetOracle:
 
     def _disk(self, host: int) -> OrderedDict[Any, None]:
         return self.disks[host].present if self.disks else OrderedDict()
-
-    def _read(self, host: int, key: Any) -> None:
-        self.store[key] = self.store.pop(key)
-        if self.store[key] != host:
-            self.read_of_others += 1
-            self.shared.add((host, key))
 
     def _wanted(self, host: int, used: Sequence[Any], arrived: set[Any]) -> list[Any]:
         """What the host writes: what it takes to be nowhere below, and, of "second", has had in a request before."""
@@ -79,7 +69,6 @@ class FleetOracle:
         return wanted
 
     def _write(self, host: int, wanted: Sequence[Any]) -> int:
-        self.shared.update((host, key) for key in wanted if self.store.get(key, host) != host)
         new = [key for key in wanted if key not in self.store]
         for key in new:
             if len(self.store) >= self.store_slots:
