@@ -16,7 +16,6 @@ from kvoffload_bench import (
     disk,
     field,
     fleet_command,
-    interference,
     interop,
     plots,
     remote,
@@ -28,7 +27,7 @@ from kvoffload_bench import (
 from kvoffload_bench import layer_groups as parts
 
 _FOLDER = "figures"
-_WRITTEN = "`kvoffload bench field --save FILE` writes a result, on a GPU; so do transfer, sweep and interference"
+_WRITTEN = "`kvoffload bench field --save FILE` writes a result, on a GPU; so does sweep"
 
 
 def add_parser(commands: Any) -> None:
@@ -46,7 +45,6 @@ def add_parser(commands: Any) -> None:
         transfer,
         field,
         sharded,
-        interference,
         parts,
         interop,
         vllm,
@@ -66,7 +64,7 @@ def add_parser(commands: Any) -> None:
         example="bench plot field.json --output figures",
         usage="FILE [FILE ...] [--output FOLDER]",
     )
-    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, field or interference")
+    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench sweep or field")
     plot.add_argument("--output", default=_FOLDER, metavar="FOLDER", help=f"where to write them (default {_FOLDER})")
     plot.set_defaults(run=run_plot)
     parser.set_defaults(run=lambda _: parser.print_help())

@@ -33,15 +33,13 @@ byte is verified."""
 
 
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches, "parts", "loading layer by layer", _TEXT, example="bench parts --blocks 32 --parts 1,8", common=COMMON
-    )
-    parser.add_argument(
-        "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group ({_MODEL})"
-    )
-    parser.add_argument("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
-    parser.add_argument("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
-    parser.add_argument("--copier", choices=_COPIERS, metavar="NAME", help=", ".join(_COPIERS))
+    example = "bench parts --blocks 32 --parts 1,8"
+    parser = add_command(benches, "parts", "loading layer by layer", _TEXT, example=example, common=COMMON)
+    add, text = parser.add_argument, f"geometry of one group ({_MODEL})"
+    add("--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=text)
+    add("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
+    add("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
+    add("--copier", choices=_COPIERS, metavar="NAME", help=", ".join(_COPIERS))
     add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 

@@ -20,7 +20,6 @@ _NAMES = (  # of the fields that say which transfer a record is of
         "framework",
         "allocator",
         "model",
-        "computation",
         "layout",
         "placement",
         "situation",
@@ -30,9 +29,6 @@ _NAMES = (  # of the fields that say which transfer a record is of
     ),
     *("direction", "block_bytes", "row_bytes", "blocks_per_slot", "descriptors", "blocks", "copies", "parts", "cold"),
 )
-
-
-ALONE = "alone"  # of `bench interference`: the computation without a transfer
 
 
 class Verified(NamedTuple):
@@ -47,7 +43,7 @@ def verified(fields: Mapping[str, Any]) -> Iterator[Verified]:
     for value in fields.values():
         if isinstance(value, list):
             for record in value:
-                if isinstance(record, dict) and "wrong" in record and record.get("method") != ALONE:
+                if isinstance(record, dict) and "wrong" in record:
                     yield from _of_record(record)
 
 

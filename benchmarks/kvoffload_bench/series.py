@@ -35,7 +35,7 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.types import Int64Array
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance
-from kvoffload.tuning import CopierChoice, Profile
+from kvoffload.tuning import CopierChoice
 from kvoffload_bench.field_compute import ComputeTimes, ConcurrentCompute, Situation, compute_ended, slowdown
 from kvoffload_bench.harness import WARM_UP, Lab, Scenario, Timing, time_rounds
 
@@ -104,7 +104,6 @@ class EngineSubmitter:
         transfers: by direction what each transfer copies, group by group.
         after: of every submission.
         series: transfers of a series; those with a higher index warm up, and are not counted.
-        profile: for the choice; None: the engine's own.
 
     Attributes:
         chosen: by direction, how many jobs of series each copy method has carried.
@@ -118,10 +117,9 @@ class EngineSubmitter:
         *,
         after: Any,
         series: int,
-        profile: Profile | None = None,
     ) -> None:
         self._engine, self._transfers, self._copiers, self._after = engine, transfers, copiers, after
-        self._series, self._profile = series, profile or engine.profile
+        self._series = series
         self._in_series = True
         self._unfinished: deque[Job] = deque()
         self._ended: list[Job] = []
@@ -129,7 +127,6 @@ class EngineSubmitter:
 
     def submit(self, direction: Direction, index: int) -> None:
         engine, after, copier = self._engine, self._after, self._copiers[direction]
-        engine.profile = self._profile
         self._in_series = index < self._series
         for group, each in enumerate(self._transfers[direction][index]):
             if direction is Direction.STORE:
@@ -137,6 +134,13 @@ class EngineSubmitter:
             else:
                 job = engine.load(each.slots, each.blocks, group=group, after=after, copier=copier)
             self._unfinished.append(job)
+
+    def methods(self) -> dict[str, int]:
+        """How many jobs of series each copy method has carried, in all directions."""
+        return dict(sum(self.chosen.values(), Counter()))
+
+    def by_direction(self) -> dict[str, dict[str, int]]:
+        return {str(direction): dict(counts) for direction, counts in self.chosen.items()}
 
     def done(self) -> bool:
         while self._unfinished and self._unfinished[0].done:

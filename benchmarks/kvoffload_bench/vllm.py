@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvoffload.errors import CapabilityError
@@ -48,36 +49,22 @@ scheduler. Needs vLLM 0.33 (its Python files suffice) and PyTorch. Takes 4 minut
 
 
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches,
-        "vllm",
-        "this library and vLLM's own workers, on the same memory",
-        _TEXT,
-        example="bench vllm --geometries 32x64K --blocks 4,32",
-        common=COMMON,
-    )
-    _add_choices(parser, "--geometries", tuple(GEOMETRIES), "planes x bytes: ")
-    parser.add_argument("--blocks", type=_blocks, default=BLOCKS, metavar="N,...", help="of a transfer (4,32,256)")
-    _add_choices(parser, "--directions", tuple(DIRECTIONS))
-    _add_choices(parser, "--situations", tuple(map(str, SITUATIONS)))
-    _add_choices(parser, "--allocators", ALLOCATORS)
-    _add_choices(parser, "--parts", PARTS)
-    parser.add_argument(
-        "--apart", action="store_true", help="this library copies a tensor of its own, of the same kind"
-    )
+    example = "bench vllm --geometries 32x64K --blocks 4,32"
+    text = "this library and vLLM's own workers, on the same memory"
+    parser = add_command(benches, "vllm", text, _TEXT, example=example, common=COMMON)
+    add = parser.add_argument
+    blocks = partial(numbers, maximum=_MOST_BLOCKS)
+    add("--blocks", type=blocks, default=BLOCKS, metavar="N,...", help="of a transfer (4,32,256)")
+    for name, values in (
+        ("--geometries", tuple(GEOMETRIES)),
+        ("--directions", tuple(DIRECTIONS)),
+        ("--situations", tuple(map(str, SITUATIONS))),
+        ("--allocators", ALLOCATORS),
+        ("--parts", PARTS),
+    ):
+        add(name, nargs="+", choices=values, default=list(values), metavar="NAME", help=", ".join(values))
     add_bench_options(parser, _REPEATS, drawn=False)
     parser.set_defaults(run=run)
-
-
-def _add_choices(parser: argparse.ArgumentParser, name: str, values: tuple[str, ...], text: str = "") -> None:
-    parser.add_argument(
-        name, nargs="+", choices=values, default=list(values), metavar="NAME", help=text + ", ".join(values)
-    )
-
-
-def _blocks(text: str) -> list[int]:
-    """An argparse type: comma-separated numbers of blocks."""
-    return numbers(text, _MOST_BLOCKS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, lab: Lab, output: Output) -> Fields:
     """All figures. From the simulated device: this library's bytes, and the scheduler's calls."""
     fields: Fields = {"vllm": vllm_classes.version(), "cells": [], "not_run": {}, "batch_copy": "", "scheduler": []}
-    fields |= {"apart": arguments.apart, "triton": False}
+    fields["triton"] = False
     if "transfers" in arguments.parts:
         if lab.device.simulated:
             fields["cells"] = _simulated_cells(lab, arguments)
@@ -129,7 +116,6 @@ class VllmPlan(NamedTuple):
 
     Attributes:
         seconds: fewer rounds once the run is behind that schedule; None: never.
-        apart: this library copies a tensor of its own, of the same kind, with the same blocks.
     """
 
     geometries: Sequence[Geometry]
@@ -138,7 +124,6 @@ class VllmPlan(NamedTuple):
     situations: Sequence[Situation]
     allocator: str
     seconds: float | None
-    apart: bool = False
 
 
 def reported(
@@ -189,51 +174,35 @@ def measure(plan: VllmPlan, lab: Lab, classes: TransferClasses, progress: Advanc
         for geometry in plan.geometries:
             most = max(series_of(geometry, blocks).places for blocks in plan.blocks)
             with ExitStack() as stack:
-                setups = []
-                for _ in range(1 + plan.apart):
-                    setups.append(TensorSetup(torch, where, geometry, most, lab.seed))
-                    stack.callback(setups[-1].close)
-                    _check_allocator(plan, setups[-1])
-                methods = stack.enter_context(VllmMethods(lab, classes, setups[0], setups[-1]))
+                setup = TensorSetup(torch, where, geometry, most, lab.seed)
+                stack.callback(setup.close)
+                if setup.expandable() != (plan.allocator != ALLOCATORS[0]):
+                    raise CommandError(
+                        f"PyTorch's allocator is not the one that was asked for ({plan.allocator}): check "
+                        "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+                    )
+                methods = stack.enter_context(VllmMethods(lab, classes, setup))
                 fields["profile"] = methods.profile
                 for blocks in plan.blocks:
                     wanted = series_of(geometry, blocks)
                     methods.take(wanted)
-                    place = {
-                        "allocator": plan.allocator,
-                        "model": geometry.name,
-                        **geometry._asdict(),
-                        "blocks": blocks,
-                    }
-                    fields["cells"] += series.cells(methods.of, wanted.transfers, place)
+                    place = {"allocator": plan.allocator, "model": geometry.name, **geometry._asdict()}
+                    fields["cells"] += series.cells(methods.of, wanted.transfers, place | {"blocks": blocks})
     return fields
 
 
-def _check_allocator(plan: VllmPlan, setup: TensorSetup) -> None:
-    if setup.expandable() != (plan.allocator != ALLOCATORS[0]):
-        raise CommandError(
-            f"PyTorch's allocator is not the one that was asked for ({plan.allocator}): check "
-            "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
-        )
-
-
-def _plan(arguments: argparse.Namespace) -> VllmPlan:
-    return VllmPlan(
+def _transfers(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Fields:
+    """The cells of this process's allocator."""
+    classes = vllm_classes.transfer_classes()
+    plan = VllmPlan(
         [GEOMETRIES[name] for name in dict.fromkeys(arguments.geometries)],
         list(dict.fromkeys(arguments.blocks)),
         list(dict.fromkeys(arguments.directions)),
         [Situation(name) for name in dict.fromkeys(arguments.situations)],
         arguments.allocators[0],
         None if arguments.repeats else _SECONDS,
-        arguments.apart,
     )
-
-
-def _transfers(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Fields:
-    """The cells of this process's allocator."""
-    classes = vllm_classes.transfer_classes()
-    fields = measure(_plan(arguments), lab, classes, progress)
-    return fields | {"triton": bool(classes.worker.HAS_TRITON)}
+    return measure(plan, lab, classes, progress) | {"triton": bool(classes.worker.HAS_TRITON)}
 
 
 def _current_allocator() -> str:
@@ -283,7 +252,6 @@ def _options(arguments: argparse.Namespace) -> Sequence[str]:
     options += ["--seed", str(arguments.seed), "--blocks", ",".join(map(str, arguments.blocks))]
     for name in ("geometries", "directions", "situations"):
         options += [f"--{name}", *getattr(arguments, name)]
-    options += ["--apart"] if arguments.apart else []
     return [*options, "--repeats", str(arguments.repeats)] if arguments.repeats else options
 
 
@@ -295,8 +263,7 @@ def _simulated_cells(lab: Lab, arguments: argparse.Namespace) -> list[dict[str, 
         model = ModelGeometry(
             name, geometry.planes, 1, geometry.block_bytes, kv_split=False, tokens_per_block=1, dtype_bytes=1
         )
-        with ExitStack() as stack:
-            setup = stack.enter_context(TransferSetup(lab, model.scaled(lab.size.scale), count=_SIMULATED_BLOCKS))
+        with TransferSetup(lab, model.scaled(lab.size.scale), count=_SIMULATED_BLOCKS) as setup:
             for direction in Direction:
                 setup.prepare(direction)
                 setup.poison(direction)
@@ -311,14 +278,12 @@ def _simulated_cells(lab: Lab, arguments: argparse.Namespace) -> list[dict[str, 
 
 
 def _scheduler(arguments: argparse.Namespace, not_run: dict[str, str], progress: Advance) -> Fields:
+    capacity, repeats = vllm_report.CAPACITY, arguments.repeats or _SCHEDULER_REPEATS
     try:
-        classes = vllm_classes.manager_classes()
+        callers = vllm_report.managers(vllm_classes.manager_classes(), capacity)
     except CapabilityError as error:
         not_run["calls of the scheduler"] = str(error)
         return {}
-    capacity = vllm_report.CAPACITY
-    callers = vllm_report.managers(classes, capacity)
-    repeats = arguments.repeats or _SCHEDULER_REPEATS
     records = vllm_report.measure(callers, capacity, repeats, progress)
     ratios = vllm_report.scheduler_ratios(records)
     return {"scheduler": records, "scheduler_ratios": ratios, "scheduler_capacity": capacity}

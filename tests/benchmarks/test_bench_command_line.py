@@ -148,7 +148,6 @@ def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.
         "sweep",
         "field",
         "sharded",
-        "interference",
         "parts",
         "interop",
         "vllm",
@@ -168,11 +167,10 @@ def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.
 @pytest.mark.parametrize(
     ("bench", "option"),
     [
-        *((bench, "--repeats") for bench in ("transfer", "sweep", "field", "interference", "parts", "submit", "cache")),
+        *((bench, "--repeats") for bench in ("transfer", "sweep", "field", "parts", "submit", "cache")),
         ("transfer", "--blocks"),
         ("transfer", "--blocks-per-slot"),
         ("field", "--blocks"),
-        ("field", "--bytes"),
         ("field", "--transfers"),
         ("sweep", "--sizes"),
         ("sweep", "--counts"),
