@@ -107,16 +107,16 @@ class FieldSetup:
         spans = setup.spans()
         copies = [undo.enter_context(self.lab.device.allocate(nbytes)) for _, nbytes in spans]
         self._images = [(address, copy.address, copy.nbytes) for (address, _), copy in zip(spans, copies, strict=True)]
-        self._copy_planes(lambda plane, image: (image, plane))
+        self._copy_planes(back=False)
 
-    def _copy_planes(self, ends: Callable[[int, int], tuple[int, int]]) -> None:
-        driver, timer = self.lab.driver, self.lab.timer
+    def _copy_planes(self, *, back: bool) -> None:
+        """Copy the planes to their copies, or back."""
 
-        def submit() -> None:
+        def submit(stream: int) -> None:
             for plane, image, nbytes in self._images:
-                driver.copy(*ends(plane, image), nbytes, timer.stream)
+                self.lab.driver.copy(*((plane, image) if back else (image, plane)), nbytes, stream)
 
-        timer.seconds(submit)
+        self.lab.wait(submit)
 
     def _take(self, direction: Direction) -> None:
         """Make the setup stand for the whole series of a direction."""
@@ -138,7 +138,7 @@ class FieldSetup:
     def poison(self, directions: Sequence[Direction]) -> None:
         """Overwrite the targets of the series of these directions."""
         if Direction.LOAD in directions:
-            self._copy_planes(lambda plane, image: (plane, image))
+            self._copy_planes(back=True)
         if Direction.STORE in directions:
             self._take(Direction.STORE)
             self.setup.poison(Direction.STORE)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import MODELS, ModelGeometry
@@ -31,17 +31,7 @@ clock; every byte is verified. Takes 30 GiB of GPU memory."""
 
 
 _Created = TypeVar("_Created")
-
-
-class Framework(Protocol):
-    """The methods of a framework by name; calling a value of `makers` creates one. `close` closes their engines."""
-
-    name: str
-
-    @property
-    def makers(self) -> Mapping[str, Callable[[], FrameworkMethod]]: ...
-
-    def close(self) -> None: ...
+Framework = CupyMethods | JaxMethods
 
 
 class _Tried(NamedTuple):
@@ -68,14 +58,8 @@ def check_jax(platform: str = "gpu") -> None:
 
 
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches,
-        "interop",
-        "what users of CuPy and of JAX get",
-        _TEXT,
-        example="bench interop --blocks 8",
-        common=COMMON,
-    )
+    text, example = "what users of CuPy and of JAX get", "bench interop --blocks 8"
+    parser = add_command(benches, "interop", text, _TEXT, example=example, common=COMMON)
     add, default = parser.add_argument, MODELS[_MODEL]
     add("--model", type=model, default=default, metavar="NAME", help=f"geometry of one group ({_MODEL})")
     add("--blocks", type=whole(1, 1 << 20), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})")
@@ -193,25 +177,18 @@ def _records(
     tried: Iterable[_Tried], timings: Mapping[Direction, Mapping[str, Timing]], times: int, simulated: bool
 ) -> Iterator[dict[str, Any]]:
     """Figures by direction, of `times` transfers back to back; none on the simulated device."""
-    for method, copiers in tried:
-        measured = {direction: timings[direction][_scenario_name(method.label, times)] for direction in Direction}
-        record = {"framework": method.framework, "method": method.name, "back_to_back": times, "copiers": copiers}
-        yield record | _figures(measured, simulated)
-    measured = {direction: timings[direction][CONTIGUOUS_COPY] for direction in Direction}
-    yield {"framework": None, "method": CONTIGUOUS_COPY, "back_to_back": times, "copiers": {}} | _figures(
-        measured, simulated
-    )
-
-
-def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str, Any]:
-    wrong = {"wrong": {direction: timing.wrong for direction, timing in measured.items()}}
-    if simulated:
-        return wrong
-    return wrong | {
-        "gb_per_s": {direction: timing.gb_per_s for direction, timing in measured.items()},
-        "median_us": {direction: timing.median * 1e6 for direction, timing in measured.items()},
-        "samples_us": {direction: microseconds(timing) for direction, timing in measured.items()},
-    }
+    rows: list[tuple[str | None, str, dict[Direction, str]]] = []
+    rows += [(method.framework, method.name, copiers) for method, copiers in tried]
+    for framework, name, copiers in (*rows, (None, CONTIGUOUS_COPY, {})):
+        label = CONTIGUOUS_COPY if framework is None else _scenario_name(f"{framework}: {name}", times)
+        found = {direction: timings[direction][label] for direction in Direction}
+        record: dict[str, Any] = {"framework": framework, "method": name, "back_to_back": times, "copiers": copiers}
+        record["wrong"] = {direction: timing.wrong for direction, timing in found.items()}
+        if not simulated:
+            record["gb_per_s"] = {direction: timing.gb_per_s for direction, timing in found.items()}
+            record["median_us"] = {direction: timing.median * 1e6 for direction, timing in found.items()}
+            record["samples_us"] = {direction: microseconds(timing) for direction, timing in found.items()}
+        yield record
 
 
 def _comparisons(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -250,12 +227,6 @@ def _show(fields: Fields, output: Output) -> None:
     for times in _TIMES:
         lines = [_line(record) for record in fields["methods"] if record["back_to_back"] == times]
         output.table(f"{moved}, {_occasion(times)}, wall clock", columns, lines)
-        comparisons = [each for each in fields["comparisons"] if each["back_to_back"] == times]
-        for framework in dict.fromkeys(each["framework"] for each in comparisons):
-            of_it = [each for each in comparisons if each["framework"] == framework]
-            for ours in dict.fromkeys(each["ours"] for each in of_it):
-                named = [each for each in of_it if each["ours"] == ours]
-                _show_comparisons(f"{framework}, {_occasion(times)}: GB/s of {ours} over those of ...", named, output)
 
 
 def _verdict(comparisons: Sequence[Mapping[str, Any]]) -> str:
@@ -274,12 +245,3 @@ def _line(record: Mapping[str, Any]) -> list[Any]:
     line += [fixed(record["gb_per_s"][direction]) for direction in Direction]
     line += [fixed(record["median_us"][direction], 0) for direction in Direction]
     return [*line, " / ".join(dict.fromkeys(record["copiers"].values())) or "-"]
-
-
-def _show_comparisons(title: str, comparisons: Sequence[Mapping[str, Any]], output: Output) -> None:
-    values = {(each["other"], each["direction"]): each["value"] for each in comparisons}
-    lines = [
-        (other, *(fixed(values[other, direction], 2) for direction in Direction))
-        for other in dict.fromkeys(each["other"] for each in comparisons)
-    ]
-    output.table(title, ("over", "store", "load"), lines)

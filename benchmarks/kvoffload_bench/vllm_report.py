@@ -36,7 +36,7 @@ class ManagerCalls:
 
     def __init__(self, base: Any, manager: Any) -> None:
         self._base, self._manager, self._number = base, manager, 0
-        self._hit = base.LookupResult.HIT
+        self.hit = base.LookupResult.HIT
 
     def begin(self, keys: Sequence[bytes]) -> None:
         self._number += 1
@@ -45,24 +45,9 @@ class ManagerCalls:
         for position, key in enumerate(keys, start=1):
             self._request.set_offload_key_position(key, 16 * position)
 
-    def lookup(self, key: bytes) -> bool:
-        return bool(self._manager.lookup(key, self._request) is self._hit)
-
-    def prepare_store(self, keys: Sequence[bytes]) -> int:
-        output = self._manager.prepare_store(keys, self._request)
-        return 0 if output is None else len(output.keys_to_store)
-
-    def complete_store(self, keys: Sequence[bytes]) -> object:
-        return self._manager.complete_store(keys, self._request)
-
-    def prepare_load(self, keys: Sequence[bytes]) -> object:
-        return self._manager.prepare_load(keys, self._request)
-
-    def complete_load(self, keys: Sequence[bytes]) -> object:
-        return self._manager.complete_load(keys, self._request)
-
-    def touch(self, keys: Sequence[bytes]) -> object:
-        return self._manager.touch(keys, self._request)
+    def call(self, name: str, argument: Any) -> Callable[[], Any]:
+        """A function that makes a call of the interface, with a key or with keys."""
+        return partial(getattr(self._manager, name), argument, self._request)
 
     def end(self) -> None:
         self._manager.on_request_finished(self._request)
@@ -105,14 +90,15 @@ def _fill(calls: ManagerCalls, capacity: int) -> int:
     for number, first in enumerate(range(0, capacity, _FILL)):
         _round(calls, first, min(_FILL, capacity - first), None)
         if number % 2:
-            calls.touch(_keys(first - _FILL, _FILL))
+            calls.call("touch", _keys(first - _FILL, _FILL))()
     return capacity
 
 
 def _round(calls: ManagerCalls, first: int, count: int, samples: dict[str, list[float]] | None) -> int:
     """All calls of one request. Returns how many keys were stored."""
 
-    def timed(name: str, call: Callable[[], Any]) -> Any:
+    def timed(name: str, argument: Any) -> Any:
+        call = calls.call(name, argument)
         begin = time.perf_counter()
         result = call()
         if samples is not None:
@@ -120,15 +106,15 @@ def _round(calls: ManagerCalls, first: int, count: int, samples: dict[str, list[
         return result
 
     calls.begin(_keys(first, count))
-    assert not calls.lookup(_keys(first, 1)[0]), "a new key is a miss"
-    stored: int = timed("prepare_store", partial(calls.prepare_store, _keys(first, count)))
-    timed("complete_store", partial(calls.complete_store, _keys(first, count)))
-    held = stored == count
-    if held:
-        assert timed("lookup", partial(calls.lookup, _keys(first, 1)[0])), "a stored key is a hit"
-        timed("prepare_load", partial(calls.prepare_load, _keys(first, count)))
-        timed("complete_load", partial(calls.complete_load, _keys(first, count)))
-    timed("touch", partial(calls.touch, _keys(first, count)))
+    assert calls.call("lookup", _keys(first, 1)[0])() is not calls.hit, "a new key is a miss"
+    output = timed("prepare_store", _keys(first, count))
+    stored = 0 if output is None else len(output.keys_to_store)
+    timed("complete_store", _keys(first, count))
+    if stored == count:
+        assert timed("lookup", _keys(first, 1)[0]) is calls.hit, "a stored key is a hit"
+        timed("prepare_load", _keys(first, count))
+        timed("complete_load", _keys(first, count))
+    timed("touch", _keys(first, count))
     calls.end()
     return stored
 
@@ -179,13 +165,10 @@ def compare(cells: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def _figures(cell: Record) -> dict[str, Any]:
-    return {
-        "method": cell["method"],
-        "gb_per_s": cell["gb_per_s"],
-        "call_us": cell["call_median_us"],
-        "slowdown": cell.get("compute_slowdown"),
-        "lost_us_per_mib": _lost(cell),
-    }
+    """`lost_us_per_mib`: of the median round; None on an idle GPU."""
+    lost, found = _lost_by_round(cell), {"method": cell["method"], "gb_per_s": cell["gb_per_s"]}
+    found |= {"call_us": cell["call_median_us"], "slowdown": cell.get("compute_slowdown")}
+    return found | {"lost_us_per_mib": statistics.median(lost) if lost else None}
 
 
 def _lost_by_round(cell: Record) -> list[float]:
@@ -194,11 +177,6 @@ def _lost_by_round(cell: Record) -> list[float]:
     """
     rounds = zip(cell.get("samples_compute_slowdown", ()), cell.get("samples_gb_per_s", ()), strict=False)
     return [max(0.0, 1 - 1 / slow) * (1 << 20) / (rate * 1e3) for slow, rate in rounds if slow is not None]
-
-
-def _lost(cell: Record) -> float | None:
-    """The median round; None on an idle GPU."""
-    return statistics.median(rounds) if (rounds := _lost_by_round(cell)) else None
 
 
 def _over(ours: Record, theirs: Record) -> dict[str, Any]:
