@@ -273,23 +273,15 @@ def _record(
     timings = time_rounds(scenarios, setup.lab.repeats * (_MORE_ROUNDS if short else 1))
     # 3. the record
     timed = {} if simulated else timings
-    return {
-        "model": setup.model,
-        "placement": setup.placement,
-        "direction": direction,
-        "planes": setup.plane_count,
-        "block_bytes": setup.block_bytes,
-        "blocks_per_slot": setup.blocks_per_slot,
-        "row_bytes": setup.row_bytes,
-        "blocks": setup.block_count,
-        "copies": setup.copies,
-        "nbytes": setup.nbytes,
+    where = {"model": setup.model, "placement": setup.placement, "direction": direction, "groups": len(setup.groups)}
+    shape = {"planes": setup.plane_count, "block_bytes": setup.block_bytes, "blocks_per_slot": setup.blocks_per_slot}
+    sizes = {"row_bytes": setup.row_bytes, "blocks": setup.block_count, "copies": setup.copies, "nbytes": setup.nbytes}
+    measured = {
         "gb_per_s": {name: timing.gb_per_s for name, timing in timed.items()},
         "samples_us": {name: microseconds(timing) for name, timing in timed.items()},
         "wrong": {name: timing.wrong for name, timing in timings.items()},
-        "chosen": chosen,
-        "groups": len(setup.groups),
     }
+    return {**where, **shape, **sizes, **measured, "chosen": chosen}
 
 
 def _bare_copies(setup: TransferSetup, direction: Direction, grid: GridStride | None) -> dict[str, TimedCopy]:

@@ -104,9 +104,8 @@ class FieldSetup:
         setup.poison(Direction.LOAD)
         self._take(Direction.STORE)
         setup.prepare(Direction.STORE)
-        spans = setup.spans()
-        copies = [undo.enter_context(self.lab.device.allocate(nbytes)) for _, nbytes in spans]
-        self._images = [(address, copy.address, copy.nbytes) for (address, _), copy in zip(spans, copies, strict=True)]
+        copies = [(*span, undo.enter_context(self.lab.device.allocate(span[1]))) for span in setup.spans()]
+        self._images = [(address, copy.address, nbytes) for address, nbytes, copy in copies]
         self._copy_planes(back=False)
 
     def _copy_planes(self, *, back: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,6 @@ JAX = "JAX"
 OWNED = "OwnedCache"
 OWN = "gather, device_put / device_put, scatter"
 OWN_JITTED = "gather into / scatter from pinned_host, jitted"
-
-
-class _Plain:
-    """Holds the array of JAX's own methods, as a cache of this library holds its arrays."""
-
-    def __init__(self, array: Any) -> None:
-        self.arrays = array
 
 
 class JaxMethods:
@@ -42,7 +36,7 @@ class JaxMethods:
         with ExitStack() as stack:
             stack.enter_context(jax.default_device(target))
             self._programs = _Programs(jax, data, target)
-            self._plain = self._cache(_Plain(self._new_array()))
+            self._plain = self._cache(SimpleNamespace(arrays=self._new_array()))
             self._host = _Pinned(jax, data, self._programs)
             self._stack = stack.pop_all()
 

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
 
     def measure(lab: Lab, output: Output) -> Fields:
-        share, records = _SIMULATED_SHARE if lab.device.simulated else 1, []
+        share, records = _SIMULATED_SHARE if lab.device.simulated else 1, list[dict[str, Any]]()
         with output.progress("loads") as progress:
             for done, blocks in enumerate(arguments.blocks, start=1):
                 setup = TransferSetup(lab, geometry.scaled(lab.size.scale), count=-(-blocks // share))

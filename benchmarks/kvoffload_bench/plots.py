@@ -7,21 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError
-from kvoffload.terminal.figures import (
-    DPI,
-    GRID,
-    INK,
-    MUTED,
-    STYLE,
-    Series,
-    label_end,
-    make_figure,
-    require,
-    require_folder,
-    set_title,
-    spread,
-)
+from kvoffload.terminal.figures import GRID, INK, MUTED, Series, make_figure
 from kvoffload_bench.copy_methods import FLAT_BATCH, size_text
 from kvoffload_bench.field_methods import CHOICE
 from kvoffload_bench.field_methods import GRID as GRID_STRIDE
@@ -53,16 +41,16 @@ def draw(results: Mapping[str, Fields], folder: str) -> list[Path]:
     Raises:
         CommandError: none of the results has figures, one lacks something, or the folder cannot be written.
     """
-    require()
+    figures.require()
     from matplotlib import rc_context
 
-    target, paths = require_folder(folder), []
-    with rc_context(STYLE):
+    target, paths = figures.require_folder(folder), []
+    with rc_context(figures.STYLE):
         for name, fields in results.items():
             try:
                 for title, figure in _figures(fields):
                     paths.append(target / f"{title}.png")
-                    figure.savefig(paths[-1], dpi=DPI, facecolor="white")
+                    figure.savefig(paths[-1], dpi=figures.DPI, facecolor="white")
             except OSError as error:
                 raise CommandError(f"{target}: {error}") from error
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -90,7 +78,7 @@ def _figures(fields: Fields) -> Iterator[tuple[str, Any]]:
 def _titled(figure: Any, title: str, fields: Fields) -> Any:
     least = fields["repeats"]  # short transfers get more
     machine = f"{fields['device']}, driver {fields['driver']}, link {fields['link']}"
-    set_title(figure, title, f"{machine}; medians of {least} round{'' if least == 1 else 's'} or more")
+    figures.set_title(figure, title, f"{machine}; medians of {least} round{'' if least == 1 else 's'} or more")
     return figure
 
 
@@ -144,8 +132,8 @@ def _panel(panel: Any, records: Sequence[Fields], link: float) -> None:
                 **style,
             )
             ends[name] = points[-1][1]
-    for name, (value, height) in spread(ends, 0.05 * link, 1.1 * link).items():
-        label_end(panel, records[-1]["row_bytes"], value, height, _SERIES[name])
+    for name, (value, height) in figures.spread(ends, 0.05 * link, 1.1 * link).items():
+        figures.label_end(panel, records[-1]["row_bytes"], value, height, _SERIES[name])
 
 
 # bars -----------------------------------------------------------------------------------------------------------------

@@ -58,21 +58,19 @@ def add_parser(benches: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 0 if every byte was right, else 1. The calls of the scheduler have times on every machine."""
-    simulated: Fields = {}
-
-    def measure(lab: Lab, output: Output) -> Fields:
-        fields = _measure(arguments, lab, output)
-        if lab.device.simulated:
-            simulated.update(fields)
-        return fields
-
     try:
         vllm_classes.version()
     except CapabilityError as error:
         raise CommandError(str(error)) from error
+    measured: Fields = {}
+
+    def measure(lab: Lab, output: Output) -> Fields:
+        measured.update(_measure(arguments, lab, output), simulated=lab.device.simulated)
+        return measured
+
     status = conduct(arguments, "vllm", measure, vllm_report.show)
-    if simulated:
-        vllm_report.show_scheduler(simulated, Output(arguments.json))
+    if measured["simulated"]:
+        vllm_report.show_scheduler(measured, Output(arguments.json))
     return status
 
 
@@ -143,16 +141,10 @@ def measure(plan: VllmPlan, lab: Lab, classes: TransferClasses, progress: Advanc
     fields: Fields = {"cells": [], "batch_copy": classes.batch_copy, "profile": ""}
     where = torch.device("cuda", lab.device.index)
     torch.cuda.set_device(where)
+    groups = len(plan.geometries) * len(plan.blocks)
+    options: dict[str, Any] = {"seconds": plan.seconds, "pace": reported, "progress": progress}
     with (
-        SeriesRun(
-            lab,
-            plan.situations,
-            plan.directions,
-            groups=len(plan.geometries) * len(plan.blocks),
-            seconds=plan.seconds,
-            progress=progress,
-            pace=reported,
-        ) as series,
+        SeriesRun(lab, plan.situations, plan.directions, groups=groups, **options) as series,
         torch.cuda.stream(torch.cuda.Stream(where)),  # the default stream would wait for the products' stream
     ):
         fields["not_run"] = series.not_run
@@ -175,13 +167,12 @@ def measure(plan: VllmPlan, lab: Lab, classes: TransferClasses, progress: Advanc
 def _transfers(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Fields:
     """The cells of this process's allocator."""
     classes = vllm_classes.transfer_classes()
-    plan = VllmPlan(
-        [GEOMETRIES[name] for name in dict.fromkeys(arguments.geometries)],
-        list(dict.fromkeys(arguments.blocks)),
-        list(dict.fromkeys(arguments.directions)),
-        [Situation(name) for name in dict.fromkeys(arguments.situations)],
-        None if arguments.repeats else _SECONDS,
+    geometries, blocks, directions, situations = (
+        list(dict.fromkeys(getattr(arguments, name))) for name in ("geometries", "blocks", "directions", "situations")
     )
+    seconds = None if arguments.repeats else _SECONDS
+    shapes, busy = [GEOMETRIES[name] for name in geometries], [Situation(name) for name in situations]
+    plan = VllmPlan(shapes, blocks, directions, busy, seconds)
     return measure(plan, lab, classes, progress) | {"triton": bool(classes.worker.HAS_TRITON)}
 
 
