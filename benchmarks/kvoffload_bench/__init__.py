@@ -13,7 +13,7 @@ The benchmarks, each with `add_parser(benches)`:
                   memory; the scheduler's calls
     submit        host time of a call                    submit.py
     cache         bookkeeping of the prefix cache        cache_bookkeeping.py
-    disk          a disk tier                            disk.py, disk_gpu.py, tier_calls.py
+    disk          a disk tier                            disk.py, tier_calls.py
                   and a GPU's transfers                  disk_gpu.py
     remote        tiers over distributed stores          remote.py, remote_servers.py, tier_calls.py
     fleet         several hosts over one shared store    fleet.py

@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 from benching import run_json, times_in
 
+import kvoffload
 from kvoffload import OffloadEngine
 from kvoffload.commands import main
 from kvoffload.terminal.console import Output
 from kvoffload.tiers import DiskTier, Outcome
 from kvoffload.tiers.threaded import Rows
 from kvoffload_bench import disk_gpu
+from kvoffload_bench.field_compute import Situation
+from kvoffload_bench.harness import SMALL as SMALL_SIZE
+from kvoffload_bench.harness import WARM_UP
 
 BLOCKS, SERIES, MOVES, SITUATIONS = 8, 1, 3, 2
 SMALL = (
@@ -74,6 +78,21 @@ def test_wrong_records_are_found(
     found = run_json(capsys, *SMALL, "--path", str(tmp_path), code=1)["transfers"]
     assert found["wrong_records"] == found["verified_records"] > 0
     assert found["wrong_blocks"] == 0
+
+
+def test_figures_are_medians_of_the_counted_rounds(
+    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A simulated device that says it is none keeps times."""
+    monkeypatch.setattr(device, "simulated", False)
+    for name, value in (("FULL", SMALL_SIZE), ("_BLOCKS", BLOCKS), ("_SITUATIONS", (Situation.IDLE,))):
+        monkeypatch.setattr(disk_gpu, name, value)
+    found = disk_gpu.measure(device, tmp_path / "records.kv", repeats=3)
+    assert found["verified_blocks"] == MOVES * 2 * (WARM_UP + 3) * BLOCKS
+    assert disk_gpu.wrong(found) == 0
+    for each in found["records"]:
+        assert min(each["idle_gb_per_s"], each["busy_gb_per_s"], each["ratio"], each["disk_gb_per_s"]) > 0
+        assert (each["product_ratio"], each["series_compute_ended"]) == (None, 0)
 
 
 def test_figures_of_a_gpu_are_printed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
