@@ -91,6 +91,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def long(session: nox.Session) -> None:
+    """Searches that README's command leaves out: mutations, interrupts, crash states, processes of ranks."""
+    session.install(".[test]")
+    session.run("python", "-m", "pytest", "-m", "long", *session.posargs)
+
+
+@nox.session
 def servers(session: nox.Session) -> None:
     """Tests over real servers on loopback. Mooncake's needs libibverbs.so.1 of the system."""
     session.install(".[test]")

@@ -7,7 +7,6 @@ The benchmarks, each with `add_parser(benches)`:
     field         concurrent with computation, and       field.py, field_methods.py, field_report.py
                   in both directions at once
     sharded       several GPUs in one process            sharded.py
-    interference  slow-down of a computation             interference.py
     parts         loading layer by layer                 layer_groups.py
     interop       CuPy and JAX                           interop.py, framework_data.py, cupy_methods.py, jax_methods.py
     vllm          vLLM's own workers, on the same GPU    vllm.py, vllm_classes.py, vllm_methods.py, vllm_report.py
@@ -22,7 +21,7 @@ The benchmarks, each with `add_parser(benches)`:
 
 What they use, lower files first:
 
-    harness       a device with a clock, an exact comparison, rounds in turns, the contiguous copy
+    harness       a device with a clock, poison and an exact comparison, rounds in turns, the contiguous copy
     setup         planes, pool and addresses of a transfer, and the right bytes
     copy_methods  every copy method on one setup: this library's and bare calls; grid_stride is one of the latter
     field_compute, series    a computation, and series of transfers by several methods concurrent with it

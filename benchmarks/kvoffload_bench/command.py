@@ -11,11 +11,11 @@ from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, write_out
 from kvoffload.terminal.options import add_command
 from kvoffload_bench import cache_bookkeeping as bookkeeping
-from kvoffload_bench import disk, field, fleet, interference, interop, plots, remote, sharded, submit, transfer, vllm
+from kvoffload_bench import disk, field, fleet, interop, plots, remote, sharded, submit, transfer, vllm
 from kvoffload_bench import layer_groups as parts
 
 _FOLDER = "figures"
-_WRITTEN = "`kvoffload bench field --save FILE` writes a result, on a GPU; so do transfer, sweep and interference"
+_WRITTEN = "`kvoffload bench field --save FILE` writes a result, on a GPU; so does sweep"
 
 
 def add_parser(commands: Any) -> None:
@@ -26,15 +26,15 @@ def add_parser(commands: Any) -> None:
         example="bench field --quick", usage="BENCHMARK [options]",
     )  # fmt: skip
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
-    benches_in_order = (transfer, field, sharded, interference, parts, interop, vllm, submit, bookkeeping, disk, remote)
-    for bench in (*benches_in_order, fleet):
+    benchmarks = (transfer, field, sharded, parts, interop, vllm, submit, bookkeeping, disk, remote, fleet)
+    for bench in benchmarks:
         bench.add_parser(benches)
     plot = add_command(
         benches, "plot", "figures of saved results",
         "Draws the figures of results that were saved with --save, on this or another machine, as PNGs.",
         example="bench plot field.json --output figures", usage="FILE [FILE ...] [--output FOLDER]",
     )  # fmt: skip
-    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, field or interference")
+    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench sweep or field")
     plot.add_argument("--output", default=_FOLDER, metavar="FOLDER", help=f"where to write them (default {_FOLDER})")
     plot.set_defaults(run=run_plot)
     parser.set_defaults(run=lambda _: parser.print_help())

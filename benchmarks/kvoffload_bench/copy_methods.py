@@ -7,14 +7,13 @@
                      sources, targets and bytes, are copied to the GPU at each call, from ordinary memory as a framework
                      does that turns an array of the host into one of the GPU; ", pinned": from pinned memory
 
-All are timed on the GPU clock; `Measurer` measures one transfer with each of them.
+All are timed on the GPU clock; `measure` measures one transfer with each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -30,17 +29,14 @@ from kvoffload.kernels import KernelSpec, LoadedKernel
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierChoice, CopierName, CopyMethod
 from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Scenario, Timing, time_rounds
-from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
+from kvoffload_bench.setup import Placement, TransferSetup
 
 TimedCopy = Callable[[], float]
 BARE_STRIDED, FLAT_BATCH, COPY_LOOP = "bare strided", "flat batch", "copy loop"
-GRID_PROGRAMS = (12, 20)
+GRID_PROGRAMS = 12
+GRID_STRIDE = f"grid-stride {GRID_PROGRAMS}"
 _MAX_WORDS = 8192  # of 8 bytes, in a tile: 64 KiB, half the registers of 128 threads
 _WARPS = 4
-
-
-def grid_stride(programs: int, *, pinned: bool = False) -> str:
-    return f"grid-stride {programs}" + (", pinned" if pinned else "")
 
 
 def bare_calls(setup: TransferSetup, direction: Direction) -> dict[str, TimedCopy]:
@@ -56,22 +52,16 @@ def bare_calls(setup: TransferSetup, direction: Direction) -> dict[str, TimedCop
 
 def bare_strided(setup: TransferSetup, direction: Direction) -> TimedCopy:
     """One operation a slot, with a row for each plane; the planes must fold."""
-    operations = [
-        _operation(*(ends if direction is Direction.STORE else ends[::-1]), setup.row_bytes, setup.plane_count)
-        for group in setup.groups
-        for ends in _strided_ends(setup, group)
-    ]
+    operations = []
+    for group in setup.groups:
+        first, pitch = group.planes[0].address, group.planes[1].address - group.planes[0].address
+        for start, slot in zip(group.starts.tolist(), group.slots.tolist(), strict=True):
+            device = first + start * setup.block_bytes, pitch
+            ends = device, (setup.pool_address + slot * setup.layout.slot_bytes, setup.row_bytes)
+            source, target = ends if direction is Direction.STORE else ends[::-1]
+            operations.append(_operation(source, target, setup.row_bytes, setup.plane_count))
     call = setup.lab.driver.api.cuMemcpy3DBatchAsync
-    timer = setup.lab.timer
-    return lambda: timer.seconds(lambda: _check(call(len(operations), operations, 0, timer.stream)))
-
-
-def _strided_ends(setup: TransferSetup, group: GroupBlocks) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
-    """Device and host end of each slot, as (address, pitch)."""
-    pitch = group.planes[1].address - group.planes[0].address
-    for start, slot in zip(group.starts.tolist(), group.slots.tolist(), strict=True):
-        device = group.planes[0].address + start * setup.block_bytes
-        yield (device, pitch), (setup.pool_address + slot * setup.layout.slot_bytes, setup.row_bytes)
+    return lambda: setup.lab.wait(lambda stream: _check(call(len(operations), operations, 0, stream)))
 
 
 def _operation(source: tuple[int, int], target: tuple[int, int], width: int, height: int) -> Any:
@@ -90,21 +80,21 @@ def _operation(source: tuple[int, int], target: tuple[int, int], width: int, hei
 def flat_batch(setup: TransferSetup, direction: Direction) -> TimedCopy:
     """One copy a row; the descriptors are built as the batch copier builds them, before the clock starts."""
     source, target = setup.ends(direction)
-    table, driver, timer = FlatTable(len(source)), setup.lab.driver, setup.lab.timer
+    table, driver = FlatTable(len(source)), setup.lab.driver
     table.fill(target, source, np.array([setup.row_bytes], dtype=np.uint64))
     table.lists(0, len(source))  # makes the objects that the bindings take
-    return lambda: timer.seconds(lambda: driver.copy_batch(table, 0, len(source), SourceOrder.STREAM, timer.stream))
+    return lambda: setup.lab.wait(lambda stream: driver.copy_batch(table, 0, len(source), SourceOrder.STREAM, stream))
 
 
 def copy_loop(setup: TransferSetup, direction: Direction) -> TimedCopy:
     sources, targets = (end.tolist() for end in setup.ends(direction))
-    nbytes, call, timer = setup.row_bytes, setup.lab.driver.api.cuMemcpyAsync, setup.lab.timer
+    nbytes, call = setup.row_bytes, setup.lab.driver.api.cuMemcpyAsync
 
-    def submit() -> None:
+    def submit(stream: int) -> None:
         for target, source in zip(targets, sources, strict=True):
-            _check(call(target, source, nbytes, timer.stream))
+            _check(call(target, source, nbytes, stream))
 
-    return lambda: timer.seconds(submit)
+    return lambda: setup.lab.wait(submit)
 
 
 def _check(result: tuple[Any, ...]) -> None:
@@ -134,13 +124,11 @@ class GridStride:
             undo.pop_all()
         self._ordinary = np.zeros(nbytes, dtype=np.uint8)
 
-    def timed(self, setup: TransferSetup, direction: Direction, programs: int, *, pinned: bool = False) -> TimedCopy:
+    def timed(self, setup: TransferSetup, direction: Direction, programs: int) -> TimedCopy:
         """A transfer by `programs` programs. Writing the arrays is not timed; copying them to the GPU is."""
-        timer = self._lab.timer
 
         def timed() -> float:
-            submit = self.stage(setup, direction, setup.ends(direction), programs, pinned=pinned)
-            return timer.seconds(lambda: submit(timer.stream))
+            return self._lab.wait(self.stage(setup, direction, setup.ends(direction), programs))
 
         return timed
 
@@ -184,18 +172,26 @@ class GridStride:
         self._device.close()
 
 
+def open_grid(lab: Lab, row_bytes: int, capacity: int) -> tuple[GridStride | None, str]:
+    """The kernel, or None and why it cannot be used here."""
+    reason = kernels.why_not(lab.device.capabilities)
+    if reason is not None:
+        return None, reason
+    try:
+        return GridStride(lab, row_bytes, capacity), ""
+    except CapabilityError as error:
+        return None, str(error)
+
+
 # one transfer by each of them -----------------------------------------------------------------------------------------
 
 PREFERENCES = ("overlap", "latency")
 COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
 METHODS = (
     CopyMethod("gather", 4, 1.0),
-    CopyMethod("gather", 3, 1.0),
-    CopyMethod("gather", 2, 1.0),
     CopyMethod("split", 2),
     CopyMethod("split", 1),
 )
-GRID = GRID_PROGRAMS[0]
 _SHORT_BYTES = 8 << 20  # up to here a delay of the host shows in the figures
 _MORE_ROUNDS = 3
 
@@ -205,156 +201,124 @@ def choice(prefer: str) -> str:
     return f"choice, {prefer}"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The figures of one transfer: a line of a table.
-
-    Attributes:
-        model, placement, planes, block_bytes, blocks_per_slot, row_bytes: of the `TransferSetup`.
-        blocks, copies, nbytes: of the transfer; `copies` of `row_bytes` each.
-        gb_per_s: payload over the median seconds, by scenario; empty on the simulated device.
-        samples_us: microseconds of every counted round, by scenario; empty on the simulated device.
-        wrong: rows of bytes that were wrong, by scenario, over all rounds; 0 each when all is well.
-        chosen: the reason of the engine's choice, by preference.
-        groups: groups of the model; the engine makes a job of each.
-    """
-
-    model: str
-    placement: Placement
-    direction: Direction
-    planes: int
-    block_bytes: int
-    blocks_per_slot: int
-    row_bytes: int
-    blocks: int
-    copies: int
-    nbytes: int
-    gb_per_s: dict[str, float] = field(default_factory=dict)
-    samples_us: dict[str, list[float]] = field(default_factory=dict)
-    wrong: dict[str, int] = field(default_factory=dict)
-    chosen: dict[str, str] = field(default_factory=dict)
-    groups: int = 1
-
-    def ratio(self, over: str, under: str) -> float | None:
-        """The ratio of two scenarios' bandwidths; None if one was not measured."""
-        rates = self.gb_per_s
-        return rates[over] / rates[under] if over in rates and under in rates else None
-
-    @property
-    def where(self) -> str:
-        adjacent = f", {self.blocks_per_slot} blocks adjacent" if self.blocks_per_slot > 1 else ""
-        return f"{self.model}, {size_text(self.block_bytes)}, n = {self.copies}, {self.placement}{adjacent}"
-
-
 def size_text(nbytes: int) -> str:
     """Bytes as text, in KiB if they are whole KiB."""
     return f"{nbytes} B" if nbytes % 1024 else f"{nbytes // 1024} KiB"
 
 
-class Measurer:
-    """Measures setups.
+def measure(
+    setup: TransferSetup, methods: Sequence[CopyMethod], counts: Sequence[int] | None, not_run: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """A record for each direction and number of slots of a group: a line of a table.
 
-    Attributes:
-        not_run: by name, why a copy method cannot be used here.
-        profile: the source of the engine's profile.
+    Args:
+        methods: with programs, beside the copiers without.
+        counts: of slots; None: all that the setup has.
+        not_run: is told why a copy method cannot be used here.
+
+    The fields of a record, by scenario those that end in "s":
+
+        model, placement, planes, block_bytes, blocks_per_slot, row_bytes, groups    of the `TransferSetup`
+        blocks, copies, nbytes                                                       of the transfer
+        gb_per_s, samples_us    payload over the median seconds, and every counted round; {} on the simulated device
+        wrong                   rows of bytes that were wrong, over all rounds; 0 each when all is well
+        chosen                  the reason of the engine's choice, by preference
     """
+    every = len(setup.groups[0].slots)
+    not_run |= {name: reason for name, reason in setup.missing.items() if reason is not None}
+    with ExitStack() as stack:
+        small_setup = stack.enter_context(setup.smaller())
+        grid, reason = open_grid(setup.lab, setup.row_bytes, max(setup.copies, small_setup.copies))
+        if grid is None:
+            not_run[GRID_STRIDE] = reason
+        else:
+            stack.enter_context(closing(grid))
+        for direction in Direction:
+            setup.take(every)
+            setup.prepare(direction)
+            for count in counts or (every,):
+                setup.take(count)
+                yield _record(setup, small_setup, direction, methods, grid)
 
-    def __init__(self, methods: Sequence[CopyMethod] = METHODS) -> None:
-        self._methods = methods
-        self.not_run: dict[str, str] = {}
-        self.profile: str | None = None
 
-    @contextmanager
-    def on(self, setup: TransferSetup) -> Iterator[Callable[[Direction, int], Measurement]]:
-        """Yields a function that measures a direction of this setup, with so many slots of each group."""
-        self.profile = setup.engine.profile.source
-        prepared: list[Direction] = []
-        with ExitStack() as stack:
-            small_setup = stack.enter_context(setup.smaller())
-            grid = self._grid(setup, max(setup.copies, small_setup.copies))
-            if grid is not None:
-                stack.enter_context(closing(grid))
-
-            def measure(direction: Direction, slots: int) -> Measurement:
-                if prepared[-1:] != [direction]:
-                    setup.prepare(direction)
-                    prepared.append(direction)
-                setup.take(slots)
-                return self._measure(setup, small_setup, direction, grid)
-
-            yield measure
-
-    def _grid(self, setup: TransferSetup, capacity: int) -> GridStride | None:
-        lab = setup.lab
-        reason = kernels.why_not(lab.device.capabilities)
-        if reason is None:
-            try:
-                return GridStride(lab, setup.row_bytes, capacity)
-            except CapabilityError as error:
-                reason = str(error)
-        self.not_run[grid_stride(GRID)] = reason
-        return None
-
-    def _measure(
-        self, setup: TransferSetup, small_setup: TransferSetup, direction: Direction, grid: GridStride | None
-    ) -> Measurement:
-        chosen: dict[str, str] = {}
-        wanted = self._wanted(setup, direction)
-        scenarios = {
-            name: scenario_of(
-                setup,
-                direction,
-                partial(time_engine, setup, direction, name, chosen, *given),
-                partial(warm_engine, small_setup, setup, direction, *given),
-            )
-            for name, given in wanted.items()
-        }
-        bare, warm = (_bare_copies(each, direction, grid) for each in (setup, small_setup))
-        scenarios |= {name: scenario_of(setup, direction, run, warm[name]) for name, run in bare.items()}
-        scenarios[CONTIGUOUS_COPY] = setup.lab.contiguous.scenario(direction)
-        short = setup.nbytes <= _SHORT_BYTES and not setup.lab.device.simulated
-        repeats = setup.lab.repeats * (_MORE_ROUNDS if short else 1)
-        return measurement_of(setup, direction, time_rounds(scenarios, repeats), chosen)
-
-    def _wanted(self, setup: TransferSetup, direction: Direction) -> dict[str, tuple[CopierChoice, str]]:
-        """By name: the copier that the engine is given, and the preference."""
-        missing = setup.missing
-        self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
-        wanted: dict[str, tuple[CopierChoice, str]] = {choice(prefer): (None, prefer) for prefer in PREFERENCES}
-        wanted |= {name: (name, PREFERENCES[0]) for name in COPY_ENGINE if missing[name] is None}
-        return wanted | {
-            method.label: (method, PREFERENCES[0])
-            for method in with_shares(setup, direction, self._methods)
-            if not missing[method.copier]
-        }
+def _record(
+    setup: TransferSetup,
+    small_setup: TransferSetup,
+    direction: Direction,
+    methods: Sequence[CopyMethod],
+    grid: GridStride | None,
+) -> dict[str, Any]:
+    # 1. the scenarios: the engine with every copier, bare calls, and the contiguous copy
+    wanted: dict[str, tuple[CopierChoice, str]] = {choice(prefer): (None, prefer) for prefer in PREFERENCES}
+    for copier in (*COPY_ENGINE, *with_shares(setup, direction, methods)):
+        name, label = (copier, copier) if isinstance(copier, str) else (copier.copier, copier.label)
+        if setup.missing[name] is None:
+            wanted[label] = copier, PREFERENCES[0]
+    chosen: dict[str, str] = {}
+    scenarios = {
+        name: scenario_of(
+            setup,
+            direction,
+            partial(time_engine, setup, direction, name, chosen, *given),
+            partial(_warm_engine, small_setup, setup, direction, *given),
+        )
+        for name, given in wanted.items()
+    }
+    bare, warm = (_bare_copies(each, direction, grid) for each in (setup, small_setup))
+    scenarios |= {name: scenario_of(setup, direction, run, warm[name]) for name, run in bare.items()}
+    scenarios[CONTIGUOUS_COPY] = setup.lab.contiguous.scenario(direction)
+    # 2. their rounds: more of short transfers
+    simulated = setup.lab.device.simulated
+    short = setup.nbytes <= _SHORT_BYTES and not simulated
+    timings = time_rounds(scenarios, setup.lab.repeats * (_MORE_ROUNDS if short else 1))
+    # 3. the record
+    timed = {} if simulated else timings
+    where = {"model": setup.model, "placement": setup.placement, "direction": direction, "groups": len(setup.groups)}
+    shape = {"planes": setup.plane_count, "block_bytes": setup.block_bytes, "blocks_per_slot": setup.blocks_per_slot}
+    sizes = {"row_bytes": setup.row_bytes, "blocks": setup.block_count, "copies": setup.copies, "nbytes": setup.nbytes}
+    measured = {
+        "gb_per_s": {name: timing.gb_per_s for name, timing in timed.items()},
+        "samples_us": {name: microseconds(timing) for name, timing in timed.items()},
+        "wrong": {name: timing.wrong for name, timing in timings.items()},
+    }
+    return {**where, **shape, **sizes, **measured, "chosen": chosen}
 
 
 def _bare_copies(setup: TransferSetup, direction: Direction, grid: GridStride | None) -> dict[str, TimedCopy]:
     copies = bare_calls(setup, direction)
     if grid is not None:
-        for pinned in (False,) if setup.lab.device.simulated else (False, True):
-            copies[grid_stride(GRID, pinned=pinned)] = grid.timed(setup, direction, GRID, pinned=pinned)
+        copies[GRID_STRIDE] = grid.timed(setup, direction, GRID_PROGRAMS)
     return copies
 
 
 def time_engine(
-    setup: TransferSetup,
-    direction: Direction,
-    name: str,
-    chosen: dict[str, str],
-    copier: CopierChoice,
-    prefer: str,
+    setup: TransferSetup, direction: Direction, name: str, chosen: dict[str, str], copier: CopierChoice, prefer: str
 ) -> float:
-    """One transfer; seconds on the GPU clock. The reason of the engine's own choice goes to `chosen[name]`."""
+    """One transfer; seconds on the GPU clock. Of one group: the time of its job. Of several groups: from the first call
+    to the end of the last job, which includes some host time, since an engine times each job by itself.
 
-    def note(job: Job) -> None:
-        if copier is None:
-            chosen[name] = job.reason
+    The reason of the engine's own choice goes to `chosen[name]`.
+    """
+    jobs: list[Job] = []
 
-    return setup.transfer_seconds(direction, copier, prefer, note)
+    def submit(stream: int) -> None:
+        jobs[:] = setup.submit(direction, copier, prefer=prefer, after=stream)
+        for job in jobs:
+            job.order_before(stream)
+
+    if len(setup.groups) == 1:
+        jobs = setup.submit(direction, copier, prefer=prefer)
+        seconds = setup.seconds(jobs)
+    else:
+        seconds = setup.lab.wait(submit)
+        setup.engine.drain()
+        setup.engine.poll()
+    if copier is None:
+        chosen[name] = jobs[0].reason
+    return seconds
 
 
-def warm_engine(
+def _warm_engine(
     small_setup: TransferSetup, setup: TransferSetup, direction: Direction, copier: CopierChoice, prefer: str
 ) -> float:
     """A small transfer with the copy method that the next one on `setup` will have."""
@@ -371,47 +335,11 @@ def with_shares(setup: TransferSetup, direction: Direction, methods: Sequence[Co
     return [method for method in shared if method.copier != "split" or 0 < method.share < 1]
 
 
-def scenario_of(
-    setup: TransferSetup, direction: Direction, run: TimedCopy, warm: Callable[[], object] | None = None
-) -> Scenario:
-    """A copy method on the blocks of a setup, as a scenario."""
-    if warm is None or setup.lab.device.simulated:
-        return Scenario(run, lambda: setup.poison(direction), lambda: setup.wrong(direction), setup.nbytes)
-    return Scenario(run, lambda: setup.poison(direction), lambda: setup.wrong(direction), setup.nbytes, warm)
-
-
-def measurement_of(
-    setup: TransferSetup, direction: Direction, timings: Mapping[str, Timing], chosen: dict[str, str]
-) -> Measurement:
-    record = Measurement(
-        setup.model,
-        setup.placement,
-        direction,
-        setup.plane_count,
-        setup.block_bytes,
-        setup.blocks_per_slot,
-        setup.row_bytes,
-        setup.block_count,
-        setup.copies,
-        setup.nbytes,
-        wrong={name: timing.wrong for name, timing in timings.items()},
-        chosen=chosen,
-        groups=len(setup.groups),
-    )
-    if not setup.lab.device.simulated:
-        record.gb_per_s.update({name: timing.gb_per_s for name, timing in timings.items()})
-        record.samples_us.update({name: microseconds(timing) for name, timing in timings.items()})
-    return record
+def scenario_of(setup: TransferSetup, direction: Direction, run: TimedCopy, warm: Callable[[], object]) -> Scenario:
+    """A copy method on the blocks of a setup, as a scenario; the simulated device has no caches to warm up."""
+    poison, wrong = partial(setup.poison, direction), partial(setup.wrong, direction)
+    return Scenario(run, poison, wrong, setup.nbytes, (lambda: None) if setup.lab.device.simulated else warm)
 
 
 def microseconds(timing: Timing) -> list[float]:
     return [round(seconds * 1e6, 2) for seconds in timing.seconds]
-
-
-def describe(records: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Measurements as records for tables, plots and JSON."""
-    return [dict(vars(record)) for record in records]
-
-
-def wrong_rows(records: Sequence[Measurement]) -> int:
-    return sum(sum(record.wrong.values()) for record in records)

@@ -6,23 +6,15 @@ import argparse
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from kvoffload.copiers.selection import PREFERENCES
-from kvoffload.engine.shard import Prefer
 from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import COMMON, add_command, models, numbers, whole
 from kvoffload_bench import field_report
 from kvoffload_bench.field_compute import Situation
-from kvoffload_bench.field_methods import (
-    ContiguousSeries,
-    FieldMethods,
-    FieldSetup,
-    SeriesSize,
-    contiguous_series,
-    series_size,
-)
+from kvoffload_bench.field_methods import ContiguousSeries, FieldMethods, FieldSetup, contiguous_series, series_size
 from kvoffload_bench.harness import Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct
 from kvoffload_bench.series import DIRECTIONS, Directions, SeriesRun
@@ -41,7 +33,6 @@ _SIMULATED_MODELS = ("qwen2.5-0.5b",)  # kernels are interpreted there, slowly
 _QUICK_LAYOUTS = ("block-major", "plane-major")
 _QUICK_SITUATIONS = (Situation.IDLE, Situation.LARGE)
 _BYTES = 64 << 20
-_MOST_BYTES = 1 << 30
 _MOST_BLOCKS = 512
 _MOST_TRANSFERS = 64
 _REPEATS = 3
@@ -55,17 +46,14 @@ method. Takes 5 minutes."""
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured; `blocks` None: transfers of `nbytes`."""
+    """What is measured; `blocks` None: transfers of 64 MiB."""
 
     models: list[ModelGeometry]
     layouts: list[str]
     situations: list[Situation]
     directions: list[Directions]
     blocks: list[int] | None
-    nbytes: int
     transfers: int | None
-    prefer: Prefer
-    shipped: bool
     seconds: float | None
 
     @property
@@ -75,42 +63,22 @@ class Plan:
 
 
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches,
-        "field",
-        "transfers concurrent with computation, both directions",
-        _TEXT,
-        example="bench field --quick --model llama-3.1-8b",
-        common=COMMON,
-    )
-    parser.add_argument("--model", type=models, nargs="+", metavar="NAME", help="geometries, or all (default: four)")
-    _add_choices(parser, "--layouts", tuple(LAYOUTS))
-    _add_choices(parser, "--situations", tuple(map(str, Situation)))
-    _add_choices(parser, "--directions", tuple(DIRECTIONS))
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--blocks", type=_blocks, metavar="N,...", help=f"blocks of a transfer, 1 to {_MOST_BLOCKS}")
-    size.add_argument(
-        "--bytes", type=whole(1, _MOST_BYTES), metavar="N", help=f"bytes of a transfer (default {_BYTES})"
-    )
-    parser.add_argument(
-        "--transfers", type=whole(1, _MOST_TRANSFERS), metavar="N", help="of a series (default: 256 MiB of them)"
-    )
-    parser.add_argument(
-        "--prefer", choices=PREFERENCES, default=PREFERENCES[0], metavar="NAME", help=" or ".join(PREFERENCES)
-    )
-    parser.add_argument("--shipped", action="store_true", help="also the choice by the default profile")
-    parser.add_argument("--quick", action="store_true", help="fewer geometries, layouts and situations")
+    example, text = "bench field --quick --model llama-3.1-8b", "transfers concurrent with computation, both directions"
+    parser = add_command(benches, "field", text, _TEXT, example=example, common=COMMON)
+    add = parser.add_argument
+    add("--model", type=models, nargs="+", metavar="NAME", help="geometries, or all (default: four)")
+    for name, values in (
+        ("--layouts", tuple(LAYOUTS)),
+        ("--situations", tuple(map(str, Situation))),
+        ("--directions", tuple(DIRECTIONS)),
+    ):
+        add(name, nargs="+", choices=values, metavar="NAME", help=", ".join(values))
+    blocks, most = partial(numbers, maximum=_MOST_BLOCKS), whole(1, _MOST_TRANSFERS)
+    add("--blocks", type=blocks, metavar="N,...", help=f"of a transfer, 1 to {_MOST_BLOCKS} (default 64 MiB)")
+    add("--transfers", type=most, metavar="N", help="of a series (default: 256 MiB of them)")
+    add("--quick", action="store_true", help="fewer geometries, layouts and situations")
     add_bench_options(parser, _REPEATS)
     parser.set_defaults(run=run)
-
-
-def _add_choices(parser: argparse.ArgumentParser, name: str, values: tuple[str, ...]) -> None:
-    parser.add_argument(name, nargs="+", choices=values, metavar="NAME", help=", ".join(values))
-
-
-def _blocks(text: str) -> list[int]:
-    """An argparse type: comma-separated numbers of blocks."""
-    return numbers(text, _MOST_BLOCKS)
 
 
 def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
@@ -126,10 +94,7 @@ def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
         _each_once(map(Situation, situations)),
         _each_once(arguments.directions or DIRECTIONS),
         arguments.blocks and _each_once(arguments.blocks),
-        arguments.bytes or _BYTES,
         arguments.transfers,
-        arguments.prefer,
-        arguments.shipped,
         seconds,
     )
 
@@ -158,43 +123,32 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
             spare=True,
         ) as series,
     ):
-        fields: Fields = {"cells": [], "not_run": dict(series.not_run), "profile": "", "prefer": plan.prefer}
+        fields: Fields = {"cells": [], "not_run": dict(series.not_run), "profile": ""}
         for model in (each.scaled(lab.size.scale) for each in plan.models):
             for blocks in plan.blocks or (None,):
-                size = _size(plan, lab, model, blocks)
+                size = series_size(model, blocks, _BYTES, plan.transfers)
+                if lab.device.simulated:
+                    size = series_size(model, blocks or _SIMULATED_BLOCKS, 0, plan.transfers or _SIMULATED_TRANSFERS)
                 with contiguous_series(lab, size) as contiguous:
                     for layout in plan.layouts:
-                        _add_cells(fields, plan, lab, series, layout, model, contiguous)
+                        _add_cells(fields, lab, series, layout, model, contiguous)
     cells = fields["cells"]
     fields["wrong_rows"] = sum(cell["wrong"] for cell in cells)
     if not lab.device.simulated:
         comparisons = field_report.compare(cells)
-        fields |= {"comparisons": comparisons, "summary": field_report.summarize(comparisons)}
-        fields |= {"worst": field_report.worst(comparisons), "wall_seconds": series.elapsed}
-        fields["against_shipped"] = field_report.against_shipped(comparisons)
+        fields |= {"comparisons": comparisons, "worst": field_report.worst(comparisons)}
+        fields["wall_seconds"] = series.elapsed
         fields["repeats"] = min(cell["rounds"] for cell in cells)
     return fields
 
 
-def _size(plan: Plan, lab: Lab, model: ModelGeometry, blocks: int | None) -> SeriesSize:
-    if lab.device.simulated:
-        return series_size(model, blocks or _SIMULATED_BLOCKS, 0, plan.transfers or _SIMULATED_TRANSFERS)
-    return series_size(model, blocks, plan.nbytes, plan.transfers)
-
-
 def _add_cells(
-    fields: Fields,
-    plan: Plan,
-    lab: Lab,
-    series: SeriesRun,
-    layout: str,
-    model: ModelGeometry,
-    contiguous: ContiguousSeries,
+    fields: Fields, lab: Lab, series: SeriesRun, layout: str, model: ModelGeometry, contiguous: ContiguousSeries
 ) -> None:
     """Measure one layout of a model; what cannot be measured is named."""
     with (
         FieldSetup(lab, model, LAYOUTS[layout], contiguous.size) as field,
-        closing(FieldMethods(field, contiguous, plan.prefer, shipped=plan.shipped)) as methods,
+        closing(FieldMethods(field, contiguous)) as methods,
     ):
         setup = field.setup
         fields["profile"] = setup.engine.profile.source

@@ -13,16 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload import kernels
 from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder
-from kvoffload.engine.shard import Prefer
-from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierChoice, CopyMethod, Profile, default_profile, key_of
-from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GridStride, grid_stride, with_shares
+from kvoffload.tuning import CopierChoice, CopyMethod
+from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GRID_STRIDE, GridStride, open_grid, with_shares
 from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab
 from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
@@ -30,8 +27,6 @@ from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
 _SERIES_BYTES = 256 << 20
 _FEWEST, _MOST = 2, 64  # transfers of a series
 CHOICE = "choice"
-SHIPPED_CHOICE = "shipped choice"  # by the default profile
-CHOICES = (CHOICE, SHIPPED_CHOICE)
 METHODS = (
     CopyMethod("strided"),
     CopyMethod("gather", 4, 1.0),
@@ -39,7 +34,7 @@ METHODS = (
     CopyMethod("batch"),
     CopyMethod("loop"),
 )
-GRID = grid_stride(GRID_PROGRAMS[0], pinned=True)
+GRID = f"{GRID_STRIDE}, pinned"
 _APART = (FLAT_BATCH, "batch", "loop")
 _FLAT_COPIES = 32_768  # of one driver call; a call with 51,828 has crashed a driver
 
@@ -75,6 +70,7 @@ class FieldSetup:
     """A `TransferSetup` with room for a series of each direction. A context manager.
 
     Attributes:
+        model, placement: as given.
         setup: the planes, the pool and the engine. Which slots it takes changes from call to call.
         size: of the series.
         streams: by direction, a stream for bare driver calls.
@@ -82,8 +78,7 @@ class FieldSetup:
     """
 
     def __init__(self, lab: Lab, model: ModelGeometry, placement: Placement, size: SeriesSize) -> None:
-        self.lab, self.size = lab, size
-        self._model, self._placement = model, placement
+        self.lab, self.size, self.model, self.placement = lab, size, model, placement
         self.slots_in_series = size.slots * size.transfers
         count = 2 * (self.slots_in_series + size.slots) * len(model.groups)
         with ExitStack() as undo:
@@ -98,10 +93,6 @@ class FieldSetup:
             self._prepare(undo)
             self._undo = undo.pop_all()
 
-    def another(self) -> FieldSetup:
-        """One of the same kind and size, with memory of its own."""
-        return FieldSetup(self.lab, self._model, self._placement, self.size)
-
     def _prepare(self, undo: ExitStack) -> None:
         """Write the right bytes into all sources; keep a copy of the planes, in which all else is poison.
 
@@ -113,19 +104,18 @@ class FieldSetup:
         setup.poison(Direction.LOAD)
         self._take(Direction.STORE)
         setup.prepare(Direction.STORE)
-        spans = setup.spans()
-        copies = [undo.enter_context(self.lab.device.allocate(nbytes)) for _, nbytes in spans]
-        self._images = [(address, copy.address, copy.nbytes) for (address, _), copy in zip(spans, copies, strict=True)]
-        self._copy_planes(lambda plane, image: (image, plane))
+        copies = [(*span, undo.enter_context(self.lab.device.allocate(span[1]))) for span in setup.spans()]
+        self._images = [(address, copy.address, nbytes) for address, nbytes, copy in copies]
+        self._copy_planes(back=False)
 
-    def _copy_planes(self, ends: Callable[[int, int], tuple[int, int]]) -> None:
-        driver, timer = self.lab.driver, self.lab.timer
+    def _copy_planes(self, *, back: bool) -> None:
+        """Copy the planes to their copies, or back."""
 
-        def submit() -> None:
+        def submit(stream: int) -> None:
             for plane, image, nbytes in self._images:
-                driver.copy(*ends(plane, image), nbytes, timer.stream)
+                self.lab.driver.copy(*((plane, image) if back else (image, plane)), nbytes, stream)
 
-        timer.seconds(submit)
+        self.lab.wait(submit)
 
     def _take(self, direction: Direction) -> None:
         """Make the setup stand for the whole series of a direction."""
@@ -147,7 +137,7 @@ class FieldSetup:
     def poison(self, directions: Sequence[Direction]) -> None:
         """Overwrite the targets of the series of these directions."""
         if Direction.LOAD in directions:
-            self._copy_planes(lambda plane, image: (plane, image))
+            self._copy_planes(back=True)
         if Direction.STORE in directions:
             self._take(Direction.STORE)
             self.setup.poison(Direction.STORE)
@@ -237,12 +227,10 @@ class StreamSubmitter:
         self._used.clear()
 
 
-def by_engine(field: FieldSetup, copiers: Mapping[Direction, CopierChoice], profile: Profile) -> EngineSubmitter:
+def by_engine(field: FieldSetup, copiers: Mapping[Direction, CopierChoice]) -> EngineSubmitter:
     """Submits the transfers of these directions to a setup's engine."""
-    engine, series = field.setup.engine, field.size.transfers
-    return EngineSubmitter(
-        engine, field.transfers(tuple(copiers)), copiers, after=NO_WAIT, series=series, profile=profile
-    )
+    transfers = field.transfers(tuple(copiers))
+    return EngineSubmitter(field.setup.engine, transfers, copiers, after=NO_WAIT, series=field.size.transfers)
 
 
 class FieldMethods:
@@ -253,32 +241,29 @@ class FieldMethods:
     strided copies of other rows of 18 KiB in it, concurrent with large products, had 45 GB/s instead of 29 on an H200.
     Kernels, memsets and large copies, which are what fills a cache, do not do that.
 
-    Args:
-        prefer: of the engine, for its choice.
-        shipped: whether the choice by the default profile is a method too.
-
     Attributes:
         not_run: by name, why a copy method cannot be used here.
     """
 
-    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries, prefer: Prefer, *, shipped: bool) -> None:
+    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries) -> None:
         self._field, self._contiguous = field, contiguous
-        field.setup.engine.prefer = prefer
-        self._profiles = {CHOICE: field.setup.engine.profile}
-        if shipped:
-            self._profiles[SHIPPED_CHOICE] = default_profile(key_of(field.lab.device))
         self.not_run: dict[str, str] = {}
         with ExitStack() as undo:
-            self._apart = undo.enter_context(field.another())
+            self._apart = undo.enter_context(FieldSetup(field.lab, field.model, field.placement, field.size))
             limit = StreamSubmitter(field, self._contiguous_queues())
             self._bare = {CONTIGUOUS_COPY: SeriesMethod(limit, contiguous, contiguous.step)}
+            self._field.transfer(Direction.STORE, 0)
+            self._copies = self._field.setup.copies  # of a transfer
             capabilities = field.lab.device.capabilities
             if capabilities.flat_batch:
                 self._bare[FLAT_BATCH] = self._on_streams(self._apart, self._flat_queues())
             else:
                 self.not_run[FLAT_BATCH] = capabilities.missing["cuMemcpyBatchAsync"]
-            grid = self._grid(undo)
-            if grid is not None:
+            grid, reason = open_grid(field.lab, field.setup.row_bytes, 2 * (field.size.transfers + 1) * self._copies)
+            if grid is None:
+                self.not_run[GRID] = reason
+            else:
+                undo.callback(grid.close)
                 self._bare[GRID] = self._on_streams(field, self._grid_queues(grid))
             self._undo = undo.pop_all()
 
@@ -287,10 +272,8 @@ class FieldMethods:
         setup = self._field.setup
         missing = setup.missing
         self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
-        found = {}
-        for name, profile in self._profiles.items():
-            submitter = by_engine(self._field, dict.fromkeys(directions), profile)
-            found[name] = SeriesMethod(submitter, self._field, self._field.size.nbytes, partial(_chosen, submitter))
+        submitter, nbytes = by_engine(self._field, dict.fromkeys(directions)), self._field.size.nbytes
+        found = {CHOICE: SeriesMethod(submitter, self._field, nbytes, submitter.by_direction)}
         methods: dict[str, dict[Direction, CopierChoice]] = {}
         for direction in directions:
             self._field.transfer(direction, 0)
@@ -300,7 +283,7 @@ class FieldMethods:
         for name, copiers in methods.items():
             if len(copiers) == len(directions):
                 field = self._apart if name in _APART else self._field
-                found[name] = SeriesMethod(by_engine(field, copiers, self._profiles[CHOICE]), field, field.size.nbytes)
+                found[name] = SeriesMethod(by_engine(field, copiers), field, nbytes)
         return found | self._bare
 
     def _on_streams(
@@ -315,18 +298,16 @@ class FieldMethods:
 
     def _contiguous_queues(self) -> dict[Direction, list[Queue]]:
         """The transfer that warms up copies nothing."""
-
-        def queue(direction: Direction, index: int) -> Queue:
-            return lambda stream: self._contiguous.queue(direction, index, stream)
-
-        none: Queue = lambda _: None  # noqa: E731
-        indices = range(self._field.size.transfers)
-        return {direction: [*(queue(direction, index) for index in indices), none] for direction in Direction}
+        queue, indices = self._contiguous.queue, range(self._field.size.transfers)
+        return {
+            direction: [*(partial(queue, direction, index) for index in indices), lambda _: None]
+            for direction in Direction
+        }
 
     def _flat_queues(self) -> Callable[[Direction, int, Sequence[GroupBlocks]], Queue]:
         setup, driver = self._apart.setup, self._apart.lab.driver
         sizes = np.array([setup.row_bytes], dtype=np.uint64)
-        table = FlatTable(min(self._copies_of_a_transfer(), _FLAT_COPIES))
+        table = FlatTable(min(self._copies, _FLAT_COPIES))
         if not driver.use_raw:
             table.lists(0, table.capacity)  # makes the objects that the bindings take
 
@@ -342,23 +323,6 @@ class FieldMethods:
 
         return make
 
-    def _grid(self, undo: ExitStack) -> GridStride | None:
-        lab, setup, size = self._field.lab, self._field.setup, self._field.size
-        reason = kernels.why_not(lab.device.capabilities)
-        if reason is None:
-            try:
-                self._copies = self._copies_of_a_transfer()
-                capacity = 2 * (size.transfers + 1) * self._copies
-                return undo.enter_context(closing(GridStride(lab, setup.row_bytes, capacity)))
-            except CapabilityError as error:
-                reason = str(error)
-        self.not_run[GRID] = reason
-        return None
-
-    def _copies_of_a_transfer(self) -> int:
-        self._field.transfer(Direction.STORE, 0)
-        return self._field.setup.copies
-
     def _grid_queues(self, grid: GridStride) -> Callable[[Direction, int, Sequence[GroupBlocks]], Queue]:
         places, setup = self._field.size.transfers + 1, self._field.setup
 
@@ -367,7 +331,7 @@ class FieldMethods:
 
             def queue(stream: int) -> None:
                 ends = setup.ends_of(groups, direction)
-                grid.stage(setup, direction, ends, GRID_PROGRAMS[0], pinned=True, first=first)(stream)
+                grid.stage(setup, direction, ends, GRID_PROGRAMS, pinned=True, first=first)(stream)
 
             return queue
 
@@ -379,7 +343,3 @@ class FieldMethods:
             for stream in self._field.streams.values():
                 self._field.lab.driver.stream_synchronize(stream)
         self._undo.close()
-
-
-def _chosen(submitter: EngineSubmitter) -> dict[str, dict[str, int]]:
-    return {str(direction): dict(counts) for direction, counts in submitter.chosen.items()}

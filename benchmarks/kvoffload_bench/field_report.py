@@ -5,18 +5,16 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvoffload.terminal.console import Output, counted
-from kvoffload_bench.copy_methods import FLAT_BATCH
 from kvoffload_bench.field_compute import Situation
-from kvoffload_bench.field_methods import CHOICE, GRID, METHODS, SHIPPED_CHOICE
+from kvoffload_bench.field_methods import CHOICE, METHODS
 from kvoffload_bench.harness import CONTIGUOUS_COPY
 from kvoffload_bench.report import Fields, fixed
 
 Record = Mapping[str, Any]
 PLACE = ("model", "layout", "situation", "direction", "blocks")  # what the records of one comparison have in common
-_GENTLE = 0.05
 _LEGEND = (
     "by: the copy method of most transfers; gat/str: gather for stores, strided for loads",
     "/limit: GB/s over those of contiguous copies",
@@ -25,22 +23,6 @@ _LEGEND = (
     "max us: the longest call of store() or load()",
 )
 _LABELS = tuple(method.label for method in METHODS)
-
-
-class _Ratio(NamedTuple):
-    """A ratio of the choice's bandwidth, by its name in JSON and in tables."""
-
-    key: str
-    heading: str
-
-
-_RATIOS = (
-    _Ratio("choice/limit", "/ limit"),
-    _Ratio("choice/best", "/ best"),
-    _Ratio("choice/gentle", "/ gentle"),
-    _Ratio("choice/flat_batch", "/ flat batch"),
-    _Ratio("choice/grid_stride", "/ grid-stride 12"),
-)
 
 
 def regret(best: float, choice: float) -> float:
@@ -75,58 +57,14 @@ def _compared(methods: Mapping[str, Record]) -> dict[str, Any] | None:
     if best is not None:
         found |= {"best_method": best, "best_gb_per_s": rates[best], "choice/best": choice / rates[best]}
         found |= {"best_compute_slowdown": methods[best].get("compute_slowdown"), "regret": regret(rates[best], choice)}
-    gentle = [rates[name] for name in ours if is_gentle(methods[name], methods.get(CONTIGUOUS_COPY))]
-    if gentle:
-        found |= {"choice/gentle": choice / max(gentle)}
     if CONTIGUOUS_COPY in rates:
         found |= {"limit_gb_per_s": rates[CONTIGUOUS_COPY], "choice/limit": choice / rates[CONTIGUOUS_COPY]}
-    for name, key in ((FLAT_BATCH, "choice/flat_batch"), (GRID, "choice/grid_stride")):
-        if name in rates:
-            found[key] = choice / rates[name]
-    if SHIPPED_CHOICE in rates:
-        alike = methods[SHIPPED_CHOICE]["chosen"] == chosen["chosen"]
-        found["choice/shipped"] = 1.0 if alike else choice / rates[SHIPPED_CHOICE]
-        found["shipped_chosen"] = methods[SHIPPED_CHOICE]["chosen"]
     return found
-
-
-def is_gentle(record: Record, contiguous: Record | None) -> bool:
-    """Whether a copy method slows the computation hardly more than contiguous copies do; if both are known."""
-    slow, least = (None if each is None else each.get("compute_slowdown") for each in (record, contiguous))
-    return slow is None or least is None or slow <= least + _GENTLE
 
 
 def worst(comparisons: Iterable[Record]) -> Record | None:
     """The comparison with the lowest choice / limit; None if there is none."""
     return min((each for each in comparisons if "choice/limit" in each), key=lambda x: x["choice/limit"], default=None)
-
-
-def summarize(comparisons: Sequence[Record]) -> list[dict[str, Any]]:
-    """For each layout the lowest and the median of each ratio, and the longest call of the choice."""
-    found = []
-    for layout in dict.fromkeys(each["layout"] for each in comparisons):
-        of_layout = [each for each in comparisons if each["layout"] == layout]
-        summary: dict[str, Any] = {"layout": layout, "places": len(of_layout)}
-        for ratio in _RATIOS:
-            values = [each[ratio.key] for each in of_layout if ratio.key in each]
-            if values:
-                summary[ratio.key] = {"lowest": min(values), "median": statistics.median(values)}
-        found.append(summary | {"call_max_us": max(each["call_max_us"] for each in of_layout)})
-    return found
-
-
-def against_shipped(comparisons: Iterable[Record]) -> dict[str, Any] | None:
-    """The choice over that of the default profile, 1.0 where both choose alike; None if that was not measured."""
-    found = [each for each in comparisons if "choice/shipped" in each]
-    if not found:
-        return None
-    ratios = [each["choice/shipped"] for each in found]
-    return {
-        "places": len(found),
-        "alike": ratios.count(1.0),
-        "geometric_mean": statistics.geometric_mean(ratios),
-        "lowest": min(found, key=lambda each: each["choice/shipped"]),
-    }
 
 
 # tables ---------------------------------------------------------------------------------------------------------------
@@ -148,16 +86,14 @@ def show(fields: Fields, output: Output) -> None:
             _show_place(
                 *place, [each for each in fields["cells"] if (each["situation"], each["layout"]) == place], output
             )
-    _show_summary(fields["summary"], output)
-    if fields["against_shipped"] is not None:
-        output.line(shipped_text(fields["against_shipped"]))
     early = sum(each["rounds_compute_ended"] for each in fields["cells"])
     if early:
         rounds = sum(each["rounds"] for each in fields["cells"])
         output.line(f"not counted: {early} of {rounds} series, during which the computation ended or paused")
     without = sum(cell["method"] == CHOICE for cell in fields["cells"]) - len(comparisons)
     if without:
-        output.line(f"lines above without a figure, since that was so in every round of the choice: {without}")
+        ended = "the computation ended or paused in every round of the choice"
+        output.line(f"{counted(without, 'line')} without a figure: {ended}")
     output.line(f"measured in {fields['wall_seconds']:.0f} s")
 
 
@@ -174,7 +110,11 @@ def _verdict(comparisons: Iterable[Record]) -> str:
 
 def worst_text(each: Record) -> str:
     """The comparison and all that identifies it."""
-    chosen = "; ".join(f"{direction}: {_labels(counts)}" for direction, counts in each["chosen"].items())
+    chosen = "; ".join(
+        f"{direction}: {', '.join(name for name, _ in Counter(counts).most_common())}"
+        for direction, counts in each["chosen"].items()
+    )
+    slower = "-" if each["compute_slowdown"] is None else f"x{each['compute_slowdown']:.2f}"
     best = ""
     if "best_method" in each:
         best = f", best {each['best_gb_per_s']:.1f} by {each['best_method']} (regret {each['regret']:.1%})"
@@ -184,30 +124,9 @@ def worst_text(each: Record) -> str:
         f"{Situation(each['situation']).text}, {each['direction']}: {counted(each['transfers'], 'transfer')} of "
         f"{counted(each['blocks'], 'block')} x {each['planes']} planes x {each['block_bytes']} B{groups}: "
         f"{each['choice_gb_per_s']:.1f} GB/s of {each['limit_gb_per_s']:.1f}, by {chosen}{best}; "
-        f"computation {_slower(each['compute_slowdown'])}, longest call {each['call_max_us']:.0f} us, "
+        f"computation {slower}, longest call {each['call_max_us']:.0f} us, "
         f"{counted(each['rounds'], 'round')}"
     )
-
-
-def shipped_text(found: Record) -> str:
-    """The geometric mean and the place with the lowest ratio."""
-    each = found["lowest"]
-    return (
-        f"choice / choice of the shipped profile: geometric mean {found['geometric_mean']:.3f} of {found['places']} "
-        f"places, {found['alike']} of them with the same copy method; lowest {each['choice/shipped']:.2f}: "
-        f"{each['model']}, {each['layout']}, {Situation(each['situation']).text}, {each['direction']}, "
-        f"{counted(each['blocks'], 'block')}: {chosen_text(each['chosen'])} instead of "
-        f"{chosen_text(each['shipped_chosen'])}"
-    )
-
-
-def _labels(counts: Mapping[str, int]) -> str:
-    """Copy methods, the one that most transfers had first."""
-    return ", ".join(name for name, _ in Counter(counts).most_common())
-
-
-def _slower(value: float | None) -> str:
-    return "-" if value is None else f"x{value:.2f}"
 
 
 def chosen_text(chosen: Mapping[str, Mapping[str, int]]) -> str:
@@ -253,17 +172,3 @@ def _transfers_text(cells: Sequence[Record]) -> str:
 
 def _kib(nbytes: int) -> str:
     return f"{nbytes}" if nbytes % 1024 else f"{nbytes // 1024}K"
-
-
-def _show_summary(summary: Sequence[Record], output: Output) -> None:
-    lines = [
-        (each["layout"], ratio.heading, f"{each[ratio.key]['lowest']:.2f}", f"{each[ratio.key]['median']:.2f}")
-        for each in summary
-        for ratio in _RATIOS
-        if ratio.key in each
-    ]
-    if lines:
-        output.table("the choice's GB/s over others'", ("layout", "over", "lowest", "median"), lines)
-        longest = ", ".join(f"{each['layout']} {each['call_max_us']:.0f}" for each in summary)
-        output.line(f"gentle: the best of the methods that slow the product at most {_GENTLE} more than the limit does")
-        output.line(f"longest call of the choice, us: {longest}")

@@ -7,25 +7,21 @@ at their end; the time of one is its share of the whole.
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance
-from kvoffload_bench.harness import POISON, WARM_UP, Lab, Scenario, Timing
+from kvoffload_bench.harness import POISON, Lab, Scenario
 
 Elements = npt.NDArray[np.uint16]
 Move = Callable[[], Job | None]
@@ -36,7 +32,7 @@ _KEPT_BITS, _SET_BITS = 0x9FFF, 0x2000
 
 
 class FrameworkData:
-    """Random blocks of a cache of 16-bit elements, random slots for them, and their bytes. Free it with `close`.
+    """Random blocks of a cache of 16-bit elements, random slots for them, and their bytes.
 
     Attributes:
         shape: of the cache: (planes, blocks, elements).
@@ -51,33 +47,15 @@ class FrameworkData:
     def __init__(self, lab: Lab, geometry: ModelGeometry, count: int) -> None:
         generator = np.random.default_rng(lab.seed)
         self.lab, self.block_bytes = lab, geometry.block_bytes
-        self._payload_bytes = geometry.bytes_per_block
         num_blocks = max(lab.size.plane_bytes // self.block_bytes, 2 * count)
         self.shape = (geometry.planes, num_blocks, self.block_bytes // 2)
-        self.num_slots = max(count, min(4 * count, _MAX_POOL_BYTES // self._payload_bytes))
+        self.num_slots = max(count, min(4 * count, _MAX_POOL_BYTES // geometry.bytes_per_block))
         self.blocks = generator.permutation(np.arange(0, num_blocks - 1, 2, dtype=np.int64))[:count]
         self.slots = generator.permutation(np.arange(self.num_slots, dtype=np.int64))[:count]
         bits = generator.integers(0, 1 << 16, (geometry.planes, count, self.shape[2]), dtype=np.uint16)
         self.right: Elements = bits & np.uint16(_KEPT_BITS) | np.uint16(_SET_BITS)
         self.right_by_block: Elements = np.ascontiguousarray(self.right.swapaxes(0, 1))
         self.nbytes = self.right.nbytes
-        self._poison = lab.device.allocate(self._payload_bytes)
-        self._queue(lambda stream: lab.driver.fill(self._poison.address, POISON, self._poison.nbytes, stream))
-
-    def poison(self, addresses: Iterable[int]) -> None:
-        """Overwrite a slot's payload at each of these host addresses. The GPU does it, so that the CPU's caches hold
-        nothing of them.
-        """
-
-        def copy(stream: int) -> None:
-            for address in addresses:
-                self.lab.driver.copy(address, self._poison.address, self._poison.nbytes, stream)
-
-        self._queue(copy)
-
-    def _queue(self, submit: Callable[[int], object]) -> None:
-        timer = self.lab.timer
-        timer.seconds(lambda: submit(timer.stream))
 
     def wrong(self, found: Iterable[npt.NDArray[Any]], right: Iterable[Elements]) -> int:
         """How many rows, each as long as a block of a plane, differ between these arrays."""
@@ -86,9 +64,6 @@ class FrameworkData:
 
     def engine(self, layout: KVLayout) -> OffloadEngine:
         return OffloadEngine(layout, device=self.lab.device, num_slots=self.num_slots)
-
-    def close(self) -> None:
-        self._poison.close()
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> UInt8Array:
@@ -124,7 +99,7 @@ class EngineSlots:
             slot[:] = _bytes_of(block)
 
     def poison(self) -> None:
-        self._data.poison(map(address_of, self._slots))
+        self._data.lab.poison(self._slots)
 
     def wait(self) -> None:
         self._engine.drain()
@@ -172,10 +147,13 @@ class FrameworkMethod:
         return [job for job in moved if job is not None]
 
     def scenario(self, direction: Direction, data: FrameworkData, times: int) -> Scenario:
-        """`times` transfers back to back, for `time_warmed`. No block to be stored is in the GPU's cache."""
+        """`times` transfers back to back; one before them warms up the CPU's caches. No block to be stored is in the
+        GPU's cache.
+        """
         target = self.target(direction)
 
         def poison() -> None:
+            self.execute(direction)
             target.poison()
             if direction is Direction.STORE:
                 data.lab.flush()
@@ -188,23 +166,4 @@ class FrameworkMethod:
                 job.wait()  # raises if it failed
             return seconds / times
 
-        return Scenario(execute, poison, target.wrong, data.nbytes, partial(self.execute, direction))
-
-
-def time_warmed(scenarios: Mapping[str, Scenario], repeats: int, seed: int, progress: Advance) -> dict[str, Timing]:
-    """Every scenario once a round, in a random order; figures are of the rounds after the first.
-
-    Each executes twice: once to warm up the CPU's caches, then, with its targets poisoned, timed.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in scenarios}
-    wrong = dict.fromkeys(scenarios, 0)
-    order = random.Random(seed)
-    for number in range(WARM_UP + repeats):
-        for name in order.sample(list(scenarios), len(scenarios)):
-            scenario = scenarios[name]
-            scenario.warm_up()
-            scenario.poison()
-            seconds[name].append(scenario.execute())
-            wrong[name] += scenario.wrong()
-        progress(number + 1, WARM_UP + repeats)
-    return {name: Timing(scenarios[name].nbytes, seconds[name][WARM_UP:], wrong[name]) for name in scenarios}
+        return Scenario(execute, poison, target.wrong, data.nbytes)

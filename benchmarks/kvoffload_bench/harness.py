@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
+from kvoffload.driver import address_of
 from kvoffload.internal import hostinfo
 from kvoffload.internal.types import UInt8Array
 from kvoffload.planning.transfer_plan import Direction
@@ -35,15 +35,15 @@ class GpuTimer:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device, driver = device, device.driver
-        self._driver = driver
+        self._device, self._driver = device, device.driver
         with device.current(), ExitStack() as undo:
-            self.stream = driver.stream_create(0)
-            undo.callback(driver.stream_destroy, self.stream)
-            self._start, self._end = driver.event_create(timing=True), 0
-            undo.callback(driver.event_destroy, self._start)
-            self._end = driver.event_create(timing=True)
-            undo.pop_all()
+            self.stream = self._driver.stream_create(0)
+            undo.callback(self._driver.stream_destroy, self.stream)
+            self._start = self._driver.event_create(timing=True)
+            undo.callback(self._driver.event_destroy, self._start)
+            self._end = self._driver.event_create(timing=True)
+            undo.callback(self._driver.event_destroy, self._end)
+            self._undo = undo.pop_all()
 
     def seconds(self, submit: Callable[[], object]) -> float:
         """Call `submit`, which queues work on the idle stream, and wait. Returns its seconds on the GPU clock."""
@@ -62,9 +62,7 @@ class GpuTimer:
     def close(self) -> None:
         """Destroy the stream and the events."""
         with self._device.current():
-            self._driver.stream_destroy(self.stream)
-            self._driver.event_destroy(self._start)
-            self._driver.event_destroy(self._end)
+            self._undo.close()
 
 
 # tools ----------------------------------------------------------------------------------------------------------------
@@ -98,40 +96,74 @@ FULL = Size(32 << 20, 64 << 20, 256 << 20, 1.0, 4096, 160 << 20)
 SMALL = Size(8 << 10, 32 << 10, 1 << 20, 1 / 64, 128, 1 << 16)  # for the simulated device
 
 
-class BenchTools:
-    """Free it with `close`, before the device is closed.
+class Lab:
+    """A device, and what every benchmark of transfers needs. A context manager; close it before the device.
 
     Attributes:
         device, size, repeats, seed: as given.
         driver: of the device.
         timer: times bare driver calls; benchmarks also use its stream for work that they wait for.
+        contiguous: the contiguous copy, of `size.contiguous_bytes`.
     """
 
     def __init__(self, device: Device, size: Size, *, repeats: int, seed: int) -> None:
         self.device, self.size, self.repeats, self.seed = device, size, repeats, seed
         self.driver = device.driver
-        with ExitStack() as stack:
-            self._threads = stack.enter_context(ThreadPoolExecutor(min(16, hostinfo.usable_cpus())))
-            self.timer = stack.enter_context(closing(GpuTimer(device)))
-            self._flush = stack.enter_context(device.allocate(size.flush_bytes))
-            self._stack = stack.pop_all()
+        with ExitStack() as undo:
+            self._threads = undo.enter_context(ThreadPoolExecutor(min(16, hostinfo.usable_cpus())))
+            self.timer = undo.enter_context(closing(GpuTimer(device)))
+            self._poison = undo.enter_context(device.allocate(size.flush_bytes))
+            self.flush()
+            self.contiguous = undo.enter_context(closing(ContiguousCopy(self, size.contiguous_bytes)))
+            self._undo = undo.pop_all()
 
-    def wrong_rows(self, pairs: Sequence[tuple[UInt8Array, UInt8Array]], row_bytes: int) -> int:
-        """The number of rows that differ between contiguous 1-D arrays; `row_bytes` is a multiple of 8."""
-        if sum(found.nbytes for found, _ in pairs) < _THREADED_BYTES:
-            return sum(_wrong_rows(pair, row_bytes) for pair in pairs)
-        return sum(self._threads.map(partial(_wrong_rows, row_bytes=row_bytes), pairs))
+    def wait(self, submit: Callable[[int], object]) -> float:
+        """Call `submit` with the timer's stream, to queue work on it, and wait. Returns seconds on the GPU clock."""
+        return self.timer.seconds(lambda: submit(self.timer.stream))
 
     def flush(self) -> None:
         """Replace the content of the GPU's cache."""
-        self.timer.seconds(lambda: self.driver.fill(self._flush.address, 0, self._flush.nbytes, self.timer.stream))
+        self.fill([(self._poison.address, self._poison.nbytes)])
 
-    def in_threads(self, work: Callable[[Any], object], items: Iterable[Any]) -> None:
-        """Call `work` for each item, on several threads; returns when all calls have."""
-        list(self._threads.map(work, items))
+    def fill(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Overwrite ranges of GPU memory, each an address and a number of bytes."""
+
+        def submit(stream: int) -> None:
+            for address, nbytes in ranges:
+                self.driver.fill(address, POISON, nbytes, stream)
+
+        self.wait(submit)
+
+    def poison(self, targets: Iterable[UInt8Array]) -> None:
+        """Overwrite arrays in pinned memory. The GPU does it, so that the CPU's caches hold nothing of them."""
+        most = self._poison.nbytes
+
+        def submit(stream: int) -> None:
+            for target in targets:
+                for first in range(0, target.nbytes, most):
+                    nbytes = min(most, target.nbytes - first)
+                    self.driver.copy(address_of(target) + first, self._poison.address, nbytes, stream)
+
+        self.wait(submit)
+
+    def write(self, pairs: Iterable[tuple[UInt8Array, UInt8Array]]) -> None:
+        """Copy the second array of each pair to the first, on several threads."""
+        list(self._threads.map(lambda pair: np.copyto(*pair), pairs))
+
+    def wrong_rows(self, pairs: Sequence[tuple[UInt8Array, UInt8Array]], row_bytes: int) -> int:
+        """The number of rows that differ between contiguous 1-D arrays; `row_bytes` is a multiple of 8."""
+        count = partial(_wrong_rows, row_bytes=row_bytes)
+        small = sum(found.nbytes for found, _ in pairs) < _THREADED_BYTES
+        return sum(map(count, pairs) if small else self._threads.map(count, pairs))
 
     def close(self) -> None:
-        self._stack.close()
+        self._undo.close()
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _wrong_rows(pair: tuple[UInt8Array, UInt8Array], row_bytes: int) -> int:
@@ -212,103 +244,61 @@ _PATTERN_BYTES = 8 << 20  # the pattern repeats, so that it stays in the CPU's c
 class ContiguousCopy:
     """One copy of `nbytes` (rounded up to pages) between pinned and GPU memory. Free it with `close`."""
 
-    def __init__(self, tools: BenchTools, nbytes: int) -> None:
-        self._tools, self.nbytes = tools, -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        random = np.random.default_rng(tools.seed)
+    def __init__(self, lab: Lab, nbytes: int) -> None:
+        self._lab, self.nbytes = lab, -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        random = np.random.default_rng(lab.seed)
         self._pattern = random.integers(0, 256, min(self.nbytes, _PATTERN_BYTES), dtype=np.uint8)
-        self._buffers: list[DeviceBuffer] = []
-        self._pinned: list[PinnedMemory] = []
-        try:
+        with lab.device.current(), ExitStack() as undo:
+            self._gpu = undo.enter_context(lab.device.allocate(self.nbytes))
+            pinned = []
             for _ in range(2):
-                with tools.device.current():
-                    self._pinned.append(PinnedMemory(tools.driver, self.nbytes, unit_bytes=self.nbytes))
-                self._buffers.append(tools.device.allocate(self.nbytes))
-            self._host, self._check = self._pinned
-            self._gpu, self._poison = self._buffers
-            tools.in_threads(lambda each: np.copyto(each, self._pattern[: len(each)]), self._sections(self._host))
-            self._queue(lambda stream: tools.driver.fill(self._poison.address, POISON, self.nbytes, stream))
-            self._copy(self._gpu.address, self._host.address)
-        except BaseException:
-            self.close()
-            raise
+                pinned.append(PinnedMemory(lab.driver, self.nbytes, unit_bytes=self.nbytes))
+                undo.callback(pinned[-1].release)
+            self._host, self._check = (each.array[: self.nbytes] for each in pinned)
+            lab.write(self._sections(self._host))
+            lab.wait(lambda stream: self.queue(Direction.LOAD, stream))
+            undo.pop_all()
+        self._pinned = pinned
 
     def scenario(self, direction: Direction) -> Scenario:
         """Needs no preparation: the bytes that one direction has written are the source of the other."""
+        execute = partial(self._lab.wait, partial(self.queue, direction))
         if direction is Direction.STORE:
             return Scenario(
-                lambda: self._copy(self._host.address, self._gpu.address),
-                lambda: self._poison_host(self._host),
-                lambda: self._wrong(self._host),
-                self.nbytes,
+                execute, lambda: self._lab.poison([self._host]), lambda: self._wrong(self._host), self.nbytes
             )
         return Scenario(
-            lambda: self._copy(self._gpu.address, self._host.address), self._poison_gpu, self._read_back, self.nbytes
+            execute, lambda: self._lab.fill([(self._gpu.address, self.nbytes)]), self._read_back, self.nbytes
         )
 
     def queue(self, direction: Direction, stream: int, *, first: int = 0, nbytes: int | None = None) -> None:
         """Queue the copy on a stream, and return: of `nbytes` from byte `first` on, None: of all. Its bytes are not
         verified here.
         """
-        target, source = self._host.address + first, self._gpu.address + first
+        target, source = address_of(self._host) + first, self._gpu.address + first
         if direction is Direction.LOAD:
             target, source = source, target
-        self._tools.driver.copy(target, source, self.nbytes if nbytes is None else nbytes, stream)
-
-    def _queue(self, submit: Callable[[int], object]) -> float:
-        timer = self._tools.timer
-        return timer.seconds(lambda: submit(timer.stream))
-
-    def _copy(self, target: int, source: int) -> float:
-        return self._queue(lambda stream: self._tools.driver.copy(target, source, self.nbytes, stream))
-
-    def _poison_gpu(self) -> None:
-        self._queue(lambda stream: self._tools.driver.fill(self._gpu.address, POISON, self.nbytes, stream))
-
-    def _poison_host(self, host: PinnedMemory) -> None:
-        self._copy(host.address, self._poison.address)
+        self._lab.driver.copy(target, source, self.nbytes if nbytes is None else nbytes, stream)
 
     def _read_back(self) -> int:
-        self._poison_host(self._check)
-        self._copy(self._check.address, self._gpu.address)
+        self._lab.poison([self._check])
+        target, copy = address_of(self._check), self._lab.driver.copy
+        self._lab.wait(lambda stream: copy(target, self._gpu.address, self.nbytes, stream))
         return self._wrong(self._check)
 
-    def _wrong(self, host: PinnedMemory) -> int:
+    def _wrong(self, host: UInt8Array) -> int:
         """Wrong rows of a page each."""
-        pairs = [(each, self._pattern[: each.nbytes]) for each in self._sections(host)]
-        return self._tools.wrong_rows(pairs, PAGE_BYTES)
+        return self._lab.wrong_rows(self._sections(host), PAGE_BYTES)
 
-    def _sections(self, host: PinnedMemory) -> list[UInt8Array]:
+    def _sections(self, host: UInt8Array) -> list[tuple[UInt8Array, UInt8Array]]:
+        """Parts of an array, each with its right bytes."""
         step = len(self._pattern)
-        return [host.array[start : start + step] for start in range(0, self.nbytes, step)]
+        parts = (host[start : start + step] for start in range(0, self.nbytes, step))
+        return [(part, self._pattern[: part.nbytes]) for part in parts]
 
     def close(self) -> None:
         """Free the memory; no copy of it may be queued."""
-        for buffer in self._buffers:
-            buffer.close()
-        with self._tools.device.current():
+        self._gpu.close()
+        with self._lab.device.current():
             for memory in self._pinned:
                 memory.release()
-
-
-class Lab(BenchTools):
-    """A context manager. Close it before the device.
-
-    Attributes:
-        contiguous: the contiguous copy, of `size.contiguous_bytes`.
-    """
-
-    def __init__(self, device: Device, size: Size, *, repeats: int, seed: int) -> None:
-        super().__init__(device, size, repeats=repeats, seed=seed)
-        with ExitStack() as undo:
-            undo.callback(super().close)
-            self.contiguous = undo.enter_context(closing(ContiguousCopy(self, size.contiguous_bytes)))
-            self._undo = undo.pop_all()
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def __enter__(self) -> Lab:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

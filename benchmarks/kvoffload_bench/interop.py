@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import MODELS, ModelGeometry
@@ -16,8 +16,8 @@ from kvoffload.terminal.console import Advance, CommandError, Output, mib
 from kvoffload.terminal.options import COMMON, add_command, model, whole
 from kvoffload_bench.copy_methods import microseconds
 from kvoffload_bench.cupy_methods import CUPY, CupyMethods
-from kvoffload_bench.framework_data import FrameworkData, FrameworkMethod, time_warmed
-from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Timing
+from kvoffload_bench.framework_data import FrameworkData, FrameworkMethod
+from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Timing, time_rounds
 from kvoffload_bench.jax_methods import JAX, JaxMethods
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 
@@ -31,17 +31,7 @@ clock; every byte is verified. Takes 30 GiB of GPU memory."""
 
 
 _Created = TypeVar("_Created")
-
-
-class Framework(Protocol):
-    """The methods of a framework by name; calling a value of `makers` creates one. `close` closes their engines."""
-
-    name: str
-
-    @property
-    def makers(self) -> Mapping[str, Callable[[], FrameworkMethod]]: ...
-
-    def close(self) -> None: ...
+Framework = CupyMethods | JaxMethods
 
 
 class _Tried(NamedTuple):
@@ -51,18 +41,9 @@ class _Tried(NamedTuple):
     copiers: dict[Direction, str]
 
 
-def why_not(check: Callable[[], None], extra: str) -> str | None:
-    """None if a check passes, or why a framework cannot be used; if it is not installed, the extra that installs it."""
-    try:
-        check()
-    except ImportError as error:
-        return f"{error}; pip install 'kvoffload[{extra}]'"
-    except CapabilityError as error:
-        return str(error)
-    return None
-
-
-def check_cupy() -> None:
+def check_cupy(*, simulated: bool) -> None:
+    if simulated:
+        raise CapabilityError("it computes on GPUs, and this device is simulated")
     import cupy  # noqa: F401
 
 
@@ -77,20 +58,11 @@ def check_jax(platform: str = "gpu") -> None:
 
 
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches,
-        "interop",
-        "what users of CuPy and of JAX get",
-        _TEXT,
-        example="bench interop --blocks 8",
-        common=COMMON,
-    )
-    parser.add_argument(
-        "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group ({_MODEL})"
-    )
-    parser.add_argument(
-        "--blocks", type=whole(1, 1 << 20), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})"
-    )
+    text, example = "what users of CuPy and of JAX get", "bench interop --blocks 8"
+    parser = add_command(benches, "interop", text, _TEXT, example=example, common=COMMON)
+    add, default = parser.add_argument, MODELS[_MODEL]
+    add("--model", type=model, default=default, metavar="NAME", help=f"geometry of one group ({_MODEL})")
+    add("--blocks", type=whole(1, 1 << 20), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})")
     add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 
@@ -101,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--model {geometry.name} has {len(geometry.groups)} groups; name one with a single group")
 
     def measure(lab: Lab, output: Output) -> Fields:
-        with output.progress("rounds") as progress:
+        with output.progress("directions") as progress:
             return _measure(lab, geometry.scaled(lab.size.scale), arguments.blocks, progress)
 
     return conduct(arguments, "interop", measure, _show)
@@ -110,10 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -> Fields:
     not_run: dict[str, str] = {}
     with ExitStack() as stack:
-        data = stack.enter_context(closing(FrameworkData(lab, geometry, count)))
+        data = FrameworkData(lab, geometry, count)
         frameworks = [stack.enter_context(closing(each)) for each in _frameworks(data, not_run)]
         tried = [each for framework in frameworks for each in _tried(framework, not_run)]
-        timings = {direction: _timings(data, tried, direction, progress) for direction in Direction}
+        timings = {}
+        for done, direction in enumerate(Direction, start=1):
+            timings[direction] = _timings(data, tried, direction)
+            progress(done, len(Direction))
     records = [record for times in _TIMES for record in _records(tried, timings, times, lab.device.simulated)]
     comparisons = list(_comparisons(records))
     return {
@@ -134,21 +109,20 @@ def _frameworks(data: FrameworkData, not_run: dict[str, str]) -> Iterator[Framew
     """Those that can be used here."""
     simulated = data.lab.device.simulated
     kinds: dict[str, tuple[Callable[[], None], Callable[[FrameworkData], Framework]]] = {
-        CUPY: (_refuse_simulated if simulated else check_cupy, CupyMethods),
+        CUPY: (lambda: check_cupy(simulated=simulated), CupyMethods),
         JAX: (lambda: check_jax("cpu" if simulated else "gpu"), JaxMethods),
     }
     for name, (check, kind) in kinds.items():
-        reason = why_not(check, name.lower())
-        if reason is None:
+        try:
+            check()
+        except ImportError as error:
+            not_run[name] = f"{error}; pip install 'kvoffload[{name.lower()}]'"
+        except CapabilityError as error:
+            not_run[name] = str(error)
+        else:
             framework = _attempt(partial(kind, data), name, not_run)
             if framework is not None:
                 yield framework
-        else:
-            not_run[name] = reason
-
-
-def _refuse_simulated() -> None:
-    raise CapabilityError("it computes on GPUs, and this device is simulated")
 
 
 def _tried(framework: Framework, not_run: dict[str, str]) -> Iterator[_Tried]:
@@ -173,16 +147,14 @@ def _attempt(make: Callable[[], _Created], name: str, not_run: dict[str, str]) -
     """None if it cannot be created, with the reason in `not_run`."""
     try:
         return make()
-    except CapabilityError as error:
-        not_run[name] = str(error)
     except Exception as error:  # other people's code
-        not_run[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        not_run[name] = (
+            str(error) if isinstance(error, CapabilityError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        )
     return None
 
 
-def _timings(
-    data: FrameworkData, tried: Iterable[_Tried], direction: Direction, progress: Advance
-) -> dict[str, Timing]:
+def _timings(data: FrameworkData, tried: Iterable[_Tried], direction: Direction) -> dict[str, Timing]:
     """By `_scenario_name`; the contiguous copy by its own."""
     scenarios = {}
     for method, _ in tried:
@@ -190,7 +162,7 @@ def _timings(
         for times in _TIMES:
             scenarios[_scenario_name(method.label, times)] = method.scenario(direction, data, times)
     scenarios[CONTIGUOUS_COPY] = data.lab.contiguous.scenario(direction)
-    return time_warmed(scenarios, data.lab.repeats, data.lab.seed, progress)
+    return time_rounds(scenarios, data.lab.repeats)
 
 
 def _scenario_name(label: str, times: int) -> str:
@@ -205,25 +177,18 @@ def _records(
     tried: Iterable[_Tried], timings: Mapping[Direction, Mapping[str, Timing]], times: int, simulated: bool
 ) -> Iterator[dict[str, Any]]:
     """Figures by direction, of `times` transfers back to back; none on the simulated device."""
-    for method, copiers in tried:
-        measured = {direction: timings[direction][_scenario_name(method.label, times)] for direction in Direction}
-        record = {"framework": method.framework, "method": method.name, "back_to_back": times, "copiers": copiers}
-        yield record | _figures(measured, simulated)
-    measured = {direction: timings[direction][CONTIGUOUS_COPY] for direction in Direction}
-    yield {"framework": None, "method": CONTIGUOUS_COPY, "back_to_back": times, "copiers": {}} | _figures(
-        measured, simulated
-    )
-
-
-def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str, Any]:
-    wrong = {"wrong": {direction: timing.wrong for direction, timing in measured.items()}}
-    if simulated:
-        return wrong
-    return wrong | {
-        "gb_per_s": {direction: timing.gb_per_s for direction, timing in measured.items()},
-        "median_us": {direction: timing.median * 1e6 for direction, timing in measured.items()},
-        "samples_us": {direction: microseconds(timing) for direction, timing in measured.items()},
-    }
+    rows: list[tuple[str | None, str, dict[Direction, str]]] = []
+    rows += [(method.framework, method.name, copiers) for method, copiers in tried]
+    for framework, name, copiers in (*rows, (None, CONTIGUOUS_COPY, {})):
+        label = CONTIGUOUS_COPY if framework is None else _scenario_name(f"{framework}: {name}", times)
+        found = {direction: timings[direction][label] for direction in Direction}
+        record: dict[str, Any] = {"framework": framework, "method": name, "back_to_back": times, "copiers": copiers}
+        record["wrong"] = {direction: timing.wrong for direction, timing in found.items()}
+        if not simulated:
+            record["gb_per_s"] = {direction: timing.gb_per_s for direction, timing in found.items()}
+            record["median_us"] = {direction: timing.median * 1e6 for direction, timing in found.items()}
+            record["samples_us"] = {direction: microseconds(timing) for direction, timing in found.items()}
+        yield record
 
 
 def _comparisons(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -262,12 +227,6 @@ def _show(fields: Fields, output: Output) -> None:
     for times in _TIMES:
         lines = [_line(record) for record in fields["methods"] if record["back_to_back"] == times]
         output.table(f"{moved}, {_occasion(times)}, wall clock", columns, lines)
-        comparisons = [each for each in fields["comparisons"] if each["back_to_back"] == times]
-        for framework in dict.fromkeys(each["framework"] for each in comparisons):
-            of_it = [each for each in comparisons if each["framework"] == framework]
-            for ours in dict.fromkeys(each["ours"] for each in of_it):
-                named = [each for each in of_it if each["ours"] == ours]
-                _show_comparisons(f"{framework}, {_occasion(times)}: GB/s of {ours} over those of ...", named, output)
 
 
 def _verdict(comparisons: Sequence[Mapping[str, Any]]) -> str:
@@ -286,12 +245,3 @@ def _line(record: Mapping[str, Any]) -> list[Any]:
     line += [fixed(record["gb_per_s"][direction]) for direction in Direction]
     line += [fixed(record["median_us"][direction], 0) for direction in Direction]
     return [*line, " / ".join(dict.fromkeys(record["copiers"].values())) or "-"]
-
-
-def _show_comparisons(title: str, comparisons: Sequence[Mapping[str, Any]], output: Output) -> None:
-    values = {(each["other"], each["direction"]): each["value"] for each in comparisons}
-    lines = [
-        (other, *(fixed(values[other, direction], 2) for direction in Direction))
-        for other in dict.fromkeys(each["other"] for each in comparisons)
-    ]
-    output.table(title, ("over", "store", "load"), lines)

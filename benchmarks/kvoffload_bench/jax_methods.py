@@ -1,5 +1,5 @@
 """Methods for users of JAX: the cache of this library, and jitted gathers and scatters with device_put to pinned
-memory of JAX's, for all blocks together or each by itself. On the simulated device JAX computes on the CPU.
+memory of JAX's. On the simulated device JAX computes on the CPU.
 
 The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,7 @@ from kvoffload_bench.framework_data import POISON_ELEMENT, Elements, EngineSlots
 JAX = "JAX"
 OWNED = "OwnedCache"
 OWN = "gather, device_put / device_put, scatter"
-OWN_IDS = f"{OWN}; ids on the device"
 OWN_JITTED = "gather into / scatter from pinned_host, jitted"
-PER_BLOCK = "per block: gather, device_put / device_put, scatter"
-
-
-class _Plain:
-    """Holds the array of JAX's own methods, as a cache of this library holds its arrays."""
-
-    def __init__(self, array: Any) -> None:
-        self.arrays = array
 
 
 class JaxMethods:
@@ -44,22 +36,17 @@ class JaxMethods:
         with ExitStack() as stack:
             stack.enter_context(jax.default_device(target))
             self._programs = _Programs(jax, data, target)
-            self._plain = self._cache(_Plain(self._new_array()))
-            self._host = _Pinned(jax, data, self._programs, data.right)
-            self._host_blocks = _Pinned(jax, data, self._programs, list(data.right_by_block))
+            self._plain = self._cache(SimpleNamespace(arrays=self._new_array()))
+            self._host = _Pinned(jax, data, self._programs)
             self._stack = stack.pop_all()
 
     @property
     def makers(self) -> dict[str, Callable[[], FrameworkMethod]]:
-        programs, blocks = self._programs, self._data.blocks.astype(np.int32)
-        apart, jitted = (programs.gather_to_host, programs.scatter_from_host), programs.jitted()
-        per_block = programs.gather_blocks, programs.scatter_blocks
+        programs = self._programs
         return {
             OWNED: self._owned,
-            OWN: lambda: self._own(OWN, *apart, blocks, self._host),
-            OWN_IDS: lambda: self._own(OWN_IDS, *apart, programs.ids, self._host),
-            OWN_JITTED: lambda: self._own(OWN_JITTED, *jitted, blocks, self._host),
-            PER_BLOCK: lambda: self._own(PER_BLOCK, *per_block, blocks, self._host_blocks),
+            OWN: lambda: self._own(OWN, programs.gather_to_host, programs.scatter_from_host),
+            OWN_JITTED: lambda: self._own(OWN_JITTED, *programs.jitted()),
         }
 
     def _new_array(self) -> Any:
@@ -85,10 +72,8 @@ class JaxMethods:
 
         return FrameworkMethod(JAX, OWNED, cache, EngineSlots(self._data, engine), store, load)
 
-    def _own(
-        self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any], ids: Any, host: _Pinned
-    ) -> FrameworkMethod:
-        cache = self._plain
+    def _own(self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any]) -> FrameworkMethod:
+        cache, host, ids = self._plain, self._host, self._data.blocks.astype(np.int32)
 
         def store() -> None:
             host.stored.append(gather(cache.holder.arrays, ids))
@@ -115,30 +100,17 @@ class _Programs:
         self.ids = jax.device_put(data.blocks.astype(np.int32), self.on_device)
         self.gather = jax.jit(_gather)
         self.scatter = jax.jit(_scatter, donate_argnums=0)
-        self._scatter_blocks = jax.jit(
-            lambda cache, ids, blocks: _scatter(cache, ids, jax.numpy.stack(blocks, axis=1)), donate_argnums=0
-        )
         self.look = jax.jit(lambda cache, ids: cache[-1, ids[-1], -1])
 
-    def put(self, elements: Any, where: Any) -> Any:
-        """An array of 16-bit integers, or a list of them, as bfloat16."""
-        bfloat16 = np.dtype(self._jax.numpy.bfloat16)
-        return self._jax.device_put(self._jax.tree.map(lambda each: each.view(bfloat16), elements), where)
+    def put(self, elements: Elements, where: Any) -> Any:
+        """16-bit integers as an array of bfloat16."""
+        return self._jax.device_put(elements.view(np.dtype(self._jax.numpy.bfloat16)), where)
 
     def gather_to_host(self, cache: Any, ids: Any) -> Any:
         return self._jax.device_put(self.gather(cache, ids), self.on_host)
 
     def scatter_from_host(self, cache: Any, ids: Any, host: Any) -> Any:
         return self.scatter(cache, ids, self._jax.device_put(host, self.on_device))
-
-    def gather_blocks(self, cache: Any, ids: Any) -> list[Any]:
-        """Each block by itself, by one program; sent to the host by one call, as a call for each takes longer."""
-        gathered = [self.gather(cache, block) for block in ids]
-        return list(self._jax.device_put(gathered, self.on_host))
-
-    def scatter_blocks(self, cache: Any, ids: Any, blocks: list[Any]) -> Any:
-        """Blocks that were stored each by itself, by one program for their number."""
-        return self._scatter_blocks(cache, ids, self._jax.device_put(blocks, self.on_device))
 
     def jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The same two, each as one program."""
@@ -199,21 +171,14 @@ class _Cache:
 
 
 class _Pinned:
-    """Pinned memory of JAX's: new arrays for each store, kept until `poison`.
+    """Pinned memory of JAX's: a new array for each store, kept in `stored` until `poison`."""
 
-    Attributes:
-        stored: by each store an array, or a list of them.
-    """
-
-    def __init__(self, jax: Any, data: FrameworkData, programs: _Programs, right: Elements | list[Elements]) -> None:
-        """`right`: what each store has to give."""
-        self._jax, self._data, self._programs, self._right = jax, data, programs, right
-        poison = jax.tree.map(lambda each: np.full_like(each, POISON_ELEMENT), right)
-        self._poison = programs.put(poison, programs.on_device)
+    def __init__(self, jax: Any, data: FrameworkData, programs: _Programs) -> None:
+        self._jax, self._data, self._programs = jax, data, programs
         self.stored: list[Any] = []
 
     def fill(self) -> None:
-        self.stored = [self._programs.put(self._right, self._programs.on_host)]
+        self.stored = [self._programs.put(self._data.right, self._programs.on_host)]
         self.wait()
 
     def wait(self) -> None:
@@ -221,10 +186,9 @@ class _Pinned:
 
     def poison(self) -> None:
         """JAX gives the next stores the memory that was freed last: poison as much as these had."""
-        had = len(self.stored)
+        had, programs = len(self.stored), self._programs
         self.stored.clear()
-        self._jax.block_until_ready([self._jax.device_put(self._poison, self._programs.on_host) for _ in range(had)])
+        self._jax.block_until_ready([self._jax.device_put(programs.poison, programs.on_host) for _ in range(had)])
 
     def wrong(self) -> int:
-        leaves = self._jax.tree.leaves
-        return self._data.wrong(map(np.asarray, leaves(self.stored)), leaves(self._right) * len(self.stored))
+        return sum(self._data.wrong(np.asarray(stored), self._data.right) for stored in self.stored)

@@ -14,11 +14,11 @@ from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance, CommandError, Output
+from kvoffload.terminal.console import CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, model, numbers
 from kvoffload.tuning import CopierName
 from kvoffload_bench.copy_methods import COPY_ENGINE, scenario_of
-from kvoffload_bench.harness import WARM_UP, Lab, Timing, time_rounds
+from kvoffload_bench.harness import WARM_UP, Lab, time_rounds
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.setup import TransferSetup
 
@@ -33,15 +33,13 @@ byte is verified."""
 
 
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches, "parts", "loading layer by layer", _TEXT, example="bench parts --blocks 32 --parts 1,8", common=COMMON
-    )
-    parser.add_argument(
-        "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group ({_MODEL})"
-    )
-    parser.add_argument("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
-    parser.add_argument("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
-    parser.add_argument("--copier", choices=_COPIERS, metavar="NAME", help=", ".join(_COPIERS))
+    example = "bench parts --blocks 32 --parts 1,8"
+    parser = add_command(benches, "parts", "loading layer by layer", _TEXT, example=example, common=COMMON)
+    add, text = parser.add_argument, f"geometry of one group ({_MODEL})"
+    add("--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=text)
+    add("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
+    add("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
+    add("--copier", choices=_COPIERS, metavar="NAME", help=", ".join(_COPIERS))
     add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 
@@ -58,26 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
             )
 
     def measure(lab: Lab, output: Output) -> Fields:
+        share, records = _SIMULATED_SHARE if lab.device.simulated else 1, list[dict[str, Any]]()
         with output.progress("loads") as progress:
-            records = list(_records(arguments, lab, progress))
-        return {
-            "parts": [record for _, record in records],
-            "profile": records[0][0],
-            "wrong_rows": sum(record["wrong"] for _, record in records),
-        }
+            for done, blocks in enumerate(arguments.blocks, start=1):
+                setup = TransferSetup(lab, geometry.scaled(lab.size.scale), count=-(-blocks // share))
+                with setup, setup.smaller() as small_setup, closing(_Watch(lab)) as watch:
+                    records += _measure(setup, small_setup, watch, arguments.parts, arguments.copier)
+                    profile = setup.engine.profile.source
+                progress(done, len(arguments.blocks))
+        return {"parts": records, "profile": profile, "wrong_rows": sum(record["wrong"] for record in records)}
 
     return conduct(arguments, "parts", measure, _show)
-
-
-def _records(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Iterator[tuple[str, dict[str, Any]]]:
-    """With where the profile comes from."""
-    share = _SIMULATED_SHARE if lab.device.simulated else 1
-    for done, blocks in enumerate(arguments.blocks, start=1):
-        setup = TransferSetup(lab, arguments.model.scaled(lab.size.scale), count=-(-blocks // share))
-        with setup, setup.smaller() as small_setup, closing(_Watch(lab)) as watch:
-            for record in _measure(setup, small_setup, watch, arguments.parts, arguments.copier):
-                yield setup.engine.profile.source, record
-        progress(done, len(arguments.blocks))
 
 
 class _Spent(NamedTuple):
@@ -155,25 +144,15 @@ def _measure(
         for count in spent
     }
     timings = time_rounds(scenarios, setup.lab.repeats)
+    place: dict[str, Any] = {"model": setup.model, "planes": setup.plane_count, "block_bytes": setup.block_bytes}
+    place |= {"blocks": setup.block_count, "nbytes": setup.nbytes}
     for count, each in spent.items():
-        yield _record(setup, count, copiers[count], timings[str(count)], each)
-
-
-def _record(setup: TransferSetup, parts: int, copier: str, timing: Timing, spent: _Spent) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "model": setup.model,
-        "planes": setup.plane_count,
-        "block_bytes": setup.block_bytes,
-        "blocks": setup.block_count,
-        "nbytes": setup.nbytes,
-        "parts": parts,
-        "copier": copier,
-        "wrong": timing.wrong,
-    }
-    if not setup.lab.device.simulated:
-        record |= {f"{what}_us": statistics.median(each[WARM_UP:]) * 1e6 for what, each in spent._asdict().items()}
-        record |= {"gpu_us": timing.median * 1e6, "gb_per_s": timing.gb_per_s}
-    return record
+        timing = timings[str(count)]
+        record = place | {"parts": count, "copier": copiers[count], "wrong": timing.wrong}
+        if not setup.lab.device.simulated:
+            record |= {f"{what}_us": statistics.median(found[WARM_UP:]) * 1e6 for what, found in each._asdict().items()}
+            record |= {"gpu_us": timing.median * 1e6, "gb_per_s": timing.gb_per_s}
+        yield record
 
 
 def _show(fields: Fields, output: Output) -> None:

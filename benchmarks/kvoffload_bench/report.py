@@ -16,23 +16,9 @@ from kvoffload_bench import plots
 from kvoffload_bench.harness import FULL, SMALL, Lab
 
 _NAMES = (  # of the fields that say which transfer a record is of
-    *(
-        "framework",
-        "allocator",
-        "model",
-        "computation",
-        "layout",
-        "placement",
-        "situation",
-        "method",
-        "copier",
-        "back_to_back",
-    ),
-    *("direction", "block_bytes", "row_bytes", "blocks_per_slot", "descriptors", "blocks", "copies", "parts", "cold"),
+    *["framework", "allocator", "model", "layout", "placement", "situation", "method", "copier", "back_to_back"],
+    *["direction", "block_bytes", "row_bytes", "blocks_per_slot", "descriptors", "blocks", "copies", "parts", "cold"],
 )
-
-
-ALONE = "alone"  # of `bench interference`: the computation without a transfer
 
 
 class Verified(NamedTuple):
@@ -44,21 +30,16 @@ class Verified(NamedTuple):
 
 def verified(fields: Mapping[str, Any]) -> Iterator[Verified]:
     """Each transfer in the records of a benchmark, counted once however often it was repeated."""
-    for value in fields.values():
-        if isinstance(value, list):
-            for record in value:
-                if isinstance(record, dict) and "wrong" in record and record.get("method") != ALONE:
-                    yield from _of_record(record)
-
-
-def _of_record(record: Mapping[str, Any]) -> Iterator[Verified]:
-    name = ", ".join(f"{key} {record[key]}" for key in _NAMES if record.get(key) is not None)
-    wrong = record["wrong"]
-    if isinstance(wrong, dict):
-        for scenario, rows in wrong.items():
-            yield Verified(f"{name}: {scenario}", rows)
-    else:
-        yield Verified(name, wrong)
+    lists = [value for value in fields.values() if isinstance(value, list)]
+    for record in (each for records in lists for each in records if isinstance(each, dict) and "wrong" in each):
+        name, wrong = (
+            ", ".join(f"{key} {record[key]}" for key in _NAMES if record.get(key) is not None),
+            record["wrong"],
+        )
+        if isinstance(wrong, dict):
+            yield from (Verified(f"{name}: {scenario}", rows) for scenario, rows in wrong.items())
+        else:
+            yield Verified(name, wrong)
 
 
 def verdict(fields: Mapping[str, Any]) -> str:
@@ -69,13 +50,6 @@ def verdict(fields: Mapping[str, Any]) -> str:
     if rows and not wrong:  # in contiguous copies, which have no record of their own
         return f"{len(found):,} transfers verified, WRONG BYTES in {rows:,} rows of other copies"
     return f"{len(found):,} transfers verified, {wrong:,} wrong" + (f" ({rows:,} rows of bytes)" if rows else "")
-
-
-def print_wrong(fields: Mapping[str, Any], output: Output) -> None:
-    """Print which transfers were wrong, if any was."""
-    wrong = [each for each in verified(fields) if each.wrong]
-    if wrong:
-        output.table("wrong bytes", ("transfer", "rows"), wrong)
 
 
 # the command ----------------------------------------------------------------------------------------------------------
@@ -141,20 +115,19 @@ def conduct(
 
 
 def print_fields(fields: Fields, show: Callable[[Fields, Output], None], output: Output) -> None:
-    """Print the verdict first, then the tables of `show`; from the simulated device the verdict alone."""
-    verified = verdict(fields)
+    """Print the verdict first, then the tables of `show` (from the simulated device the verdict alone), the wrong
+    transfers, the methods that could not be measured, the ratios, the machine and the profile.
+    """
+    counts = verdict(fields)
     if fields["simulated"]:
-        output.line(f"bench {fields['benchmark']}: {verified}; times need a GPU")
+        output.line(f"bench {fields['benchmark']}: {counts}; times need a GPU")
     else:
         show(fields, output)
         output.line("")
-        output.line(verified)
-    print_wrong(fields, output)
-    print_end(fields, output)
-
-
-def print_end(fields: Mapping[str, Any], output: Output) -> None:
-    """Print what could not be measured, the ratios, the machine and the profile."""
+        output.line(counts)
+    wrong = [each for each in verified(fields) if each.wrong]
+    if wrong:
+        output.table("wrong bytes", ("transfer", "rows"), wrong)
     for name, reason in fields.get("not_run", {}).items():
         output.line(f"not run: {name}: {reason}")
     for each in fields.get("ratios", []):

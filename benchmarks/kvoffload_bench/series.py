@@ -23,19 +23,18 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from kvoffload import kernels
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.types import Int64Array
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance
-from kvoffload.tuning import CopierChoice, Profile
+from kvoffload.tuning import CopierChoice
 from kvoffload_bench.field_compute import ComputeTimes, ConcurrentCompute, Situation, compute_ended, slowdown
 from kvoffload_bench.harness import WARM_UP, Lab, Scenario, Timing, time_rounds
 
@@ -47,7 +46,6 @@ DIRECTIONS: dict[Directions, tuple[Direction, ...]] = {
     "both": tuple(Direction),
 }
 _HURRIED = 1  # rounds of a place while the run is behind its schedule
-_Result = TypeVar("_Result")
 
 
 class Submitter(Protocol):
@@ -87,24 +85,13 @@ class SeriesMethod(NamedTuple):
     chosen: Callable[[], dict[str, Any]] | None = None
 
 
-class GroupIds(Protocol):
-    """What a transfer copies of a group: blocks and slots."""
-
-    @property
-    def blocks(self) -> Int64Array: ...
-
-    @property
-    def slots(self) -> Int64Array: ...
-
-
 class EngineSubmitter:
     """Submits to an engine, with the copier of each direction; None leaves the choice to it.
 
     Args:
-        transfers: by direction what each transfer copies, group by group.
+        transfers: by direction what each transfer copies, group by group: with `blocks` and `slots`.
         after: of every submission.
         series: transfers of a series; those with a higher index warm up, and are not counted.
-        profile: for the choice; None: the engine's own.
 
     Attributes:
         chosen: by direction, how many jobs of series each copy method has carried.
@@ -113,15 +100,14 @@ class EngineSubmitter:
     def __init__(
         self,
         engine: OffloadEngine,
-        transfers: Mapping[Direction, Sequence[Sequence[GroupIds]]],
+        transfers: Mapping[Direction, Sequence[Sequence[Any]]],
         copiers: Mapping[Direction, CopierChoice],
         *,
         after: Any,
         series: int,
-        profile: Profile | None = None,
     ) -> None:
         self._engine, self._transfers, self._copiers, self._after = engine, transfers, copiers, after
-        self._series, self._profile = series, profile or engine.profile
+        self._series = series
         self._in_series = True
         self._unfinished: deque[Job] = deque()
         self._ended: list[Job] = []
@@ -129,7 +115,6 @@ class EngineSubmitter:
 
     def submit(self, direction: Direction, index: int) -> None:
         engine, after, copier = self._engine, self._after, self._copiers[direction]
-        engine.profile = self._profile
         self._in_series = index < self._series
         for group, each in enumerate(self._transfers[direction][index]):
             if direction is Direction.STORE:
@@ -137,6 +122,13 @@ class EngineSubmitter:
             else:
                 job = engine.load(each.slots, each.blocks, group=group, after=after, copier=copier)
             self._unfinished.append(job)
+
+    def methods(self) -> dict[str, int]:
+        """How many jobs of series each copy method has carried, in all directions."""
+        return dict(sum(self.chosen.values(), Counter()))
+
+    def by_direction(self) -> dict[str, dict[str, int]]:
+        return {str(direction): dict(counts) for direction, counts in self.chosen.items()}
 
     def done(self) -> bool:
         while self._unfinished and self._unfinished[0].done:
@@ -179,7 +171,9 @@ def queued(
 ) -> tuple[float, list[float]]:
     """A `Pace`: all transfers are submitted, then waited for."""
     clock, calls = time.perf_counter, []
-    with _without_collections():
+    enabled = gc.isenabled()
+    gc.disable()  # with the objects of this benchmark a collection takes as long as a series
+    try:
         begin = clock()
         for index in range(transfers):
             for direction in directions:
@@ -192,31 +186,9 @@ def queued(
             if compute is not None:
                 compute.top_up()
         return clock() - begin, calls
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """No garbage collection inside: with the objects of this benchmark one takes as long as a series."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if enabled:
             gc.enable()
-
-
-def concurrent_with(
-    compute: ConcurrentCompute, execute: Callable[[], tuple[float, _Result]]
-) -> tuple[float, _Result, ComputeTimes]:
-    """Execute, which gives its seconds first, while a computation lasts; what was recorded of that is added."""
-    try:
-        compute.begin()
-        seconds, result = execute()
-        return seconds, result, compute.end(seconds)
-    except BaseException:
-        compute.abandon()
-        raise
 
 
 def repeats_now(repeats: int, seconds: float | None, elapsed: float, done: int, places: int) -> int:
@@ -260,20 +232,17 @@ class SeriesRun:
             for situation in situations:
                 if situation is Situation.IDLE:
                     self._computes[situation] = None
-                else:
-                    self._add_compute(situation, undo)
+                    continue
+                reason = kernels.why_not(lab.device.capabilities)
+                try:
+                    if reason is None:
+                        compute = self._computes[situation] = ConcurrentCompute(lab, situation)
+                        undo.callback(compute.close)
+                except CapabilityError as error:
+                    reason = str(error)
+                if reason is not None:
+                    self.not_run[situation] = reason
             self._undo = undo.pop_all()
-
-    def _add_compute(self, situation: Situation, undo: ExitStack) -> None:
-        reason = kernels.why_not(self._lab.device.capabilities)
-        if reason is None:
-            try:
-                compute = self._computes[situation] = ConcurrentCompute(self._lab, situation)
-                undo.callback(compute.close)
-            except CapabilityError as error:
-                reason = str(error)
-        if reason is not None:
-            self.not_run[situation] = reason
 
     @property
     def elapsed(self) -> float:
@@ -315,22 +284,18 @@ class SeriesRun:
         repeats: int,
         warm: bool,
     ) -> Iterator[dict[str, Any]]:
-        simulated, recorded = self._lab.device.simulated, {name: Recorded() for name in methods}
-        scenarios = {
-            name: Scenario(
-                partial(self._execute, method.submitter, directions, transfers, compute, recorded[name]),
-                partial(method.targets.poison, directions),
-                partial(method.targets.wrong, directions),
-                method.nbytes * transfers * len(directions),
-                partial(self._warm_up, method.submitter, directions, transfers)
-                if self._spare and not simulated
-                else lambda: None,
+        recorded, scenarios = {name: Recorded() for name in methods}, {}
+        simulated, uncounted = self._lab.device.simulated, 0 if warm else WARM_UP
+        for name, (submitter, targets, nbytes, _) in methods.items():
+            scenarios[name] = Scenario(
+                partial(self._execute, submitter, directions, transfers, compute, recorded[name]),
+                partial(targets.poison, directions),
+                partial(targets.wrong, directions),
+                nbytes * transfers * len(directions),
+                partial(self._warm_up, submitter, directions, transfers),
             )
-            for name, method in methods.items()
-        }
         if compute is not None:
             scenarios[ALONE] = Scenario(partial(self._alone, compute), lambda: None, lambda: 0, 0)
-        uncounted = 0 if warm else WARM_UP
         timings = time_rounds(scenarios, repeats, uncounted)
         alone = timings[ALONE].median if compute is not None else None
         for name, method in methods.items():
@@ -340,6 +305,8 @@ class SeriesRun:
             yield cell if simulated else cell | figures(recorded[name], timings[name], uncounted, alone)
 
     def _warm_up(self, submitter: Submitter, directions: Sequence[Direction], index: int) -> None:
+        if not self._spare or self._lab.device.simulated:
+            return
         with self._lab.device.current():
             for direction in directions:
                 submitter.submit(direction, index)
@@ -360,13 +327,17 @@ class SeriesRun:
         recorded: Recorded,
     ) -> float:
         """One series; seconds from the first call until the last transfer has ended, wall clock."""
-        execute = partial(self._pace, submitter, directions, transfers, compute)
         with self._lab.device.current():
-            if compute is None:
-                seconds, calls = execute()
-            else:
-                seconds, calls, times = concurrent_with(compute, execute)
-                recorded.compute.append(times)
+            try:
+                if compute is not None:
+                    compute.begin()
+                seconds, calls = self._pace(submitter, directions, transfers, compute)
+                if compute is not None:
+                    recorded.compute.append(compute.end(seconds))
+            except BaseException:
+                if compute is not None:
+                    compute.abandon()
+                raise
             submitter.finish()
         recorded.seconds.append(seconds)
         recorded.calls.append(calls)

@@ -6,7 +6,7 @@ The blocks are random and no two ranges of them are adjacent; the slots are rand
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
@@ -25,87 +25,66 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierChoice, CopyMethod, Shape
-from kvoffload_bench.harness import POISON, BenchTools, Lab
+from kvoffload_bench.harness import Lab
 
 _FLAT_COPIES = 4096  # of one driver call; a call with 51,828 has crashed a driver
 
 
 class SetupBytes:
-    """Random bytes for `slots` slots of each of `groups` groups. Free it with `close`.
+    """Random bytes for `slots` slots of each of `groups` groups. Free it with `close`."""
 
-    Attributes:
-        expected: the right bytes of each slot that transfers copy now, group after group.
-    """
-
-    def __init__(self, tools: BenchTools, groups: int, slots: int, payload_bytes: int) -> None:
-        self._tools = tools
-        random = np.random.default_rng(tools.seed + 1)
+    def __init__(self, lab: Lab, groups: int, slots: int, payload_bytes: int) -> None:
+        self._lab, self._payload_bytes = lab, payload_bytes
+        random = np.random.default_rng(lab.seed + 1)
         words = random.integers(0, 1 << 64, (groups, slots, payload_bytes // 8), np.uint64)
         self._right: UInt8Array = words.view(np.uint8)
         self._table = FlatTable(_FLAT_COPIES)
-        fill, timer = tools.driver.fill, tools.timer
         nbytes = -(-words.nbytes // PAGE_BYTES) * PAGE_BYTES
-        with tools.device.current(), ExitStack() as undo:
-            self._poison = undo.enter_context(tools.device.allocate(payload_bytes))
-            self._pinned = PinnedMemory(tools.driver, nbytes, unit_bytes=nbytes)
-            undo.callback(self._pinned.release)
-            timer.seconds(lambda: fill(self._poison.address, POISON, payload_bytes, timer.stream))
-            undo.pop_all()
+        with lab.device.current():
+            self._pinned = PinnedMemory(lab.driver, nbytes, unit_bytes=nbytes)
         self._mirror = self._pinned.array[: words.nbytes].reshape(self._right.shape)
 
     def take(self, slots: int, first: int = 0) -> None:
-        """Make `expected` hold `slots` slots of each group, from `first` on."""
-        self.expected = [slot for group in self._right for slot in group[first : first + slots]]
+        """Make all methods concern `slots` slots of each group, from `first` on."""
+        self._expected = [slot for group in self._right for slot in group[first : first + slots]]
         self._found = [slot for group in self._mirror for slot in group[first : first + slots]]
 
     def against(self, found: Sequence[UInt8Array]) -> list[tuple[UInt8Array, UInt8Array]]:
         """Pairs of the found and the right bytes of each slot."""
-        return list(zip(found, self.expected, strict=True))
-
-    def poison(self, addresses: Sequence[int]) -> None:
-        """Overwrite a slot's payload at each of these host addresses, from the GPU."""
-        copy, timer, nbytes = self._tools.driver.copy, self._tools.timer, self._poison.nbytes
-
-        def submit() -> None:
-            for address in addresses:
-                copy(address, self._poison.address, nbytes, timer.stream)
-
-        timer.seconds(submit)
+        return list(zip(found, self._expected, strict=True))
 
     def upload(self, device: UInt64Array, row_bytes: int) -> None:
         """Copy the right bytes to device addresses, one for each row of every slot."""
-        self._tools.in_threads(lambda pair: np.copyto(*pair), self.against(self._found))
+        self._lab.write(self.against(self._found))
         self._copy(device, self._rows(row_bytes), row_bytes)
 
     def download(self, device: UInt64Array, row_bytes: int) -> list[UInt8Array]:
         """Copy rows from device addresses. Returns the payload of each slot, valid until the next call."""
-        self.poison([address_of(slot) for slot in self._found])
+        self._lab.poison(self._found)
         self._copy(self._rows(row_bytes), device, row_bytes)
         return self._found
 
     def _rows(self, row_bytes: int) -> UInt64Array:
         starts = np.array([address_of(slot) for slot in self._found], dtype=np.int64)[:, np.newaxis]
-        return (starts + np.arange(0, self._poison.nbytes, row_bytes)).reshape(-1).astype(np.uint64)
+        return (starts + np.arange(0, self._payload_bytes, row_bytes)).reshape(-1).astype(np.uint64)
 
     def _copy(self, targets: UInt64Array, sources: UInt64Array, row_bytes: int) -> None:
-        self._tools.timer.seconds(lambda: self._submit(targets, sources, row_bytes))
+        driver, sizes = self._lab.driver, np.array([row_bytes], dtype=np.uint64)
 
-    def _submit(self, targets: UInt64Array, sources: UInt64Array, row_bytes: int) -> None:
-        driver, stream = self._tools.driver, self._tools.timer.stream
-        if not self._tools.device.capabilities.flat_batch:
-            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-                driver.copy(target, source, row_bytes, stream)
-            return
-        for start in range(0, len(targets), _FLAT_COPIES):
-            stop = min(start + _FLAT_COPIES, len(targets))
-            self._table.fill(
-                targets[start:stop], sources[start:stop], np.full(stop - start, row_bytes, dtype=np.uint64)
-            )
-            driver.copy_batch(self._table, 0, stop - start, SourceOrder.STREAM, stream)
+        def submit(stream: int) -> None:
+            if not self._lab.device.capabilities.flat_batch:
+                for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+                    driver.copy(target, source, row_bytes, stream)
+                return
+            for start in range(0, len(targets), _FLAT_COPIES):
+                stop = min(start + _FLAT_COPIES, len(targets))
+                self._table.fill(targets[start:stop], sources[start:stop], sizes)
+                driver.copy_batch(self._table, 0, stop - start, SourceOrder.STREAM, stream)
+
+        self._lab.wait(submit)
 
     def close(self) -> None:
-        self._poison.close()
-        with self._tools.device.current():
+        with self._lab.device.current():
             self._pinned.release()
 
 
@@ -325,29 +304,6 @@ class TransferSetup:
             pass
         return sum(job.wait().seconds for job in jobs)
 
-    def transfer_seconds(
-        self, direction: Direction, copier: CopierChoice, prefer: str, note: Callable[[Job], object]
-    ) -> float:
-        """One transfer on the GPU clock. Of one group: the time of its job. Of several groups: from the first call to
-        the end of the last job, which includes some host time, since an engine times each job by itself.
-        """
-        if len(self.groups) == 1:
-            jobs = self.submit(direction, copier, prefer=prefer)
-            note(jobs[0])
-            return self.seconds(jobs)
-        timer = self.lab.timer
-
-        def submit() -> None:
-            jobs = self.submit(direction, copier, prefer=prefer, after=timer.stream)
-            note(jobs[0])
-            for job in jobs:
-                job.order_before(timer.stream)
-
-        seconds = timer.seconds(submit)
-        self.engine.drain()
-        self.engine.poll()
-        return seconds
-
     # bytes --------------------------------------------------------------------------------------------------------
 
     def prepare(self, direction: Direction) -> None:
@@ -355,32 +311,24 @@ class TransferSetup:
         if direction is Direction.STORE:
             self._bytes.upload(self.ends(Direction.STORE)[0], self.row_bytes)
         else:
-            self.lab.in_threads(lambda pair: np.copyto(*pair), self._bytes.against(self._stored()))
+            self.lab.write(self._bytes.against(self._stored()))
 
     def poison(self, direction: Direction) -> None:
         """Overwrite the targets of a direction. The GPU does it, so that the CPU's caches hold nothing of them; of
         blocks that are to be stored nothing stays in the GPU's cache.
         """
         if direction is Direction.STORE:
-            self._bytes.poison([address_of(slot) for slot in self._stored()])
+            self.lab.poison(self._stored())
             self.lab.flush()
-            return
-        driver, timer = self.lab.driver, self.lab.timer
-
-        def submit() -> None:
-            for address, nbytes in self.spans():
-                driver.fill(address, POISON, nbytes, timer.stream)
-
-        timer.seconds(submit)
+        else:
+            self.lab.fill(self.spans())
 
     def spans(self) -> list[tuple[int, int]]:
         """Address and bytes of the ranges that hold the planes of all groups, and of no allocation but theirs."""
-        return [span for group in self.groups for span in self._spans(group.planes)]
-
-    def _spans(self, planes: Sequence[Plane]) -> list[tuple[int, int]]:
         if self.placement is Placement.SCATTERED:
-            return [(plane.address, plane.span_bytes) for plane in planes]
-        return [(planes[0].address, planes[-1].end - planes[0].address)]
+            return [(plane.address, plane.span_bytes) for group in self.groups for plane in group.planes]
+        ends = [(group.planes[0].address, group.planes[-1].end) for group in self.groups]
+        return [(address, end - address) for address, end in ends]
 
     def wrong(self, direction: Direction) -> int:
         """The number of rows of a transfer's targets that do not hold the right bytes."""
@@ -394,10 +342,6 @@ class TransferSetup:
         """The payload of each slot."""
         payload = self.rows_per_slot * self.row_bytes
         return [self.engine.slots[slot, :payload] for group in self.groups for slot in group.slots]
-
-    def expected(self) -> list[UInt8Array]:
-        """The right bytes of each slot."""
-        return self._bytes.expected
 
     def close(self) -> None:
         """Close the engine and free the planes."""

@@ -14,40 +14,33 @@ from typing import Any, NamedTuple
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output, counted
-from kvoffload.terminal.options import COMMON, add_command, add_wide, models, numbers
+from kvoffload.terminal.options import COMMON, add_command, models, numbers
 from kvoffload.tuning import CopyMethod
 from kvoffload_bench.copy_methods import (
     BARE_STRIDED,
     COPY_ENGINE,
     COPY_LOOP,
     FLAT_BATCH,
-    GRID,
+    GRID_STRIDE,
     METHODS,
     PREFERENCES,
-    Measurement,
-    Measurer,
     choice,
-    describe,
-    grid_stride,
+    measure,
     size_text,
-    wrong_rows,
 )
 from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 
 Record = Mapping[str, Any]
-Labels = Sequence[tuple[object, ...]]
-_COPIERS = (*COPY_ENGINE, *(method.label for method in METHODS))
 _ORDER = (
     *map(choice, PREFERENCES),
-    *_COPIERS,
-    *(BARE_STRIDED, FLAT_BATCH, COPY_LOOP, *(grid_stride(GRID, pinned=pinned) for pinned in (False, True))),
+    *(*COPY_ENGINE, *(method.label for method in METHODS)),
+    *(BARE_STRIDED, FLAT_BATCH, COPY_LOOP, GRID_STRIDE),
     CONTIGUOUS_COPY,
 )
 _CHOICE = choice(PREFERENCES[0])
 _LARGE_BYTES = 32 << 20
-_KIB = 1024
 
 
 # tables ---------------------------------------------------------------------------------------------------------------
@@ -61,7 +54,7 @@ def method_of(reason: str) -> str:
 
 def choice_verdict(name: str, records: Sequence[Record]) -> str:
     """How near the engine's choice comes to the contiguous copy, at least and in the middle."""
-    found = [(share, record) for record in records if (share := _over_limit(record)) is not None]
+    found = [(share, record) for record in records if (share := ratio_of(record, _CHOICE, CONTIGUOUS_COPY)) is not None]
     if not found:
         return f"bench {name}: the engine's choice was not measured"
     lowest, at = min(found, key=lambda each: each[0])
@@ -73,41 +66,37 @@ def choice_verdict(name: str, records: Sequence[Record]) -> str:
     )
 
 
-def _over_limit(record: Record) -> float | None:
+def ratio_of(record: Record, over: str, under: str) -> float | None:
+    """The ratio of two scenarios' bandwidths; None if one was not measured."""
     rates = record["gb_per_s"]
-    return rates[_CHOICE] / rates[CONTIGUOUS_COPY] if _CHOICE in rates and CONTIGUOUS_COPY in rates else None
+    return rates[over] / rates[under] if over in rates and under in rates else None
 
 
-def show_choice(title: str, names: Sequence[str], labels: Labels, records: Sequence[Record], output: Output) -> None:
-    """A line for each label, that is, each transfer: for each direction GB/s of the engine's choice, in brackets over
-    those of the contiguous copy, and the copy method that it was.
+def show_choice(title: str, columns: Mapping[str, str], records: Sequence[Record], output: Output) -> None:
+    """A line for each transfer: for each direction GB/s of the engine's choice, in brackets over those of the
+    contiguous copy, and the copy method that it was. `columns`: the fields that name a transfer, by heading.
     """
     by_label: dict[tuple[object, ...], dict[str, Record]] = {}
-    for label, record in zip(labels, records, strict=True):
-        by_label.setdefault(label, {})[record["direction"]] = record
+    for record in records:
+        texts = {**record, "row_bytes": size_text(record["row_bytes"])}
+        by_label.setdefault(tuple(texts[key] for key in columns.values()), {})[record["direction"]] = record
     lines = []
     for label, found in by_label.items():
         line = list(label)
         for direction in Direction:
             record = found.get(direction, {"gb_per_s": {}, "chosen": {}})
-            reason = record["chosen"].get(_CHOICE)
-            line += [f"{fixed(record['gb_per_s'].get(_CHOICE))} ({fixed(_over_limit(record), 2)})"]
+            share, reason = ratio_of(record, _CHOICE, CONTIGUOUS_COPY), record["chosen"].get(_CHOICE)
+            line += [f"{fixed(record['gb_per_s'].get(_CHOICE))} ({fixed(share, 2)})"]
             line += ["-" if reason is None else method_of(reason)]
         lines.append(line)
-    columns = (*names, "store GB/s (ratio)", "by", "load GB/s (ratio)", "by")
-    output.table(f"{title}: the engine's choice; ratio: to one contiguous copy", columns, lines, left=("by",))
-
-
-def _measured(records: Sequence[Record]) -> list[str]:
-    """Names of the scenarios that any of the records has, in the order of the columns."""
-    present = set().union(*(record["wrong"] for record in records))
-    return [name for name in _ORDER if name in present]
+    names = (*columns, "store GB/s (ratio)", "by", "load GB/s (ratio)", "by")
+    output.table(f"{title}: the engine's choice; ratio: to one contiguous copy", names, lines, left=("by",))
 
 
 def show_methods(title: str, records: Sequence[Record], output: Output) -> None:
     """A line for each copy method: its bandwidths over all these transfers."""
-    lines = []
-    for name in _measured(records):
+    present, lines = set().union(*(record["wrong"] for record in records)), []
+    for name in (name for name in _ORDER if name in present):
         line: list[str] = [name]
         for direction in Direction:
             every = [record["gb_per_s"] for record in records if record["direction"] == direction]
@@ -118,99 +107,59 @@ def show_methods(title: str, records: Sequence[Record], output: Output) -> None:
     output.table(f"{title}: GB/s on the GPU clock, by copy method", columns, lines)
 
 
-def show_wide(title: str, names: Sequence[str], labels: Labels, records: Sequence[Record], output: Output) -> None:
-    """A line for each transfer, a column for each copy method; last what the engine chose, by preference."""
-    scenarios = _measured(records)
-    lines = []
-    for label, record in zip(labels, records, strict=True):
-        chosen = [method_of(record["chosen"][name]) for name in map(choice, PREFERENCES) if name in record["chosen"]]
-        rates = [fixed(record["gb_per_s"].get(name)) for name in scenarios]
-        lines.append([*label, *rates, " / ".join(dict.fromkeys(chosen))])
-    headings = [name.replace(",", "").replace("-", " ") for name in scenarios]  # they break between words only
-    columns = (*names, *headings, "overlap / latency by")
-    output.table(f"{title}: GB/s on the GPU clock", columns, lines, left=columns[-1:])
+# ratios: the lowest of each, and where --------------------------------------------------------------------------------
 
 
-# ratios: the worst value of each, and where ---------------------------------------------------------------------------
-
-
-class Ratio(NamedTuple):
-    """A ratio of bandwidths over the records that `of` picks; None where a record lacks one of them."""
-
-    name: str
-    value: Callable[[Measurement], float | None]
-    of: Callable[[Measurement], bool]
-    which: str = "lowest"  # the worst
-
-
-def ratios(records: Iterable[Measurement]) -> list[dict[str, Any]]:
-    """For each ratio and direction: the worst value, and where; of transfers that are one job each."""
-    records = [record for record in records if record.groups == 1]
+def ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """For each ratio and direction the lowest value, and where; of transfers that are one job each."""
+    records = [record for record in records if record["groups"] == 1]
     found = []
-    for ratio in _all():
+    for name, over, under, conditions in _ratios():
         for direction in Direction:
             values = [
-                (value, record.where)
+                (value, _place(record))
                 for record in records
-                if record.direction is direction and ratio.of(record) and (value := ratio.value(record)) is not None
+                if record["direction"] == direction
+                and conditions(record)
+                and (value := max(filter(None, (ratio_of(record, each, under) for each in over)), default=None))
             ]
             if values:
-                worst, at = (min if ratio.which == "lowest" else max)(values)
-                found.append({"ratio": f"{ratio.name}, {direction}", "which": ratio.which, "value": worst, "at": at})
+                value, at = min(values)
+                found.append({"ratio": f"{name}, {direction}", "which": "lowest", "value": value, "at": at})
     return found
 
 
-def _all() -> Iterator[Ratio]:
-    gather, overlap, scattered, folded = "gather 4", _CHOICE, Placement.SCATTERED, Placement.FOLDED
-    served = _where(scattered, 4, 64)
-    yield _over(gather, CONTIGUOUS_COPY, ", scattered, 4 to 64 KiB, from 32 MiB", _where(scattered, 4, 64, large=True))
-    yield _over(gather, CONTIGUOUS_COPY, ", scattered, 4 to 64 KiB, n = 1024", _where(scattered, 4, 64, copies=1024))
-    for grid in (grid_stride(GRID), grid_stride(GRID, pinned=True)):
-        for kib in (4, 8, 16):
-            yield _over(gather, grid, f", scattered, n = 128, {kib} KiB", _where(scattered, kib, kib, copies=128))
+def _ratios() -> Iterator[tuple[str, Sequence[str], str, Callable[[Record], bool]]]:
+    """Name, the scenarios of which the fastest counts, the one that it is compared with, and of which records."""
+    gather, wide, scattered = f"gather 4 / {CONTIGUOUS_COPY}, scattered, 4 to 64 KiB", (4, 64), Placement.SCATTERED
+    yield f"{gather}, from 32 MiB", ("gather 4",), CONTIGUOUS_COPY, _where(scattered, wide)
+    yield f"{gather}, n = 1024", ("gather 4",), CONTIGUOUS_COPY, _where(scattered, wide, 1024)
     for kib in (4, 8, 16):
-        large = _where(folded, kib, kib, large=True)
-        yield Ratio(f"split 1 or 2 / {CONTIGUOUS_COPY}, folded, from 32 MiB, {kib} KiB", _best_split, large)
-    yield _over(overlap, CONTIGUOUS_COPY, ", folded, from 32 MiB, from 8 KiB", _where(folded, 8, large=True))
-    yield _over(overlap, CONTIGUOUS_COPY, ", folded, from 32 MiB, 4 KiB", _where(folded, 4, 4, large=True))
-    yield _over(overlap, CONTIGUOUS_COPY, ", interleaved, from 32 MiB", _where(Placement.INTERLEAVED, large=True))
-    name = "time of the choice (latency) / of the best copier"
-    yield Ratio(f"{name}, scattered, 4 to 64 KiB", _behind_best, served, "highest")
-    yield Ratio(f"{name}, folded", _behind_best, _where(folded), "highest")
-    for kib in (8, 16, 24, 32, 64):
-        wanted = _where(scattered, kib, kib, copies=4096)
-        yield _over("batch", FLAT_BATCH, f", scattered, n = 4096, {kib} KiB", wanted)
-    yield _over("strided", BARE_STRIDED, ", from 32 MiB", _where(None, large=True))
+        name = f"gather 4 / {GRID_STRIDE}, scattered, n = 128, {kib} KiB"
+        yield name, ("gather 4",), GRID_STRIDE, _where(scattered, (kib, kib), 128)
+    for kib in (4, 8, 16):
+        name = f"split 1 or 2 / {CONTIGUOUS_COPY}, folded, from 32 MiB, {kib} KiB"
+        yield name, ("split 1", "split 2"), CONTIGUOUS_COPY, _where(Placement.FOLDED, (kib, kib))
+    for kib in (8, 16, 32, 64):
+        name = f"batch / {FLAT_BATCH}, scattered, n = 4096, {kib} KiB"
+        yield name, ("batch",), FLAT_BATCH, _where(scattered, (kib, kib), 4096)
+    yield f"strided / {BARE_STRIDED}, from 32 MiB", ("strided",), BARE_STRIDED, _where(None, (0, 1 << 30))
 
 
-def _over(over: str, under: str, conditions: str, of: Callable[[Measurement], bool]) -> Ratio:
-    return Ratio(f"{over} / {under}{conditions}", lambda record: record.ratio(over, under), of)
+def _where(placement: Placement | None, kib: tuple[int, int], copies: int | None = None) -> Callable[[Record], bool]:
+    """Picks records by their planes and KiB of a copy: with so many copies, None: transfers from 32 MiB."""
+
+    def picked(record: Record) -> bool:
+        amount = record["nbytes"] >= _LARGE_BYTES if copies is None else record["copies"] == copies
+        return placement in (None, record["placement"]) and kib[0] <= record["row_bytes"] / 1024 <= kib[1] and amount
+
+    return picked
 
 
-def _where(
-    placement: Placement | None, least: int = 0, most: int = 1 << 30, *, copies: int | None = None, large: bool = False
-) -> Callable[[Measurement], bool]:
-    """Picks records: copies of `least` to `most` KiB; `large`: transfers from 32 MiB."""
-
-    def of(record: Measurement) -> bool:
-        return (
-            placement in (None, record.placement)
-            and least * _KIB <= record.row_bytes <= most * _KIB
-            and copies in (None, record.copies)
-            and (not large or record.nbytes >= _LARGE_BYTES)
-        )
-
-    return of
-
-
-def _best_split(record: Measurement) -> float | None:
-    return max(filter(None, (record.ratio(name, CONTIGUOUS_COPY) for name in ("split 1", "split 2"))), default=None)
-
-
-def _behind_best(record: Measurement) -> float | None:
-    rates, chosen = record.gb_per_s, choice("latency")
-    of_copiers = [rates[name] for name in _COPIERS if name in rates]
-    return max(of_copiers) / rates[chosen] if of_copiers and chosen in rates else None
+def _place(record: Record) -> str:
+    adjacent = f", {record['blocks_per_slot']} blocks adjacent" if record["blocks_per_slot"] > 1 else ""
+    size = size_text(record["block_bytes"])
+    return f"{record['model']}, {size}, n = {record['copies']}, {record['placement']}{adjacent}"
 
 
 # the commands ---------------------------------------------------------------------------------------------------------
@@ -246,47 +195,28 @@ class Case(NamedTuple):
 
 def add_parser(benches: Any) -> None:
     """Those of both."""
-    parser = add_command(
-        benches,
-        "transfer",
-        "every copy method, by model",
-        _TEXT,
-        example="bench transfer --model llama-3.1-8b --blocks-per-slot 1",
-        common=COMMON,
-    )
-    every = [list(MODELS.values())]
-    parser.add_argument(
-        "--model", type=models, nargs="+", default=every, metavar="NAME", help="geometries (default all)"
-    )
-    parser.add_argument("--blocks", type=numbers, metavar="N,...", help="blocks of a transfer (default 32 MiB)")
-    parser.add_argument(
-        "--blocks-per-slot", type=numbers, default=[1, 8], metavar="N,...", help="adjacent blocks (default 1,8)"
-    )
-    _add_planes(parser, tuple(Placement), f"default all: {', '.join(Placement)}")
+    example = "bench transfer --model llama-3.1-8b --blocks-per-slot 1"
+    parser = add_command(benches, "transfer", "every copy method, by model", _TEXT, example=example, common=COMMON)
+    add, every = parser.add_argument, [list(MODELS.values())]
+    add("--model", type=models, nargs="+", default=every, metavar="NAME", help="geometries (default all)")
+    add("--blocks", type=numbers, metavar="N,...", help="blocks of a transfer (default 32 MiB)")
+    add("--blocks-per-slot", type=numbers, default=[1, 8], metavar="N,...", help="adjacent blocks (default 1,8)")
+    _add_planes(parser, tuple(Placement), f"default all: {', '.join(Placement)}", drawn=False)
     parser.set_defaults(run=partial(run, "transfer", _of_models, _FEWER_METHODS))
-    parser = add_command(
-        benches,
-        "sweep",
-        "bytes of a copy x number of copies",
-        _SWEEP_TEXT,
-        example="bench sweep --sizes 4096,32768 --counts 64,1024",
-        common=COMMON,
-    )
-    parser.add_argument("--sizes", type=numbers, metavar="BYTES,...", help="of a copy (default 4096 to 65536)")
-    parser.add_argument("--counts", type=numbers, metavar="N,...", help="copies of a transfer (64 to 8192)")
-    _add_planes(parser, (Placement.FOLDED, Placement.SCATTERED), "folded or scattered (default both)")
+    example = "bench sweep --sizes 4096,32768 --counts 64,1024"
+    text = "bytes of a copy x number of copies"
+    parser = add_command(benches, "sweep", text, _SWEEP_TEXT, example=example, common=COMMON)
+    add = parser.add_argument
+    add("--sizes", type=numbers, metavar="BYTES,...", help="of a copy (default 4096 to 65536)")
+    add("--counts", type=numbers, metavar="N,...", help="copies of a transfer (64 to 8192)")
+    _add_planes(parser, (Placement.FOLDED, Placement.SCATTERED), "folded or scattered (default both)", drawn=True)
     parser.set_defaults(run=partial(run, "sweep", _of_grid, METHODS))
 
 
-def _add_planes(parser: argparse.ArgumentParser, known: tuple[Placement, ...], text: str) -> None:
-    def placement(given: str) -> Placement:
-        if given not in known:
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {given!r:.80}")
-        return Placement(given)
-
-    parser.add_argument("--planes", type=placement, nargs="+", default=list(known), metavar="NAME", help=text)
-    add_wide(parser, "a column for each method")
-    add_bench_options(parser, 5)
+def _add_planes(parser: argparse.ArgumentParser, known: tuple[Placement, ...], text: str, *, drawn: bool) -> None:
+    names = list(map(str, known))
+    parser.add_argument("--planes", choices=names, nargs="+", default=names, metavar="NAME", help=text)
+    add_bench_options(parser, 5, drawn=drawn)
 
 
 def run(name: str, cases: Any, methods: Sequence[CopyMethod], arguments: argparse.Namespace) -> int:
@@ -294,15 +224,15 @@ def run(name: str, cases: Any, methods: Sequence[CopyMethod], arguments: argpars
     if wrong:
         raise CommandError(f"--sizes: {wrong[0]} is no multiple of {_STEP_BYTES}")
 
-    def measure(lab: Lab, output: Output) -> Fields:
+    def measured(lab: Lab, output: Output) -> Fields:
         return _measure(list(cases(arguments, lab)), methods, lab, output)
 
-    return conduct(arguments, name, measure, partial(show, name))
+    return conduct(arguments, name, measured, partial(show, name))
 
 
 def _of_models(arguments: argparse.Namespace, lab: Lab) -> Iterable[Case]:
     for model in (model for group in arguments.model for model in group):
-        for placement in arguments.planes:
+        for placement in map(Placement, arguments.planes):
             for blocks_per_slot in arguments.blocks_per_slot:
                 for count in arguments.blocks or (None,):
                     yield Case(model.scaled(lab.size.scale), placement, blocks_per_slot, count)
@@ -315,71 +245,34 @@ def _of_grid(arguments: argparse.Namespace, lab: Lab) -> Iterable[Case]:
     counts = arguments.counts or (_SMALL_COUNTS if small else _COUNTS)
     planes = _SMALL_PLANES if small else _PLANES
     slots = sorted({-(-count // planes) for count in counts})
-    for placement in arguments.planes:
+    for placement in map(Placement, arguments.planes):
         for size in sorted(sizes):
             yield Case(geometry_of(planes, size, lab.size.scale), placement, 1, slots[-1], slots)
 
 
 def _measure(cases: Sequence[Case], methods: Sequence[CopyMethod], lab: Lab, output: Output) -> Fields:
-    measurer, records = Measurer(methods), []
+    fields: Fields = {"transfers": [], "not_run": {}}
     with output.progress("transfers") as progress:
-        for number, case in enumerate(cases, start=1):
-            with (
-                TransferSetup(
-                    lab,
-                    case.geometry,
-                    placement=case.placement,
-                    blocks_per_slot=case.blocks_per_slot,
-                    count=case.blocks,
-                ) as setup,
-                measurer.on(setup) as measure,
-            ):
-                every = len(setup.groups[0].slots)
-                records += [measure(direction, slots) for direction in Direction for slots in case.slots or (every,)]
+        for number, (geometry, placement, blocks_per_slot, blocks, slots) in enumerate(cases, start=1):
+            places: dict[str, Any] = {"placement": placement, "blocks_per_slot": blocks_per_slot, "count": blocks}
+            with TransferSetup(lab, geometry, **places) as setup:
+                fields["transfers"] += measure(setup, methods, slots, fields["not_run"])
+                fields["profile"] = setup.engine.profile.source
             progress(number, len(cases))
-    return {
-        "transfers": describe(records),
-        "ratios": ratios(records),
-        "not_run": measurer.not_run,
-        "profile": measurer.profile,
-        "wrong_rows": wrong_rows(records),
-    }
+    records = fields["transfers"]
+    return fields | {"ratios": ratios(records), "wrong_rows": sum(sum(each["wrong"].values()) for each in records)}
 
 
-# tables ---------------------------------------------------------------------------------------------------------------
-
-
-class _Label(NamedTuple):
-    """What identifies a transfer in the tables of a benchmark, and in the wide ones."""
-
-    columns: tuple[str, ...]
-    wide: tuple[str, ...]
-
-    def of(self, record: Mapping[str, Any], columns: Sequence[str]) -> tuple[object, ...]:
-        texts = {
-            "bytes of a copy": size_text(record["row_bytes"]),
-            "planes x bytes": f"{record['planes']} x {record['block_bytes']}",
-        }
-        return tuple(texts.get(each, record.get(_KEYS.get(each, each))) for each in columns)
-
-
-_KEYS = {"blocks a slot": "blocks_per_slot"}
-_LABELS = {
-    "transfer": _Label(("model", "blocks a slot", "blocks"), ("model", "planes x bytes", "blocks a slot", "blocks")),
-    "sweep": _Label(("bytes of a copy", "copies"), ("bytes of a copy", "copies")),
+_COLUMNS = {
+    "transfer": {"model": "model", "blocks a slot": "blocks_per_slot", "blocks": "blocks"},
+    "sweep": {"bytes of a copy": "row_bytes", "copies": "copies"},
 }
 
 
 def show(name: str, fields: Fields, output: Output) -> None:
-    records, label = fields["transfers"], _LABELS[name]
+    records = fields["transfers"]
     output.line(choice_verdict(name, records))
     for placement in dict.fromkeys(record["placement"] for record in records):
         here = [record for record in records if record["placement"] == placement]
-        lines = [label.of(record, label.columns) for record in here]
-        show_choice(f"planes {placement}", label.columns, lines, here, output)
+        show_choice(f"planes {placement}", _COLUMNS[name], here, output)
         show_methods(f"planes {placement}", here, output)
-        if output.wide:
-            for direction in Direction:
-                of_direction = [record for record in here if record["direction"] == direction]
-                lines = [label.of(record, label.wide) for record in of_direction]
-                show_wide(f"{direction}, {placement}", label.wide, lines, of_direction, output)

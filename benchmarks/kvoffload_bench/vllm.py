@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, numbers
@@ -22,7 +18,6 @@ from kvoffload_bench.field_compute import ConcurrentCompute, Situation
 from kvoffload_bench.harness import Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct
 from kvoffload_bench.series import DIRECTIONS, Directions, SeriesRun, Submitter
-from kvoffload_bench.setup import TransferSetup
 from kvoffload_bench.vllm_classes import TransferClasses
 from kvoffload_bench.vllm_methods import Geometry, TensorSetup, VllmMethods, series_of
 
@@ -35,83 +30,59 @@ ALLOCATORS = ("default", "expandable-segments")
 PARTS = ("transfers", "scheduler")
 _MOST_BLOCKS = 512
 _REPEATS = 5
-_SECONDS = 90.0  # of the cells of one allocator, without --repeats
+_SECONDS = 90.0  # of the cells, without --repeats
 _SCHEDULER_REPEATS = 200
-_SIMULATED_BLOCKS = 4
 _LONGEST_SECONDS = 30.0  # of a transfer; a thread of vLLM's that has failed never ends one
-_OPTIONS = "PYTORCH_CUDA_ALLOC_CONF"  # of PyTorch's allocator
-_NEW_OPTIONS = "PYTORCH_ALLOC_CONF"  # what newer releases call it
-_EXPANDABLE = "expandable_segments:True"
 _TEXT = """\
 Times this library and vLLM's CPUOffloadingWorker and DmaCopyBackend on the same GPU memory, and the calls of vLLM's \
-scheduler. Needs vLLM 0.33 (its Python files suffice) and PyTorch. Takes 4 minutes."""
+scheduler. Needs vLLM 0.33 (its Python files suffice) and PyTorch. Takes 2 minutes."""
 
 
 def add_parser(benches: Any) -> None:
-    parser = add_command(
-        benches,
-        "vllm",
-        "this library and vLLM's own workers, on the same memory",
-        _TEXT,
-        example="bench vllm --geometries 32x64K --blocks 4,32",
-        common=COMMON,
-    )
-    _add_choices(parser, "--geometries", tuple(GEOMETRIES), "planes x bytes: ")
-    parser.add_argument("--blocks", type=_blocks, default=BLOCKS, metavar="N,...", help="of a transfer (4,32,256)")
-    _add_choices(parser, "--directions", tuple(DIRECTIONS))
-    _add_choices(parser, "--situations", tuple(map(str, SITUATIONS)))
-    _add_choices(parser, "--allocators", ALLOCATORS)
-    _add_choices(parser, "--parts", PARTS)
-    parser.add_argument(
-        "--apart", action="store_true", help="this library copies a tensor of its own, of the same kind"
-    )
+    example = "bench vllm --geometries 32x64K --blocks 4,32"
+    text = "this library and vLLM's own workers, on the same memory"
+    parser = add_command(benches, "vllm", text, _TEXT, example=example, common=COMMON)
+    add = parser.add_argument
+    blocks = partial(numbers, maximum=_MOST_BLOCKS)
+    add("--blocks", type=blocks, default=BLOCKS, metavar="N,...", help="of a transfer (4,32,256)")
+    for name, values in (
+        ("--geometries", tuple(GEOMETRIES)),
+        ("--directions", tuple(DIRECTIONS)),
+        ("--situations", tuple(map(str, SITUATIONS))),
+        ("--parts", PARTS),
+    ):
+        add(name, nargs="+", choices=values, default=list(values), metavar="NAME", help=", ".join(values))
     add_bench_options(parser, _REPEATS, drawn=False)
     parser.set_defaults(run=run)
 
 
-def _add_choices(parser: argparse.ArgumentParser, name: str, values: tuple[str, ...], text: str = "") -> None:
-    parser.add_argument(
-        name, nargs="+", choices=values, default=list(values), metavar="NAME", help=text + ", ".join(values)
-    )
-
-
-def _blocks(text: str) -> list[int]:
-    """An argparse type: comma-separated numbers of blocks."""
-    return numbers(text, _MOST_BLOCKS)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 0 if every byte was right, else 1. The calls of the scheduler have times on every machine."""
-    simulated: Fields = {}
-
-    def measure(lab: Lab, output: Output) -> Fields:
-        fields = _measure(arguments, lab, output)
-        if lab.device.simulated:
-            simulated.update(fields)
-        return fields
-
     try:
         vllm_classes.version()
     except CapabilityError as error:
         raise CommandError(str(error)) from error
+    measured: Fields = {}
+
+    def measure(lab: Lab, output: Output) -> Fields:
+        measured.update(_measure(arguments, lab, output), simulated=lab.device.simulated)
+        return measured
+
     status = conduct(arguments, "vllm", measure, vllm_report.show)
-    if simulated:
-        vllm_report.show_scheduler(simulated, Output(arguments.json))
+    if measured["simulated"]:
+        vllm_report.show_scheduler(measured, Output(arguments.json))
     return status
 
 
 def _measure(arguments: argparse.Namespace, lab: Lab, output: Output) -> Fields:
-    """All figures. From the simulated device: this library's bytes, and the scheduler's calls."""
+    """All figures; on the simulated device those of the scheduler's calls."""
     fields: Fields = {"vllm": vllm_classes.version(), "cells": [], "not_run": {}, "batch_copy": "", "scheduler": []}
-    fields |= {"apart": arguments.apart, "triton": False}
-    if "transfers" in arguments.parts:
-        if lab.device.simulated:
-            fields["cells"] = _simulated_cells(lab, arguments)
-        elif list(arguments.allocators) == [_current_allocator()]:
-            with output.progress("cells") as progress:
-                fields |= _transfers(arguments, lab, progress)
-        else:
-            fields |= _in_processes(arguments, output)
+    fields["triton"] = False
+    if "transfers" in arguments.parts and lab.device.simulated:
+        fields["not_run"]["transfers"] = "vLLM's classes copy on a GPU"
+    elif "transfers" in arguments.parts:
+        with output.progress("cells") as progress:
+            fields |= _transfers(arguments, lab, progress)
     if "scheduler" in arguments.parts:
         with output.progress("calls of the scheduler") as progress:
             fields |= _scheduler(arguments, fields["not_run"], progress)
@@ -129,16 +100,13 @@ class VllmPlan(NamedTuple):
 
     Attributes:
         seconds: fewer rounds once the run is behind that schedule; None: never.
-        apart: this library copies a tensor of its own, of the same kind, with the same blocks.
     """
 
     geometries: Sequence[Geometry]
     blocks: Sequence[int]
     directions: Sequence[Directions]
     situations: Sequence[Situation]
-    allocator: str
     seconds: float | None
-    apart: bool = False
 
 
 def reported(
@@ -173,152 +141,51 @@ def measure(plan: VllmPlan, lab: Lab, classes: TransferClasses, progress: Advanc
     fields: Fields = {"cells": [], "batch_copy": classes.batch_copy, "profile": ""}
     where = torch.device("cuda", lab.device.index)
     torch.cuda.set_device(where)
+    groups = len(plan.geometries) * len(plan.blocks)
+    options: dict[str, Any] = {"seconds": plan.seconds, "pace": reported, "progress": progress}
     with (
-        SeriesRun(
-            lab,
-            plan.situations,
-            plan.directions,
-            groups=len(plan.geometries) * len(plan.blocks),
-            seconds=plan.seconds,
-            progress=progress,
-            pace=reported,
-        ) as series,
+        SeriesRun(lab, plan.situations, plan.directions, groups=groups, **options) as series,
         torch.cuda.stream(torch.cuda.Stream(where)),  # the default stream would wait for the products' stream
     ):
         fields["not_run"] = series.not_run
         for geometry in plan.geometries:
             most = max(series_of(geometry, blocks).places for blocks in plan.blocks)
             with ExitStack() as stack:
-                setups = []
-                for _ in range(1 + plan.apart):
-                    setups.append(TensorSetup(torch, where, geometry, most, lab.seed))
-                    stack.callback(setups[-1].close)
-                    _check_allocator(plan, setups[-1])
-                methods = stack.enter_context(VllmMethods(lab, classes, setups[0], setups[-1]))
+                setup = TensorSetup(torch, where, geometry, most, lab.seed)
+                stack.callback(setup.close)
+                allocator = ALLOCATORS[setup.expandable()]
+                methods = stack.enter_context(VllmMethods(lab, classes, setup))
                 fields["profile"] = methods.profile
                 for blocks in plan.blocks:
                     wanted = series_of(geometry, blocks)
                     methods.take(wanted)
-                    place = {
-                        "allocator": plan.allocator,
-                        "model": geometry.name,
-                        **geometry._asdict(),
-                        "blocks": blocks,
-                    }
-                    fields["cells"] += series.cells(methods.of, wanted.transfers, place)
+                    place = {"allocator": allocator, "model": geometry.name, **geometry._asdict()}
+                    fields["cells"] += series.cells(methods.of, wanted.transfers, place | {"blocks": blocks})
     return fields
-
-
-def _check_allocator(plan: VllmPlan, setup: TensorSetup) -> None:
-    if setup.expandable() != (plan.allocator != ALLOCATORS[0]):
-        raise CommandError(
-            f"PyTorch's allocator is not the one that was asked for ({plan.allocator}): check "
-            "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
-        )
-
-
-def _plan(arguments: argparse.Namespace) -> VllmPlan:
-    return VllmPlan(
-        [GEOMETRIES[name] for name in dict.fromkeys(arguments.geometries)],
-        list(dict.fromkeys(arguments.blocks)),
-        list(dict.fromkeys(arguments.directions)),
-        [Situation(name) for name in dict.fromkeys(arguments.situations)],
-        arguments.allocators[0],
-        None if arguments.repeats else _SECONDS,
-        arguments.apart,
-    )
 
 
 def _transfers(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Fields:
     """The cells of this process's allocator."""
     classes = vllm_classes.transfer_classes()
-    fields = measure(_plan(arguments), lab, classes, progress)
-    return fields | {"triton": bool(classes.worker.HAS_TRITON)}
-
-
-def _current_allocator() -> str:
-    """What PyTorch's allocator is in this process."""
-    options = os.environ.get(_OPTIONS, "") + os.environ.get(_NEW_OPTIONS, "")
-    return ALLOCATORS[_EXPANDABLE in options]
-
-
-def _in_processes(arguments: argparse.Namespace, output: Output) -> Fields:
-    """The cells of each allocator, which a process chooses once: in a process of its own."""
-    merged: Fields = {"cells": [], "not_run": {}}
-    for allocator in dict.fromkeys(arguments.allocators):
-        output.note(f"kvoffload: measuring with PyTorch's {allocator} allocator")
-        try:
-            fields = _of_process(arguments, allocator)
-        except CommandError as error:  # keep what the other process has measured
-            merged["not_run"][f"{allocator} allocator"] = str(error)
-        else:
-            merged["cells"] += fields.pop("cells")
-            merged["not_run"] |= fields.get("not_run", {})
-            merged |= {name: fields[name] for name in ("batch_copy", "triton", "profile")}
-    if not merged["cells"]:
-        raise CommandError("; ".join(merged["not_run"].values()))
-    return merged
-
-
-def _of_process(arguments: argparse.Namespace, allocator: str) -> Fields:
-    """Raises CommandError, with the end of its standard error, if the process printed no figures."""
-    environment = dict(os.environ)
-    for name in (_OPTIONS, _NEW_OPTIONS):
-        environment.pop(name, None)
-    if allocator != ALLOCATORS[0]:
-        environment[_OPTIONS] = _EXPANDABLE
-    command = [sys.executable, "-m", "kvoffload", "bench", "vllm", *_options(arguments), "--allocators", allocator]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    try:
-        fields: Fields = json.loads(ended.stdout)
-    except ValueError as error:
-        last = (ended.stderr.strip().splitlines() or [""])[-1]
-        raise CommandError(f"its process ended with {ended.returncode}: {last}") from error
-    return fields
-
-
-def _options(arguments: argparse.Namespace) -> Sequence[str]:
-    """Those of this command, for a process that measures the transfers of one allocator."""
-    options = ["--json", "--parts", "transfers", "--backend", "cuda", "--device", str(arguments.device)]
-    options += ["--seed", str(arguments.seed), "--blocks", ",".join(map(str, arguments.blocks))]
-    for name in ("geometries", "directions", "situations"):
-        options += [f"--{name}", *getattr(arguments, name)]
-    options += ["--apart"] if arguments.apart else []
-    return [*options, "--repeats", str(arguments.repeats)] if arguments.repeats else options
-
-
-def _simulated_cells(lab: Lab, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Stores and loads by this library's engines, small, on the simulated device; no times."""
-    cells = []
-    for name in dict.fromkeys(arguments.geometries):
-        geometry = GEOMETRIES[name]
-        model = ModelGeometry(
-            name, geometry.planes, 1, geometry.block_bytes, kv_split=False, tokens_per_block=1, dtype_bytes=1
-        )
-        with ExitStack() as stack:
-            setup = stack.enter_context(TransferSetup(lab, model.scaled(lab.size.scale), count=_SIMULATED_BLOCKS))
-            for direction in Direction:
-                setup.prepare(direction)
-                setup.poison(direction)
-                for job in setup.submit(direction):
-                    job.wait()
-                record = {"model": name, "blocks": setup.block_count, "direction": str(direction)}
-                cells.append(record | {"method": "kvoffload", "wrong": setup.wrong(direction)})
-    return cells
+    geometries, blocks, directions, situations = (
+        list(dict.fromkeys(getattr(arguments, name))) for name in ("geometries", "blocks", "directions", "situations")
+    )
+    seconds = None if arguments.repeats else _SECONDS
+    shapes, busy = [GEOMETRIES[name] for name in geometries], [Situation(name) for name in situations]
+    plan = VllmPlan(shapes, blocks, directions, busy, seconds)
+    return measure(plan, lab, classes, progress) | {"triton": bool(classes.worker.HAS_TRITON)}
 
 
 # the scheduler --------------------------------------------------------------------------------------------------------
 
 
 def _scheduler(arguments: argparse.Namespace, not_run: dict[str, str], progress: Advance) -> Fields:
+    capacity, repeats = vllm_report.CAPACITY, arguments.repeats or _SCHEDULER_REPEATS
     try:
-        classes = vllm_classes.manager_classes()
+        callers = vllm_report.managers(vllm_classes.manager_classes(), capacity)
     except CapabilityError as error:
         not_run["calls of the scheduler"] = str(error)
         return {}
-    capacity = vllm_report.CAPACITY
-    callers = vllm_report.managers(classes, capacity)
-    repeats = arguments.repeats or _SCHEDULER_REPEATS
     records = vllm_report.measure(callers, capacity, repeats, progress)
     ratios = vllm_report.scheduler_ratios(records)
     return {"scheduler": records, "scheduler_ratios": ratios, "scheduler_capacity": capacity}

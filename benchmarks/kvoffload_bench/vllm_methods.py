@@ -10,11 +10,10 @@ are adjacent. All bytes are written and compared by the GPU, plainly: `right[:, 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,17 +100,9 @@ class TensorSetup:
         self.cache = torch.full(shape, POISON, dtype=torch.int8, device=where)
         generator = torch.Generator(device=where)
         generator.manual_seed(seed)
-        self.right = {
-            direction: torch.randint(
-                -128,
-                128,
-                (geometry.planes, most, geometry.block_bytes),
-                dtype=torch.int8,
-                device=where,
-                generator=generator,
-            )
-            for direction in Direction
-        }
+        bits: dict[str, Any] = {"dtype": torch.int8, "device": where, "generator": generator}
+        rows = (geometry.planes, most, geometry.block_bytes)
+        self.right = {direction: torch.randint(-128, 128, rows, **bits) for direction in Direction}
         even = self._random.permutation(np.arange(0, 4 * most, 2, dtype=np.int64))
         self._all = {Direction.STORE: even[:most], Direction.LOAD: even[most:]}
         self.blocks: dict[Direction, Int64Array] = {}
@@ -185,93 +176,45 @@ class TensorSetup:
 # the host's side ------------------------------------------------------------------------------------------------------
 
 
-class HostSide(Protocol):
-    """The slots of a method."""
+class TensorTargets:
+    """What the series of a method write: blocks of the tensor, and slots.
+
+    Args:
+        memory: the method's host memory: tensors of a row for each slot.
+        planes: its parts by plane, (slots, block_bytes) each.
+    """
+
+    def __init__(self, setup: TensorSetup, memory: Sequence[Any], planes: Sequence[Any]) -> None:
+        self._setup, self._memory, self.planes = setup, memory, planes
+
+    def _rows(self, tensors: Sequence[Any], direction: Direction) -> list[Any]:
+        first = self._setup.first_slot(direction)
+        return [tensor[first : first + self._setup.series.places] for tensor in tensors]
 
     def prepare(self) -> None:
-        """Write what loads read."""
-
-    def poison(self) -> None:
-        """Overwrite the slots that stores write."""
-
-    def wrong(self) -> int:
-        """Wrong rows of these slots."""
-
-
-class TensorTargets:
-    """What the series of a method write: blocks of the tensor, and slots."""
-
-    def __init__(self, setup: TensorSetup, host: HostSide) -> None:
-        self._setup, self._host = setup, host
+        """Write what loads read into the slots."""
+        right = self._setup.by_slot(Direction.LOAD)
+        for rows, of_plane in zip(self._rows(self.planes, Direction.LOAD), right, strict=True):
+            rows.copy_(of_plane, non_blocking=True)
+        self._setup.synchronize()
 
     def poison(self, directions: Sequence[Direction]) -> None:
+        setup = self._setup
         if Direction.STORE in directions:
-            self._host.poison()
+            for rows in self._rows(self._memory, Direction.STORE):
+                poison = setup.torch.full(rows.shape, POISON, dtype=setup.torch.int8, device=setup.where)
+                rows.copy_(poison, non_blocking=True)
+            setup.synchronize()
         if Direction.LOAD in directions:
-            self._setup.poison_blocks()
+            setup.poison_blocks()
 
     def wrong(self, directions: Sequence[Direction]) -> int:
-        wrong = self._host.wrong() if Direction.STORE in directions else 0
-        return wrong + (self._setup.wrong_blocks() if Direction.LOAD in directions else 0)
-
-
-class EngineSlots:
-    """The slots of an engine."""
-
-    def __init__(self, setup: TensorSetup, engine: OffloadEngine) -> None:
-        self.setup = setup
-        self._slots = setup.torch.from_numpy(engine.slots.view("int8"))
-
-    def _of(self, direction: Direction) -> Any:
-        """The slots of a direction, whole rows."""
-        first = self.setup.first_slot(direction)
-        return self._slots[first : first + self.setup.series.places]
-
-    def prepare(self) -> None:
-        rows = self.setup.by_slot(Direction.LOAD).transpose(0, 1).reshape(self.setup.series.places, -1)
-        self._of(Direction.LOAD)[:, : rows.shape[1]].copy_(rows)
-        self.setup.synchronize()
-
-    def poison(self) -> None:
-        rows = self._of(Direction.STORE)
-        rows.copy_(self.setup.torch.full(rows.shape, POISON, dtype=rows.dtype, device=self.setup.where))
-        self.setup.synchronize()
-
-    def wrong(self) -> int:
-        setup, geometry = self.setup, self.setup.geometry
-        found = self._of(Direction.STORE).to(setup.where)[:, : geometry.planes * geometry.block_bytes]
-        found = found.reshape(-1, geometry.planes, geometry.block_bytes).transpose(0, 1)
-        return setup.differing(found, setup.by_slot(Direction.STORE))
-
-
-class PinnedTensors:
-    """The host memory that vLLM's classes share: a tensor for each plane, (slots, block_bytes)."""
-
-    def __init__(self, setup: TensorSetup, tensors: Sequence[Any]) -> None:
-        self.setup, self.tensors = setup, tensors
-
-    def _of(self, direction: Direction) -> Iterator[Any]:
-        first = self.setup.first_slot(direction)
-        return (tensor[first : first + self.setup.series.places] for tensor in self.tensors)
-
-    def prepare(self) -> None:
-        """Write what loads read."""
-        for rows, right in zip(self._of(Direction.LOAD), self.setup.by_slot(Direction.LOAD), strict=True):
-            rows.copy_(right, non_blocking=True)
-        self.setup.synchronize()
-
-    def poison(self) -> None:
-        setup, geometry = self.setup, self.setup.geometry
-        shape = (setup.series.places, geometry.block_bytes)
-        poison = setup.torch.full(shape, POISON, dtype=setup.torch.int8, device=setup.where)
-        for rows in self._of(Direction.STORE):
-            rows.copy_(poison, non_blocking=True)
-        setup.synchronize()
-
-    def wrong(self) -> int:
-        setup = self.setup
-        found = setup.torch.stack([rows.to(setup.where, non_blocking=True) for rows in self._of(Direction.STORE)])
-        return setup.differing(found, setup.by_slot(Direction.STORE))
+        setup, wrong = self._setup, 0
+        if Direction.STORE in directions:
+            rows = self._rows(self.planes, Direction.STORE)
+            found = setup.torch.stack([each.to(setup.where, non_blocking=True) for each in rows])
+            wrong = setup.differing(found, setup.by_slot(Direction.STORE))
+        return wrong + (setup.wrong_blocks() if Direction.LOAD in directions else 0)
 
 
 # submitters -----------------------------------------------------------------------------------------------------------
@@ -288,7 +231,8 @@ class WorkerSubmitter:
             group_data_refs=[[base.CanonicalKVCacheRef(number, size) for number in range(setup.geometry.planes)]],
         )
         self.worker = classes.worker.CPUOffloadingWorker(caches, blocks_per_chunk=1, num_cpu_chunks=setup.num_slots)
-        self.host = PinnedTensors(setup, list(self.worker._store_handler.dst_tensors))
+        planes = list(self.worker._store_handler.dst_tensors)
+        self.host = TensorTargets(setup, planes, planes)
         undo.callback(self.worker.shutdown)
         self._next, self._running = 0, set[int]()
         self._failed: list[Any] = []
@@ -331,14 +275,14 @@ class WorkerSubmitter:
 class BackendSubmitter:
     """vLLM's `DmaCopyBackend`: a thread submits the copies; the end is seen as vLLM's own worker sees it, by events."""
 
-    def __init__(self, classes: TransferClasses, setup: TensorSetup, host: PinnedTensors, undo: ExitStack) -> None:
+    def __init__(self, classes: TransferClasses, setup: TensorSetup, host: TensorTargets, undo: ExitStack) -> None:
         self.setup, self.host, torch = setup, host, setup.torch
         lowest = max(torch.cuda.Stream.priority_range())
         load, store = (torch.cuda.Stream(setup.where, priority=lowest) for _ in range(2))
         self.backend = classes.backend.DmaCopyBackend()
         undo.callback(self.backend.shutdown)
         names = [f"plane {number}" for number in range(setup.geometry.planes)]
-        device, pinned = dict(zip(names, setup.cache, strict=True)), dict(zip(names, host.tensors, strict=True))
+        device, pinned = dict(zip(names, setup.cache, strict=True)), dict(zip(names, host.planes, strict=True))
         self.backend.init(device, pinned, setup.where, load, store)
         self._computed = torch.Event()
         self._events: dict[bool, list[tuple[int, Any]]] = {True: [], False: []}  # by whether it is a store
@@ -373,23 +317,26 @@ class BackendSubmitter:
 
 
 class VllmMethods:
-    """All methods. A context manager, which ends what they have started.
+    """All methods. A context manager, which ends what they have started."""
 
-    Args:
-        setup: of vLLM's.
-        ours: of this library's; the same one, or one of its own.
-    """
-
-    def __init__(self, lab: Lab, classes: TransferClasses, setup: TensorSetup, ours: TensorSetup) -> None:
-        self._setup, self._ours = setup, ours
+    def __init__(self, lab: Lab, classes: TransferClasses, setup: TensorSetup) -> None:
+        self._setup, size = setup, setup.geometry.block_bytes
+        planes = [
+            Plane(plane.data_ptr(), block_bytes=size, num_blocks=plane.shape[0], owner=setup.cache)
+            for plane in setup.cache
+        ]
+        self._engines: dict[str, OffloadEngine] = {}
+        self._targets: dict[str, TensorTargets] = {}
         with ExitStack() as undo:
             self._worker = WorkerSubmitter(classes, setup, undo)
             self._backend = BackendSubmitter(classes, setup, self._worker.host, undo)
-            self._engines = {
-                ENGINE: undo.enter_context(_engine(lab, ours)),
-                ENGINE_COPIES: undo.enter_context(_engine(lab, ours, sm_limit=0)),
-            }
-            self._slots = {name: EngineSlots(ours, engine) for name, engine in self._engines.items()}
+            options: dict[str, dict[str, Any]] = {ENGINE: {}, ENGINE_COPIES: {"sm_limit": 0}}
+            for name, given in options.items():
+                engine = OffloadEngine(KVLayout([planes]), device=lab.device, num_slots=setup.num_slots, **given)
+                self._engines[name] = undo.enter_context(engine)
+                slots = setup.torch.from_numpy(engine.slots.view("int8"))
+                parts = [slots[:, first : first + size] for first in range(0, len(planes) * size, size)]
+                self._targets[name] = TensorTargets(setup, [slots], parts)
             self._undo = undo.pop_all()
 
     @property
@@ -398,44 +345,28 @@ class VllmMethods:
 
     def take(self, series: Series) -> None:
         """Prepare the transfers of a series, and write what loads read."""
-        for setup in {id(each): each for each in (self._setup, self._ours)}.values():
-            setup.take(series)
-        for slots in self._slots.values():
-            slots.prepare()
+        self._setup.take(series)
+        for targets in (*self._targets.values(), self._worker.host):
+            targets.prepare()
         for submitter in (self._worker, self._backend):
             submitter.take()
-        self._worker.host.prepare()
 
     def of(self, directions: Sequence[Direction]) -> dict[str, SeriesMethod]:
         """By name; of these directions at once."""
-        geometry, series = self._setup.geometry, self._setup.series
-        nbytes = series.blocks * geometry.planes * geometry.block_bytes
-        after = self._ours.torch.cuda.current_stream().cuda_stream
-        transfers = {direction: [[ids] for ids in self._ours.by_transfer(direction)] for direction in directions}
+        setup = self._setup
+        series, nbytes = setup.series, setup.series.blocks * setup.geometry.planes * setup.geometry.block_bytes
+        after = setup.torch.cuda.current_stream().cuda_stream
+        transfers = {direction: [[ids] for ids in setup.by_transfer(direction)] for direction in directions}
         found = {}
         for name, engine in self._engines.items():
             copiers = dict.fromkeys(directions)
             submitter = EngineSubmitter(engine, transfers, copiers, after=after, series=series.transfers)
-            targets = TensorTargets(self._ours, self._slots[name])
-            found[name] = SeriesMethod(submitter, targets, nbytes, partial(_chosen, submitter))
-        targets = TensorTargets(self._setup, self._worker.host)
-        found[WORKER] = SeriesMethod(self._worker, targets, nbytes)
-        return found | {BACKEND: SeriesMethod(self._backend, targets, nbytes)}
+            found[name] = SeriesMethod(submitter, self._targets[name], nbytes, submitter.methods)
+        found[WORKER] = SeriesMethod(self._worker, self._worker.host, nbytes)
+        return found | {BACKEND: SeriesMethod(self._backend, self._worker.host, nbytes)}
 
     def __enter__(self) -> VllmMethods:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
-
-
-def _engine(lab: Lab, setup: TensorSetup, **options: Any) -> OffloadEngine:
-    planes = [
-        Plane(plane.data_ptr(), block_bytes=setup.geometry.block_bytes, num_blocks=plane.shape[0], owner=setup.cache)
-        for plane in setup.cache
-    ]
-    return OffloadEngine(KVLayout([planes]), device=lab.device, num_slots=setup.num_slots, **options)
-
-
-def _chosen(submitter: EngineSubmitter) -> dict[str, int]:
-    return dict(sum(submitter.chosen.values(), Counter()))

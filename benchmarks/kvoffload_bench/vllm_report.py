@@ -1,4 +1,4 @@
-"""What `bench vllm` prints, and the calls of vLLM's scheduler: `CPUOffloadingManager` and this library's index.
+"""What `bench vllm` prints, and the calls of vLLM's scheduler: `CPUOffloadingManager` and `KVOffloadManager`.
 
 Every cache is full. In each round a request of new keys comes: its first key is looked up (a miss), all are stored,
 which evicts as many, looked up (a hit), loaded and touched. Keys are new objects each time, 36 bytes, as vLLM's are.
@@ -11,15 +11,12 @@ import importlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
-from kvoffload.cache.entries import Status
-from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
-from kvoffload.errors import CapabilityError
+from kvoffload.cache.policies import DEFAULT_POLICY
 from kvoffload.terminal.console import Advance, Output, counted
 from kvoffload_bench.field_compute import Situation
 from kvoffload_bench.report import Fields, fixed
@@ -34,35 +31,12 @@ _KEY_BYTES = 36  # a hash of 32 bytes and the number of the group
 _FILL = 512
 
 
-class Calls(Protocol):
-    """The calls of the scheduler for one request after another."""
-
-    def begin(self, keys: Sequence[bytes]) -> None:
-        """A request with these keys has come. Not timed."""
-
-    def lookup(self, key: bytes) -> bool: ...
-
-    def prepare_store(self, keys: Sequence[bytes]) -> int:
-        """Returns how many keys are to be stored."""
-
-    def complete_store(self, keys: Sequence[bytes]) -> object: ...
-
-    def prepare_load(self, keys: Sequence[bytes]) -> object: ...
-
-    def complete_load(self, keys: Sequence[bytes]) -> object: ...
-
-    def touch(self, keys: Sequence[bytes]) -> object: ...
-
-    def end(self) -> None:
-        """The request has ended. Not timed."""
-
-
 class ManagerCalls:
-    """An offloading manager of vLLM's interface."""
+    """The calls of the scheduler to an offloading manager, for one request after another."""
 
     def __init__(self, base: Any, manager: Any) -> None:
         self._base, self._manager, self._number = base, manager, 0
-        self._hit = base.LookupResult.HIT
+        self.hit = base.LookupResult.HIT
 
     def begin(self, keys: Sequence[bytes]) -> None:
         self._number += 1
@@ -71,90 +45,27 @@ class ManagerCalls:
         for position, key in enumerate(keys, start=1):
             self._request.set_offload_key_position(key, 16 * position)
 
-    def lookup(self, key: bytes) -> bool:
-        return bool(self._manager.lookup(key, self._request) is self._hit)
-
-    def prepare_store(self, keys: Sequence[bytes]) -> int:
-        output = self._manager.prepare_store(keys, self._request)
-        return 0 if output is None else len(output.keys_to_store)
-
-    def complete_store(self, keys: Sequence[bytes]) -> object:
-        return self._manager.complete_store(keys, self._request)
-
-    def prepare_load(self, keys: Sequence[bytes]) -> object:
-        return self._manager.prepare_load(keys, self._request)
-
-    def complete_load(self, keys: Sequence[bytes]) -> object:
-        return self._manager.complete_load(keys, self._request)
-
-    def touch(self, keys: Sequence[bytes]) -> object:
-        return self._manager.touch(keys, self._request)
+    def call(self, name: str, argument: Any) -> Callable[[], Any]:
+        """A function that makes a call of the interface, with a key or with keys."""
+        return partial(getattr(self._manager, name), argument, self._request)
 
     def end(self) -> None:
         self._manager.on_request_finished(self._request)
 
 
-class IndexCalls:
-    """A `CacheIndex`, by the calls that carry out those of the interface."""
-
-    def __init__(self, capacity: int, policy: PolicyName) -> None:
-        self._index = CacheIndex(capacity, policy=policy)
-
-    def begin(self, keys: Sequence[bytes]) -> None:
-        pass
-
-    def lookup(self, key: bytes) -> bool:
-        return self._index.status([key])[0] is Status.HIT
-
-    def prepare_store(self, keys: Sequence[bytes]) -> int:
-        self._reservation = self._index.reserve(keys)
-        return len(self._reservation.indices)
-
-    def complete_store(self, keys: Sequence[bytes]) -> object:  # noqa: ARG002
-        self._reservation.commit()
-        return None
-
-    def prepare_load(self, keys: Sequence[bytes]) -> object:
-        self._lease = self._index.acquire(keys)
-        return list(self._lease.indices)
-
-    def complete_load(self, keys: Sequence[bytes]) -> object:  # noqa: ARG002
-        self._lease.release()
-        return None
-
-    def touch(self, keys: Sequence[bytes]) -> object:
-        self._index.touch(keys)
-        return None
-
-    def end(self) -> None:
-        pass
-
-
-def managers(classes: ManagerClasses, capacity: int) -> dict[str, Calls]:
+def managers(classes: ManagerClasses, capacity: int) -> dict[str, ManagerCalls]:
     """By name; this library's by its default policy first."""
-    ours, theirs = _own_manager(), classes.manager.CPUOffloadingManager
-    policies: tuple[PolicyName, ...] = (DEFAULT_POLICY, "lru")
-    found: dict[str, Calls] = {}
-    for policy in policies:
-        if ours is None:
-            found[f"CacheIndex, {policy}"] = IndexCalls(capacity, policy)
-        else:
-            found[f"{ours.__name__}, {policy}"] = ManagerCalls(classes.base, ours(capacity, policy=policy))
+    ours: Any = importlib.import_module("kvoffload.vllm").KVOffloadManager
+    theirs, found = classes.manager.CPUOffloadingManager, {}
+    for policy in (DEFAULT_POLICY, "lru"):
+        found[f"{ours.__name__}, {policy}"] = ManagerCalls(classes.base, ours(capacity, policy=policy))
     for name in CACHES:
         found[name] = ManagerCalls(classes.base, theirs(capacity, cache_policy=name[-3:]))
     return found
 
 
-def _own_manager() -> Any:
-    """This library's offloading manager; None if this vLLM cannot have it."""
-    try:
-        return importlib.import_module("kvoffload.vllm").KVOffloadManager
-    except (ImportError, CapabilityError):
-        return None
-
-
 def measure(
-    callers: dict[str, Calls], capacity: int, repeats: int, progress: Advance, counts: Sequence[int] = COUNTS
+    callers: Mapping[str, ManagerCalls], capacity: int, repeats: int, progress: Advance, counts: Sequence[int] = COUNTS
 ) -> list[dict[str, Any]]:
     """A record for each caller and number of keys: median microseconds by call, and how many keys were stored."""
     numbers = {name: _fill(each, capacity) for name, each in callers.items()}
@@ -174,19 +85,20 @@ def measure(
     return records
 
 
-def _fill(calls: Calls, capacity: int) -> int:
+def _fill(calls: ManagerCalls, capacity: int) -> int:
     """Fill the cache with requests, every second of which comes twice. Returns the number of the next key."""
     for number, first in enumerate(range(0, capacity, _FILL)):
         _round(calls, first, min(_FILL, capacity - first), None)
         if number % 2:
-            calls.touch(_keys(first - _FILL, _FILL))
+            calls.call("touch", _keys(first - _FILL, _FILL))()
     return capacity
 
 
-def _round(calls: Calls, first: int, count: int, samples: dict[str, list[float]] | None) -> int:
+def _round(calls: ManagerCalls, first: int, count: int, samples: dict[str, list[float]] | None) -> int:
     """All calls of one request. Returns how many keys were stored."""
 
-    def timed(name: str, call: Callable[[], Any]) -> Any:
+    def timed(name: str, argument: Any) -> Any:
+        call = calls.call(name, argument)
         begin = time.perf_counter()
         result = call()
         if samples is not None:
@@ -194,15 +106,15 @@ def _round(calls: Calls, first: int, count: int, samples: dict[str, list[float]]
         return result
 
     calls.begin(_keys(first, count))
-    assert not calls.lookup(_keys(first, 1)[0]), "a new key is a miss"
-    stored: int = timed("prepare_store", partial(calls.prepare_store, _keys(first, count)))
-    timed("complete_store", partial(calls.complete_store, _keys(first, count)))
-    held = stored == count
-    if held:
-        assert timed("lookup", partial(calls.lookup, _keys(first, 1)[0])), "a stored key is a hit"
-        timed("prepare_load", partial(calls.prepare_load, _keys(first, count)))
-        timed("complete_load", partial(calls.complete_load, _keys(first, count)))
-    timed("touch", partial(calls.touch, _keys(first, count)))
+    assert calls.call("lookup", _keys(first, 1)[0])() is not calls.hit, "a new key is a miss"
+    output = timed("prepare_store", _keys(first, count))
+    stored = 0 if output is None else len(output.keys_to_store)
+    timed("complete_store", _keys(first, count))
+    if stored == count:
+        assert timed("lookup", _keys(first, 1)[0]) is calls.hit, "a stored key is a hit"
+        timed("prepare_load", _keys(first, count))
+        timed("complete_load", _keys(first, count))
+    timed("touch", _keys(first, count))
     calls.end()
     return stored
 
@@ -253,13 +165,10 @@ def compare(cells: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def _figures(cell: Record) -> dict[str, Any]:
-    return {
-        "method": cell["method"],
-        "gb_per_s": cell["gb_per_s"],
-        "call_us": cell["call_median_us"],
-        "slowdown": cell.get("compute_slowdown"),
-        "lost_us_per_mib": _lost(cell),
-    }
+    """`lost_us_per_mib`: of the median round; None on an idle GPU."""
+    lost, found = _lost_by_round(cell), {"method": cell["method"], "gb_per_s": cell["gb_per_s"]}
+    found |= {"call_us": cell["call_median_us"], "slowdown": cell.get("compute_slowdown")}
+    return found | {"lost_us_per_mib": statistics.median(lost) if lost else None}
 
 
 def _lost_by_round(cell: Record) -> list[float]:
@@ -268,11 +177,6 @@ def _lost_by_round(cell: Record) -> list[float]:
     """
     rounds = zip(cell.get("samples_compute_slowdown", ()), cell.get("samples_gb_per_s", ()), strict=False)
     return [max(0.0, 1 - 1 / slow) * (1 << 20) / (rate * 1e3) for slow, rate in rounds if slow is not None]
-
-
-def _lost(cell: Record) -> float | None:
-    """The median round; None on an idle GPU."""
-    return statistics.median(rounds) if (rounds := _lost_by_round(cell)) else None
 
 
 def _over(ours: Record, theirs: Record) -> dict[str, Any]:
@@ -299,7 +203,6 @@ def summarize(comparisons: Sequence[Record]) -> dict[str, dict[str, Any]]:
             "median": statistics.median(ratios),
             "lowest": min(mine, key=lambda each: each[name]["ratio"]),
             "highest": max(mine, key=lambda each: each[name]["ratio"]),
-            "medians": _medians(mine, name),
             "busy_cells": len(busy),
         }
         if busy:
@@ -312,18 +215,6 @@ def summarize(comparisons: Sequence[Record]) -> dict[str, dict[str, Any]]:
             }
         found[name] = summary
     return found
-
-
-def _medians(comparisons: Iterable[Record], name: str) -> dict[str, dict[str, float]]:
-    """Median ratios by situation and direction."""
-    ratios: dict[str, dict[str, list[float]]] = {}
-    for each in comparisons:
-        by_direction = ratios.setdefault(each["situation"], {})
-        by_direction.setdefault(each["direction"], []).append(each[name]["ratio"])
-    return {
-        situation: {direction: statistics.median(values) for direction, values in by_direction.items()}
-        for situation, by_direction in ratios.items()
-    }
 
 
 def scheduler_ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -376,23 +267,21 @@ def _verdict(summary: Mapping[str, Record]) -> str:
     )
 
 
-def _summary_lines(name: str, each: Record) -> list[str]:
+def _summary_lines(name: str, each: Record) -> Iterator[str]:
     label = {ENGINE: "default options", ENGINE_COPIES: "sm_limit=0"}[name]
-    lines = [
+    yield (
         f"{label}: {each['at_least_1']} of {each['cells']} cells >= 1.0x, median {each['median']:.2f}, lowest "
         f"{each['lowest'][name]['ratio']:.2f} ({_at(each['lowest'])}), highest {each['highest'][name]['ratio']:.2f} "
         f"({_at(each['highest'])})"
-    ]
+    )
     if each["busy_cells"]:
-        places, lost = each["loses"], each["lost_us_per_mib"]
-        most, most_vllm = each["most_lost"], each["most_lost_vllm"]
-        lines.append(
+        places, lost, most, theirs = (each[key] for key in ("loses", "lost_us_per_mib", "most_lost", "most_lost_vllm"))
+        yield (
             f"{label}: computation loses {lost['ours']:.1f} us for a MiB moved in each of {each['busy_cells']} cells, "
             f"with vLLM's {lost['vllm']:.1f}; in every round more in {places['more']} cells, less in {places['less']}; "
             f"most {most[name]['lost_us_per_mib']:.1f} us ({_at(most)}), with vLLM's "
-            f"{most_vllm['vllm']['lost_us_per_mib']:.1f} us ({_at(most_vllm)})"
+            f"{theirs['vllm']['lost_us_per_mib']:.1f} us ({_at(theirs)})"
         )
-    return lines
 
 
 def _at(each: Record) -> str:
@@ -423,17 +312,20 @@ def _show_place(allocator: str, situation: Situation, comparisons: Iterable[Reco
         output.table(f"{situation.text}, {allocator} allocator", columns, lines)
 
 
-def _microseconds(value: float | None) -> str:
-    return fixed(value, 1 if value is not None and value < 100 else 0)
-
-
 def show_scheduler(fields: Fields, output: Output) -> None:
     """Microseconds of the scheduler's calls; these are real on every machine."""
     records: Sequence[Record] = fields["scheduler"]
     if not records:
         return
     columns = ("keys", "cache", "lookup", "prep store", "compl store", "prep load", "compl load", "touch")
-    lines = [(each["keys"], each["name"], *(_microseconds(each["us"][call]) for call in CALLS)) for each in records]
+    lines = [
+        (
+            each["keys"],
+            each["name"],
+            *(fixed(us, 1 if us is not None and us < 100 else 0) for us in map(each["us"].get, CALLS)),
+        )
+        for each in records
+    ]
     title = f"host time of the scheduler's calls, {fields['scheduler_capacity']:,} keys held, microseconds, medians"
     output.table(title, columns, lines, left=("cache",))
     for name in dict.fromkeys(each["over"] for each in fields["scheduler_ratios"]):

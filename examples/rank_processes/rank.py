@@ -59,7 +59,7 @@ def open_rank(connection: Connection, setup: Setup) -> Iterator[Rank]:
             yield rank
     except SchedulerEndedError:
         sys.exit(1)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # reported to the process that has started this one
         try:
             connection.send(messages.Raised("".join(traceback.format_exception(error))))
         except OSError:

@@ -90,7 +90,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         CapacityError: the engine has fewer slots than groups, but some; or another cache owns its slots; or there are
             tiers and no slots.
         ClosedError: the engine is closed.
-         LayoutError: what `Tier.attach` raises.
+        LayoutError: what `Tier.attach` raises.
         ValueError, TypeError: bad arguments.
     """
 

@@ -126,7 +126,7 @@ class Pool:
                     policy.insert(keys)
             if len(policy) != len(keys) or set(policy) != set(keys):
                 return policy, f"it knows {len(policy)} keys and should know {len(keys)}"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # a policy of the caller's
             return policy, repr(error)
         return policy, None
 

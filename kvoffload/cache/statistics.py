@@ -304,7 +304,7 @@ class StatisticsRecorder:
                     del self.unreported[0]  # not popleft(): an interrupt after that call would lose the event
                     try:
                         self._on_event(event)  # type: ignore[misc]
-                    except Exception as error:
+                    except Exception as error:  # noqa: BLE001  # a hook of the caller's
                         message = f"on_event raised {error!r}; the cache goes on"
                         warnings.warn(message, KVOffloadWarning, stacklevel=4)
             finally:

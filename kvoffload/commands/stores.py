@@ -36,7 +36,7 @@ def probe(words: Sequence[str]) -> dict[str, Any]:
     try:
         store = store_of(words)
         _try(store, fields)
-    except Exception as error:  # of any client
+    except Exception as error:  # noqa: BLE001  # of any client
         explained = store.explained(error)
         fields |= {"problem": explained.problem, "remedy": explained.remedy}
     return fields

@@ -225,7 +225,7 @@ class DeviceResources:
                     for resource in list(self.registered)[::-1]:
                         try:
                             resource.free()
-                        except Exception as error:
+                        except Exception as error:  # noqa: BLE001  # the first is raised once all is freed
                             first = first or error
                     if first is not None:
                         raise first

@@ -109,7 +109,7 @@ class Callbacks:
                 self._waiting.remove(entry)
                 try:
                     _call(entry[1], entry[0])
-                except BaseException:  # SystemExit, CancelledError: they would end the thread
+                except BaseException:  # noqa: BLE001  # SystemExit, CancelledError: they would end the thread
                     LOGGER.exception("a done callback of %r raised", entry[0])
             if not ended:
                 time.sleep(_POLL_SECONDS)
@@ -120,12 +120,12 @@ def _has_ended(job: Waitable[Any]) -> bool:
         return job.done
     except ClosedError:  # a closed device: the job will not change any more
         return True
-    except BaseException:  # the driver's, which may pass, or a tracer's: it is asked again
+    except BaseException:  # noqa: BLE001  # the driver's, which may pass, or a tracer's: it is asked again
         return job.finished
 
 
 def _call(callback: Callable[[Any], object], job: Waitable[Any]) -> None:
     try:
         callback(job)
-    except Exception:  # as concurrent.futures does: the other callbacks are called all the same
+    except Exception:  # noqa: BLE001  # as concurrent.futures does: the other callbacks are called all the same
         LOGGER.exception("a done callback of %r raised", job)

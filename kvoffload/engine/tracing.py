@@ -80,7 +80,7 @@ def start(tracer: Tracer, job: Job, record: AnyTransfer, notices: Notices) -> No
     try:
         started = tracer.on_submit(job)
         record.trace = (tracer, started)  # a plain tuple: an interrupt in the call of a class would lose `started`
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # a tracer of the caller's
         notices.append(Notice(logging.ERROR, f"on_submit of {tracer!r} raised {error!r}"))
         return
     if record.finished:  # the context was lost in its submission
@@ -108,7 +108,7 @@ def deliver(notices: Notices) -> None:
         tracer, started = trace
         try:
             tracer.on_end(started, result)
-        except Exception:
+        except Exception:  # noqa: BLE001  # a tracer of the caller's
             LOGGER.exception("on_end of %r raised", tracer)
 
 

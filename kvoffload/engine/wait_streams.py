@@ -102,7 +102,7 @@ def _as_source(given: Any, name: str) -> Source:
 def _has_cuda_array_interface(given: Any) -> bool:
     try:
         return hasattr(given, "__cuda_array_interface__")
-    except Exception:  # PyTorch raises others than AttributeError, for instance for tensors that need a gradient
+    except Exception:  # noqa: BLE001  # PyTorch raises RuntimeError for tensors that need a gradient
         return False
 
 

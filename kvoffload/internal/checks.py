@@ -75,7 +75,7 @@ def reason(error: BaseException) -> str:
     """An exception for a message: its type and the first line of its text, masked; no error for any exception."""
     try:
         text = str(error).partition("\n")[0]
-    except Exception:  # an exception that cannot show itself must not replace what is reported
+    except Exception:  # noqa: BLE001  # an exception that cannot show itself must not replace what is reported
         text = ""
     return f"{type(error).__name__}: {masked(text)}"[:_REASON] if text else type(error).__name__
 
@@ -86,7 +86,7 @@ def shown(value: Any, length: int = 80) -> str:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except Exception:  # an object that cannot show itself must not replace the error that names the argument
+    except Exception:  # noqa: BLE001  # it must not replace the error that names the argument
         return f"an object of type {type(value).__name__}"
     return masked(text[:_MASKED])[:length]
 

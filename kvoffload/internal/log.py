@@ -29,7 +29,7 @@ class _UnlessConfigured(logging.Handler):
 def _mask(record: logging.LogRecord) -> bool:
     try:
         text = record.getMessage()
-    except Exception:  # an object that cannot show itself: handlers say so
+    except Exception:  # noqa: BLE001  # an object that cannot show itself: handlers say so
         return True
     if masked(text) != text:
         record.msg, record.args = masked(text), ()

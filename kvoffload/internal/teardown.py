@@ -11,7 +11,7 @@ def run_all(steps: Iterable[Callable[[], None]]) -> None:
     for step in steps:
         try:
             step()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # the first is raised once all is done
             first = first or error
     if first is not None:
         raise first

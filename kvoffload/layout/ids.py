@@ -90,7 +90,7 @@ def _of_others(name: str, ids: Ids) -> np.ndarray[Any, Any]:
                     raise LayoutError(f"{name}[{index}] is {each}, a boolean among integers; pass integers")
     except LayoutError:
         raise
-    except Exception as error:  # an array of another library raises what it likes while it is converted
+    except Exception as error:  # noqa: BLE001  # an array of another library raises what it likes while it is converted
         raise LayoutError(
             f"{name} must be something numpy turns into a 1-D integer array, such as a list of ints: {error}"
         ) from None

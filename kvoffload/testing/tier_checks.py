@@ -583,7 +583,7 @@ def _errors_of(works: Sequence[Callable[[], object]], name: str, timeout: float)
     def run(work: Callable[[], object]) -> None:
         try:
             work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that has started this one
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(work,), name=name, daemon=True) for work in works]

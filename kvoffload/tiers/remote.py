@@ -276,7 +276,7 @@ class RemoteTier(ThreadedTier):
         LOGGER.warning("%r: the record %s is not what was put; it is deleted", self, name)
         try:
             self._delete_and_forget([name])
-        except Exception as error:  # the store is read-only for this client, or gone: it stays a miss
+        except Exception as error:  # noqa: BLE001  # the store is read-only for this client, or gone: it stays a miss
             LOGGER.warning("%r: the record %s was not deleted: %s", self, name, shown(error))
         return Outcome.MISSING
 

@@ -238,7 +238,7 @@ class ThreadedTier(Tier):
             wanted = [job.keys[at] for at in positions]
             try:
                 found = self.have_records(wanted)
-            except Exception as error:  # for some of the keys, if they are asked for one by one
+            except Exception as error:  # noqa: BLE001  # for some of the keys, if they are asked for one by one
                 self._workers.warn(error)
                 if type(self).has_record is ThreadedTier.has_record:
                     return [Outcome.FAILED] * len(wanted)
@@ -268,12 +268,12 @@ class ThreadedTier(Tier):
             return [False] * len(keys)
         try:
             return list(self.have_records(keys))
-        except Exception:  # for some of the keys
+        except Exception:  # noqa: BLE001  # for some of the keys
             found = [False] * len(keys)
             for at, key in enumerate(keys):
                 try:
                     found[at] = self.have_records([key])[0]
-                except Exception:  # a failing medium, or one that is being closed: a miss
+                except Exception:  # noqa: BLE001  # a failing medium, or one that is being closed: a miss
                     pass
             return found
 
@@ -322,7 +322,7 @@ class ThreadedTier(Tier):
             if self._opened:
                 try:
                     self.release()
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001  # a medium may raise anything
                     LOGGER.warning("%r: release: %s", self, shown(error))
                 self._opened = False
 
@@ -385,7 +385,7 @@ class ThreadedTier(Tier):
         """Make one key FAILED if its call raises, and not the others."""
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # a medium may raise anything
             self._workers.warn(error)
             return Outcome.FAILED
 

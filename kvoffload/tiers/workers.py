@@ -337,7 +337,7 @@ class Workers:
                     with self._lock:
                         self._calls.pop(number, None)
                     work.job.settle(positions, outcomes)
-            except BaseException as error:  # from a caller's function: SystemExit, say
+            except BaseException as error:  # noqa: BLE001  # from a caller's function: SystemExit, say
                 self.warn(error)
             with self._lock:
                 self._calls.pop(number, None)
@@ -366,7 +366,7 @@ class Workers:
             outcomes = list(work.run(positions))
             if len(outcomes) != len(positions) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
                 raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
-        except BaseException as error:  # nothing ends the thread: the tier would be dead without a word
+        except BaseException as error:  # noqa: BLE001  # nothing ends the thread: the tier would be dead without a word
             self.warn(error)
             return [Outcome.FAILED] * len(positions)
         return outcomes
@@ -380,7 +380,7 @@ class Workers:
         if due:
             try:
                 LOGGER.warning("tier %s: %s; its keys are misses", self._label, reason(error))
-            except BaseException:  # a handler or filter of the caller's
+            except BaseException:  # noqa: BLE001  # a handler or filter of the caller's
                 pass
 
 

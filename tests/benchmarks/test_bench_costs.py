@@ -1,4 +1,4 @@
-"""`bench sweep` and `bench interference`; the grid-stride kernel."""
+"""`bench sweep`; the grid-stride kernel."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ import numpy as np
 import pytest
 from benching import run_json, times_in
 
-import kvoffload
-from kvoffload.calibration.compute import MATMUL
-from kvoffload.calibration.compute import SMALL as SMALL_PRODUCT
 from kvoffload.commands import main
 from kvoffload.kernels import KernelSpec, compile_kernel
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.files import require_writable, write_whole
-from kvoffload.tuning import CopyMethod
 from kvoffload_bench.copy_methods import GridStride
 from kvoffload_bench.harness import Lab
-from kvoffload_bench.interference import EngineBackground, StreamBackground
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 
 # bench sweep ----------------------------------------------------------------------------------------------------------
@@ -40,7 +35,7 @@ def test_bench_sweep_verifies_every_size_count_and_placement(capsys: pytest.Capt
         for copies in (8, 24)  # whole blocks of 8 planes
     }
     for row in rows:
-        assert {"choice, overlap", "choice, latency", "gather 4", "gather 2", "batch", "copy loop"} <= set(row["wrong"])
+        assert {"choice, overlap", "choice, latency", "gather 4", "batch", "copy loop"} <= set(row["wrong"])
         assert set(row["wrong"].values()) == {0}
     assert fields["wrong_rows"] == 0
     assert times_in(fields) == []
@@ -145,128 +140,3 @@ def test_the_grid_stride_kernel_moves_words_of_eight_bytes() -> None:
     assert accesses
     assert set(accesses) <= {"ld.global.b64", "st.global.b64"}
     assert compiled.threads == 128
-
-
-# bench interference ---------------------------------------------------------------------------------------------------
-
-
-def test_bench_interference_verifies_what_runs_beside_every_computation(capsys: pytest.CaptureFixture[str]) -> None:
-    fields = run_json(capsys, "bench", "interference", "--backend", "simulated")
-    rows = fields["interference"]
-    methods = {"choice, overlap", "strided", "batch", "contiguous copy", "grid-stride 12", "grid-stride 20", "alone"}
-    methods |= {f"gather {programs}" for programs in (1, 2, 4, 8)}
-    kinds = {(row["computation"], row["direction"]) for row in rows}
-    assert kinds == {
-        *(("matrix product", "store"), ("matrix product", "load")),
-        *(("skinny product", "store"), ("skinny product", "load")),
-        ("decode-like loop, stores only", "store"),
-    }
-    for kind in kinds:
-        shown = {row["method"] for row in rows if (row["computation"], row["direction"]) == kind}
-        assert shown - {"split 1", "split 2"} == methods
-    assert all(row["wrong"] == 0 for row in rows)
-    assert times_in(fields) == []
-    assert fields["ratios"] == []
-
-
-def test_bench_interference_counts_wrong_bytes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def nothing(self: EngineBackground, after: int | None = None) -> None:
-        pass
-
-    one = [(MATMUL.name, SMALL_PRODUCT, (Direction.STORE,))]
-    monkeypatch.setattr("kvoffload_bench.interference._computations", lambda _: one)
-    monkeypatch.setattr(EngineBackground, "submit", nothing)
-    monkeypatch.setattr(EngineBackground, "top_up", nothing)
-    fields = run_json(capsys, "bench", "interference", "--backend", "simulated", code=1)
-    wrong = {row["method"] for row in fields["interference"] if row["wrong"]}
-    assert {"choice, overlap", "strided", "gather 8"} <= wrong
-    assert not wrong & {"contiguous copy", "grid-stride 12", "grid-stride 20", "alone"}
-
-
-def test_a_background_is_topped_up_and_finished(lab: Lab) -> None:
-    with TransferSetup(lab, geometry_of(4, 256, 1.0), count=2) as setup:
-        setup.prepare(Direction.LOAD)
-        engine = EngineBackground(setup, Direction.LOAD, CopyMethod("gather", 2, 1.0))
-        source, target = (int(end[0]) for end in setup.ends(Direction.LOAD))
-        bare = StreamBackground(lab, lambda stream: lab.driver.copy(target, source, 256, stream), 256)
-        for background in (engine, bare):
-            while len(background.seconds) < 3:
-                background.top_up()
-            background.finish()
-            assert background.nbytes == (setup.nbytes if background is engine else 256)
-        assert engine.reason
-        bare.close()
-
-
-def test_what_a_failed_transfer_had_queued_is_waited_for_and_given_back(lab: Lab) -> None:
-    ends = lab.device.allocate(512)
-    lab.timer.seconds(lambda: lab.driver.fill(ends.address, 1, 256, lab.timer.stream))
-
-    def queue(stream: int) -> None:
-        lab.driver.copy(ends.address + 256, ends.address, 256, stream)
-        raise RuntimeError("half of it")
-
-    bare = StreamBackground(lab, queue, 256)
-    with pytest.raises(RuntimeError, match="half of it"):
-        bare.submit()
-    bare.close()
-    assert (ends.to_numpy() == 1).all()
-    ends.close()
-
-
-@pytest.mark.parametrize("kind", ["engine", "bare"])
-def test_transfers_that_outlast_the_computation_are_not_counted(lab: Lab, kind: str) -> None:
-    with TransferSetup(lab, geometry_of(4, 256, 1.0), count=2) as setup, lab.device.current():
-        setup.prepare(Direction.LOAD)
-        held = lab.driver.stream_create(0)
-        source, target = (int(end[0]) for end in setup.ends(Direction.LOAD))
-        with closing(StreamBackground(lab, lambda stream: lab.driver.copy(target, source, 256, stream), 256)) as bare:
-            background = bare if kind == "bare" else EngineBackground(setup, Direction.LOAD, "strided")
-            for _ in range(200):
-                lab.driver.fill(target, 7, 256, held)
-            background.submit(after=held)
-            background.finish()
-            assert background.seconds == []
-        lab.driver.stream_destroy(held)
-
-
-def test_bench_interference_goes_on_without_the_grid_stride_kernel(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise kvoffload.CapabilityError("it cannot be compiled")
-
-    one = [(MATMUL.name, SMALL_PRODUCT, (Direction.STORE,))]
-    monkeypatch.setattr("kvoffload_bench.interference._computations", lambda _: one)
-    monkeypatch.setattr("kvoffload_bench.interference.GridStride", refuse)
-    fields = run_json(capsys, "bench", "interference", "--backend", "simulated")
-    assert fields["not_run"] == dict.fromkeys(("grid-stride 12", "grid-stride 20"), "it cannot be compiled")
-    assert {"strided", "contiguous copy", "alone"} <= {row["method"] for row in fields["interference"]}
-
-
-def test_a_background_waits_for_the_stream_that_it_follows(lab: Lab) -> None:
-    with TransferSetup(lab, geometry_of(4, 256, 1.0), count=1) as setup, lab.device.current():
-        setup.prepare(Direction.LOAD)
-        setup.poison(Direction.LOAD)
-        source, target = (int(end[0]) for end in setup.ends(Direction.LOAD))
-        bare = StreamBackground(lab, lambda stream: lab.driver.copy(target, source, 256, stream), 256)
-        other = lab.driver.stream_create(0)
-        for _ in range(20):
-            lab.driver.fill(target, 7, 256, other)
-        bare.submit(after=other)
-        bare.finish()
-        assert setup.wrong(Direction.LOAD) == 3, "the last word is the copy's, in the one row that it moves"
-        lab.driver.stream_destroy(other)
-        bare.close()
-
-
-@pytest.mark.gpu
-def test_bench_interference_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
-    fields = run_json(capsys, "bench", "interference", "--repeats", "3", *on_gpu)
-    assert fields["wrong_rows"] == 0
-    alone = [row for row in fields["interference"] if row["method"] == "alone"]
-    assert [row["slowdown"] for row in alone] == [1.0] * 5
-    assert all(row["slowdown"] > 0 for row in fields["interference"])
-    assert len(fields["ratios"]) == 5

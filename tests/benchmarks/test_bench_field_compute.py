@@ -64,7 +64,7 @@ def test_after_a_failed_call_all_is_freed(seed: int, call: str, nth: int) -> Non
         ) as run,
         contiguous_series(lab, SIZE) as contiguous,
         FieldSetup(lab, MODEL, Placement.INTERLEAVED, SIZE) as setup,
-        closing(FieldMethods(setup, contiguous, "overlap", shipped=True)) as methods,
+        closing(FieldMethods(setup, contiguous)) as methods,
     ):
         device.simulator.faults.fail_call(call, nth)
         with pytest.raises(KVOffloadError):

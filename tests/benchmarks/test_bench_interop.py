@@ -17,8 +17,8 @@ from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
 from kvoffload_bench import interop, jax_methods
-from kvoffload_bench.framework_data import POISON_ELEMENT, FrameworkData, FrameworkMethod, time_warmed
-from kvoffload_bench.harness import CONTIGUOUS_COPY, WARM_UP, Lab, Scenario
+from kvoffload_bench.framework_data import POISON_ELEMENT, FrameworkData, FrameworkMethod
+from kvoffload_bench.harness import CONTIGUOUS_COPY, WARM_UP, Lab, Scenario, time_rounds
 
 SIMULATED = ("bench", "interop", "--backend", "simulated")
 GEOMETRY = MODELS["llama-3.1-8b"].scaled(1 / 64)
@@ -26,7 +26,7 @@ NO_WRONG = {"store": 0, "load": 0}
 ROWS = 64 * 4  # of a transfer of 4 blocks
 BACK_TO_BACK = interop._BACK_TO_BACK
 OCCASIONS = ("one at a time", f"{BACK_TO_BACK} back to back")
-JAXS_OWN = (jax_methods.OWN, jax_methods.OWN_IDS, jax_methods.OWN_JITTED, jax_methods.PER_BLOCK)
+JAXS_OWN = (jax_methods.OWN, jax_methods.OWN_JITTED)
 
 needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 
@@ -129,14 +129,14 @@ def test_times_and_ratios_of_a_device_that_has_them(
 ) -> None:
     def timed(scenarios: dict[str, Scenario], *options: Any) -> Any:
         """Ours takes 1 ms, theirs 2 ms (1.5 ms back to back), the idle one 4 ms. The contiguous copy has wrong rows."""
-        found = time_warmed(scenarios, *options)
+        found = time_rounds(scenarios, *options)
         found[CONTIGUOUS_COPY] = replace(found[CONTIGUOUS_COPY], wrong=3)
         for name, alone, back_to_back in (("ours", 1, 1), ("theirs", 2, 1.5), ("idle", 4, 4)):
             for occasion, milliseconds in zip(OCCASIONS, (alone, back_to_back), strict=True):
                 found[f"Fake: {name}, {occasion}"].seconds[:] = [milliseconds * 1e-3]
         return found
 
-    monkeypatch.setattr(interop, "time_warmed", timed)
+    monkeypatch.setattr(interop, "time_rounds", timed)
     with monkeypatch.context() as patch:
         patch.setattr(lab.device, "simulated", False)
         fields = interop._measure(lab, GEOMETRY, 4, lambda *_: None)
@@ -171,12 +171,8 @@ def test_times_and_ratios_of_a_device_that_has_them(
         for direction in Direction
     ]
     interop._show(fields | {"simulated": False}, Output(as_json=False))
-    alone, _, back_to_back = capsys.readouterr().out.partition(OCCASIONS[1])
-    for part, occasion, ratio in ((alone, OCCASIONS[0], "2.00"), (back_to_back, OCCASIONS[1], "1.50")):
-        assert f"Fake, {occasion}: GB/s of ours over those of ..." in " ".join(part.split())
-        lines = [re.split(" {2,}", line) for line in part.splitlines()]
-        assert ["Fake: ours", "0.1", "0.1", "1000", "1000", "cart"] in lines
-        assert ["theirs", ratio, ratio] in lines
+    lines = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines.count(["Fake: ours", "0.1", "0.1", "1000", "1000", "cart"]) == 2
 
 
 @pytest.mark.parametrize(

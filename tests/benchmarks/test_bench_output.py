@@ -21,7 +21,6 @@ BENCHES = {
     "sweep": ("--sizes", "4096", "--counts", "8"),
     "field": ("--layouts", "block-major"),
     "sharded": (),
-    "interference": (),
     "parts": ("--parts", "1,4"),
     "submit": (),
 }
@@ -127,14 +126,6 @@ def test_the_choice_takes_one_line_a_transfer(capsys: pytest.CaptureFixture[str]
         for row in rows.splitlines():
             assert re.search(r"\d +48\.2 \(0\.88\)  batch +48\.2 \(0\.88\)  gather 4$", row), row
     assert sum(table.count("(0.88)") for table in tables) == len(fields["transfers"])
-
-
-def test_wide_prints_a_column_for_each_copy_method(capsys: pytest.CaptureFixture[str]) -> None:
-    fields, show = measured(json.loads(recorded("transfer")))
-    show(fields, Output(as_json=False, wide=True))
-    heading = next(line for line in capsys.readouterr().out.splitlines() if "planes x bytes" in line)
-    for name in ("strided", "batch", "gather 4", "flat batch", "contiguous copy"):
-        assert name in heading
 
 
 def test_wrong_bytes_of_a_benchmark_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,28 +53,6 @@ def sweep() -> dict[str, Any]:
     return {"benchmark": "sweep", "transfers": rows, **MADE_UP}
 
 
-def transfer() -> dict[str, Any]:
-    rows = [transfer_row(), transfer_row(model="n", placement="scattered", blocks_per_slot=8)]
-    return {"benchmark": "transfer", "transfers": rows, **MADE_UP}
-
-
-def interference() -> dict[str, Any]:
-    methods = {
-        "alone": 1.0,
-        "choice, overlap": 0.99,
-        "strided": 1.02,
-        "gather 4": 1.3,
-        "split 1": 1.1,
-        "contiguous copy": 1.03,
-    }
-    methods |= {"batch": 1.0, "grid-stride 12": 1.4}
-    rows = [
-        {"computation": "matrix product", "direction": "load", "method": method, "slowdown": value}
-        for method, value in methods.items()
-    ]
-    return {"benchmark": "interference", "interference": rows, **MADE_UP}
-
-
 def field() -> dict[str, Any]:
     cells = [
         {"model": "m", "layout": layout, "situation": situation, "direction": direction, "method": method}
@@ -100,15 +78,13 @@ def save(folder: Path, **results: dict[str, Any]) -> list[str]:
 
 @needs_matplotlib
 def test_bench_plot_draws_every_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = save(tmp_path, sweep=sweep(), transfer=transfer(), interference=interference(), field=field())
+    files = save(tmp_path, sweep=sweep(), field=field())
     target = tmp_path / "new" / "figures"
     assert main(["bench", "plot", *files, "--output", str(target)]) == 0
     written = {Path(line).name for line in capsys.readouterr().out.splitlines()}
     assert written == {path.name for path in target.iterdir()}
     assert written == {
-        *("bandwidth-store.png", "bandwidth-load.png", "count-store.png", "count-load.png"),
-        *("models-store.png", "slowdown-load.png"),
-        *("field.png", "field-store.png", "field-load.png", "field-both.png"),
+        *("bandwidth-store.png", "bandwidth-load.png", "field.png"),
     }
     for path in target.iterdir():
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -147,8 +123,7 @@ def test_there_is_no_headline_of_one_layout_or_without_loads(key: str, value: st
         (json.dumps({"benchmark": ["sweep"]}), "is no result of"),
         (json.dumps({"benchmark": "sweep", **MADE_UP}), "KeyError: 'transfers'"),
         (json.dumps(sweep() | {"transfers": []}), "is no complete result of `bench sweep`"),
-        (json.dumps(transfer() | {"transfers": [1]}), "result.json is no complete result of `bench transfer`"),
-        (json.dumps(interference() | {"interference": None}), "is no complete result of `bench interference`"),
+        (json.dumps(sweep() | {"transfers": [1]}), "result.json is no complete result of `bench sweep`"),
         (json.dumps(field() | {"cells": [{}]}), "result.json is no complete result of `bench field`"),
         (json.dumps({"benchmark": "submit", **MADE_UP}), "there is nothing to draw in results of: submit"),
     ],
@@ -171,7 +146,7 @@ def test_bench_plot_names_a_folder_that_cannot_be_written(tmp_path: Path, capsys
 
 @needs_matplotlib
 def test_bench_plot_refuses_two_results_of_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = save(tmp_path, one=sweep(), two=interference(), three=sweep())
+    files = save(tmp_path, one=sweep(), two=field(), three=sweep())
     assert main(["bench", "plot", *files, "--output", str(tmp_path / "out")]) == 2
     assert f"{files[0]} and {files[2]} are both results of `bench sweep`" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -199,43 +174,9 @@ def test_without_matplotlib_the_command_says_what_to_install_before_it_measures(
         assert "pip install 'kvoffload[plot]'" in capsys.readouterr().err
 
 
-def points(figure: Any) -> dict[str, list[tuple[float, float]]]:
-    return {
-        drawn.get_label(): [(float(x), float(y)) for x, y in drawn.get_offsets()]
-        for drawn in figure.axes[0].collections
-    }
-
-
-@needs_matplotlib
-def test_models_show_the_largest_transfer_and_say_so() -> None:
-    rows = [transfer_row(blocks=blocks, gb_per_s={"choice, overlap": rate, "contiguous copy": 50.0})
-            for blocks, rate in ((16, 20.0), (128, 40.0), (4, 10.0))]  # fmt: skip
-    fields = {"benchmark": "transfer", "transfers": rows, **MADE_UP}
-    figure = plots._by_model(fields, "store")
-    assert points(figure) == {"kvoffload, planes fold": [(40.0, 0.0)]}
-    (label,) = (tick.get_text() for tick in figure.axes[0].get_yticklabels())
-    assert label == "m\n64 x 4 KiB, 128 blocks"
-
-
-@needs_matplotlib
-def test_bars_of_what_was_not_measured_say_so_and_gains_are_drawn() -> None:
-    rows = [
-        {"computation": "a", "direction": "load", "method": "strided", "slowdown": 0.98},
-        {"computation": "a", "direction": "load", "method": "batch", "slowdown": 1.0, "gb_per_s": 48.4},
-        {"computation": "b", "direction": "load", "method": "strided", "slowdown": 0.99},
-    ]
-    left, right = plots._slowdowns({"interference": rows, **MADE_UP}, "load").axes
-    assert [text.get_text() for text in left.texts] == ["-2%", "0%, 48 GB/s"]
-    assert [text.get_text() for text in right.texts] == ["-1%", "not measured"]
-    assert (len(left.patches), len(right.patches)) == (2, 1)
-    for panel in (left, right):
-        low, high = panel.get_xlim()
-        assert low < 0 < high
-
-
 @needs_matplotlib
 def test_a_figure_names_the_gpu_and_labels_every_line() -> None:
-    figure = plots._by_size(sweep(), "load")
+    figure = plots.bandwidth_of(sweep(), "load")
     texts = [text.get_text() for text in figure.texts]
     assert any("A GPU" in text and "fast x16" in text for text in texts)
     assert any("medians of 5 rounds or more" in text for text in texts)
@@ -249,8 +190,7 @@ def test_a_figure_names_the_gpu_and_labels_every_line() -> None:
             "the link: one contiguous copy, 50 GB/s",
         }
         assert [tick.get_text() for tick in panel.get_xticklabels()] == ["4 KiB", "8 KiB"]
-    assert plots._by_size(sweep(), "store") is not None
-    assert plots._slowdowns(interference(), "store") is None
+    assert plots.bandwidth_of(sweep(), "store") is not None
 
 
 def test_labels_keep_apart_and_near_their_lines() -> None:
@@ -262,30 +202,3 @@ def test_labels_keep_apart_and_near_their_lines() -> None:
     assert [name for name, _ in sorted(places.items(), key=lambda item: item[1][1])] == ["e", "c", "d", "a", "b"]
     assert max(abs(value - height) for value, height in places.values()) < 4
     assert max(heights) <= 55.0
-
-
-def test_bars_are_in_the_order_of_what_they_take() -> None:
-    methods = [
-        "grid-stride 20",
-        "gather 8",
-        "choice, overlap",
-        "contiguous copy",
-        "gather 1",
-        "split 2",
-        "batch",
-        "strided",
-    ]
-    assert sorted(methods, key=plots._bar_order) == [
-        *(
-            "choice, overlap",
-            "strided",
-            "batch",
-            "contiguous copy",
-            "split 2",
-            "gather 1",
-            "gather 8",
-            "grid-stride 20",
-        ),
-    ]
-    assert plots._bar_label("gather 1") == "gather, 1 SM"
-    assert plots._bar_label("grid-stride 20") == "grid-stride kernel, 20 SMs"

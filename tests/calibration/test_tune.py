@@ -202,9 +202,9 @@ def test_show_follows_its_options_and_the_profile(
     capsys.readouterr()
     assert main(["tune", "--show", "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
-    assert f"expectations, from this profile: {default_profile(H200).source}" in " ".join(out.split())
+    assert f"expected figures, from this profile: {default_profile(H200).source}" in " ".join(out.split())
     assert "strided " in out
-    assert "gather and split are kernels: on the simulated device" in " ".join(out.split())
+    assert "gather and split are kernels: the simulated device runs them" in " ".join(out.split())
 
 
 def test_show_leaves_out_a_kernel_that_cannot_be_loaded(

@@ -13,6 +13,8 @@ from chaos_history import SECONDS, Memory, fetch, make_tier
 
 from kvoffload.tiers import DiskTier, Outcome
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("faults", [Faults(), FAULTS], ids=["crashes", "crashes and failing calls"])
 def test_pitfall_64_no_crash_state_has_a_wrong_or_removed_record(seed: int, faults: Faults) -> None:

@@ -15,6 +15,8 @@ from kvoffload.errors import LayoutError
 from kvoffload.tiers import Outcome
 from kvoffload.tiers.checksums import make_checksum
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:

@@ -8,6 +8,8 @@ import chaos_machine
 import exhaust_disk
 import pytest
 
+pytestmark = pytest.mark.long
+
 
 def test_killed_writers_leave_what_was_put_and_nothing_that_was_removed(seed: int) -> None:
     counts, wrong = exhaust_disk.kills(10, seed)

@@ -9,6 +9,8 @@ import pytest
 from mutants import PACKAGE, Run, Site, mutated, run_mutant, wait_sites
 from mutations import MUTATIONS, Mutation
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ORDERING_TESTS = [  # those first that are short and notice much

@@ -14,6 +14,8 @@ from exhaust_interrupts import table, units_of, work_off
 from interrupt_scenarios import SCENARIOS
 from interrupt_trials import MODES, NESTED_MODES
 
+pytestmark = pytest.mark.long
+
 SAMPLE = int(os.environ.get("KVOFFLOAD_INTERRUPT_SAMPLE", "1"))  # points of each scenario, policy and mode
 FAMILIES = (
     ("engine.store", "engine.load"),

@@ -24,6 +24,8 @@ from programs import run_program
 
 import kvoffload
 
+pytestmark = pytest.mark.long
+
 NAME = "ranks_in_processes.py"
 SIMULATED = ("--device", "simulated")
 PROCESS = re.compile(r"^rank \d: process (\d+)$", re.MULTILINE)

@@ -211,9 +211,7 @@ def test_without_a_gpu_auto_needs_the_bandwidth_too(tmp_path: Path, capsys: pyte
     def no_gpu(*_: object, **options: Any) -> kvoffload.Device:
         if options["backend"] == "cuda":
             raise kvoffload.CapabilityError("there is none")
-        device = kvoffload.open_device(backend="simulated")
-        device.simulated = False
-        return device
+        return kvoffload.open_device(backend="simulated")
 
     path = write_trace(tmp_path / "trace.jsonl", [[1]])
     with pytest.MonkeyPatch.context() as patch:

@@ -135,6 +135,7 @@ def hits_at(results: list[TierResult], written: int) -> float:
     return float(max(hits for writes, hits in points if writes <= written))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "policies"), [*((name, PREFIX) for name in WORKLOADS), ("documents", LRU), ("one-off", LRU)]
 )

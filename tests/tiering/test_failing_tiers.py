@@ -198,9 +198,9 @@ def test_records_with_other_bytes_than_were_put_open_a_breaker() -> None:
     with tiered(tier) as bench:
         bench.written(range(8))
         tier.heal()
-        assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 0
-        assert bench.cache.tier_statistics()[0].opened == 0
-        assert bench.cache.promote(keys(range(4, 8))).wait(SECONDS) == 0
+        for number in range(5):  # one by one: keys behind one that does not come may be cancelled
+            assert bench.cache.tier_statistics()[0].opened == 0
+            assert bench.cache.promote(keys([number])).wait(SECONDS) == 0
         figures = bench.cache.tier_statistics()[0]
         assert (figures.state, figures.opened) == (BreakerState.OPEN, 1)
         assert tier.statistics().corrupt >= 5

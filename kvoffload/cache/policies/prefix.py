@@ -114,7 +114,9 @@ class Prefix(Policy):
 
     # uses ---------------------------------------------------------------------------------------------------------
 
-    def _use(self, keys: Sequence[bytes], *, counted: bool, ends: bool, request: Notes | None = None) -> None:
+    def _use(  # noqa: C901  # one pass over the keys: a call for each case would cost every key one
+        self, keys: Sequence[bytes], *, counted: bool, ends: bool, request: Notes | None = None
+    ) -> None:
         """Move keys to runs of this moment. `counted`: an unfinished request uses them; else one has ended.
 
         With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`. The keys of

@@ -112,7 +112,7 @@ class TierBelow:
             return [False] * len(keys)
         try:
             found = list(self.tier.contains(keys))
-        except Exception as error:  # a tier of the user's
+        except Exception as error:  # noqa: BLE001  # a tier of the user's
             self._warn(error)
             found = []
         return found if len(found) == len(keys) else [False] * len(keys)
@@ -135,7 +135,7 @@ class TierBelow:
     def _tier_statistics(self) -> TierStatistics:
         try:
             statistics = self.tier.statistics()
-        except Exception:  # a tier of the user's
+        except Exception:  # noqa: BLE001  # a tier of the user's
             return TierStatistics()
         return statistics if isinstance(statistics, TierStatistics) else TierStatistics()
 
@@ -156,7 +156,7 @@ class TierBelow:
             if not isinstance(job, TierJob) or job.keys != tuple(keys):
                 raise TypeError(f"a TierJob of {len(keys)} keys expected, got {shown(job)}")
             return job
-        except BaseException as error:  # a tier of the user's, or one that was closed
+        except BaseException as error:  # noqa: BLE001  # a tier of the user's, or one that was closed
             self._warn(error)
             return TierJob(keys, entries).settle_waiting(Outcome.FAILED)
 

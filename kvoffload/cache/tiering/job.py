@@ -157,7 +157,7 @@ class TierJob:
     def _guarded(function: Callable[[], None]) -> None:
         try:
             function()
-        except Exception:
+        except Exception:  # noqa: BLE001  # the caller's
             LOGGER.exception("a notify function of the caller's raised, or what ends a job of a tier")
 
     def __repr__(self) -> str:

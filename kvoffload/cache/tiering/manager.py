@@ -207,13 +207,13 @@ class TierManager:
             try:
                 if keys is None or fitting:
                     jobs.append((tier, tier.clear() if keys is None else tier.remove(fitting)))
-            except Exception:  # a tier of the user's, or one that is closed
+            except Exception:  # noqa: BLE001  # a tier of the user's, or one that is closed
                 failed.append(tier.name)
         end = time.monotonic() + _REMOVAL
         for tier, job in jobs:
             try:
                 outcomes = job.wait(max(0.0, end - time.monotonic()))
-            except Exception:
+            except Exception:  # noqa: BLE001  # a tier of the user's
                 outcomes = [Outcome.FAILED]
             if not all(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in outcomes):
                 failed.append(tier.name)
@@ -351,7 +351,7 @@ class TierManager:
         for tier in [below.tier for below in self.tiers]:
             try:
                 drained &= bool(self.calling_tiers(partial(tier.drain, left())))
-            except Exception as error:  # a tier of the user's
+            except Exception as error:  # noqa: BLE001  # a tier of the user's
                 LOGGER.warning("tier %s: drain: %s", tier.name, shown(error))
                 drained = False
         return drained
@@ -409,7 +409,7 @@ def _removed(removals: Sequence[weakref.ref[Removal]], keys: Sequence[bytes]) ->
 def _closed(tier: Tier, timeout: float) -> bool:
     try:
         return bool(tier.close(timeout))
-    except Exception as error:  # a tier of the user's
+    except Exception as error:  # noqa: BLE001  # a tier of the user's
         LOGGER.warning("tier %s: close: %s", tier.name, shown(error))
         return False
 
@@ -420,7 +420,7 @@ def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -
         waker.begin()
         try:
             wait = manager.step()
-        except BaseException:  # nothing ends the thread: the tiers would be dead without a word
+        except BaseException:  # noqa: BLE001  # nothing ends the thread: the tiers would be dead without a word
             LOGGER.exception("the thread of a cache's tiers: an error; it goes on")
             wait = _AFTER_ERROR
         if manager.closed and not manager.busy:

@@ -318,7 +318,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
                 blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
                 keys = record.keys[: record.ready]
                 self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after=after, parts=parts)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # `wait` raises it
             self.error = error
         self._promotion, self._load = None, ([], None, None)
         self.submitted = True

@@ -10,7 +10,7 @@ from typing import Any
 from printed import GPU
 
 from kvoffload.terminal.console import Output
-from kvoffload_bench import field_report, interference, interop, layer_groups, sharded, submit, transfer
+from kvoffload_bench import field_report, interop, layer_groups, sharded, submit, transfer
 from kvoffload_bench.harness import CONTIGUOUS_COPY
 from kvoffload_bench.report import Fields
 
@@ -47,13 +47,7 @@ def _cells(fields: Fields, random: Random) -> None:
         if "choice" in cell["method"]:
             cell["chosen"] = {"store": {"gather 4": 3, "strided": 1}, "load": {"batch": 4}}
     comparisons = field_report.compare(fields["cells"])
-    fields |= {"comparisons": comparisons, "summary": field_report.summarize(comparisons), "wall_seconds": 270.0}
-    fields["against_shipped"] = field_report.against_shipped(comparisons)
-
-
-def _interference(fields: Fields, random: Random) -> None:
-    for record in fields["interference"]:
-        record |= {"seconds": 0.0123, "slowdown": random.uniform(1, 2), "gb_per_s": _rate(random)}
+    fields |= {"comparisons": comparisons, "wall_seconds": 270.0}
 
 
 def _series(fields: Fields, random: Random) -> None:
@@ -99,7 +93,6 @@ _BENCHES: dict[str, tuple[Callable[[Fields, Random], None], Show]] = {
     "transfer": (_transfers, partial(transfer.show, "transfer")),
     "sweep": (_transfers, partial(transfer.show, "sweep")),
     "field": (_cells, field_report.show),
-    "interference": (_interference, interference._show),
     "sharded": (_series, sharded._show),
     "parts": (_parts, layer_groups._show),
     "interop": (_interop, interop._show),
