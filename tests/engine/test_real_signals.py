@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 PROGRAM = SUPPORT / "signal_program.py"
 CPU_SECONDS = 2.0

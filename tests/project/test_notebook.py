@@ -38,6 +38,8 @@ from notebook_outputs import (
     text_of,
 )
 
+pytestmark = pytest.mark.long
+
 NOTEBOOK = Path(__file__).parent.parent.parent / "examples" / "offload_tour.ipynb"
 PACKAGES = ("nbclient", "nbformat", "ipykernel", "matplotlib")
 AGAIN = "execute the notebook again: the top of this test's file says how"
