@@ -71,6 +71,7 @@ def _fail_once(level: str, nth: int, name: str, *, after: bool, methods: tuple[C
 SHARDS = 2  # so that two workers share the work
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("after", [False, True], ids=["instead", "afterwards"])
 @pytest.mark.parametrize("level", LEVELS)
@@ -97,6 +98,7 @@ def test_pitfall_29_every_driver_call_fails_once(level: str, after: bool, shard:
     assert tried > 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [False, True], ids=["instead", "afterwards"])
 @pytest.mark.parametrize("method", WITH_KERNELS, ids=lambda method: method.copier)
 def test_pitfall_29_every_driver_call_of_transfers_with_a_kernel_fails_once(method: CopyMethod, after: bool) -> None:

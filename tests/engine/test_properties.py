@@ -82,6 +82,7 @@ def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(level: str, 
     check_clean_close(device)
 
 
+@pytest.mark.long
 def test_conformance_suite_passes_with_every_copier(device: kvoffload.Device) -> None:
     assert (device.simulator.driver_version, device.simulator.bindings_version) == LEVELS[DEFAULT]
     with leak_check(device):

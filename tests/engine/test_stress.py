@@ -19,6 +19,8 @@ from kvoffload import NO_WAIT, CapacityError, Direction, TransferError
 from kvoffload.driver import functions
 from kvoffload.tuning import CopierChoice, CopierName, CopyMethod
 
+pytestmark = pytest.mark.long
+
 GATED = 1300  # in both directions: 650 of each, of three operations and more
 
 

@@ -234,6 +234,7 @@ def test_a_job_under_a_bound_ends_when_it_is_waited_for(bench: Rig) -> None:
     assert [int(bench.block(block)[0]) for block in range(16)] == [100 + block for block in range(16)]
 
 
+@pytest.mark.long
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(
     case=cases(most_transfers=9),

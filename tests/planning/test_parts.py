@@ -548,6 +548,7 @@ def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: boo
     assert simulator.violations == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("level", "after", "copier"),
     [("batch", False, None), ("no-batch", False, None), ("batch", True, None), ("batch", False, "gather")],
