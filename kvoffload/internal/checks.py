@@ -7,10 +7,8 @@ import numbers
 import operator
 import re
 import threading
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
-_Class = TypeVar("_Class", bound=type)
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
 _MASKED = 10_000  # characters of a repr in which logins are looked for, so that no part of one is left where it is cut
 _REASON = 500  # characters: addresses and names of records come before what is wrong
@@ -107,15 +105,3 @@ def _without_login(found: re.Match[str]) -> str:
     scheme, separator, _ = word.partition("://")
     known = separator and ":" not in scheme and "@" not in scheme
     return f"{scheme}://***@" if known else "***@"
-
-
-def names_its_calls(public: _Class) -> _Class:
-    """Have Python's errors about arguments name this class, not the private bases that have its methods.
-
-    A decorator, for bases of one public class only: `Device.stream(1)` would blame `DeviceContext.stream()`.
-    """
-    for base in public.__mro__[1:]:
-        for name, function in vars(base).items():
-            if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
-                function.__qualname__ = f"{public.__name__}.{name}"
-    return public

@@ -417,17 +417,6 @@ def _operand(fields: Any, side: str) -> tuple[int, int]:
     return base + int(fields[f"{side}_y"]) * pitch + int(fields[f"{side}_x"]), pitch
 
 
-def _check_layers(operations: NDArray[Any]) -> None:
-    for side in ("src", "dst"):
-        layer = operations[f"{side}_layer_height"]
-        if ((layer != 0) & (layer < operations["height"])).any():
-            raise RefusedError(INVALID_VALUE)
-    if (operations["depth"] == 0).any():
-        raise RefusedError(INVALID_VALUE)
-    if (operations["depth"] > 1).any():
-        raise SimulatorError("copies of more than one layer are not simulated")
-
-
 def _checked(target: Any, source: Any, width: Any, height: Any, target_pitch: Any, source_pitch: Any) -> Descriptors:
     """Unsigned columns as Descriptors: no empty copy, no pitch below the width (0 is packed), none above the limits."""
     columns = (target, source, width, height, target_pitch, source_pitch)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, aligned, keys, tiered, until
 
-from kvoffload import CacheIndex
+from kvoffload import NO_WAIT, CacheIndex
 from kvoffload.cache.tiering import ChainedLoad, Promotion
+from kvoffload.cache.tiering.manager import TierManager
 
 
 async def within(what: Promotion) -> int:
@@ -94,3 +96,26 @@ def test_an_index_promotion_is_awaited() -> None:
         index.reserve(keys([0])).commit()
         assert index.drain(SECONDS)
         assert asyncio.run(within(index.promote(keys([0, 1])))) == 1
+
+
+def test_a_load_that_an_interrupt_keeps_from_the_tiers_holds_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which would break a cycle between the load and its promotion."""
+    with tiered(DictTier()) as bench:
+        bench.written(range(2))
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        gc.disable()
+        try:
+            with bench.cache.promote(keys(range(2))) as promotion:
+                assert promotion.wait(SECONDS) == 2
+                with monkeypatch.context() as patch:
+                    patch.setattr(TierManager, "post", interrupted)
+                    with pytest.raises(KeyboardInterrupt) as raised:
+                        promotion.load([0, 1], after=NO_WAIT)
+                del raised
+            del promotion
+            until(lambda: bench.cache.statistics().pinned == 0)
+        finally:
+            gc.enable()
