@@ -10,6 +10,7 @@ from kvoffload.copiers.base import Copier, Share
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.gather import GatherCopier, GatherKernels
 from kvoffload.copiers.loop import LoopCopier
+from kvoffload.copiers.pack import STAGING_BYTES, PackCopier, Place, StagingRing
 from kvoffload.copiers.selection import choose
 from kvoffload.copiers.strided import StridedCopier
 from kvoffload.copiers.table_arena import Table
@@ -22,8 +23,8 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import BlockPlan, Direction
 from kvoffload.tuning import CopierChoice, CopierName, CopyMethod, Profile, Shape
 
-_KERNELS = ("gather", "split")
-NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
+_KERNELS = ("gather", "split", "pack")
+NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop", "pack")
 
 
 def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:
@@ -33,6 +34,7 @@ def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | No
         "strided": None,
         "gather": no_kernel,
         "split": no_kernel,
+        "pack": no_kernel,
         "batch": None if capabilities.flat_batch else capabilities.missing["cuMemcpyBatchAsync"],
         "loop": None,
     }
@@ -103,6 +105,8 @@ class CopierSet:
         }
         self._gather: dict[int, GatherCopier] = {}
         self._kernels: GatherKernels | None = None
+        self._pack: dict[int, PackCopier] = {}
+        self._rings = StagingRing(driver, STAGING_BYTES), StagingRing(driver, STAGING_BYTES)  # of stores, of loads
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._selected_by: tuple[Profile | None, str] = (None, "")
 
@@ -127,7 +131,7 @@ class CopierSet:
                 raise
             self._kernels.close()
             self._kernels = None
-            self.missing["gather"] = self.missing["split"] = str(error)
+            self.missing.update(dict.fromkeys(_KERNELS, str(error)))
             warn_once(
                 f"no copy kernels: {error}. Transfers that they would carry take the copy engine; sm_limit=0 says that "
                 "this is meant, `kvoffload doctor` says more",
@@ -166,6 +170,8 @@ class CopierSet:
             if parts is not None and found.method.copier == "gather":
                 assert self._kernels is not None
                 self._kernels.in_parts(plan.group_index, parts)  # takes its rows, so that it can be carried ever after
+            elif found.method.copier == "pack":
+                self._rings[0 if stores else 1].open()
             if len(self._selected) >= _MOST_SELECTIONS:
                 self._selected.clear()
             self._selected[key] = found
@@ -184,7 +190,7 @@ class CopierSet:
             self._check_parts(wanted, plan)
             available = (wanted,)
         elif parts > 1:
-            unable = _KERNELS if self._why_not_in_parts(plan) else ("split",)
+            unable = _KERNELS if self._why_not_in_parts(plan) else ("split", "pack")
             available = tuple(name for name in available if name not in unable)
         method, reason, _ = choose(shape, available, profile, prefer, self._sm_limit, parts, opposite)
         return Selection(method, reason if wanted is None else "asked for by name")
@@ -213,6 +219,8 @@ class CopierSet:
             return (self._by_kernel(method, plan),)
         if method.copier == "split":
             return self._split(method, plan)
+        if method.copier == "pack":
+            return (self._by_pack(plan),)
         return (_share(self._of_copy_engine[method.copier], plan),)
 
     def _split(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
@@ -231,19 +239,30 @@ class CopierSet:
             copier = self._gather[method.programs] = GatherCopier(self._kernels, method.programs)
         return _share(copier, plan)
 
+    def _by_pack(self, plan: BlockPlan) -> Share:
+        assert self._kernels is not None
+        copier = self._pack.get(plan.group_index)
+        if copier is None:
+            copies = self._of_copy_engine["loop" if self.missing["batch"] else "batch"]
+            copier = self._pack[plan.group_index] = PackCopier(self._kernels, copies, self._rings, plan.group_index)
+        return _share(copier, plan)
+
     def keep(self) -> None:
         """The context is lost: the GPU may still use what the kernels used."""
         if self._kernels is not None:
             self._kernels.keep()
 
-    def restore(self, tables: list[Table]) -> None:
-        """After an interrupt: exactly these tables are in use."""
+    def restore(self, tables: list[Table], places: list[Place]) -> None:
+        """After an interrupt: exactly these tables, and places in the rings, are in use."""
+        for ring in self._rings:
+            ring.restore(places)
         if self._kernels is not None:
             self._kernels.restore(tables)
 
     def close(self) -> None:
         """Free what the copiers used; nothing may be in flight. If it is interrupted, call it again."""
-        run_all((self._batch.close, *(() if self._kernels is None else (self._kernels.close,))))
+        kernels = () if self._kernels is None else (self._kernels.close,)
+        run_all((self._batch.close, *(ring.close for ring in self._rings), *kernels))
 
 
 def _share(copier: Copier, plan: BlockPlan) -> Share:

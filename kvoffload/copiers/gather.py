@@ -42,6 +42,7 @@ _UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose 
 # 1024, stores 35, 1.02. (Waiting for the stores of each tile, membar.sys, came to 33 GB/s with 4 of 1024.)
 _WARPS = 32
 _WARPS_OF_SEVERAL_STORING = 8
+_WARPS_OF_PACKING = 4  # of as many programs as there are tiles, each of which moves one, within device memory
 _MAX_TILE_FRAGMENTS = 1024
 _MAX_IDLE = 1 / 8  # of the threads, for what shorter fragments leave empty, for the sake of longer ones
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
@@ -78,9 +79,9 @@ def _tile_bytes(alignment: int, warps: int) -> int:
 
 
 def kernel_spec(shape: FragmentShape, direction: Direction, programs: int) -> KernelSpec:
-    """The kernel for a shape and so many programs."""
+    """The kernel for a shape and so many programs; 0: one for each tile."""
     several_storing = direction is Direction.STORE and programs > 1
-    warps = _WARPS_OF_SEVERAL_STORING if several_storing else _WARPS
+    warps = _WARPS_OF_PACKING if programs == 0 else _WARPS_OF_SEVERAL_STORING if several_storing else _WARPS
     return KernelSpec(
         module="kvoffload.kernels.gather",
         function="gather",
@@ -138,14 +139,15 @@ class _GroupKernels(NamedTuple):
     Attributes:
         fragments: of all planes.
         room: addresses of the room for the fragments of as many divisions, behind them.
-        kernels: by whether they store and whether several programs run, with the fragments of a tile.
+        kernels: by whether they store, and by programs: 0 (one for each tile), 1, 2 (several); with the fragments of a
+            tile.
     """
 
     group: Group
     shape: FragmentShape
     fragments: Fragments
     room: range
-    kernels: dict[tuple[bool, bool], tuple[LoadedKernel, int]]
+    kernels: dict[tuple[bool, int], tuple[LoadedKernel, int]]
 
 
 class GatherKernels:
@@ -187,12 +189,12 @@ class GatherKernels:
         for group in layout.groups:
             shape = fragment_shape_of(group, layout.slot_bytes, pool_address)
             kernels = {}
-            for stores, several in itertools.product((True, False), (False, True)):
-                spec = kernel_spec(shape, Direction.STORE if stores else Direction.LOAD, 1 + several)
+            for stores, programs in itertools.product((True, False), range(3)):
+                spec = kernel_spec(shape, Direction.STORE if stores else Direction.LOAD, programs)
                 if all(kernel.spec != spec for kernel in self._kernels):
                     self._kernels.append(load_kernel(self.driver, capabilities, spec, modules=self._modules))
                 kernel = next(kernel for kernel in self._kernels if kernel.spec == spec)
-                kernels[stores, several] = kernel, spec.constant("FRAGMENTS")
+                kernels[stores, programs] = kernel, spec.constant("FRAGMENTS")
             fragments = fragment_table(group, shape)
             divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // fragments.nbytes) if len(group.planes) > 1 else 0
             self.driver.create("cuMemAlloc", self._fragment_tables, (1 + divisions) * fragments.nbytes)
@@ -253,7 +255,9 @@ class GatherKernels:
 
 
 class GatherCopier:
-    """A persistent grid of at most `programs` programs, each on a multiprocessor of its own."""
+    """A persistent grid of at most `programs` programs, each on a multiprocessor of its own. 0: a short program for
+    each tile, on all of them, for a PackCopier.
+    """
 
     is_kernel = True
 
@@ -276,7 +280,7 @@ class GatherCopier:
             table = self._write(work)
             if table is None:
                 return None
-            return Staged(self._pack(work, self._shared.groups[work.group_index].fragments, table), table)
+            return Staged(self.pack(work, self._shared.groups[work.group_index].fragments, table), table)
         # Blocks of a part: a launch of an earlier part may have left their table. The first launch of all also copies
         # the fragments of every part to the GPU, from the words behind its blocks.
         blocks, fragments, table = work.blocks, work.whole.fragments, work.table
@@ -286,7 +290,7 @@ class GatherCopier:
             if table is None:
                 return None
             work.whole.tables[work.first] = table
-        submit = self._pack(blocks, fragments.parts[work.part], table)
+        submit = self.pack(blocks, fragments.parts[work.part], table)
         if missing is not None:
             source = table.words[2 * len(blocks) :]
             source[:] = missing
@@ -295,6 +299,14 @@ class GatherCopier:
 
     def _write(self, blocks: BlockPlan, more_words: int = 0) -> Table | None:
         """A table of these blocks, with room for so many words behind them; None while there is none for it."""
+        table = self.write_blocks(blocks, more_words)
+        if table is not None:
+            count = len(blocks)
+            table.words[count : 2 * count] = self._shared.slot_addresses(blocks.slot_address)
+        return table
+
+    def write_blocks(self, blocks: BlockPlan, more_words: int = 0) -> Table | None:
+        """As `_write`, but the second row of the table, the addresses of the slots, is left to the caller."""
         count = len(blocks)
         arena = self._shared.arenas[0 if blocks.direction is Direction.STORE else 1]
         table = arena.take(2 * count + more_words)
@@ -302,15 +314,15 @@ class GatherCopier:
             table.words[:count] = blocks.blocks
             if blocks.sub_block is not None:
                 table.words[:count] |= blocks.sub_block << _SUB_BLOCK_SHIFT
-            table.words[count : 2 * count] = self._shared.slot_addresses(blocks.slot_address)
         return table
 
-    def _pack(self, blocks: BlockPlan, fragments: Fragments, table: Table) -> Submit:
+    def pack(self, blocks: BlockPlan, fragments: Fragments, table: Table) -> Submit:
         """The launch that copies these fragments of the blocks in the table."""
         stores = blocks.direction is Direction.STORE
-        kernel, tile_fragments = self._shared.groups[blocks.group_index].kernels[stores, self._programs > 1]
+        kernel, tile_fragments = self._shared.groups[blocks.group_index].kernels[stores, min(self._programs, 2)]
         kernel.pack((fragments.address, table.device_address, fragments.num_fragments, len(blocks)))
-        grid = min(self._programs, -(-fragments.num_fragments * len(blocks) // tile_fragments))
+        tiles = -(-fragments.num_fragments * len(blocks) // tile_fragments)
+        grid = min(self._programs, tiles) if self._programs else tiles
         return partial(self._submit, kernel, grid)
 
     def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None) -> None:

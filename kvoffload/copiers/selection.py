@@ -28,7 +28,7 @@ _MANTISSA_BITS = 5
 # 32 parts. Concurrent with compute each launch waits for a multiprocessor, as the smallest transfer does.
 _PART_SECONDS, _PART_SECONDS_OF_KERNEL = 30e-6, 8e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
-_BY_DEFAULT = ("strided", "batch", "loop", "gather", "split")  # where no method was measured
+_BY_DEFAULT = ("strided", "batch", "loop", "gather", "split", "pack")  # where no method was measured
 
 
 class Choice(NamedTuple):
@@ -235,6 +235,8 @@ def _methods(
     if "split" in available and ((folds and prefer == "latency") or not methods):
         usable = [programs for programs in _SPLIT_PROGRAMS if programs <= sm_limit]
         methods += [CopyMethod("split", programs, profile.split_share(shape, programs)) for programs in usable]
+    if "pack" in available and not methods:
+        methods.append(CopyMethod("pack"))
     return methods
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvoffload.copiers import Share
+from kvoffload.copiers.pack import Place
 from kvoffload.copiers.table_arena import Table
 from kvoffload.device.streams import LaneStream
 from kvoffload.driver import SourceOrder
@@ -70,10 +71,11 @@ class Segment:
         places: of the driver's queue that they take.
         nbytes: payload bytes, where they are bounded; else 0.
         table: the pinned table that the GPU reads while they run, if there is one.
+        place: in the staging ring, which it shares with the other half of its piece; None without one.
         event: recorded behind them; None until then.
     """
 
-    __slots__ = ("event", "nbytes", "part", "places", "share", "stream", "table")
+    __slots__ = ("event", "nbytes", "part", "place", "places", "share", "stream", "table")
 
     def __init__(self, share: int, part: int, stream: LaneStream, places: int) -> None:
         self.share = share
@@ -82,6 +84,7 @@ class Segment:
         self.places = places
         self.nbytes = 0
         self.table: Table | None = None
+        self.place: Place | None = None
         self.event: int | None = None
 
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from kvoffload.copiers import Share, Staged
 from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
+from kvoffload.copiers.pack import PackCopier, Place
 from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
 from kvoffload.errors import DriverError, KVOffloadError
+from kvoffload.planning.transfer_plan import Direction
 
 _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
 
@@ -95,6 +97,8 @@ class Launcher:
             stop, nbytes = self._bounded(queue, share, begin, stop)
             if stop == begin:
                 return False
+        if isinstance(copier, PackCopier):
+            return self._enqueue_piece(queue, transfer, copier, stop, nbytes)
         # Room first: with a full queue the driver call would block, under the engine's lock.
         places = copier.queue_cost(stop - begin) + EVENT_COST
         stream = stream_with_room(queue.lane, places, copier.is_kernel)
@@ -131,6 +135,89 @@ class Launcher:
         staged.submit(stream.handle, transfer.start if first else None)
         self._end_segment(transfer, segment, stop)
         return True
+
+    def _enqueue_piece(
+        self, queue: TransferQueue, transfer: Transfer, copier: PackCopier, stop: int, nbytes: int
+    ) -> bool:
+        """Queue the next piece of a share that goes through a ring: two segments, on the stream for kernels and on one
+        for copies. False if there is no room for it.
+
+            store    kernels  ─waits─place free─[pack]─●─────────────[pack]─●
+                     copies   ─waits, previous─start──wait ●─[copies]─wait ●─[copies]─●end
+            load     copies   ─waits─start─place free─[copies]─●─[copies]─●
+                     kernels  ─waits, previous──────────wait ●─[unpack]─wait ●─[unpack]─●end
+
+        The first half follows what the transfer must follow, but not the transfer before it in its lane: that one's
+        copies and this one's kernel run at the same time, so that the link never waits for a kernel. Transfers end in
+        their order all the same, as the second half follows it.
+        """
+        number, begin, lane = transfer.share, transfer.queued, queue.lane
+        work = transfer.shares[number].work
+        kernel_places, copy_places = copier.queue_cost(stop - begin), copier.copy_cost(stop - begin)
+        kernels = stream_with_room(lane, kernel_places + EVENT_COST, kernel=True)
+        copies = stream_with_room(lane, copy_places + EVENT_COST, kernel=False)
+        if kernels is None or copies is None:
+            return False
+        piece = copier.stage_piece(work.cut(begin, stop), transfer.source_order)
+        if piece is None:  # no room in the tables
+            return False
+        # On record before any driver call.
+        previous = transfer.segments[-1] if transfer.segments else None
+        by_kernel = Segment(number, transfer.part, kernels, kernel_places + EVENT_COST)
+        by_copies = Segment(number, transfer.part, copies, copy_places + EVENT_COST)
+        by_kernel.table = piece.kernel.table
+        stores = transfer.direction is Direction.STORE
+        front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
+        front.place = back.place = piece.place
+        back.nbytes = nbytes
+        piece.place.halves = front, back
+        transfer.segments.append(front)
+        transfer.segments.append(back)
+        kernels.places += by_kernel.places
+        copies.places += by_copies.places
+        back.stream.nbytes += nbytes
+        # What the halves must follow.
+        first = number == 0 and begin == 0
+        if first:
+            self._follow(queue, transfer, back.stream, also=front.stream)
+        elif begin == 0:
+            assert transfer.start is not None
+            for stream in (kernels, copies):
+                self._driver.stream_wait_event(stream.handle, transfer.start)
+        elif previous is not None and previous.stream is not back.stream:
+            assert previous.event is not None
+            self._driver.stream_wait_event(back.stream.handle, previous.event)
+        for place in piece.ended:
+            self._wait_for_place(front.stream.handle, place)
+        # Its halves, with an event between them. A transfer starts where its copies may.
+        start = transfer.start if first else None
+        if stores:
+            if start is not None:
+                self._driver.event_record(start, copies.handle)
+            piece.kernel.submit(kernels.handle, None)
+        else:
+            piece.copies(copies.handle, start)
+        front.event = self._mark(front.stream)
+        self._driver.stream_wait_event(back.stream.handle, front.event)
+        if stores:
+            piece.copies(copies.handle, None)
+        else:
+            piece.kernel.submit(kernels.handle, None)
+        self._end_segment(transfer, back, stop)
+        return True
+
+    def _wait_for_place(self, stream: int, place: Place) -> None:
+        """Have `stream` wait until an earlier piece has left its place in the ring.
+
+        1. Both of its halves are queued: the second one's event says it.
+        2. A driver error came between: its transfer has failed, and what was queued of either half still runs.
+        """
+        assert place.halves is not None
+        front, back = place.halves
+        for segment in (back,) if back.event is not None else (front, back):
+            if segment.event is None:
+                segment.event = self._mark(segment.stream)
+            self._driver.stream_wait_event(stream, segment.event)
 
     def _bounded(self, queue: TransferQueue, share: Share, begin: int, stop: int) -> tuple[int, int]:
         """Where a segment from `begin` on ends, `stop` at most, and its bytes, under `most_queued_bytes`. Ends at
@@ -187,10 +274,16 @@ class Launcher:
             assert event is not None
             self._driver.stream_wait_event(final.stream.handle, event)
 
-    def _follow(self, queue: TransferQueue, transfer: Transfer, stream: LaneStream) -> None:
-        """Have a transfer's first stream wait for all that the transfer must follow."""
+    def _follow(
+        self, queue: TransferQueue, transfer: Transfer, stream: LaneStream, also: LaneStream | None = None
+    ) -> None:
+        """Have a transfer's first stream wait for all that the transfer must follow, and `also` for all but the transfer
+        before it in its lane.
+        """
         for marker in transfer.markers:
             self._driver.stream_wait_event(stream.handle, marker)
+            if also is not None:
+                self._driver.stream_wait_event(also.handle, marker)
         if queue.transfers[0] is not transfer:
             previous = queue.unfinished(transfer.sequence - 1)
             if previous is not None:
@@ -199,6 +292,8 @@ class Launcher:
                     self.wait_for_transfer(stream.handle, previous)
         if transfer.conflict is not None and not transfer.conflict.finished:
             self.wait_for_transfer(stream.handle, transfer.conflict)
+            if also is not None:
+                self.wait_for_transfer(also.handle, transfer.conflict)
         transfer.ordered = True
 
     def wait_for_transfer(self, stream: int, transfer: Transfer) -> None:

@@ -84,6 +84,8 @@ class Tracker:
             self._in_flight.markers.idle.append(segment.event)
         if segment.table is not None and all(each.table is not segment.table for each in transfer.segments):
             segment.table.release()
+        if segment.place is not None and all(each.place is not segment.place for each in transfer.segments):
+            segment.place.released = True
 
     def _complete(self, queue: TransferQueue) -> None:
         """The first transfer of a queue has ended. It leaves the queue last, so that an interrupt does not lose it."""
@@ -143,7 +145,7 @@ class Tracker:
         if in_flight.lost is not None:  # 1
             self.mark_lost(in_flight.lost)
         used: set[int] = set()
-        tables = []
+        tables, places = [], []
         for queue in in_flight.both:
             transfers = queue.transfers
             if transfers:  # published by an append; the number that follows it may be missing
@@ -161,9 +163,10 @@ class Tracker:
             for transfer in transfers:
                 used.update(transfer.events())
                 tables += [segment.table for segment in transfer.segments if segment.table is not None]
+                places += [segment.place for segment in transfer.segments if segment.place is not None]
         in_flight.timers.keep_in_use(used)
         in_flight.markers.keep_in_use(used)
-        self._copiers.restore(tables)
+        self._copiers.restore(tables, places)
         for queue in in_flight.both:  # 5; last, as the event behind a segment is taken from the idle ones
             for transfer in queue.transfers:
                 if transfer.submitting:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from kvoffload.planning.transfer_plan import Direction
 
-CopierName: TypeAlias = Literal["strided", "batch", "loop", "gather", "split"]
+CopierName: TypeAlias = Literal["strided", "batch", "loop", "gather", "split", "pack"]
 COPIERS: tuple[CopierName, ...] = get_args(CopierName)
 WITH_PROGRAMS: tuple[CopierName, ...] = ("gather", "split")  # those that launch a kernel
 
