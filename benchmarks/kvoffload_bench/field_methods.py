@@ -30,6 +30,7 @@ CHOICE = "choice"
 METHODS = (
     CopyMethod("strided"),
     CopyMethod("gather", 4, 1.0),
+    CopyMethod("pack"),
     CopyMethod("split", 2),
     CopyMethod("batch"),
     CopyMethod("loop"),
