@@ -42,7 +42,8 @@ _UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose 
 # 1024, stores 35, 1.02. (Waiting for the stores of each tile, membar.sys, came to 33 GB/s with 4 of 1024.)
 _WARPS = 32
 _WARPS_OF_SEVERAL_STORING = 8
-_WARPS_OF_PACKING = 4  # of as many programs as there are tiles, each of which moves one, within device memory
+import os
+_WARPS_OF_PACKING = int(os.environ.get("WARPS", "4"))  # of as many programs as there are tiles, each of which moves one, within device memory
 _MAX_TILE_FRAGMENTS = 1024
 _MAX_IDLE = 1 / 8  # of the threads, for what shorter fragments leave empty, for the sake of longer ones
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
@@ -97,6 +98,15 @@ def kernel_spec(shape: FragmentShape, direction: Direction, programs: int) -> Ke
         ),
         warps=warps,
     )
+
+
+TABLE_SPEC = KernelSpec(
+    module="kvoffload.kernels.gather",
+    function="copy_table",
+    parameters=(("source", "i64"), ("target", "i64"), ("num_words", "i32")),
+    constants=(("WORDS", 256),),
+    warps=4,
+)
 
 
 def fragment_shape_of(group: Group, slot_bytes: int, pool_address: int) -> FragmentShape:
@@ -185,6 +195,7 @@ class GatherKernels:
             CapabilityError: no kernel can run here, and why.
             CapacityError, DriverError: memory is short, or the driver failed. `close` frees what was made.
         """
+        self.copy_table = load_kernel(self.driver, capabilities, TABLE_SPEC, modules=self._modules)
         pool_address = int(self._memory.device_addresses(np.array([self._memory.address]))[0])
         for group in layout.groups:
             shape = fragment_shape_of(group, layout.slot_bytes, pool_address)
@@ -280,7 +291,7 @@ class GatherCopier:
             table = self._write(work)
             if table is None:
                 return None
-            return Staged(self.pack(work, self._shared.groups[work.group_index].fragments, table), table)
+            return Staged(self.pack(work, self._shared.groups[work.group_index].fragments, table.device_address), table)
         # Blocks of a part: a launch of an earlier part may have left their table. The first launch of all also copies
         # the fragments of every part to the GPU, from the words behind its blocks.
         blocks, fragments, table = work.blocks, work.whole.fragments, work.table
@@ -290,7 +301,7 @@ class GatherCopier:
             if table is None:
                 return None
             work.whole.tables[work.first] = table
-        submit = self.pack(blocks, fragments.parts[work.part], table)
+        submit = self.pack(blocks, fragments.parts[work.part], table.device_address)
         if missing is not None:
             source = table.words[2 * len(blocks) :]
             source[:] = missing
@@ -316,11 +327,11 @@ class GatherCopier:
                 table.words[:count] |= blocks.sub_block << _SUB_BLOCK_SHIFT
         return table
 
-    def pack(self, blocks: BlockPlan, fragments: Fragments, table: Table) -> Submit:
-        """The launch that copies these fragments of the blocks in the table."""
+    def pack(self, blocks: BlockPlan, fragments: Fragments, table_address: int) -> Submit:
+        """The launch that copies these fragments of the blocks in the table there."""
         stores = blocks.direction is Direction.STORE
         kernel, tile_fragments = self._shared.groups[blocks.group_index].kernels[stores, min(self._programs, 2)]
-        kernel.pack((fragments.address, table.device_address, fragments.num_fragments, len(blocks)))
+        kernel.pack((fragments.address, table_address, fragments.num_fragments, len(blocks)))
         tiles = -(-fragments.num_fragments * len(blocks) // tile_fragments)
         grid = min(self._programs, tiles) if self._programs else tiles
         return partial(self._submit, kernel, grid)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,8 +28,9 @@ from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
 if TYPE_CHECKING:
     from kvoffload.engine.job import Segment
 
-PIECE_BYTES = 16 << 20  # a fourth of the ring: smaller ones are launches more often, each of which may wait for compute
-STAGING_BYTES = 4 * PIECE_BYTES  # for each direction
+import os
+PIECE_BYTES = int(os.environ.get("PIECE", "16")) << 20  # a fourth of the ring: smaller ones are launches more often, each of which may wait for compute
+STAGING_BYTES = (int(os.environ.get("RING", "64")) << 20) + (1<<20)  # for each direction
 
 
 class Place:
@@ -147,6 +149,7 @@ class PackCopier:
         self, shared: GatherKernels, copies: Copier, rings: tuple[StagingRing, StagingRing], group: int
     ) -> None:
         self._kernels = GatherCopier(shared, 0)
+        self._copy_table = shared.copy_table
         self._copies = copies
         self._rings = rings
         self._fragments = shared.groups[group].fragments
@@ -169,8 +172,9 @@ class PackCopier:
         table = self._kernels.write_blocks(work)
         if table is None:
             return None
-        place, ended = self._rings[0 if work.direction is Direction.STORE else 1].take(count * nbytes)
-        address = place.address + np.arange(count) * nbytes
+        head = -(-16 * count // 256) * 256
+        place, ended = self._rings[0 if work.direction is Direction.STORE else 1].take(head + count * nbytes)
+        address = place.address + head + np.arange(count) * nbytes
         host = work.slot_address
         table.words[count : 2 * count] = address
         if work.sub_block is not None:
@@ -181,8 +185,14 @@ class PackCopier:
         plan = TransferPlan(work.direction, address.view(np.uint64), host.view(np.uint64), width, ONE, width, width)
         copies = self._copies.stage(plan, order)
         assert copies is not None
-        kernel = Staged(self._kernels.pack(work, self._fragments, table), table)
+        launch = self._kernels.pack(work, self._fragments, place.address)
+        self._copy_table.pack((table.device_address, place.address, 2 * count))
+        kernel = Staged(partial(self._submit, launch), table)
         return Piece(kernel, copies.submit, place, ended)
+
+    def _submit(self, launch: Submit, stream: int, start: int | None) -> None:
+        self._copy_table.queue(stream, 1)
+        launch(stream, start)
 
     def stage(self, work: BlockPlan, order: SourceOrder) -> Staged | None:
         raise AssertionError("a piece is staged by stage_piece")

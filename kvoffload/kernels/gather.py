@@ -24,6 +24,16 @@ import triton.language as tl
 
 
 @triton.jit
+def copy_table(source, target, num_words, WORDS: tl.constexpr):
+    """`num_words` int64 words, by one program: a table in pinned memory that thousands of programs are about to read."""
+    word = tl.arange(0, WORDS)
+    for first in tl.range(0, num_words, WORDS, num_stages=1):
+        inside = first + word < num_words
+        words = tl.load(source.to(tl.pointer_type(tl.int64)) + first + word, mask=inside)
+        tl.store(target.to(tl.pointer_type(tl.int64)) + first + word, words, mask=inside)
+
+
+@triton.jit
 def gather(
     fragment_table,
     block_table,
