@@ -155,7 +155,6 @@ class Transfer:
 
     @property
     def held(self) -> bool:
-        """Whether segments wait on the host for room in the driver's queues."""
         return not self.enqueued
 
     @property
