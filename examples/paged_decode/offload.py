@@ -86,9 +86,7 @@ class Offloader:
         with self._cache.promote(keys, deadline=60) as promotion:  # reads from the tier, and holds what it has read
             found = promotion.wait()
             if found < len(keys):
-                raise RuntimeError(
-                    f"{found} of {len(keys)} blocks of a prefix were found, of which all were to be stored"
-                )
+                raise RuntimeError(f"only {found} of {len(keys)} blocks of a stored prefix were found")
             self._spoil(keys)
             parts = self._backend.size.layers if self._by_layer else None  # planes 2k and 2k + 1 are part k
             job = self._loads[conversation] = self._cache.load(keys, blocks, after=self._backend.after(), parts=parts)

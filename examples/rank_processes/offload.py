@@ -48,7 +48,7 @@ class IndexedOffloader:
         keys = self._keys(tokens)
         found = self._index.lookup(keys)
         if found < len(keys):
-            raise RuntimeError(f"{found} of {len(keys)} blocks of a prefix were found, of which all were to be stored")
+            raise RuntimeError(f"only {found} of {len(keys)} blocks of a stored prefix were found")
         self._index.load(keys)
         lease = self._index.acquire(keys)
         slots = lease.slots().tolist()
