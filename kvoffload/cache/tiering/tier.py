@@ -1,4 +1,4 @@
-"""Tier: what stores records below the pool of pinned slots, such as a disk. Knows neither engines nor GPUs.
+"""Tier: a store of records below the pool of pinned slots, such as a disk. Knows neither engines nor GPUs.
 
 A record is the bytes of one key: row `entry` of each of the pool's arrays, all or nothing. A cache gives a tier its
 pool by `attach`, and then calls the five operations, which return at once with a `TierJob`:
@@ -6,7 +6,7 @@ pool by `attach`, and then calls the five operations, which return at once with 
     put      copy entries to the tier            remove, clear    forget records; durable when the job has ended
     get      copy records to entries, verified   exists           ask; a hint, since a later `get` may find nothing
 
-No exception leaves an operation for what happens to the medium: a record that cannot be read is MISSING or FAILED.
+No operation raises for trouble with the medium: a record that cannot be read is MISSING or FAILED.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ LONGEST_KEY = 64  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCapabilities:
-    """What a tier is, for those above it.
+    """The properties of a tier that the cache above uses.
 
     Attributes:
         durable: whether records outlive the process.
         shared: whether others may put records into it, and remove them.
         local_index: whether `contains` answers at once; else only `exists` knows, and takes a while.
-        max_bytes: bytes that it takes at most; None: not its own to say.
+        max_bytes: the most bytes that it takes; None: it does not decide that itself.
     """
 
     durable: bool
@@ -49,17 +49,17 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """What a tier has done since it was attached, and what it is doing.
+    """Counts of a tier since it was attached, and its work now.
 
     Attributes:
-        records: that it holds; None if it does not know.
-        written, read: keys that were put and fetched with the outcome DONE; a record that was there counts as put.
+        records: how many it holds; None if it does not know.
+        written, read: keys put and fetched with the outcome DONE; putting a key that it already has counts, too.
         bytes_written, bytes_read: of these records.
-        missing, corrupt: records that were asked for and not there; or there with other bytes than were put.
+        missing, corrupt: keys that were asked for and had no record, or one with other bytes than were put.
         declined, failed, expired, cancelled: keys with that outcome.
         queued_reads, queued_writes: keys that wait.
         in_calls: keys whose I/O has begun and has not ended.
-        longest_call: how long the oldest of these has been going on, in seconds.
+        longest_call: how long the oldest of these calls has taken so far, in seconds.
     """
 
     records: int | None = None
@@ -86,7 +86,7 @@ class Tier(ABC):
     """A store of records below a cache's pool. Its methods are called from several threads.
 
     Most tiers are easier to write as a `kvoffload.tiers.ThreadedTier`, whose methods may block.
-    `kvoffload.testing.check_tier` says whether a tier keeps what is promised here.
+    `kvoffload.testing.check_tier` tells you whether a tier keeps these promises.
 
     Attributes:
         name: short, for metrics and messages.
@@ -98,16 +98,16 @@ class Tier(ABC):
 
     @abstractmethod
     def attach(self, pools: Sequence[UInt8Array], layout: bytes | None) -> None:
-        """Take a pool; called once, before all operations, by the cache above.
+        """Take a pool. The cache above calls it once, before all operations.
 
         Args:
-            pools: one array for each device, uint8, (entries, bytes): C-contiguous, rows multiples of 4096 bytes at
-                multiples of 4096. They stay as they are until `close` has returned and every job has ended.
-            layout: 16 bytes that say what the bytes mean (`KVLayout.fingerprint`); None if the layout has none, which a
-                durable or shared tier refuses.
+            pools: one array per device, uint8, (entries, bytes), C-contiguous; each row a multiple of 4096 bytes, at an
+                address that is a multiple of 4096. They stay valid until `close` has returned and every job has ended.
+            layout: 16 bytes that name the meaning of the bytes (`KVLayout.fingerprint`); None if the layout has none; a
+                durable or shared tier refuses that.
 
         Raises:
-            LayoutError: the pool or the layout does not suit it, or what it holds has another layout.
+            LayoutError: the pool or the layout does not suit it, or its records have another layout.
             CapacityError: it has no room for one record.
             ClosedError: it is closed, or has a pool.
         """
@@ -122,20 +122,21 @@ class Tier(ABC):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        """Copy records from entries. A key that it has is DONE without being copied again. Returns at once.
+        """Copy records from entries. Returns at once. A key that the tier already has is DONE without being copied
+        again.
 
         Args:
-            keys: of at most 64 bytes, no repeats, in the order of a request: each needs those before it.
-            entries: of each key, no repeats; must not be written until the key has its outcome.
-            tenant: whose records they are.
+            keys: of at most 64 bytes, no repeats, in the order of a request: each needs the ones before.
+            entries: the entry of each key, no repeats; must not be written until the key has its outcome.
+            tenant: of the records.
             deadline: see `TierJob`.
-            notify: called without arguments after one or several keys have got their outcomes, and must not block. By
-                any thread without a lock of the tier's: one of the tier's, one that cancels or closes, and that of
-                this call, before it returns. What it raises is logged.
+            notify: called without arguments after keys have got outcomes; must not block. Any thread may call it, with
+                no lock of the tier held: the tier's own, one that cancels or closes, or the caller of this method,
+                before it returns. If it raises, that is logged.
 
         Raises:
-            LayoutError: an argument is not as described; nothing has happened. So for the other operations.
-            ClosedError: the tier is closed, or has no pool yet. So for the other operations and `drain`.
+            LayoutError: an argument is not as described; nothing has happened. The same for the other operations.
+            ClosedError: the tier is closed, or has no pool yet. The same for the other operations and `drain`.
         """
 
     @abstractmethod
@@ -149,8 +150,7 @@ class Tier(ABC):
     ) -> TierJob:
         """Copy records to entries, in the order of the keys as far as possible. Returns at once.
 
-        The entries must be neither read nor written until the key has its outcome. Unless that is DONE, the entry
-        holds any bytes.
+        Do not read or write an entry until its key has an outcome. If that is not DONE, the entry may hold any bytes.
         """
 
     @abstractmethod
@@ -159,39 +159,40 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
-        """Forget records. DONE: it is gone, and stays gone whatever crashes afterwards; MISSING: there was none.
+        """Forget records. DONE: the record is gone, and stays gone whatever crashes afterwards. MISSING: there was
+        none.
 
-        Puts of these keys that wait are CANCELLED, and those that have begun end first: what was put before the call
-        is gone after it.
+        Waiting puts of these keys are CANCELLED; puts that have begun end first. So a record put before the call is
+        gone after it.
         """
 
     @abstractmethod
     def clear(self, *, notify: Notify | None = None) -> TierJob:
-        """Forget all records; a job of one key, b"", whose outcome is as for `remove`."""
+        """Forget all records. The job has one key, b"", whose outcome is as for `remove`."""
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key has a record, as far as known at once: never blocks, raises nothing.
+        """Whether each key has a record, as far as the tier knows at once: never blocks, never raises.
 
         All False without a local index, without a pool and after `close`.
         """
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
-        """Counts now and since it was attached; never blocks."""
+        """Counts since it was attached, and its work now; never blocks."""
 
     @abstractmethod
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until all that was put so far is written, and durable if it can be; False after `timeout` seconds."""
+        """Wait until all records put so far are written, and durable if the tier is; False after `timeout` seconds."""
 
     @abstractmethod
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel what has not begun, wait for the rest at most `timeout` seconds, and release what is open.
+        """Cancel work that has not begun, wait at most `timeout` seconds for the rest, and release resources.
 
-        May be called again, and has to be if it has returned False.
+        May be called again, and has to be if it returned False.
 
         Returns:
-            Whether everything has ended. Else a call hangs, and its entries must stay allocated.
+            Whether everything has ended. If False, a call hangs, and its entries must stay allocated.
         """
 
 
@@ -199,7 +200,7 @@ def check_pools(pools: Sequence[UInt8Array]) -> int:
     """The bytes of a record, over all pools.
 
     Raises:
-        LayoutError: they are not what `Tier.attach` needs; the message says how.
+        LayoutError: they do not suit `Tier.attach`; the message says why.
     """
     if isinstance(pools, np.ndarray) or len(pools) == 0:
         raise LayoutError(f"pools must be a list of at least one array, got {type(pools).__name__} of {len(pools)}")
@@ -221,7 +222,7 @@ def check_pools(pools: Sequence[UInt8Array]) -> int:
 
 
 def check_layout(layout: bytes | None, capabilities: TierCapabilities) -> None:
-    """Raise LayoutError if it is not 16 bytes, or None where records outlive the process or are shared."""
+    """Raise LayoutError unless it is 16 bytes, or None for a tier that is neither durable nor shared."""
     if layout is None and (capabilities.durable or capabilities.shared):
         raise LayoutError(
             "layout must not be None: the tier outlives this process or is shared, and the KVLayout does not say what "
@@ -247,10 +248,10 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_entries(entries: Sequence[int], keys: Sequence[bytes], pools: Sequence[UInt8Array]) -> tuple[int, ...]:
-    """The entries as a tuple: one for each key, all of them in the pool, none twice.
+    """The entries as a tuple.
 
     Raises:
-        LayoutError: they are not.
+        LayoutError: not one for each key, all in the pool, none twice.
     """
     try:
         checked = tuple(map(operator.index, entries))
@@ -267,7 +268,7 @@ def check_entries(entries: Sequence[int], keys: Sequence[bytes], pools: Sequence
 
 
 def check_call(deadline: float | None, notify: Notify | None) -> None:
-    """Raise LayoutError unless they are what `Tier.put` takes."""
+    """Raise LayoutError unless `Tier.put` takes these."""
     if deadline is not None and (not isinstance(deadline, numbers.Real) or math.isnan(deadline)):
         raise LayoutError(f"deadline must be a number of seconds by time.monotonic, or None, got {shown(deadline)}")
     if notify is not None and not callable(notify):
