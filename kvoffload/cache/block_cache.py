@@ -1,8 +1,6 @@
 """BlockCache: maps keys to slots of an engine's pool.
 
-`lookup` sees a key only after its copy has completed; a store that fails is never visible. A slot is given to another
-key only when no transfer uses it. A refused call changes nothing. After an interrupt such as KeyboardInterrupt, no key
-is visible whose bytes are not in its slot.
+After an interrupt such as KeyboardInterrupt, no key is visible whose bytes are not in its slot.
 """
 
 from __future__ import annotations
@@ -208,15 +206,16 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         4. Another exception: as 3, since copies may be queued.
         """
         state, jobs = self._state, tuple[Job, ...]()
-        self.engine.check_room(self._groups if record.keys else 0)
         if not record.keys:
+            self.engine.check_room(0)  # refuses a closed engine
             if record.declined:
                 state.recorder.note("declined", record.declined, record.tenant)
             return jobs
-        submitted = self.engine.submitted
+        chosen, submitted = self._chosen(record, per_group), self.engine.submitted
+        self.engine.check_room(self._groups)
         state.publish(record)
         try:
-            for group, ids in enumerate(self._chosen(record, per_group)):
+            for group, ids in enumerate(chosen):
                 slots = slot_numbers(record.indices, self._groups, group)
                 jobs = (*jobs, self.engine.submit_locked(Direction.STORE, ids, slots, group=group, after=after))
         except _REFUSALS as error:

@@ -81,13 +81,11 @@ class ReservationRecord(_WithTransfers):
 
     Attributes:
         keys, positions, evicted, declined, present, short, tenant: see `Reservation`.
-        pool: of the keys.
         victims: `evicted` by pool.
         indices: the entries; with `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`: see
             `EntryTable.allocate`.
         promoted: whether a tier fills the entries, not a transfer.
         policy: inserts the keys: the pool's policy, or its `for_request` if the call named an open request.
-        stage: the state.
         jobs: transfers that fill the entries; if aborted, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
     """
@@ -144,7 +142,7 @@ class ReservationRecord(_WithTransfers):
         """Raise TransferError if it was aborted, or will be: bytes read from its entries are not those of its keys."""
         if self.any_failed or self.stage is ABORTED:
             raise TransferError(
-                f"the store of {len(self.keys)} keys that were pending when they were leased has failed: what was read "
+                f"the store of {len(self.keys)} keys that were pending when they were leased has failed: bytes read "
                 "from their slots must not be used"
             )
 

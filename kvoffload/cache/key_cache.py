@@ -46,13 +46,8 @@ class KeyCache:
     nothing.
 
     Args:
-        capacity: keys that it holds.
-        policy, tenants, store_after, max_load_blocks, on_event: as for `CacheIndex`.
         engine: asked before each call whether it is usable; None: no engine.
         below: the tiers that the class is about to attach; None: none.
-
-    Attributes:
-        capacity: as given.
     """
 
     _check_usable: Callable[[], None] | None = None  # before a call the engine is asked, and checks it
@@ -92,10 +87,11 @@ class KeyCache:
     # asking -------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys can be loaded, at most `max_load_blocks`. Counts as a request, not as a use: see
-        `touch`.
+        """How many leading keys can be loaded, at most `max_load_blocks`. Counts as a request, not as a use (see
+        `touch`).
 
-        A key that is pending, or that only a tier has, ends the count: see `promote`.
+        The first key that is not ready in a slot ends the count: a missing one, a pending one, or one that only a tier
+        has (see `promote`).
 
         Raises:
             LayoutError: `keys` is not a list of bytes.
@@ -106,7 +102,9 @@ class KeyCache:
         return self._lookup_many([check_keys(keys)])[0]
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """`lookup` for each of several requests. Nothing changes in the cache in between."""
+        """`lookup` for each of several requests, in one call: the cache does not change in between. Returns the hits of
+        each.
+        """
         if self._asks is not None:
             self._look()
         return self._lookup_many([check_keys(keys) for keys in requests])
@@ -178,7 +176,7 @@ class KeyCache:
             status = _HIT
             recorder.hits += 1
         if recorder.has_hook:
-            recorder.announce_lookup(key, status is _HIT)
+            recorder.announce("hit" if status is _HIT else "miss", (key,))
         return status
 
     def locate(self, keys: Sequence[bytes]) -> list[str]:

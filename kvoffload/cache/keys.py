@@ -93,8 +93,8 @@ def as_tokens(token_ids: Any) -> Int64Array:
         return as_ids("token_ids", token_ids, _TOKEN_LIMIT)
     except LayoutError as error:
         raise ValueError(
-            f"{_culprit(token_ids) or error}; token_ids must be one sequence of integers in [0, 2**32), and what is no "
-            "token goes into extra"
+            f"{_culprit(token_ids) or error}; token_ids must be one sequence of integers in [0, 2**32); pass anything "
+            "else as extra"
         ) from None
 
 

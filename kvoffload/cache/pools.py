@@ -19,7 +19,6 @@ class RequestRecord:
 
     Attributes:
         owner: the state of its index.
-        tenant: as given.
         keys: all keys given with it so far, in the order in which they first came.
         notes: by pool number, the notes of that pool's policy on the request; see `Policy.for_request`.
         ended: whether no call may name it any more.
@@ -43,7 +42,7 @@ class RequestRecord:
             ValueError: `tenant` is another one.
         """
         if tenant not in ("", self.tenant):
-            raise ValueError(f"tenant must be {self.tenant!r}, that of the request, or left out, got {tenant!r:.80}")
+            raise ValueError(f"tenant must be the request's, {self.tenant!r}, or left out, got {tenant!r:.80}")
         return self.tenant
 
 

@@ -156,6 +156,7 @@ class Lease:
 
     @property
     def released(self) -> bool:
+        """Whether `release` was called."""
         return self._record.released
 
     def slots(self, group: int = 0) -> Int64Array:

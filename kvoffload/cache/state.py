@@ -57,7 +57,6 @@ class CacheState:
         awaited: records with transfers in any order; every `enter` looks through them.
         in_flight: functions that return the transfers that may still read or write entries. If a record was dropped
             without being ended, its entries stay in use until these have ended.
-        num_groups: slots of an entry.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
     """
 

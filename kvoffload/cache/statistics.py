@@ -189,14 +189,14 @@ class StatisticsRecorder:
             counts = self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, dict.fromkeys(_BY_TENANT, 0))
             counts[kind] += len(keys)
         if self._on_event is not None:
-            self._announce(kind, keys, tenant)
+            self.announce(kind, keys, tenant)
 
     def note_lookup(self, keys: Sequence[bytes], found: int) -> None:
         self.lookups += len(keys)
         self.hits += found
         if self._on_event is not None:
-            self._announce("hit", keys[:found])
-            self._announce("miss", keys[found:])
+            self.announce("hit", keys[:found])
+            self.announce("miss", keys[found:])
 
     def note_promotion(self, keys: Sequence[bytes], found: int, in_tiers: Counter[str]) -> None:
         """As `note_lookup`, for a promotion that has ended. `in_tiers`: the hits of each tier; all others were in the
@@ -204,9 +204,6 @@ class StatisticsRecorder:
         """
         self.note_lookup(keys, found)
         self._hits_in_tiers.update(in_tiers)
-
-    def announce_lookup(self, key: bytes, found: bool) -> None:
-        self._announce("hit" if found else "miss", (key,))
 
     def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str, promoted: bool) -> None:
         if len(entries) == 1:
@@ -229,7 +226,7 @@ class StatisticsRecorder:
             self._residency.add(now - self._stored_at[entries])
         self._counts["evicted"] += len(keys)
         if self._on_event is not None:
-            self._announce("evicted", keys)
+            self.announce("evicted", keys)
 
     def note_new(self, entries: list[int]) -> None:
         """These entries have new keys, which may be touched before they are stored."""
@@ -313,6 +310,6 @@ class StatisticsRecorder:
                 if "now" in self._notifier and self._notifier["now"] is mine:  # no call, after which a signal comes
                     del self._notifier["now"]
 
-    def _announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
+    def announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
         if keys:
             self.unreported.append(CacheEvent(kind, tuple(keys), tenant))

@@ -178,10 +178,8 @@ def engine_card(
     """The pool of an engine, its transfers, and the copiers that it can use.
 
     Args:
-        engine: shown from its public attributes, and from the other arguments.
         folded: how its groups fold inside their allocations.
         copiers: for each name None, or why that copier cannot run.
-        closed: whether the engine is closed.
     """
     device, layout = engine.device, engine.layout
     statistics = None if device.foreign else engine.statistics()
@@ -237,10 +235,8 @@ def cache_card(
     """The slots of a block cache, and its counts.
 
     Args:
-        cache: shown from the other arguments and its engine's device.
-        statistics: its counts, read without asking the driver; None in a forked process.
+        statistics: read without asking the driver; None in a forked process.
         described: its index in one line, the policy included.
-        tenants: with their quotas and priorities.
     """
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:

@@ -262,8 +262,8 @@ def _checked(labels: dict[str, str]) -> dict[str, str]:
     for name, value in labels.items():
         if name in _OWN_LABELS or not re.fullmatch("(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name):
             raise ValueError(
-                f"label {name!r} must be letters, digits and underscores, not two of them first, and none of "
-                f"{sorted(_OWN_LABELS)}"
+                f"label {name!r} must be letters, digits and underscores, without a digit or two underscores at the "
+                f"beginning, and none of {sorted(_OWN_LABELS)}"
             )
         if not isinstance(value, str):
             raise TypeError(f"label {name} must be a string, got {value!r:.80}")

@@ -1,7 +1,4 @@
-"""check_tier: tries the promises of `Tier` on tiers with pools of host memory.
-
-One function a check: refusals, the bytes of records, how jobs end, records that outlive a tier.
-"""
+"""check_tier: tries the promises of `Tier` on tiers with pools of host memory. One function a check."""
 
 from __future__ import annotations
 

@@ -84,12 +84,7 @@ class TierModel:
 
 
 class TierFuzz:
-    """One series of random operations on a tier with a pool.
-
-    Args:
-        while_waiting: called again and again while a job has not ended, for example `FaultyTier.release_hung`.
-        timeout: seconds that a job may take.
-    """
+    """One series of random operations on a tier with a pool; see `fuzz_tier`."""
 
     def __init__(
         self,

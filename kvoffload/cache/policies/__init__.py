@@ -1,12 +1,9 @@
 """Policies: they choose the keys that a full cache evicts.
 
 base.py     Policy: the interface, also for a policy of your own
-lru.py      LRU: the least recently used
-arc.py      ARC: recency and frequency, balanced by keys that were evicted too early
-s3fifo.py   S3FIFO: a small queue that newcomers must survive
-prefix.py   Prefix, the default: learns which blocks will be asked for again, keeps a prefix longer than the keys that
-            need it, and declines blocks that are worth less than the ones they would displace
-reuse.py    the model that Prefix learns: how soon blocks of each kind are asked for again
+prefix.py   Prefix, the default: learns which blocks will be asked for again (reuse.py), keeps a prefix longer than the
+            keys that need it, and declines blocks that are worth less than the ones they would displace
+lru.py, arc.py, s3fifo.py
 """
 
 from __future__ import annotations

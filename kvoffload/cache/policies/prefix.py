@@ -405,13 +405,7 @@ class Heads:
     """The head of each queue, from which keys are evicted.
 
     Within a queue the chain worth falls with age, so the first run's is a lower bound for the head. Keys of a queue are
-    looked at only if its bound is the lowest.
-
-    Args:
-        chain_worths: by kind and range of ages; see `ReuseModel`.
-        now: in blocks, from which ages are counted.
-        bounds: see `LowerBounds`.
-        walk: returns the keys of a queue that may be evicted; see `walk`.
+    looked at only if its bound is the lowest. `now` is in blocks; ages are counted from it.
     """
 
     def __init__(

@@ -82,10 +82,6 @@ class WriteAdmission(WriteChoice):
     # what happens -------------------------------------------------------------------------------------------------
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """A request has computed these keys; they are in the host now. Report `written` for those on the disk.
-
-        Keys that are in the host already are passed over.
-        """
         fresh = [key for key in keys if key not in self._on_disk]
         self._now += len(fresh)
         self._on_disk.update(dict.fromkeys(fresh, False))
@@ -93,19 +89,16 @@ class WriteAdmission(WriteChoice):
         return ()
 
     def promoted(self, keys: Sequence[bytes]) -> None:
-        """These keys were read from the disk, and are now in the host, too."""
         self._arrived.update(key for key in keys if key not in self._on_disk)
         self._on_disk.update(dict.fromkeys(keys, True))
 
     def written(self, keys: Iterable[bytes]) -> None:
-        """The disk has these keys now; keys that are not in the host do not matter."""
         for key in keys:
             if key in self._on_disk:
                 self._on_disk[key] = True
                 self._written_lately += 1
 
     def left_disk(self, keys: Iterable[bytes]) -> None:
-        """The disk has lost these keys: they were evicted or removed, or their write failed."""
         for key in keys:
             if key in self._on_disk:
                 self._on_disk[key] = False
@@ -116,7 +109,6 @@ class WriteAdmission(WriteChoice):
             self._arrived.discard(key)
 
     def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The host has exactly these keys, whatever was reported. Report `written` for those on the disk."""
         there = set(keys)
         self.left_host([key for key in self._on_disk if key not in there])
         return self.stored(keys)

@@ -46,7 +46,7 @@ class TierPlan:
         if seconds_per_key is not None and not to_wait("seconds_per_key", seconds_per_key) > 0:
             raise ValueError(f"seconds_per_key must be above 0, or None, got {seconds_per_key!r:.80}")
         if isinstance(tiers, Tier) or not isinstance(tiers, Iterable):
-            raise TypeError(f"tiers must be a list, of one tier too: tiers=[tier], got {shown(tiers)}")
+            raise TypeError(f"tiers must be a list, even for one tier: tiers=[tier], got {shown(tiers)}")
         self.tiers, self._write, self._hung, self._seconds_per_key = list(tiers), write, hung, seconds_per_key
         for number, tier in enumerate(self.tiers):
             if not isinstance(tier, Tier):

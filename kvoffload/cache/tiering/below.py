@@ -52,10 +52,8 @@ class TierBelow:
     """One tier of a cache. Changed under the manager's lock. No method lets an Exception of the tier out.
 
     Attributes:
-        tier: the tier.
         local_index: whether it knows at once which keys it has.
         hung: seconds after which a call counts as hanging.
-        breaker, speed: see there.
         promoted, not_found, slower, written, not_written, dropped: see `CacheTierStatistics`.
     """
 
@@ -79,7 +77,7 @@ class TierBelow:
         before = self.breaker.state
         usable = self.breaker.usable(time.monotonic(), self._tier_statistics().longest_call)
         if before is not BreakerState.OPEN and self.breaker.state is BreakerState.OPEN:
-            LOGGER.warning("tier %s: a call does not return; it is not used until it has", self.tier.name)
+            LOGGER.warning("tier %s: a call hangs; the tier is not used until it returns", self.tier.name)
         return usable
 
     @property
@@ -198,7 +196,7 @@ class TierBelow:
         before = self.breaker.opened
         self.breaker.failed(time.monotonic())
         if self.breaker.opened > before:
-            LOGGER.warning("tier %s fails; it is not used for a while", self.tier.name)
+            LOGGER.warning("tier %s fails; it is left alone for a while", self.tier.name)
 
 
 def fits(key: bytes) -> bool:
@@ -222,14 +220,10 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """The state for one tier. Not for several threads at a time.
+    """The breaker of one tier. Not for several threads at a time.
 
     Args:
         hung: seconds after which a tier's call counts as hanging.
-
-    Attributes:
-        state: as above.
-        opened: how often it has opened.
     """
 
     def __init__(self, hung: float = _HUNG) -> None:

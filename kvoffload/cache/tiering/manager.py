@@ -62,7 +62,6 @@ class TierManager:
     """The tiers of a cache.
 
     Args:
-        records: of the index.
         tiers: attached to its slots, in the order in which they are asked.
         choice: chooses the keys to write.
         seconds_per_key: how long computing a key's blocks takes; None: not known.
@@ -71,7 +70,6 @@ class TierManager:
         submit: submits a chained load.
 
     Attributes:
-        tiers: with their breakers and counts.
         closed: no promotion and no write begins any more.
         wake: makes the thread look at everything.
         when_done: calls a function once a promotion, or a load behind it, has ended, from a thread of its own.
@@ -194,8 +192,8 @@ class TierManager:
                 self._removals[:] = [each for each in self._removals if each() not in (None, removal)]
         if wrong:
             raise TierError(
-                f"tier {', '.join(wrong)} failed to remove them, or did not answer within {_REMOVAL:g} seconds: it may "
-                "have them still; remove them again once it works"
+                f"tier {', '.join(wrong)} failed to remove the keys, or did not answer within {_REMOVAL:g} seconds: it "
+                "may still have them; remove them again once it works"
             )
         return count
 

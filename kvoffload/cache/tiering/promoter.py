@@ -28,8 +28,6 @@ class Promoter:
     """The promotions that are going on.
 
     Args:
-        records: of the index whose entries are filled.
-        tiers: in the order in which they are asked.
         seconds_per_key: how long computing a key's blocks takes; None: not known, so every promotion is worth it.
         most: entries that promotions may occupy: reserved, holding keys that tiers brought until they are released, or
             kept for calls that have not returned.

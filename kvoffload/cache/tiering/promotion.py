@@ -31,13 +31,10 @@ class Fetch:
     """A job of one tier that works for a promotion.
 
     Attributes:
-        below: the tier, with its breaker and speed.
-        job: the tier's.
         positions: where the job's keys are among the promotion's.
         others: tiers asked next for keys that this one does not bring.
         deadline: when they are asked, by `time.monotonic`; None: only once the tier has answered.
         left: places in the job of keys whose outcome was not collected yet.
-        begun: by `time.monotonic`.
         measured: whether its time was recorded.
     """
 
@@ -84,15 +81,12 @@ class PromotionRecord:
     """The manager's record of a promotion. Only its thread changes it, except for `cancelled`, `released` and `loads`.
 
     Attributes:
-        keys: as given.
-        tenant: as given.
         deadline: by `time.monotonic`; None: none.
         here: for each key, whether its entry is leased, so that it can be loaded.
         gone: for each key, whether it will not come.
         ready: leading keys that can be loaded.
         records: by position, for keys on their way.
         awaited: positions of keys that another promotion brings, or a transfer stores.
-        fetches: the tiers' jobs.
         leases: hold the entries of keys that came, or were there.
         brought: how many of the leased entries tiers have filled.
         refuse_nested: raises RuntimeError inside another call, which must not wait.

@@ -38,7 +38,6 @@ class Writer:
     """Keys being written, and keys that wait.
 
     Args:
-        records: of the index whose entries are read.
         tiers: get every key.
         most: entries that may be leased for it at a time.
         notify: makes the manager's thread call `advance` soon.
