@@ -40,7 +40,9 @@ from kvoffload.tuning import Profile
 class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 
-    Usable from any thread; a context manager.
+    On the GPU, transfers of one direction run in the order of submission (except for urgent loads), and a transfer
+    waits for earlier ones of the other direction that touch its slots or blocks. So a load from slots that are still
+    being stored needs no `after` for that. Usable from any thread; a context manager.
 
     Args:
         layout: the KV cache. Its memory must stay allocated until the engine is closed.
