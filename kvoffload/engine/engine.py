@@ -51,7 +51,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
             engine pins nothing and refuses every slot id.
         host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots`.
         sm_limit: how many multiprocessors a copy kernel may use. 0 forbids kernels and compiles none. (The simulated
-            device runs a kernel only if you ask for it, since it interprets kernels slowly.)
+            device runs a kernel only if you ask for it, since it interprets kernels slowly.) If kernels cannot be
+            loaded, you get a KVOffloadWarning, and the copy engine carries all transfers.
         prefer: "overlap", for a GPU that computes during transfers: selects the copy method that costs least, counting
             its own time and the time that computation loses, in the worse of two kinds of computation. "latency":
             selects the one that ends soonest on an idle GPU. Either way the copy engine wins over a kernel if it is
@@ -75,7 +76,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     Raises:
         LayoutError: a plane is not memory of this device, or runs past the end of its allocation, or of mapped virtual
             memory without a gap.
-        CapacityError: the pool cannot be pinned, or the GPU has no memory for the copiers; the message says more.
+        CapacityError: the pool, or 2 MiB for tables of kernels, cannot be pinned; the message says what is free.
+        DriverError: the driver failed in another way.
         ValueError, TypeError: bad arguments; `host_memory` that does not fit the layout, overlaps registered memory, or
             is not registered although it says so.
         ClosedError: the device is closed, or this is a forked child.
