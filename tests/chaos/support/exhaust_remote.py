@@ -1,7 +1,7 @@
 """Break the servers and connections of remote tiers in every known manner, many times, and compare every byte.
 
-    python tests/support/exhaust_remote.py                          everything: half an hour on two cores
-    python tests/support/exhaust_remote.py --only valkey --operations 100000 --seed 7
+    python tests/chaos/support/exhaust_remote.py                          everything: half an hour on two cores
+    python tests/chaos/support/exhaust_remote.py --only valkey --operations 100000 --seed 7
 
     valkey      one Valkey server
     cluster     three Valkey servers that are a cluster
@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import chaos_remote
 from faulty_proxy import FaultyProxy

@@ -1,7 +1,7 @@
 """Break a disk tier in every known manner, many times, and compare every byte that it returns.
 
-    python tests/support/exhaust_disk.py                        everything: ten minutes on one core
-    python tests/support/exhaust_disk.py --only crashes --states 1000000 --seed 7
+    python tests/chaos/support/exhaust_disk.py                        everything: ten minutes on one core
+    python tests/chaos/support/exhaust_disk.py --only crashes --states 1000000 --seed 7
 
     crashes     states of the files after a crash: unsynced writes lost, torn, reordered
     kills       processes killed while they write
@@ -40,7 +40,7 @@ Result = tuple[Counter[str], list[str]]
 
 def program(name: str, *arguments: int) -> dict[str, Any]:
     """What a program of this folder prints, in a process of its own."""
-    paths = [str(HERE.parent.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE.parents[2]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-W", "error", str(HERE / name), *map(str, arguments)],
         stdout=subprocess.PIPE,
