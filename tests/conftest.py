@@ -17,6 +17,7 @@ from seeds import chosen
 from servers import Process, ValkeyCluster, seaweed, valkey
 
 import kvoffload
+from kvoffload.internal import cachefiles
 from kvoffload.testing import SimulatedDriver, check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
@@ -29,9 +30,10 @@ _tests = itertools.count(1)
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Have garbage collections of a test look at what it made, and not at all that pytest and other tests hold: some
-    tests collect hundreds of times, which took them 30 times as long.
+    tests collect hundreds of times, which took them 30 times as long. And each test is warned anew.
     """
     gc.freeze()
+    cachefiles.warned.clear()
 
 
 @pytest.hookimpl(trylast=True)
