@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -143,6 +144,24 @@ def cupy(gpu_device: kvoffload.Device) -> Iterator[Any]:
     module = pytest.importorskip("cupy")
     with module.cuda.Device(gpu_device.index):
         yield module
+
+
+@pytest.fixture
+def jax(device: kvoffload.Device) -> Iterator[Any]:
+    """JAX, which computes on the CPU, as simulated devices do; skips without JAX."""
+    from random_programs import jax_on
+
+    with jax_on(device) as module:
+        yield module
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns two hundred times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(before / 200)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from benching import Run, running
 from documents import snippets
 from fleet_oracle import FleetOracle
 from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace, write_trace
@@ -36,20 +35,7 @@ from kvoffload_bench.fleet import (
 SMALL = Fleet(40, 0, 200, "lru", "through", "random", 0)
 BLOCK_BYTES = 512 * MODELS["llama-3.1-8b"].bytes_per_block // 16
 
-Run = Callable[..., tuple[int, dict[str, Any], str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `bench fleet --json`: exit code, fields, stderr."""
-
-    def run(*arguments: object) -> tuple[int, dict[str, Any], str]:
-        capsys.readouterr()
-        code = main(["bench", "fleet", *map(str, arguments), "--json"])
-        captured = capsys.readouterr()
-        return code, json.loads(captured.out) if captured.out else {}, captured.err
-
-    return run
+run = pytest.fixture(running("bench", "fleet"))
 
 
 def replayed(requests: list[Request], fleet: Fleet, count: int) -> FleetResult:

@@ -19,12 +19,6 @@ PLANES, BLOCKS, WIDTH = 2, 6, 8
 
 
 @pytest.fixture
-def jax(device: kvoffload.Device) -> Iterator[Any]:
-    with jax_on(device) as module:
-        yield module
-
-
-@pytest.fixture
 def gpu_jax(gpu_device: kvoffload.Device) -> Iterator[Any]:
     with jax_on(gpu_device) as module:
         yield module

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from interrupts import interrupted_everywhere
-from sharded_jax import JaxDevices, simulated_devices
+from sharded_jax import JaxDevices, two_devices
 
 import kvoffload
 from kvoffload import ShardedEngine
@@ -18,10 +18,7 @@ from kvoffload.jax import OwnedCache
 PLANES, BLOCKS, WIDTH = 2, 6, 8
 
 
-@pytest.fixture
-def two(seed: int) -> Iterator[JaxDevices]:
-    with simulated_devices(2, seed) as on:
-        yield on
+two = pytest.fixture(two_devices)
 
 
 @pytest.fixture
