@@ -220,12 +220,7 @@ def test_json_has_a_record_for_each_number_of_hosts(tmp_path: Path, run: Run, se
     code, fields, error = run(path, "--hosts", "3,1,3", "--store-slots", 200, *options, "--write", "second")
     assert (code, error) == (0, "")
     requests = list(map(keys_of, ids))
-    expected = survey(
-        requests,
-        Fleet(40, 60, 200, "lru", "second", "random", 5),
-        [3, 1],
-        Output(as_json=True),
-    )
+    expected = survey(requests, Fleet(40, 60, 200, "lru", "second", "random", 5), [3, 1], Output(as_json=True))
     asked = sum(map(len, requests))
     assert (fields["benchmark"], fields["blocks_requested"], fields["seconds_of_trace"]) == ("fleet", asked, None)
     assert fields["compulsory_misses"] == len({key for request in requests for key in request})

@@ -78,8 +78,7 @@ def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.D
 
 
 def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulated_device(
-    jax: Any,
-    device: kvoffload.Device,
+    jax: Any, device: kvoffload.Device
 ) -> None:
     """It would be copied back over what was loaded meanwhile."""
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)

@@ -10,12 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import Gate
-from replay_oracles import (
-    Oracle,
-    generated_trace,
-    keys_of,
-    write_trace,
-)
+from replay_oracles import Oracle, generated_trace, keys_of, write_trace
 from replaying import TINY, replay, serve_overlapping
 
 import kvoffload

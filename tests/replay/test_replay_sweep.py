@@ -29,14 +29,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES, make_policy
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.replay import hitplot
-from kvoffload.replay.hits import (
-    OPTIMUM,
-    HostPool,
-    PolicyResult,
-    belady_hits,
-    belady_hits_by_request,
-    hits_of_policies,
-)
+from kvoffload.replay.hits import OPTIMUM, HostPool, PolicyResult, belady_hits, belady_hits_by_request, hits_of_policies
 from kvoffload.replay.report import print_policies
 from kvoffload.replay.saving import Rates
 from kvoffload.replay.trace import read_trace
