@@ -27,7 +27,6 @@ from kvoffload import (
 from kvoffload.cache.policies import POLICIES
 
 MISS, HIT, PENDING = Status.MISS, Status.HIT, Status.PENDING
-COPY = "cuMemcpy2DAsync"  # what a small transfer takes at the level without batches
 END_OF_COPIES = ("cuEventRecord", 3)  # after `after` and the start: the copies are queued, and the job has failed
 
 

@@ -38,8 +38,8 @@ class Owned(NamedTuple):
 @pytest.fixture(params=[1, 2], ids=["one", "two"])
 def owned(request: pytest.FixtureRequest, seed: int) -> Iterator[Owned]:
     with simulated_devices(request.param, seed) as on:
-        shape, axes = (PLANES, BLOCKS, WIDTH), {"plane_axis": 0, "block_axis": 1}
-        several = request.param > 1
+        shape, several = (PLANES, BLOCKS, WIDTH), request.param > 1
+        axes: dict[str, Any] = {"plane_axis": 0, "block_axis": 1}
         cache = (
             on.cache(shape, "float32", None, None, "heads", **axes)
             if several
