@@ -34,7 +34,6 @@ TINY = MINIATURE._replace(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own."""
     monkeypatch.setenv(cachefiles.FOLDER_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(cachefiles, "_warned", set())
     return tmp_path / "cache"
 
 

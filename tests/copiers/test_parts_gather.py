@@ -295,7 +295,7 @@ def test_tables_that_nothing_refers_to_are_free_after_a_repair(bench: Rig) -> No
 
 @pytest.mark.usefixtures("kernels_do_nothing")
 def test_the_copy_engine_carries_what_the_kernel_has_no_rows_for(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.engine._parts.copiers, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
+    monkeypatch.setattr(bench.engine._parts.copiers, "interpreted", False)  # as on a GPU: kernels, too, are chosen
     random = np.random.default_rng(1)
     divisions = list({tuple(random.permutation(PLANES).tolist()) for _ in range(80)})[:66]
     before = leaks_of(bench.device)["device_allocations"]
