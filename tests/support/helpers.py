@@ -265,23 +265,6 @@ def release(rig: Rig, *held_back: kvoffload.Job) -> None:
     rig.settle()
 
 
-def levelled(seed: int) -> Iterator[kvoffload.Device]:
-    """A simulated device whose capability level changes with the seed; nothing may be left of it."""
-    with simulated(seed, list(LEVELS)[seed % len(LEVELS)]) as opened:
-        yield opened
-    no_leaks(opened.simulator)
-
-
-def settled_rig(device: kvoffload.Device) -> Iterator[Rig]:
-    """A rig whose gates are open and whose pools are whole at the end."""
-    with rig(device) as made:
-        yield made
-        for gate in made.gates:  # one that a failed test left closed
-            gate.open()
-        made.engine.drain(10)
-        whole(made.engine)
-
-
 def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every segment of every transfer queued on another stream than the one before it in its direction.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ORDERING_SEEDS, Rig, all_are, in_threads, levelled, release, settled_rig
+from helpers import Rig, all_are, in_threads, release
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine
@@ -15,21 +14,6 @@ from kvoffload.engine import wait_streams
 from kvoffload.engine.wait_streams import MOST_WAIT_STREAMS, Array, as_sources
 from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.testing import leak_check
-
-
-@pytest.fixture(params=ORDERING_SEEDS[:5], ids=lambda seed: f"seed{seed}")
-def seed(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def device(seed: int) -> Iterator[kvoffload.Device]:
-    yield from levelled(seed)
-
-
-@pytest.fixture
-def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    yield from settled_rig(device)
 
 
 class Interface:
