@@ -40,7 +40,7 @@ NAMES: list[CopierName] = ["strided", "gather", "split", "batch", "loop"]
 
 @pytest.fixture(autouse=True)
 def _no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cachefiles, "_warned", set())
+    monkeypatch.setattr(cachefiles, "warned", set())
 
 
 @contextmanager

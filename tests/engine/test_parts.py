@@ -156,7 +156,7 @@ def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkey
     known = default_profile(None)
     costs = {each: replace(found, strided=None, flat={}) for each, found in known.costs.items()}  # kernels alone
     with rig(device, planes=PLANES, sm_limit=4, prefer="latency", profile=replace(known, costs=costs)) as bench:
-        monkeypatch.setattr(bench.engine._parts.copiers, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
+        monkeypatch.setattr(bench.engine._parts.copiers, "interpreted", False)  # as on a GPU: kernels, too, are chosen
         assert load(bench, range(8), range(8), parts=None).copier == "gather"
         for parts in (2, PLANES):
             job = load(bench, range(8), range(8), parts=parts)
@@ -386,7 +386,7 @@ def test_a_part_can_be_ordered_behind_while_later_ones_find_no_room(
     bench: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "QUEUE_LIMIT", 10)  # a stream holds one part of 6 operations
-    monkeypatch.setattr(shard, "_QUEUEING_SECONDS", 0.02)
+    monkeypatch.setattr(shard, "QUEUEING_SECONDS", 0.02)
     bench.engine.close()
     with OffloadEngine(bench.engine.layout, device=bench.device, num_slots=16, **COPY_ENGINE_ONLY) as engine:
         bench.engine = engine

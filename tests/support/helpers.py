@@ -284,7 +284,7 @@ def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut_segments(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
     """At most so many operations at a time, of a kernel so many blocks."""
     copiers = engine._parts.copiers
-    monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
+    monkeypatch.setattr(gather, "MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
     for copier in (*copiers._of_copy_engine.values(), *copiers._gather.values()):
         monkeypatch.setattr(copier, "segment_operations", operations)
 

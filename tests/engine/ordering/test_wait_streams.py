@@ -184,7 +184,7 @@ def test_arrays_of_transfers_in_flight_have_a_wait_stream_each(bench: Rig) -> No
 def test_more_unresolved_arrays_than_wait_streams_are_refused_and_nothing_happens(
     bench: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wait_streams, "_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(wait_streams, "WAIT_SECONDS", 0.01)
     held = bench.stream()
     gate = bench.gate(held)
     jobs = [bench.engine.store([3], [0], after=Produced(bench, held)) for _ in range(MOST_WAIT_STREAMS)]
