@@ -24,7 +24,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
 RANGE = 16 * PAGE_BYTES
-TABLES_BYTES = len(Direction) * gather._ARENA_BYTES  # which an engine with kernels pins besides its pool
+TABLES_BYTES = len(Direction) * gather.ARENA_BYTES  # which an engine with kernels pins besides its pool
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ORDERING_SEEDS, Rig, all_are, in_threads, levelled, release, settled_rig
+from helpers import Rig, all_are, in_threads, release
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine
@@ -15,21 +14,6 @@ from kvoffload.engine import wait_streams
 from kvoffload.engine.wait_streams import MOST_WAIT_STREAMS, Array, as_sources
 from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.testing import leak_check
-
-
-@pytest.fixture(params=ORDERING_SEEDS[:5], ids=lambda seed: f"seed{seed}")
-def seed(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def device(seed: int) -> Iterator[kvoffload.Device]:
-    yield from levelled(seed)
-
-
-@pytest.fixture
-def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    yield from settled_rig(device)
 
 
 class Interface:
@@ -200,7 +184,7 @@ def test_arrays_of_transfers_in_flight_have_a_wait_stream_each(bench: Rig) -> No
 def test_more_unresolved_arrays_than_wait_streams_are_refused_and_nothing_happens(
     bench: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wait_streams, "_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(wait_streams, "WAIT_SECONDS", 0.01)
     held = bench.stream()
     gate = bench.gate(held)
     jobs = [bench.engine.store([3], [0], after=Produced(bench, held)) for _ in range(MOST_WAIT_STREAMS)]

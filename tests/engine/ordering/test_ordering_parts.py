@@ -6,7 +6,7 @@ hold a part and those behind it, a gate is put before its first copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from helpers import (
@@ -16,16 +16,12 @@ from helpers import (
     change_streams,
     copiers_in,
     cut_segments,
-    levelled,
     release,
-    rig,
-    whole,
 )
 from layerwise import DEFAULTS, PARTS, PLANES, Reader, blocks_hold, hold_from, load, reader_of
 from transfers import segments_of
 
-import kvoffload
-from kvoffload import NO_WAIT
+from kvoffload import NO_WAIT, TransferError
 from kvoffload.driver import Driver
 
 BY_ENGINE = ("strided", "batch", "loop")
@@ -45,25 +41,15 @@ def seed(carrier: tuple[int, str | None]) -> int:
 
 
 @pytest.fixture
-def copier(carrier: tuple[int, str | None]) -> str | None:
+def copier(carrier: tuple[int, str | None], monkeypatch: pytest.MonkeyPatch) -> str | None:
     """What carries all loads that do not say it."""
+    monkeypatch.setitem(DEFAULTS, "copier", carrier[1])
     return carrier[1]
 
 
 @pytest.fixture
-def device(seed: int) -> Iterator[kvoffload.Device]:
-    yield from levelled(seed)
-
-
-@pytest.fixture
-def bench(device: kvoffload.Device, copier: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setitem(DEFAULTS, "copier", copier)
-    with rig(device, planes=PLANES, sm_limit=0 if copier is None else 2) as made:
-        yield made
-        for gate in made.gates:  # one that a failed test left closed
-            gate.open()
-        made.engine.drain(10)
-        whole(made.engine)
+def rig_options(copier: str | None) -> dict[str, Any]:
+    return {"planes": PLANES, "sm_limit": 0 if copier is None else 2}
 
 
 @pytest.fixture(params=["one stream", "segments on many streams"])
@@ -235,7 +221,7 @@ def test_parts_follow_what_a_failed_load_left_queued(bench: Rig) -> None:
     job = load(bench, range(8, 14), range(6))
     reader = reader_of(bench, job, 0, 0, 0)
     for part in range(PARTS):
-        with pytest.raises(kvoffload.TransferError, match="cuMemcpyAsync"):
+        with pytest.raises(TransferError, match="cuMemcpyAsync"):
             failed.order_before(reader.stream, part=part)
     release(bench, job)
     assert reader.value == 108

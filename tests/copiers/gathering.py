@@ -190,8 +190,8 @@ def separate(
 
 def small_tables(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     """Tables of so many blocks at most, and room for 2 KiB of them in each direction."""
-    monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", blocks)
-    monkeypatch.setattr(gather, "_ARENA_BYTES", 2048)
+    monkeypatch.setattr(gather, "MAX_TABLE_BLOCKS", blocks)
+    monkeypatch.setattr(gather, "ARENA_BYTES", 2048)
 
 
 def overwrite_on_release(monkeypatch: pytest.MonkeyPatch, block: int, slot_address: int) -> list[int]:

@@ -1,25 +1,38 @@
-"""Several simulated devices of one machine with a ShardedEngine over them, and what its transfers should have done."""
+"""One device with an OffloadEngine, or several with a ShardedEngine over them, and what transfers should have done."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from helpers import COPY_ENGINE_ONLY, NON_BLOCKING, Gate
 
 import kvoffload
-from kvoffload import NO_WAIT, Job, KVLayout, ShardedEngine
+from kvoffload import NO_WAIT, Job, KVLayout, OffloadEngine, ShardedEngine
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, scramble
 from kvoffload.tuning import CopierName
 
 Bytes = npt.NDArray[np.uint8]
 BLOCKS = 16
+
+
+class Mirrors(list[Mirror]):
+    """Of each device what a loop over blocks and planes would have done there."""
+
+    def expect(self, *move: Any, **options: Any) -> None:
+        for mirror in self:
+            mirror.expect(*move, **options)
+
+    def check(self) -> None:
+        for mirror in self:
+            mirror.check()
 
 
 class Machine:
@@ -30,6 +43,8 @@ class Machine:
         block_bytes: of the planes of the first device; those of device `d` have `d` times 16 more.
         groups: of every layout.
         devices: to use; None: those of a new simulated driver.
+        alone: an OffloadEngine over the one device.
+        driver: options of the simulated driver.
         options: of the engine.
     """
 
@@ -42,11 +57,15 @@ class Machine:
         groups: int = 1,
         blocks_per_slot: int = 1,
         devices: Sequence[kvoffload.Device] | None = None,
+        alone: bool = False,
+        driver: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self._own = devices is None
         if devices is None:
-            simulator = SimulatedDriver(device_count=len(counts), seed=seed, deadlock_seconds=0.3)
+            simulator = SimulatedDriver(
+                device_count=len(counts), seed=seed, **{"deadlock_seconds": 0.3, **(driver or {})}
+            )
             devices = [kvoffload.open_device(index, backend=simulator) for index in range(len(counts))]
         self.devices = list(devices)
         self.simulator: Any = devices[0].simulator
@@ -63,8 +82,14 @@ class Machine:
                 scramble(buffer, seed + 10 * number + index)
             described: Any = {"dtype": "uint8", "tokens_per_block": 4, "block_axes": ("tokens",)}
             layouts.append(KVLayout(planes, blocks_per_slot=blocks_per_slot, **described))
-        self.engine = ShardedEngine(layouts, devices=self.devices, **{"num_slots": 16, **COPY_ENGINE_ONLY, **options})
-        for number, pool in enumerate(self.engine.slots):
+        made = {"num_slots": 16, **COPY_ENGINE_ONLY, **options}
+        self.layouts, self.alone = layouts, alone
+        self.engine: Any = (
+            OffloadEngine(layouts[0], device=self.devices[0], **made)
+            if alone
+            else ShardedEngine(layouts, devices=self.devices, **made)
+        )
+        for number, pool in enumerate(self.pools):
             pool[:] = np.random.default_rng(seed + 99 + number).integers(0, 256, pool.shape, dtype=np.uint8)
         self.streams: list[list[int]] = [[] for _ in counts]
         self.gates: list[Gate] = []
@@ -96,12 +121,30 @@ class Machine:
         with self.devices[device].current():
             self.devices[device].driver.fill(buffer.address, value, buffer.nbytes, stream)
 
-    def mirrors(self) -> list[Mirror]:
+    @property
+    def pools(self) -> list[Bytes]:
+        """The slots of each device."""
+        return [self.engine.slots] if self.alone else list(self.engine.slots)
+
+    def of_each(self, streams: list[Any]) -> Any:
+        """What the engine takes for a stream on each device."""
+        return streams[0] if self.alone else streams
+
+    def held(self, device: int = -1) -> tuple[Any, Gate]:
+        """A new stream on each device, as the engine takes them, of which one is held; its gate."""
+        streams = self.one_each()
+        return self.of_each(streams), self.hold(device % len(streams), streams[device])
+
+    def nbytes(self, blocks: int) -> int:
+        """Bytes of so many blocks on all devices."""
+        return blocks * sum(layout.groups[0].bytes_per_block for layout in self.layouts)
+
+    def mirrors(self) -> Mirrors:
         """Of each device what is there now, for the loop over blocks and planes."""
-        return [
+        return Mirrors(
             Mirror(SimpleNamespace(layout=layout, slots=pool), buffers)  # type: ignore[arg-type]
-            for layout, pool, buffers in zip(self.engine.layout.layouts, self.engine.slots, self.buffers, strict=True)
-        ]
+            for layout, pool, buffers in zip(self.layouts, self.pools, self.buffers, strict=True)
+        )
 
     def settle(self) -> None:
         """Let everything run that no gate holds."""
@@ -114,6 +157,23 @@ class Machine:
         """Nothing is in flight, and every stream and event is back in its pool."""
         statistics = self.engine.statistics()
         assert (statistics.in_flight, statistics.streams_in_use, statistics.events_in_use) == (0, 0, 0)
+
+    def synchronize(self, device: int, stream: int) -> None:
+        with self.devices[device].current():
+            self.devices[device].driver.stream_synchronize(stream)
+
+    def warm_up(self) -> None:
+        """Make every kind of transfer once: the driver may synchronise when it does something first."""
+        streams = self.one_each()
+        for copier in ("strided", "batch", "loop", None):
+            self.engine.store([0], [0], after=self.of_each(streams), copier=copier).wait(30)
+            self.engine.load([0], [0], after=self.of_each(streams), copier=copier).order_before(self.of_each(streams))
+        for number, stream in enumerate(streams):
+            self.fill(number, self.marker(number), 1, stream)
+            self.hold(number, stream).open()
+            self.synchronize(number, stream)
+        self.engine.drain(30)
+        self.engine.poll()
 
     def close(self) -> None:
         for gate in self.gates:
@@ -143,6 +203,20 @@ def machine(counts: Sequence[int] = (3, 2), **options: Any) -> Iterator[Machine]
             gate.open()
         raise
     made.close()
+
+
+@contextmanager
+def gpus(first: kvoffload.Device, how: str) -> Iterator[list[kvoffload.Device]]:
+    """Devices of two shards: "one GPU twice" or "two GPUs"; skips the test without a second one."""
+    if how == "one GPU twice":
+        yield [first, first]
+        return
+    try:
+        other = kvoffload.open_device(0 if first.index else 1, backend="cuda")
+    except (kvoffload.KVOffloadError, ValueError) as error:
+        pytest.skip(f"needs a second GPU: {error}")
+    with other:
+        yield [first, other]
 
 
 class RandomTransfers:
@@ -178,7 +252,19 @@ class RandomTransfers:
         options: dict[str, Any] = {**expected, "copier": copier, "after": self.after()}
         if direction == "load" and chance.random() < 0.3:
             options |= {"parts": 2}
-        job = self.made.engine.submit(direction, **options)  # type: ignore[arg-type]
+        job = self.made.engine.submit(direction, **options)
         if chance.random() < 0.3:
             job.order_before([streams[1] for streams in self.streams])
         return job, {"direction": direction, **expected}
+
+    def check(self, count: int) -> list[Job]:
+        """Submit many without waiting; when all have ended, compare every byte."""
+        jobs = []
+        for _ in range(count):
+            job, expected = self.transfer()
+            jobs.append(job)
+            self.mirrors.expect(**expected)
+        self.made.engine.drain(30)
+        self.mirrors.check()
+        assert all(job.outcome().error is None for job in jobs)
+        return jobs

@@ -9,7 +9,7 @@ from mutants import Run, Site, run_mutant, wait_sites
 
 import kvoffload
 
-ORDER = str(Path(__file__).with_name("test_order_gpu.py"))
+ORDER = str(Path(__file__).with_name("test_order.py"))
 TESTS_PASSED, TESTS_FAILED = 0, 1
 
 pytestmark = pytest.mark.timeout(300)

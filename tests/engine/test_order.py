@@ -1,7 +1,7 @@
 """Each wait of the engine, on a GPU and on the simulated one: without it the bytes are wrong.
 
 A gate holds back what must come first. Everything that waits for nothing then runs, the gate opens, and bytes are
-compared; so copies may be as quick as they like. `test_mutation_gpu.py` removes the waits one at a time.
+compared; so copies may be as quick as they like. `test_mutation_order.py` removes the waits one at a time.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,10 @@ import pytest
 from counting import copies_by_call
 from helpers import (
     COPY_ENGINE_ONLY,
-    ORDERING_SEEDS,
     Rig,
     all_are,
     cut_segments,
     interrupt_call,
-    levelled,
     release,
     rig,
     simulated,
@@ -34,27 +32,13 @@ from kvoffload.engine.queues import TransferQueue
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, poison
 from kvoffload.tuning import CopyMethod
 
-ONE_BLOCK = {"most_queued_bytes": 4 * 64}  # of a rig: so much that the driver has one block of each direction at a time
-
-
-@pytest.fixture(params=ORDERING_SEEDS, ids=lambda seed: f"seed{seed}")
-def seed(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+# Of a rig: so much that the driver has one block of each direction at a time.
+ONE_BLOCK: dict[str, Any] = {"most_queued_bytes": 4 * 64}
 
 
 @pytest.fixture
-def device(seed: int) -> Iterator[kvoffload.Device]:
-    yield from levelled(seed)
-
-
-@pytest.fixture
-def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    with rig(device, **ONE_BLOCK) as made:
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(10)
-        whole(made.engine)
+def rig_options() -> dict[str, Any]:
+    return ONE_BLOCK
 
 
 def hold_first(bench: Rig, slot: int = 0, block: int = 0) -> Job:

@@ -6,11 +6,11 @@ hold the kernel alone, a gate is put on its stream at the launch, behind the tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from helpers import ORDERING_SEEDS, Gate, Rig, all_are, cut_segments, levelled, release, rig, whole
+from helpers import Gate, Rig, all_are, cut_segments, release, rig, whole
 from transfers import segments_of
 
 import kvoffload
@@ -22,24 +22,9 @@ HALF = CopyMethod("split", 1, 0.5)  # the first half of the blocks by strided co
 GATHER = CopyMethod("gather", 1, 1.0)
 
 
-@pytest.fixture(params=ORDERING_SEEDS[:10], ids=lambda seed: f"seed{seed}")
-def seed(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @pytest.fixture
-def device(seed: int) -> Iterator[kvoffload.Device]:
-    yield from levelled(seed)
-
-
-@pytest.fixture
-def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    with rig(device, sm_limit=1) as made:
-        yield made
-        for gate in made.gates:  # one that a failed test left closed
-            gate.open()
-        made.engine.drain(10)
-        whole(made.engine)
+def rig_options() -> dict[str, Any]:
+    return {"sm_limit": 1}
 
 
 def submit(bench: Rig, direction: Direction, first_block: int, first_slot: int, count: int = 8, **options: Any) -> Job:

@@ -5,21 +5,15 @@ As in test_ordering.py: a gate holds a stream back, everything else runs, the ga
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from helpers import (
-    ORDERING_SEEDS,
     OrderSpy,
     Rig,
     all_are,
-    change_streams,
     copiers_in,
     cut_segments,
-    levelled,
     release,
     rig,
-    settled_rig,
     simulated,
 )
 from transfers import segments_of
@@ -30,26 +24,6 @@ from kvoffload.driver import SourceOrder
 from kvoffload.tuning import CopierName
 
 COPIERS = ("strided", "batch", "loop")
-
-
-@pytest.fixture(params=ORDERING_SEEDS, ids=lambda seed: f"seed{seed}")
-def seed(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def device(seed: int) -> Iterator[kvoffload.Device]:
-    yield from levelled(seed)
-
-
-@pytest.fixture
-def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    yield from settled_rig(device)
-
-
-@pytest.fixture
-def changing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    change_streams(monkeypatch)
 
 
 # transfers in segments
@@ -83,14 +57,20 @@ def test_every_segment_of_a_load_waits(bench: Rig, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("changing_streams")
-def test_a_job_of_segments_ends_with_its_last_one(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_segments_ends_with_its_last_one(
+    carried: tuple[Rig, CopierName | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, copier = carried
     cut_segments(monkeypatch, bench.engine)
     held = bench.stream()
     bench.gate(held)
-    bench.engine.store(range(5), range(5), after=held)
-    load = bench.engine.load(range(5), range(8, 13), after=NO_WAIT)
-    release(bench, load)
-    assert [int(bench.block(block)[0]) for block in range(8, 13)] == [1, 2, 3, 4, 5]
+    bench.fill(held, 33, block=2)
+    store = bench.engine.store(range(8), range(8), after=held, copier=copier)
+    load = bench.engine.load(range(8), range(8, 16), after=NO_WAIT, copier=copier)
+    release(bench, store, load)
+    expected = [1, 2, 33, 4, 5, 6, 7, 8]
+    assert all(all_are(bench.slot(slot), value) for slot, value in enumerate(expected))
+    assert all(all_are(bench.block(8 + block), value) for block, value in enumerate(expected))
 
 
 # behind a failure

@@ -2,12 +2,9 @@
 
 Every test holds a stream back with a gate, lets everything run that is not held back, opens the gate, and compares
 bytes: without the wait that it is about, the wrong bytes are there on every seed, or on some.
-KVOFFLOAD_ORDERING_SEEDS says how many seeds to run.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,74 +13,60 @@ from helpers import (
     COPY_ENGINE_ONLY,
     LEGACY,
     NON_BLOCKING,
-    ORDERING_SEEDS,
     PER_THREAD,
     Rig,
     all_are,
     change_streams,
     cut_segments,
-    levelled,
     release,
-    settled_rig,
     whole,
 )
 from transfers import segments_of
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine, Plane
-
-
-@pytest.fixture(params=ORDERING_SEEDS, ids=lambda seed: f"seed{seed}")
-def seed(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def device(seed: int) -> Iterator[kvoffload.Device]:
-    yield from levelled(seed)
-
-
-@pytest.fixture
-def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    yield from settled_rig(device)
-
-
-@pytest.fixture
-def changing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    change_streams(monkeypatch)
-
+from kvoffload.tuning import CopierName
 
 # with the caller's streams
 
 
-@pytest.mark.parametrize("kind", ["own", "blocking", "legacy", "per-thread"])
-def test_pitfall_01_store_waits_for_the_writer(bench: Rig, kind: str) -> None:
+def stream_of(bench: Rig, kind: str) -> int:
     handles = {"legacy": 0, "per-thread": PER_THREAD}
-    stream = handles[kind] if kind in handles else bench.stream(BLOCKING if kind == "blocking" else NON_BLOCKING)
-    bench.gate(stream)
-    bench.fill(stream, 77)
-    job = bench.engine.store([3, 4], [0, 1], after=stream)
-    release(bench, job)
-    assert all_are(bench.slot(0), 77)
-    assert all_are(bench.slot(1), 77)
+    return handles[kind] if kind in handles else bench.stream(BLOCKING if kind == "blocking" else NON_BLOCKING)
+
+
+def block_bytes(bench: Rig) -> int:
+    """Bytes of a block over all planes."""
+    return sum(plane.block_bytes for plane in bench.planes)
 
 
 @pytest.mark.parametrize("kind", ["own", "blocking", "legacy", "per-thread"])
-def test_pitfall_02_load_waits_for_the_reader(bench: Rig, kind: str) -> None:
-    handles = {"legacy": LEGACY, "per-thread": PER_THREAD}
-    stream = handles[kind] if kind in handles else bench.stream(BLOCKING if kind == "blocking" else NON_BLOCKING)
-    scratch = bench.device.allocate(4 * 64)
-    bench.gate(stream)
-    bench.copy_block(stream, scratch.address, 5)
-    job = bench.engine.load([2], [5], after=stream)
+def test_pitfall_01_store_waits_for_the_writer(carried: tuple[Rig, CopierName | None], kind: str) -> None:
+    bench, copier = carried
+    stream = stream_of(bench, kind)
+    bench.gate(stream or LEGACY)
+    bench.fill(stream or LEGACY, 77)
+    job = bench.engine.store(range(8), range(8), after=stream, copier=copier)
     release(bench, job)
-    bench.synchronize(stream)
+    assert all(all_are(bench.slot(slot), 77) for slot in range(8))
+
+
+@pytest.mark.parametrize("kind", ["own", "blocking", "legacy", "per-thread"])
+def test_pitfall_02_load_waits_for_the_reader(carried: tuple[Rig, CopierName | None], kind: str) -> None:
+    bench, copier = carried
+    stream = stream_of(bench, kind)
+    scratch = bench.device.allocate(block_bytes(bench))
+    bench.gate(stream or LEGACY)
+    bench.copy_block(stream or LEGACY, scratch.address, 5)
+    job = bench.engine.load([2], [5], after=stream, copier=copier)
+    release(bench, job)
+    bench.synchronize(stream or LEGACY)
     assert all_are(scratch.to_numpy(), 6), "the reader saw the block before the load"
     assert all_are(bench.block(5), 102)
 
 
-def test_without_after_a_store_waits_for_the_legacy_stream_and_the_blocking_ones(bench: Rig) -> None:
-    blocking = bench.stream(BLOCKING)
+def test_without_after_a_store_waits_for_the_legacy_stream_and_the_blocking_ones(each_bench: Rig) -> None:
+    bench, blocking = each_bench, each_bench.stream(BLOCKING)
     bench.gate(LEGACY, blocking)
     bench.fill(LEGACY, 78, block=3)
     bench.fill(blocking, 79, block=4)
@@ -117,12 +100,10 @@ def test_without_after_a_store_follows_what_was_copied_from_the_host(bench: Rig)
     assert all_are(bench.slot(0), 67)
 
 
-def test_no_wait_waits_for_no_stream(bench: Rig) -> None:
-    stream = bench.stream()
-    bench.gate(stream, LEGACY)
-    job = bench.engine.store([3], [0], after=NO_WAIT)
-    bench.settle()
-    assert job.done
+def test_no_wait_waits_for_no_stream(each_bench: Rig) -> None:
+    bench = each_bench
+    bench.gate(bench.stream(), LEGACY)
+    bench.engine.store([3], [0], after=NO_WAIT).wait(30)
     assert all_are(bench.slot(0), 4)
 
 
@@ -199,13 +180,16 @@ def test_loads_keep_their_order_on_different_streams(bench: Rig) -> None:
     assert all_are(bench.block(0), 104)
 
 
-def test_transfers_on_one_stream_keep_their_order(bench: Rig) -> None:
-    held = bench.stream()
+@pytest.mark.parametrize("changing", [False, True], ids=["one stream", "many streams"])
+def test_several_transfers_keep_their_order(each_bench: Rig, changing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, held = each_bench, each_bench.stream()
+    if changing:
+        change_streams(monkeypatch)
     bench.gate(held)
-    for block in (3, 4, 5):
+    for block in (3, 4, 5, 6):
         last = bench.engine.store([block], [0], after=held if block == 3 else NO_WAIT)
     release(bench, last)
-    assert all_are(bench.slot(0), 6)
+    assert all_are(bench.slot(0), 7)
 
 
 # across directions
@@ -271,16 +255,19 @@ def test_the_latest_of_several_conflicting_transfers_counts(bench: Rig) -> None:
     assert all_are(bench.block(9), 5)
 
 
-def test_a_chain_through_both_directions(bench: Rig) -> None:
+def test_a_chain_through_both_directions(carried: tuple[Rig, CopierName | None]) -> None:
     """Block 3 to slot 0, slot 0 to block 4, block 4 to slot 1, and so on, all queued behind one gate."""
+    bench, copier = carried
     held = bench.stream()
     bench.gate(held)
-    bench.engine.store([3], [0], after=held)
-    for step in range(5):
-        bench.engine.load([step], [4 + step], after=NO_WAIT)
-        job = bench.engine.store([4 + step], [step + 1], after=NO_WAIT)
+    bench.fill(held, 61, block=3)
+    bench.engine.store([3], [0], after=held, copier=copier)
+    for step in range(8):
+        bench.engine.load([step], [4 + step], after=NO_WAIT, copier=copier)
+        job = bench.engine.store([4 + step], [step + 1], after=NO_WAIT, copier=copier)
     release(bench, job)
-    assert [int(value) for value in bench.engine.slots[:6, 0]] == [4] * 6
+    assert all(all_are(bench.slot(slot), 61) for slot in range(9))
+    assert all(all_are(bench.block(block), 61) for block in range(3, 12))
 
 
 # groups
