@@ -16,7 +16,7 @@ import pytest
 from helpers import in_threads, key, keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupt_world import Fifo
+from worlds import Fifo
 
 from kvoffload import CacheIndex, CacheRequest, CapacityError, ClosedError, Reservation, Status, Tenant
 from kvoffload.cache.policies import POLICIES, Prefix, Protected
