@@ -208,7 +208,7 @@ class GatherKernels:
             count = of.fragments.num_fragments
             return f"its blocks have {count} fragments of {of.shape.fragment_bytes} bytes, more than {most}"
         if parts not in divided and len(divided) == len(of.room):
-            return f"there is room on the GPU for {len(of.room)} divisions of its planes into parts, and it is taken"
+            return f"the GPU has room for {len(of.room)} divisions of its planes into parts, and all are taken"
         return None
 
     def in_parts(self, group: int, parts: Parts) -> PartFragments:
@@ -220,16 +220,13 @@ class GatherKernels:
         return divided[parts]
 
     def slot_addresses(self, addresses: Int64Array) -> Int64Array:
-        """Host addresses in the pool as a kernel sees them."""
         return self._memory.device_addresses(addresses)
 
     def restore(self, tables: list[Table]) -> None:
-        """After an interrupt: exactly these tables are in use."""
         for arena in self.arenas:
             arena.restore(tables)
 
     def keep(self) -> None:
-        """The context is lost: leave everything where it is."""
         for tables in self._tables:
             tables.keep()
 

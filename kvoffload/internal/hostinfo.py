@@ -19,7 +19,7 @@ def _read(path: Path) -> str | None:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be taken without swapping: MemAvailable, or what the cgroup still allows if that is less."""
+    """Memory that can be taken without swapping: MemAvailable, or the cgroup's headroom if that is less."""
     cgroup = tightest_cgroup()
     candidates = (_meminfo("MemAvailable"), None if cgroup is None else cgroup.headroom_bytes)
     return min((value for value in candidates if value is not None), default=None)
@@ -54,8 +54,6 @@ class Cgroup(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """The file names of a cgroup version."""
-
     limit: str
     usage: str
     inactive_file: str
@@ -115,7 +113,6 @@ class PciDevice:
 
     @property
     def generation(self) -> int | None:
-        """PCIe generation of the current link."""
         return generation_of(self.link_speed)
 
 
@@ -155,5 +152,4 @@ def numa_node_cpus(node: int | None) -> frozenset[int]:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))

@@ -52,7 +52,7 @@ def test_work_that_has_not_ended_is_not_done(device: kvoffload.Device) -> None:
         gate = Gate(device)
         gate.hold(stream.handle)
         assert not stream.done
-        with pytest.raises(TimeoutError, match=r"^Stream\(0x[0-9a-f]+, device 0\) was not done within 0.01 seconds"):
+        with pytest.raises(TimeoutError, match=r"^Stream\(0x[0-9a-f]+, device 0\): not done within 0.01 seconds"):
             stream.synchronize(0.01)
         gate.open()
         stream.synchronize()

@@ -306,9 +306,9 @@ def test_the_copy_engine_carries_what_the_kernel_has_no_rows_for(bench: Rig, mon
     for number in (64, 65):
         job = divided(number, None)
         assert job.copier in ("strided", "batch", "loop")
-        with pytest.raises(CapabilityError, match="copier='gather' cannot carry these parts: there is room on the GPU"):
+        with pytest.raises(CapabilityError, match="copier='gather' cannot carry these parts: the GPU has room"):
             divided(number)
-        with pytest.raises(CapabilityError, match="for 64 divisions of its planes into parts, and it is taken"):
+        with pytest.raises(CapabilityError, match="for 64 divisions of its planes into parts, and all are taken"):
             bench.engine.submit(
                 Direction.LOAD,
                 [1],
