@@ -135,15 +135,16 @@ class Prefix(Policy):
         olds = () if request is None else {old for _, old, _ in found}
         for resident, old, part in found:
             uses = 1
-            if old is None:
+            if old is None:  # case 1
                 asked += len(part)
-            elif resident and old.counted and not counted:
+            elif resident and old.counted and not counted:  # case 2
                 uses = old.uses
-            else:
+            else:  # case 3
                 uses = min(old.uses + 1, MOST_USES)
                 asked += len(part)
                 self._model.reused(old.kind, self._now - old.time, len(part))
             stays = resident or counted
+            # A request's end has a kind of its own: it is often partly filled, and then not asked for again.
             for is_end, same in ((False, part),) if part[-1] is not last else ((False, part[:-1]), (True, part[-1:])):
                 if not same:
                     continue
@@ -164,6 +165,7 @@ class Prefix(Policy):
         for resident, old, part in found:
             if resident and old is not None:
                 self._leave(old, len(part))
+        # Runs of ghosts have no keys, and stay out of the queues; an open request's runs move to the recent end.
         for run in fresh.values():
             if run.keys:
                 run.live = len(run.keys)
