@@ -407,7 +407,7 @@ def test_wrong_requests_are_refused() -> None:
         index.reserve(keys(0), request=other.open_request())
     with pytest.raises(ValueError, match="of this cache"):
         index.load(keys(0), request=other.open_request())
-    with pytest.raises(ValueError, match="that of the request"):
+    with pytest.raises(ValueError, match="the request's"):
         index.reserve(keys(0), tenant="a", request=index.open_request())
     with pytest.raises(ValueError, match="tenant must be one of"):
         index.open_request(tenant="b")

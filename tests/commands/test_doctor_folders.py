@@ -87,7 +87,7 @@ def test_drawbacks_are_warnings_with_remedies(
         assert (text, status) == (said, "warn")
         assert remedy
         assert first.startswith(str(change.get("file_system", "ext4")))
-    assert found(good, xxhash=None)["a disk tier needs it"] == ("fail", "pip install 'kvoffload[disk]'")
+    assert found(good, xxhash=None)["disk tiers need it"] == ("fail", "pip install 'kvoffload[disk]'")
     capsys.readouterr()
 
 
