@@ -29,11 +29,11 @@ from typing import Any, TypeAlias
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
 from kvoffload.cache.policies.reuse import EDGES, KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
-_FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
+FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_BATCH = 128  # the most keys that are looked at together
-_SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
+BATCH = 128  # the most keys that are looked at together
+SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
 
 Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
 Bound: TypeAlias = tuple[float, int]
@@ -75,8 +75,8 @@ class Prefix(Policy):
         self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
         self._bounds = LowerBounds()
         self._run_of: dict[bytes, Run] = {}
-        self._gone = _Ghosts(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
-        self._round = max(_SHORTEST_ROUND, capacity)
+        self._gone = _Ghosts(max(FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
+        self._round = max(SHORTEST_ROUND, capacity)
         self._now = 0  # blocks asked for
         self._next_round = self._round
 
@@ -258,7 +258,7 @@ class Prefix(Policy):
                 if worths and worths[-1] <= self._model.worth(run.kind, self._now - run.time):
                     return Room(admitted - 1, victims)
                 return Room(admitted, [key])
-        batch = max(1, min(admitted - room, _BATCH))
+        batch = max(1, min(admitted - room, BATCH))
         heads = Heads(
             self._queues,
             self._model.chain_worths,
@@ -478,7 +478,7 @@ def walk(
         while end > 0:
             begin = max(0, end - size)
             live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
-            end, size = begin, min(2 * size, _BATCH)
+            end, size = begin, min(2 * size, BATCH)
             found = list(filterfalse(protected, live))
             if found:
                 yield run, found
