@@ -13,7 +13,7 @@ from kvoffload.internal.log import LOGGER
 
 FOLDER_VARIABLE = "KVOFFLOAD_CACHE"
 
-warned: set[str] = set()  # causes that this process has warned about
+warned: set[str] = set()  # the causes that `warn_once` has warned of in this process
 
 
 def cache_folder() -> Path:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PROC = Path("/proc")
-SYS = Path("/sys")
+PROC, SYS = Path("/proc"), Path("/sys")  # tests have trees of their own
 
 
 def _read(path: Path) -> str | None:

@@ -1,12 +1,13 @@
-"""The threads of a tier, and what they do next. One lock for all of it; none is held while work is done.
+"""The threads of a tier, and the order of their work. One lock guards all state; none is held during the work.
 
-    what waits       begins when
+    waiting work     begins when
     a read           at once; reads, questions and flushes are one queue
-    a removal        no write of its keys is being carried out; before reads
-    a write          no write of its key is being carried out, and no removal of its key waits or is being carried out
+    a removal        no write of its keys runs; before reads
+    a write          no write of its key runs, and no removal of its key waits or runs
 
-Reads come before writes, but after 16 of them comes a write: entries that are put stay occupied until they are
-written. Work whose keys have all ended may begin at any time: it does nothing.
+Reads come before writes, but a write follows 16 reads, because entries stay occupied until they are written. A removal
+also cancels waiting writes of its keys. So no record that was put before comes back after it. Work whose keys have all
+ended may begin at any time: it does nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
 
 Run = Callable[[Sequence[int]], Sequence[Outcome]]
-"""Does the work of some positions of a job, and returns the outcome of each."""
+"""Does the work for some positions of a job, and returns the outcome of each."""
 
 READS_PER_WRITE = 16  # as long as both wait
 _MOST_OLD_KEYS = 4096
@@ -32,11 +33,11 @@ _MOST_OLD_KEYS = 4096
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Keys of a job that are worked on together, neighbours in it.
+    """Neighbouring keys of a job that one call works on.
 
     Attributes:
         job, positions: the keys.
-        run: does it, given those positions that have no outcome when it begins.
+        run: called with the positions that have no outcome when it begins.
     """
 
     job: TierJob
@@ -51,8 +52,6 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Write(Work):
-    """Keys that are put."""
-
     @property
     def keys(self) -> tuple[bytes, ...]:
         return self.job.keys[self.positions.start : self.positions.stop]
@@ -60,16 +59,16 @@ class Write(Work):
 
 @dataclass(slots=True, eq=False)
 class Removal(Work):
-    """Attributes: keys: that are removed; None: all."""
+    """Keys to remove; None: all."""
 
     keys: frozenset[bytes] | None
 
     def concerns(self, write: Write) -> bool:
-        """Whether it removes a key that is put."""
+        """Whether it removes a key of this write."""
         return self.keys is None or not self.keys.isdisjoint(write.keys)
 
     def concerned(self, write: Write) -> list[int]:
-        """Positions of the keys of a write that it removes."""
+        """Positions of the keys of this write that it removes."""
         keys = write.job.keys
         return [at for at in write.positions if self.keys is None or keys[at] in self.keys]
 
@@ -78,9 +77,9 @@ class WorkQueues:
     """The work that waits, and the work that threads are doing.
 
     Attributes:
-        reads, writes, removals: what waits, oldest first.
-        read_keys, write_keys: of how many keys.
-        running: taken and not finished: one for each busy thread.
+        reads, writes, removals: waiting work, oldest first.
+        read_keys, write_keys: how many keys these reads and writes have.
+        running: taken and not finished, one for each busy thread.
     """
 
     def __init__(self) -> None:
@@ -108,7 +107,7 @@ class WorkQueues:
                 self.read_keys += len(work.positions)
 
     def take(self) -> Work | None:
-        """The work that may begin now, which counts as running from here on; None if none may. In this order:
+        """Take the work that may begin now, which runs from here on; None if none may. In this order:
 
         1. A removal, unless a write of its keys is running.
         2. After many reads in a row a write.
@@ -135,27 +134,26 @@ class WorkQueues:
         return work
 
     def finish(self, work: Work) -> None:
-        """It is not being carried out any more."""
+        """Take a work out of `running`."""
         self.running = [each for each in self.running if each is not work]
 
     def waiting_writes(self, concerned: Removal) -> list[Write]:
-        """Writes that wait, of the keys of a removal."""
+        """Waiting writes of keys of this removal."""
         if concerned.keys is not None and self._written_keys.isdisjoint(concerned.keys):
             return []
         return [work for work in self.writes if concerned.concerns(work)]
 
     def drop_ended(self) -> None:
-        """Forget reads and writes that wait and whose keys have ended."""
+        """Drop waiting reads and writes whose keys have all ended."""
         self.reads = deque(work for work in self.reads if work.waits)
         self.writes = deque(work for work in self.writes if work.waits)
         self.read_keys, self.write_keys = _keys_of(self.reads), _keys_of(self.writes)
 
     def jobs(self) -> list[TierJob]:
-        """The jobs of all that waits, each once."""
+        """The jobs of all waiting work, each once."""
         return list(dict.fromkeys(each.job for queue in (self.removals, self.reads, self.writes) for each in queue))
 
     def clear(self) -> None:
-        """Forget all that waits."""
         self.reads.clear()
         self.writes.clear()
         self.removals.clear()
@@ -188,13 +186,13 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a medium that fails does so for every key
 
 
 class Workers:
-    """Threads that carry out work. Nothing that work or a caller's function raises ends one.
+    """Threads that do the work. No exception of the work or of a caller's function ends one.
 
     Args:
-        max_queued: reads that may wait, and as many writes.
+        max_queued: keys of reads that may wait, and as many keys of writes.
 
     Attributes:
-        closed: no work is taken any more.
+        closed: no more work is taken.
     """
 
     def __init__(self, max_queued: int) -> None:
@@ -217,11 +215,7 @@ class Workers:
         )
 
     def start(self, count: int, label: str, at_end: Callable[[], None]) -> None:
-        """Start the threads, named after the tier's name; ClosedError if closed.
-
-        Args:
-            at_end: called by the last thread, when it is about to end.
-        """
+        """Start threads named after the tier. The last one calls `at_end` before it ends. ClosedError if closed."""
         with self._lock:
             if self.closed:
                 raise ClosedError(f"{label} was closed while it got its pool: make another one")
@@ -235,10 +229,10 @@ class Workers:
     # queues -------------------------------------------------------------------------------------------------------
 
     def queue(self, works: Sequence[Work], *, bounded: bool = True) -> int:
-        """Queue works of one job and one kind; if `bounded` and there is no room for all keys, the first ones.
+        """Queue works of one job and one kind; if `bounded`, only the first keys, as far as there is room.
 
-        What removes keys first cancels the writes of these keys that wait. They end before it is queued: else it could
-        be over before, and a write begin after it.
+        A removal first cancels waiting writes of its keys. They end before it is queued; else it could be over first,
+        and a write begin after it.
 
         Returns:
             How many keys were queued; 0 if closed.
@@ -256,13 +250,13 @@ class Workers:
         return _end_of(taken)
 
     def unfinished_writes(self) -> list[TierJob]:
-        """The jobs of all writes that wait or are being carried out."""
+        """The jobs of all writes that wait or run."""
         with self._lock:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
 
     def _fitting(self, works: Sequence[Work]) -> Sequence[Work]:
-        """The works for which there is room, the last of them cut if needed; under the lock."""
+        """The works for which there is room, the last one cut if needed; under the lock."""
         writes, queues = bool(works) and isinstance(works[0], Write), self._queues
         if (queues.write_keys if writes else queues.read_keys) + _end_of(works) > self._max_queued:
             self._drop_ended()
@@ -286,7 +280,7 @@ class Workers:
                 self._counts[name] += number
 
     def count_ended(self, outcomes: Sequence[Outcome]) -> None:
-        """Keys of a job have these outcomes."""
+        """Count outcomes that keys of a job have got."""
         unusual = [outcome for outcome in outcomes if outcome in _COUNT_OF]
         if unusual:
             with self._lock:
@@ -297,7 +291,7 @@ class Workers:
                     self._changed.notify_all()
 
     def figures(self) -> dict[str, Any]:
-        """All fields of `TierStatistics` but `records`."""
+        """The fields of `TierStatistics` except `records`."""
         now = time.monotonic()
         with self._lock:
             self._drop_ended()
@@ -313,7 +307,7 @@ class Workers:
     # threads ------------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> bool:
-        """Cancel what waits, and wait for the threads; whether all have ended. May be called again."""
+        """Cancel waiting work, and wait for the threads. Returns whether all have ended. May be called again."""
         end = time.monotonic() + timeout
         with self._lock:
             self.closed = True
@@ -351,7 +345,7 @@ class Workers:
             self._at_end()
 
     def _take(self, number: int) -> Work | None:
-        """The thread's next work, once there is some; None when closed."""
+        """Wait for the thread's next work; None when closed."""
         with self._lock:
             while not self.closed:
                 work = self._queues.take()
@@ -372,7 +366,7 @@ class Workers:
         return outcomes
 
     def warn(self, error: BaseException) -> None:
-        """Log it, unless there was one a moment ago."""
+        """Log an error, at most once in `_SECONDS_BETWEEN_WARNINGS`."""
         now = time.monotonic()
         with self._lock:
             due = now - self._warned >= _SECONDS_BETWEEN_WARNINGS
@@ -385,5 +379,5 @@ class Workers:
 
 
 def _end_of(works: Sequence[Work]) -> int:
-    """How many keys of their job the works reach to, if they begin with the first."""
+    """How many keys the works have, which begin with the first of their job."""
     return works[-1].positions.stop if works else 0

@@ -242,11 +242,7 @@ def fake_proc(folder: Path, available_kib: int, cgroup: tuple[str, str] | None =
     ],
 )
 def test_available_memory_is_the_machines_or_the_cgroups(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    available_kib: int,
-    cgroup: tuple[str, str] | None,
-    expected: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available_kib: int, cgroup: tuple[str, str] | None, expected: int
 ) -> None:
     monkeypatch.setattr(hostinfo, "PROC", tmp_path)
     monkeypatch.setattr(hostinfo, "SYS", tmp_path)

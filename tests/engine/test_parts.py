@@ -30,16 +30,7 @@ from helpers import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layerwise import (
-    PARTS,
-    PLANES,
-    Reader,
-    blocks_hold,
-    hold_from,
-    interrupt_loads,
-    load,
-    reader_of,
-)
+from layerwise import PARTS, PLANES, Reader, blocks_hold, hold_from, interrupt_loads, load, reader_of
 from strategies import LayoutSpec, layouts, place, slab_of
 from transfers import segments_of, transfer_of
 

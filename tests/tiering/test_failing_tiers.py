@@ -455,7 +455,10 @@ def test_a_tier_that_does_not_say_whether_it_has_removed_is_said(call: str) -> N
 
     tier = RaisingTier(set())
     tier.remove = tier.clear = lambda *_, **__: Silent([key(1)])  # type: ignore[assignment]
-    with tiered(tier) as bench, pytest.raises(TierError, match="tier raising failed to remove them, or did not answer"):
+    with (
+        tiered(tier) as bench,
+        pytest.raises(TierError, match="tier raising failed to remove the keys, or did not answer"),
+    ):
         bench.cache.remove(keys([1])) if call == "remove" else bench.cache.clear()
 
 

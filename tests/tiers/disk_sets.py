@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import FileOperations
@@ -205,7 +204,3 @@ def flip(path: Path, offset: int, bits: int = 1) -> None:
         value = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([value ^ bits]))
-
-
-def array_of(path: Path) -> npt.NDArray[np.uint8]:
-    return np.fromfile(path, dtype=np.uint8)

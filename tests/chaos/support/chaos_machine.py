@@ -6,11 +6,9 @@ files. The tier is closed, killed and opened again meanwhile.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import tempfile
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from chaos_files import NO_FAULTS, ChaosFiles, Faults
 from chaos_history import SECONDS, History, Memory, make_tier, names
+from exhausting import held
 
 from kvoffload.errors import KVOffloadError
 from kvoffload.tiers import DiskTier, Limits, Outcome, TierJob
@@ -286,20 +285,16 @@ class Machine:
         self.calls.faults = faults
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def run(operations: int, seed: int) -> Counter[str]:
     """One machine; AssertionError where it is wrong. Counts, with descriptors and threads that were left."""
     base = Path(tempfile.mkdtemp())
-    files, threads = descriptors(), threading.active_count()
+    before = held()
     try:
         (base / "disk").mkdir(mode=0o700)
         machine = Machine(base / "disk", seed)
         machine.run(operations)
     finally:
         shutil.rmtree(base)
-    machine.counts["descriptors left"] = descriptors() - files
-    machine.counts["threads left"] = threading.active_count() - threads
+    after = held()
+    machine.counts.update({f"{name} left": after[name] - before[name] for name in ("descriptors", "threads")})
     return machine.counts

@@ -4,6 +4,7 @@
     interrupt_at(3, function)                   the same call, with a KeyboardInterrupt at its third point
     interrupt_at(3, function, RuntimeError, points=Methods(Lru))      the third call of a method of `Lru` raises
     call_at(3, function, other)                the same call, with a call of `other` at its third point
+    interrupt(function, 3, "kvoffload/cache")  the same at its third point in those files or a finalizer of theirs
 
 CPython runs a signal handler in the main thread at the entry of a Python function, after a call of a C function has
 returned, and at the back-edge of a loop. `sys.setprofile` sees the first two. A point of `Signals` is
@@ -15,7 +16,7 @@ returned, and at the back-edge of a loop. `sys.setprofile` sees the first two. A
 3. the return of a function of the simulated driver ("driver") to a function of the package. On a GPU this is a point
    of the second kind, so nothing within the simulator is a point.
 
-Loop back-edges have no event of a profile function; `tests/engine/test_real_signals.py` reaches them.
+Loop back-edges have no event of a profile function; `test_real_signals.py` reaches them.
 
 No point lies in a finalizer, a weakref callback that `weakref.finalize` makes, or `__del__`: Python prints an exception
 raised there and goes on, so a caller never sees it. The garbage collector is off while the function runs. An exception
@@ -141,6 +142,19 @@ class Signals:
         return frame.f_lasti in self._resumptions[code]
 
 
+class Inside:
+    """Entries of Python functions and returns of C functions in files below `path`, also in finalizers."""
+
+    in_finalizers = True
+
+    def __init__(self, path: str) -> None:
+        self._path = str(Path(PACKAGE).parent / path)
+
+    def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
+        del argument
+        return event if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self._path) else None
+
+
 class Appends(Signals):
     """Where the package has just put something into a list or a queue."""
 
@@ -224,6 +238,13 @@ def call_at(number: int, function: Callable[[], object], other: Callable[[], obj
     return Outcome(profile.hit, "" if raised is None else repr(raised), False), raised
 
 
+def interrupt(function: Callable[[], object], number: int, inside: str = "kvoffload") -> str | None:
+    """Call `function` with a KeyboardInterrupt at that point of `Inside`; where it was, None if it has fewer."""
+    outcome = interrupt_at(number, function, points=Inside(inside))
+    assert outcome.point is not None or not outcome.raised, outcome.error
+    return None if outcome.point is None else str(outcome.point)
+
+
 def interrupted_everywhere(
     call: Callable[[int], Callable[[], object]], points: Points | None = None
 ) -> Iterator[tuple[int, bool]]:
@@ -253,6 +274,7 @@ class _Profile:
         self._exception = exception
         self._action = action
         self._kind_of = points.kind_of
+        self._in_finalizers = getattr(points, "in_finalizers", False)
         self._keep = keep
         self.seen: list[Point] = []
         self.hit: Point | None = None
@@ -275,7 +297,7 @@ class _Profile:
 
     def _notice(self, frame: FrameType, event: str, argument: Any) -> None:
         kind = self._kind_of(frame, event, argument)
-        if kind is None or in_finalizer(frame):
+        if kind is None or (not self._in_finalizers and in_finalizer(frame)):
             return
         if self._keep:
             self.seen.append(_point(kind, frame, argument))

@@ -44,9 +44,7 @@ class OnAGpu(NamedTuple):
 
 
 ON_A_GPU: Mapping[str, OnAGpu] = {
-    "device": OnAGpu(
-        r"device: (?!.*simulated).+, driver \d+\.\d+, link .+\ntimes are measured: True\n",
-    ),
+    "device": OnAGpu(r"device: (?!.*simulated).+, driver \d+\.\d+, link .+\ntimes are measured: True\n"),
     "compute": OnAGpu(
         "".join(f"{name}: {_GB} on an idle GPU, one contiguous copy {_GB}\n" for name in ("stores", "loads"))
         + "".join(

@@ -75,11 +75,7 @@ class Rig:
         )
         arguments: dict[str, Any] = {"blocks_per_chunk": 1, "sm_limit": 0, **options}
         self.worker = KVOffloadWorker(
-            self.caches,
-            device=self.device,
-            num_chunks=num_chunks,
-            current_stream=lambda: self.stream,
-            **arguments,
+            self.caches, device=self.device, num_chunks=num_chunks, current_stream=lambda: self.stream, **arguments
         )
 
     def finish(self) -> list[Any]:

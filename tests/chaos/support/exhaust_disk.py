@@ -1,7 +1,7 @@
 """Break a disk tier in every known manner, many times, and compare every byte that it returns.
 
-    python tests/support/exhaust_disk.py                        everything: ten minutes on one core
-    python tests/support/exhaust_disk.py --only crashes --states 1000000 --seed 7
+    python tests/chaos/support/exhaust_disk.py                        everything: ten minutes on one core
+    python tests/chaos/support/exhaust_disk.py --only crashes --states 1000000 --seed 7
 
     crashes     states of the files after a crash: unsynced writes lost, torn, reordered
     kills       processes killed while they write
@@ -29,6 +29,7 @@ import chaos_crashes
 import chaos_damage
 import chaos_machine
 import chaos_soak
+from exhausting import report, too_many
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("crashes", "kills", "damage", "faults", "soak")
@@ -40,7 +41,7 @@ Result = tuple[Counter[str], list[str]]
 
 def program(name: str, *arguments: int) -> dict[str, Any]:
     """What a program of this folder prints, in a process of its own."""
-    paths = [str(HERE.parent.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE.parents[2]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-W", "error", str(HERE / name), *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -67,14 +68,13 @@ def faults(operations: int, seed: int) -> Result:
         except AssertionError as error:
             wrong.append(f"machine of seed {seed}: {error}")
         seed += 1
-    wrong += [f"{counts[name]} {name}" for name in ("descriptors left", "threads left") if counts[name]]
-    return counts, wrong
+    return counts, wrong + too_many(counts, {"descriptors": 0, "threads": 0}, "left")
 
 
 def soak(seconds: float, seed: int) -> Result:
     counts = chaos_soak.run(seed, seconds=seconds)
-    limits = {"descriptors more": 0, "threads more": 0, "tasks more": 0, "resident more": MOST_GROWTH}
-    return counts, [f"{counts[name]} {name}" for name, limit in limits.items() if counts[name] > limit]
+    limits = {"descriptors": 0, "threads": 0, "tasks": 0, "resident": MOST_GROWTH}
+    return counts, too_many(counts, limits, "more")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,9 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for name in options.only or KINDS:
         counts, wrong = tests[name]()
-        print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in sorted(counts.items())), flush=True)
-        print(f"  {len(wrong)} wrong" + "".join(f"\n    {each}" for each in wrong[:10]), flush=True)
-        failed |= bool(wrong)
+        failed |= report(name, counts, wrong)
     return int(failed)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from disk_sets import LAYOUT, PAGE, write_one
 
-GOLDEN = Path(__file__).parent.parent / "tiers" / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 KEY = b"a key of 16 byte"
 SETS: dict[str, dict[str, Any]] = {
     "xxh3": {"files": 2, "checksum_key": None, "identity": "llama-3.1-8b@f3c2/日本", "tenant": "batch"},

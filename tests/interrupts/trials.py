@@ -1,6 +1,6 @@
 """One try: a scenario interrupted at one point, and what is wrong afterwards. A worker process makes many of them.
 
-    python interrupt_trials.py < units        reads one `Unit` a line (JSON), prints one report a line (JSON)
+    python trials.py < units        reads one `Unit` a line (JSON), prints one report a line (JSON)
 
 The interrupted call runs in the main thread, as where signals arrive; what follows runs in another one, so that a lock
 that the call has kept shows as a hang. A try that does not end is reported, and the process exits with HUNG.
@@ -19,17 +19,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
-import interrupt_cache_scenarios  # noqa: F401  (registers its scenarios)
-import interrupt_sharded_scenarios  # noqa: F401
-import interrupt_tier_scenarios  # noqa: F401
 import nested_calls
-from interrupt_scenarios import HOOKS, SCENARIOS
-from interrupt_world import POLICIES
+import worlds
 from interrupts import Methods, Outcome, Points, Signals, call_at, in_finalizer, interrupt_at
+from scenarios import HOOKS, SCENARIOS, Tracing
 
 import kvoffload
 from kvoffload import KVOffloadError
@@ -51,7 +48,8 @@ class Unit(NamedTuple):
     """Tries of one scenario.
 
     Attributes:
-        scenario, policy: names.
+        scenario: its name.
+        policy: a name in POLICIES.
         mode: "signal": KeyboardInterrupt where CPython delivers signals. "hook": RuntimeError out of a method of the
             policy or out of a hook, which has done nothing; "hook-after": which has done its work. "nested:poll": where
             CPython delivers signals `poll` is called, and so on for each name of `nested_calls`.
@@ -73,8 +71,8 @@ class Unit(NamedTuple):
 def points_of(unit: Unit) -> Points:
     """What the exception comes out of."""
     if unit.mode == "signal" or unit.mode.startswith(NESTED):
-        return Signals(*(sys.modules[name].__file__ or "" for name in ("interrupt_world",)))
-    maker = POLICIES[unit.policy]
+        return Signals(worlds.__file__)
+    maker = worlds.POLICIES[unit.policy]
     owner = maker if isinstance(maker, type) else type(policies.make_policy(maker, 1))
     names = [name for name in vars(Policy) if callable(getattr(owner, name, None))]
     methods = [getattr(owner, name) for name in names if name not in ("__init__", "__class_getitem__", "__module__")]
@@ -90,39 +88,43 @@ class Trial(NamedTuple):
 
 
 def attempt(unit: Unit, number: int, points: Points) -> Trial:
-    """Interrupt the scenario's call at its point `number`."""
+    """Make the scenario's call, with the exception or another call at its point `number`; then verify."""
     scenario = SCENARIOS[unit.scenario]
-    world = scenario.world(unit.policy)
+    world, nested = scenario.prepared(unit.policy), None
     if unit.mode.startswith(NESTED):
-        return _attempt_nested(unit, number, world)
-    call: Any = scenario.prepare(world)
+        nested = nested_calls.Nested(world, unit.mode.removeprefix(NESTED))
+    try:
+        world.made = scenario.row.prepare(world) if scenario.row.prepare else None
+    except KVOffloadError:
+        if nested is None:  # else the nested call's handles leave no room for it
+            raise
+        return Trial(Outcome(None, "", False), [], [])
+    call = functools.partial(scenario.row.call, world)
+    if nested is not None:
+        outcome, wrong = _nest(number, call, nested)
+        world.made = None
+        del call, nested
+        return Trial(outcome, wrong + _in_another_thread(world, False), [])
     outcome = interrupt_at(number, call, KeyboardInterrupt if unit.mode == "signal" else RuntimeError, points)
     notes = []
     if outcome.point is not None and not outcome.raised:
         notes.append("in a finalizer" if outcome.in_finalizer else "swallowed")
     if world.driver is not None and world.driver.context_stack:
         notes.append("context left current")
-    del call
+    world.made = None
     creating = outcome.point is not None and outcome.point.kind == "driver" and outcome.point.what in CREATING
-    found = None if outcome.in_finalizer else _in_another_thread(world, creating)
-    return Trial(outcome, [] if outcome.in_finalizer else found or [], notes)
+    return Trial(outcome, [] if outcome.in_finalizer else _in_another_thread(world, creating), notes)
 
 
-def _attempt_nested(unit: Unit, number: int, world: Any) -> Trial:
-    """Make another call at that point of the scenario's."""
-    nested = nested_calls.Nested(world, unit.mode.removeprefix(NESTED))
+def _nest(number: int, call: Callable[[], object], nested: nested_calls.Nested) -> tuple[Outcome, list[str]]:
+    if not nested.exists:
+        return Outcome(None, "", False), []
+    kvoffload.set_tracer(Tracing())
     try:
-        call: Any = SCENARIOS[unit.scenario].prepare(world)
-    except KVOffloadError:  # the nested call's handles leave no room for it
-        return Trial(Outcome(None, "", False), [], [])
-    kvoffload.set_tracer(nested_calls.Tracer())
-    try:
-        outcome, error = call_at(number, call, nested) if nested.exists else (Outcome(None, "", False), None)
+        outcome, error = call_at(number, call, nested)
     finally:
         kvoffload.set_tracer(None)
-    wrong = nested_calls.wrong_error(error) + nested.problems
-    del call, nested, error
-    return Trial(outcome, wrong + (_in_another_thread(world, False) or []), [])
+    return outcome, nested_calls.wrong_error(error) + nested.problems
 
 
 def _in_another_thread(world: Any, creating: bool) -> list[str]:

@@ -1,7 +1,7 @@
 """An exception at any point of any public call, or another call there, leaves no key visible without its bytes, and
 everything usable.
 
-This samples the points; `python tests/support/exhaust_interrupts.py` tries all of them.
+This samples the points; `python tests/interrupts/exhaust_interrupts.py` tries all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import random
 
 import pytest
 from exhaust_interrupts import table, units_of, work_off
-from interrupt_scenarios import SCENARIOS
-from interrupt_trials import MODES, NESTED_MODES
+from scenarios import SCENARIOS
+from trials import MODES, NESTED_MODES
 
 pytestmark = pytest.mark.long
 
@@ -31,10 +31,12 @@ FAMILIES = (
     ("job", "device", "layout"),
     ("index",),
     ("cache.store",),
-    ("cache.l", "cache.job", "cache.open", "cache.touch", "cache.statistics"),
-    ("cache.re", "cache.acquire", "cache.clear"),
+    ("cache.l", "cache.job", "cache.open", "cache.touch", "cache.statistics", "cache.status_of"),
+    ("cache.re", "cache.a", "cache.clear"),
     ("cache.engine", "cache.device"),
-    ("sharded",),
+    ("sharded.engine.store", "sharded.engine.load"),
+    ("sharded.engine.p", "sharded.engine.d", "sharded.engine.a", "sharded.engine.statistics", "sharded.engine.close"),
+    ("sharded.engine.open", "sharded.job", "sharded.device", "sharded.cache"),
     ("tiers",),
 )
 

@@ -12,12 +12,12 @@ import random
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 from chaos_history import SECONDS, Memory, fetch, make_tier, names
+from exhausting import held
 
 from kvoffload.tiers import Limits
 
@@ -25,21 +25,10 @@ KEYS = names(range(8))
 WARM_UP = 50  # cycles before the first measurement
 
 
-def resident() -> int:
-    """Bytes of memory that this process has in use."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def usage() -> dict[str, int]:
-    """Descriptors, threads by Python and by the kernel, and resident bytes."""
+def usage() -> Counter[str]:
+    """What the process has, and its threads by the kernel."""
     gc.collect()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
-        "tasks": min(_tasks() for _ in range(20)),
-        "resident": resident(),
-    }
+    return held() + Counter(tasks=min(_tasks() for _ in range(20)))
 
 
 def _tasks() -> int:

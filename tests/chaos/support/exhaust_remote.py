@@ -1,7 +1,7 @@
 """Break the servers and connections of remote tiers in every known manner, many times, and compare every byte.
 
-    python tests/support/exhaust_remote.py                          everything: half an hour on two cores
-    python tests/support/exhaust_remote.py --only valkey --operations 100000 --seed 7
+    python tests/chaos/support/exhaust_remote.py                          everything: half an hour on two cores
+    python tests/chaos/support/exhaust_remote.py --only valkey --operations 100000 --seed 7
 
     valkey      one Valkey server
     cluster     three Valkey servers that are a cluster
@@ -26,7 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
 import chaos_remote
+from exhausting import held, report, too_many
 from faulty_proxy import FaultyProxy
 from mooncake_servers import MooncakeServers, Settled
 from proxy_process import ProxyProcess
@@ -135,14 +138,10 @@ def exhaust(kind: str, operations: int, seed: int) -> tuple[Counter[str], list[s
                 counts.update(machine.run(min(PER_MACHINE, operations - counts["operations"])))
             except AssertionError as error:
                 wrong.append(f"machine of seed {seed}: {error}")
-        now = chaos_remote.held()
+        now = held()
         before = before or now  # the first machine loads the clients
-        limits = {"threads": 0, "descriptors": 0, "resident": MOST_GROWTH}
-        wrong += [
-            f"{now[each] - before[each]} {each} more"
-            for each, most in limits.items()
-            if now[each] - before[each] > most
-        ]
+        more = {f"{name} more": now[name] - before[name] for name in now}
+        wrong += too_many(more, {"threads": 0, "descriptors": 0, "resident": MOST_GROWTH}, "more")
         seed += 1
     counts["calls overdue"] = timed.overdue
     counts["longest call, ms"] = round(1000 * timed.longest)
@@ -160,10 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in options.only or KINDS:
         begun = time.monotonic()
         counts, wrong = exhaust(kind, options.operations, options.seed)
-        print(f"{kind}, {time.monotonic() - begun:.0f} s, timeout {MACHINES[kind][1]} s: ", end="")
-        print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())), flush=True)
-        print(f"  {len(wrong)} wrong" + "".join(f"\n    {each}" for each in wrong[:10]), flush=True)
-        failed |= bool(wrong)
+        failed |= report(f"{kind}, {time.monotonic() - begun:.0f} s, timeout {MACHINES[kind][1]} s", counts, wrong)
     return int(failed)
 
 

@@ -7,10 +7,14 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import interrupts
 import pytest
 from interrupts import Methods, Outcome, Signals, count_points, interrupt_at, trace_points
+from scenarios import SCENARIOS, Row, Scenario
+from trials import Unit, attempt
+from worlds import CacheWorld, IndexWorld, World, keys
 
 import kvoffload
 
@@ -119,3 +123,40 @@ def test_the_exception_comes_out_of_a_call_of_the_library(exception: type[BaseEx
         outcome = interrupt_at(1, lambda: device.allocate(64), exception)
     assert (outcome.raised, outcome.in_finalizer) == (True, False)
     assert outcome.point == ("call", outcome.point and outcome.point.place, "Device.allocate")
+
+
+def forget_a_stream(world: World) -> None:
+    world.stream()
+    world.streams.clear()
+
+
+def hit_without_bytes(world: CacheWorld) -> None:
+    world.cache.reserve(keys([4])).commit()
+
+
+LEFT: list[Any] = []  # handles that nothing settles
+
+
+@pytest.fixture(autouse=True)
+def _settle_what_is_left() -> Iterator[None]:
+    yield
+    LEFT.clear()
+
+
+@pytest.mark.parametrize(
+    ("world", "call", "leaves", "kind"),
+    [
+        (World, forget_a_stream, "open", "leak"),
+        (CacheWorld, hit_without_bytes, "open", "wrong hit: key 4"),
+        (CacheWorld, lambda world: LEFT.append(world.cache.reserve(keys([4]))), "open", "lost: keys [4] stay pending"),
+        (World, lambda world: world.engine.close(), "open", "broken: ClosedError"),
+        (IndexWorld, hit_without_bytes, "open", "wrong hit: key 4"),
+    ],
+)
+def test_what_is_verified_after_an_interrupt_can_fail(
+    world: Any, call: Any, leaves: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that leaves something wrong, interrupted nowhere."""
+    monkeypatch.setitem(SCENARIOS, "planted", Scenario(Row("planted", "", None, call, leaves), world, ("lru",)))
+    trial = attempt(Unit("planted", "lru", "signal"), 0, HERE)
+    assert [each for each in trial.problems if each.startswith(kind)], trial

@@ -1,6 +1,6 @@
 """vLLM's own tests of its offloading, as they are and with kvoffload's manager, worker and spec in place of vLLM's.
 
-    python tests/support/vllm_own_tests.py FOLDER [FILE ...]
+    python tests/vllm/support/vllm_own_tests.py FOLDER [FILE ...]
 
 FOLDER is the folder `tests` of vLLM's source distribution, of the release that is installed; FILE are files or folders
 in it, by default those that name one of the three classes, and the connector's. Prints the tables of
@@ -62,7 +62,7 @@ def run(folder: Path, files: list[str], *, ours: bool, any_slots: bool = False) 
         (place / "tests").symlink_to(folder)
         (place / MODEL).mkdir(parents=True)
         (place / MODEL / "config.json").write_text(json.dumps(CONFIG))
-        output, packages = place / "results.json", [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
+        output, packages = place / "results.json", [str(HERE.parents[2]), str(HERE), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, packages)), "PYTHONDONTWRITEBYTECODE": "1",
             "HF_HUB_OFFLINE": "1", OUTPUT: str(output), WITH_OURS: str(int(ours)), ANY_SLOTS: str(int(any_slots)),

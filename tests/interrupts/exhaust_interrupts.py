@@ -1,14 +1,14 @@
 """Interrupt every public call at every point, and verify what it leaves.
 
-    python tests/support/exhaust_interrupts.py                              all points of all scenarios: half an hour
-    python tests/support/exhaust_interrupts.py --scenario cache.store       those whose name starts so
-    python tests/support/exhaust_interrupts.py --sample 20 --seed 7         20 points of each
-    python tests/support/exhaust_interrupts.py --mode nested:                every other call at every point: hours
-    python tests/support/exhaust_interrupts.py --scenario engine.close --number 17 --policy lru    one try, in detail
+    python tests/interrupts/exhaust_interrupts.py                              all points of all scenarios: half an hour
+    python tests/interrupts/exhaust_interrupts.py --scenario cache.store       those whose name starts so
+    python tests/interrupts/exhaust_interrupts.py --sample 20 --seed 7         20 points of each
+    python tests/interrupts/exhaust_interrupts.py --mode nested:                every other call at every point: hours
+    python tests/interrupts/exhaust_interrupts.py --scenario engine.close --number 17 --policy lru    one try, in detail
 
 It prints for each scenario how many points were tried and what was wrong afterwards, and at the end the totals of wrong
 hits, hangs and leaks. Exit status 1 if anything was wrong. What a point is says `interrupts.py`, what is verified
-`interrupt_world.py`.
+`worlds.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import interrupt_cache_scenarios  # noqa: F401  (registers its scenarios)
-import interrupt_sharded_scenarios  # noqa: F401
-import interrupt_tier_scenarios  # noqa: F401
-from interrupt_scenarios import SCENARIOS
-from interrupt_trials import HUNG, MODES, NESTED, NESTED_MODES, Unit, attempt, points_of
-
 HERE = Path(__file__).resolve().parent
+SUPPORT = HERE.parent / "support"  # the tier of the worlds is there
+sys.path.append(str(SUPPORT))
+from scenarios import SCENARIOS  # noqa: E402
+from trials import HUNG, MODES, NESTED, NESTED_MODES, Unit, attempt, points_of  # noqa: E402
+
 KINDS = ("wrong hit", "wrong bytes", "check()", "lost", "broken", "hang", "leak", "violation")
 
 
@@ -134,10 +133,10 @@ def _note_end(unit: Unit, number: int, status: int, tallies: dict[str, Tally], l
 
 
 def _start() -> subprocess.Popen[str]:
-    paths = [str(HERE.parent.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*map(str, (HERE.parent.parent, HERE, SUPPORT)), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     return subprocess.Popen(
-        [sys.executable, str(HERE / "interrupt_trials.py")],
+        [sys.executable, str(HERE / "trials.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

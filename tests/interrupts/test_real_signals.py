@@ -12,14 +12,14 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-SUPPORT = Path(__file__).resolve().parent.parent / "support"
-PROGRAM = SUPPORT / "signal_program.py"
+HERE = Path(__file__).resolve().parent
+PROGRAM = HERE / "signal_program.py"
 CPU_SECONDS = 2.0
 
 
 @pytest.mark.parametrize("policy", ["prefix", "lru", "user"])
 def test_signals_leave_the_truth(policy: str, seed: int) -> None:
-    paths = os.pathsep.join([str(SUPPORT.parent.parent), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([*map(str, (HERE.parents[1], HERE.parent / "support")), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(seed), str(CPU_SECONDS), policy],
         env={**os.environ, "PYTHONPATH": paths},

@@ -16,8 +16,8 @@ import warnings
 from types import FrameType
 from typing import Any
 
-from interrupt_world import CAPACITY, SECONDS, SOURCES, CacheWorld, keys
 from interrupts import SIMULATOR
+from worlds import CAPACITY, SECONDS, SOURCES, CacheWorld, keys, numbers_of
 
 from kvoffload import NO_WAIT, CapacityError, KVOffloadError, MissingKeyError
 
@@ -61,7 +61,7 @@ def _in_simulator(frame: FrameType | None) -> bool:
 def one_request(world: CacheWorld, rng: random.Random) -> None:
     """What a server does for a request, each step of which may be interrupted."""
     numbers = rng.sample(range(SOURCES), rng.randint(1, CAPACITY - 1))
-    cache = world.full
+    cache = world.cache
     step = rng.randrange(8)
     if step == 0:
         cache.remove(keys(numbers))
@@ -70,9 +70,7 @@ def one_request(world: CacheWorld, rng: random.Random) -> None:
             world.write(reservation)
     elif step == 2:
         reservation = cache.reserve(keys(numbers))
-        job = world.busy.store(
-            [int(each.split(b"-")[1]) for each in reservation.keys], reservation.slots(), after=NO_WAIT
-        )
+        job = world.engine.store(numbers_of(reservation.keys), reservation.slots(), after=NO_WAIT)
         reservation.commit(job)
     else:
         found = cache.lookup(keys(numbers))
@@ -80,7 +78,7 @@ def one_request(world: CacheWorld, rng: random.Random) -> None:
         cache.store(keys(numbers), numbers, after=NO_WAIT)
         cache.touch(keys(numbers))
     if rng.random() < 0.3:
-        world.busy.drain(SECONDS)
+        world.engine.drain(SECONDS)
 
 
 def interrupted(world: CacheWorld, rng: random.Random, interrupter: Interrupter, longest: float) -> None:

@@ -1,6 +1,6 @@
 """Random programs of several threads against a BlockCache over failing tiers; every loaded byte is compared.
 
-    python tests/support/tier_fuzz.py --operations 100000 --seed 7
+    python tests/tiering/tier_fuzz.py --operations 100000 --seed 7
 
 Each thread has keys and blocks of its own, and shares slots and tiers with the others. A removal that succeeds gives
 its keys another content from then on, so bytes that come back after it are seen as wrong. The seed determines what the
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from tiering import SECONDS, Bench, key, tiered, until
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from faulty_proxy import FaultyProxy, ProxyFaults
@@ -289,11 +287,3 @@ class RemoteMachine:
             f"get of {key!r} is DONE with version {version}; possible are {sorted(allowed)}: "
             + ("; ".join([*self._past[key][-20:], *self._past[b""][-3:]]))
         )
-
-
-def held() -> Counter[str]:
-    """What this process has: threads of Python's, descriptors, bytes of resident memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Counter(
-        threads=threading.active_count(), descriptors=len(os.listdir("/proc/self/fd")), resident=pages * PAGE
-    )
