@@ -237,15 +237,18 @@ def test_a_slab_lives_as_long_as_one_of_its_planes() -> None:
 # threads
 
 
-def test_four_threads_submit_poll_and_wait() -> None:
+@pytest.mark.timeout(300)
+def test_four_threads_submit_poll_and_wait(each_device: kvoffload.Device) -> None:
     """Each thread has slots and blocks of its own and checks its own bytes."""
-    with simulated(1) as device, rig(device, num_blocks=32, num_slots=32) as bench:
+    sizes = {} if each_device.simulated else {"planes": 16, "block_bytes": 64 << 10, "sm_limit": 2}
+    with rig(each_device, num_blocks=32, num_slots=32, **sizes) as bench:
         engine = bench.engine
         polled: list[int] = []
-        waited = shuttles(bench, 4, 25, between=lambda: polled.extend(result.job_id for result in engine.poll()))
+        turns = 25 if each_device.simulated else 50
+        waited = shuttles(bench, 4, turns, between=lambda: polled.extend(result.job_id for result in engine.poll()))
         polled.extend(result.job_id for result in engine.poll())
         assert len(polled) == len(set(polled))
-        assert sorted(waited) == list(range(1, 201))
+        assert sorted(waited) == list(range(1, 8 * turns + 1))
         whole(engine)
 
 

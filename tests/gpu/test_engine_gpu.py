@@ -13,7 +13,6 @@ from helpers import (
     all_are,
     paint,
     rig,
-    shuttles,
     warm_up,
     whole,
 )
@@ -99,7 +98,3 @@ def test_many_random_transfers_give_the_bytes_of_program_order(bench: Rig) -> No
     bench.engine.drain(60)
     assert all(all_are(bench.slot(slot), slots[slot]) for slot in range(32))
     assert all(all_are(bench.block(block), blocks[block]) for block in range(32))
-
-
-def test_four_threads_submit_and_wait(bench: Rig) -> None:
-    assert len(set(shuttles(bench, 4, 50))) == 400
