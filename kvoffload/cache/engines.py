@@ -1,4 +1,4 @@
-"""The engine as a BlockCache sees it; OffloadEngine and ShardedEngine provide this."""
+"""The engine as a BlockCache sees it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.attaching import WriteName
     from kvoffload.cache.tiering.tier import Tier
 
-_MOST_INSERTS = 4096  # of one pool's policy: many small requests are inserted together, which takes less time
+MOST_INSERTS = 4096  # of one pool's policy: many small requests are inserted together, which takes less time
 
 
 class CacheIndex(KeyCache):
@@ -211,7 +211,7 @@ def _insert(pool: Pool, keys: list[bytes], requests: Int64Array, mine: Int64Arra
         return
     begins = np.r_[0, np.flatnonzero(np.diff(requests[mine])) + 1]  # of each request, among `mine`
     lengths = np.diff(np.r_[begins, len(mine)])
-    step = -(-len(begins) // _MOST_INSERTS)
+    step = -(-len(begins) // MOST_INSERTS)
     if step > 1:
         number = np.arange(len(begins))
         first = number // step * step

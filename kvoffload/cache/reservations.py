@@ -58,7 +58,7 @@ class Reservation:
         indices: the entry of each of `keys`.
         evicted: keys that were evicted for them.
         declined: missing keys that are not to be stored: worth less than the keys they would displace, not looked up
-            often enough yet, over a quota, or without an entry that is free or could be evicted for them.
+            often enough yet, over a quota, or beyond the entries that were free or could be evicted.
         short: whether keys were declined because too few entries were free or could be evicted.
         present: keys that were resident, or pending by another reservation.
         tenant: of the open request if one was named, else as given.

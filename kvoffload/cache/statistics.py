@@ -66,7 +66,8 @@ class CacheStatistics:
         resident: keys that can be loaded.
         pending: keys reserved or being stored, not ready yet.
         pinned: keys that a lease or an unfinished load holds.
-        lookups, hits: keys that lookups and promotions asked for, and the leading ones that they found.
+        lookups, hits: keys that lookups and promotions asked for, and the leading ones that they found (and reported:
+            see `max_load_blocks`).
         stored, loaded, evicted: blocks stored, loaded, evicted.
         failed: blocks whose store failed or was aborted.
         declined: blocks not stored because they were worth less than the blocks they would have displaced, were not
@@ -115,9 +116,9 @@ class CacheEvent:
     """Something that happened in a block cache.
 
     Attributes:
-        kind: "hit" and "miss": the keys of a request that a `lookup` or promotion found, and those it did not find;
-            "stored": can be loaded from now on; "promoted": the same, but a tier brought it; "evicted"; "declined";
-            "failed"; "removed".
+        kind: "hit": the leading keys of a request that a `lookup` or promotion found; "miss": all its other keys, even
+            present ones; "stored": can be loaded from now on; "promoted": the same, but a tier brought it; "evicted";
+            "declined"; "failed"; "removed".
         keys: the keys concerned, in the order of the request.
         tenant: for "stored", "promoted", "declined" and "failed", the tenant that the call named; else "".
     """

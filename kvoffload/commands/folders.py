@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from kvoffload.terminal.console import bandwidth
 from kvoffload.tiers.files import SYSTEM, OpenFile
 from kvoffload.tiers.sets import check_paths
 
-_MOST_BYTES = 256 << 20  # of the file
+MOST_BYTES = 256 << 20  # of the file
 _LEAST_BYTES = 16 << 20
 _SPARE_BYTES = 64 << 20  # stay free
 _BLOCK_BYTES = 1 << 20
 _THREADS = 4
 _SECONDS = 0.5  # of writing, and of reading
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 
 
 def probe(folder: Path) -> dict[str, Any]:
@@ -40,7 +41,17 @@ def probe(folder: Path) -> dict[str, Any]:
         fields["free_bytes"] = state.f_bavail * state.f_frsize
         check_paths([str(folder / "records.kv")])
         with tempfile.TemporaryDirectory(prefix="kvoffload-doctor-", dir=folder) as own:
-            fields |= _try_file(Path(own) / "probe.kv", fields["free_bytes"])
+            nbytes = min(MOST_BYTES, fields["free_bytes"] - _SPARE_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
+            file = OpenFile(f"{own}/probe.kv", SYSTEM, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            with closing(file):
+                if nbytes >= _LEAST_BYTES:
+                    SYSTEM.fallocate(file.descriptor, nbytes)
+                    file.try_direct(0)
+                    written, seconds = _write(file, nbytes)
+                    found = {"probe_bytes": written, "write_gb_per_s": bandwidth(written, seconds)}
+                    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                    found["read_gb_per_s"] = bandwidth(*_read(file, written))
+                    fields |= found | {"direct_io": file.direct}
     except OSError as error:
         fields["problem"] = error.strerror or str(error)
     return fields
@@ -51,7 +62,7 @@ def file_system(folder: Path) -> str | None:
     real = folder.resolve()
     found: dict[Path, str] = {}
     try:
-        lines = _MOUNTS.read_text().splitlines()
+        lines = MOUNTS.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
@@ -62,22 +73,6 @@ def file_system(folder: Path) -> str | None:
             if real.is_relative_to(mounted):
                 found[mounted] = after.split()[0]  # the later one of two at one place counts
     return found[max(found, key=lambda mounted: len(mounted.parts))] if found else None
-
-
-def _try_file(path: Path, free_bytes: int) -> dict[str, Any]:
-    nbytes = min(_MOST_BYTES, free_bytes - _SPARE_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
-    file = OpenFile(str(path), SYSTEM, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        if nbytes < _LEAST_BYTES:
-            return {}
-        SYSTEM.fallocate(file.descriptor, nbytes)
-        file.try_direct(0)
-        written, seconds = _write(file, nbytes)
-        found = {"direct_io": file.direct, "probe_bytes": written, "write_gb_per_s": bandwidth(written, seconds)}
-        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return found | {"read_gb_per_s": bandwidth(*_read(file, written))}
-    finally:
-        file.close()
 
 
 def _write(file: OpenFile, nbytes: int) -> tuple[int, float]:

@@ -34,35 +34,31 @@ def probe(words: Sequence[str]) -> dict[str, Any]:
     store = Store(words[0], {})
     try:
         store = store_of(words)
-        _try(store, fields)
+        memory = np.frombuffer(mmap.mmap(-1, 2 * _RECORDS * _RECORD_BYTES), np.uint8).reshape(-1, _RECORD_BYTES)
+        memory[:_RECORDS] = np.frombuffer(os.urandom(_RECORD_BYTES), np.uint8)
+        keys = [b"%d %d" % (os.getpid(), number) for number in range(_RECORDS)]
+        tier = store.tier(**_OWN)
+        tier.attach([memory], bytes(16))
+        try:
+            tier.have_records(keys[:1])  # connects; what it raises says more than an outcome
+            begin = time.perf_counter()
+            tier.have_records(keys[:1])
+            fields["ask_seconds"] = round(time.perf_counter() - begin, 6)
+            fields["says"] = tier.describe() | _creates(store)
+            write = _seconds(store, tier.put(keys, range(_RECORDS)), "written")
+            read = _seconds(store, tier.get(keys, range(_RECORDS, 2 * _RECORDS)), "read")
+            if not np.array_equal(memory[:_RECORDS], memory[_RECORDS:]):
+                raise StoreError(store, "it returned other bytes than were written", "do not use it")
+            nbytes = _RECORDS * _RECORD_BYTES
+            fields |= {"probe_bytes": nbytes, "write_gb_per_s": bandwidth(nbytes, write)}
+            fields["read_gb_per_s"] = bandwidth(nbytes, read)
+        finally:
+            tier.remove(keys).wait(_SECONDS)
+            tier.close()
     except Exception as error:  # noqa: BLE001  # of any client
         explained = store.explained(error)
         fields |= {"problem": explained.problem, "remedy": explained.remedy}
     return fields
-
-
-def _try(store: Store, fields: dict[str, Any]) -> None:
-    memory = np.frombuffer(mmap.mmap(-1, 2 * _RECORDS * _RECORD_BYTES), np.uint8).reshape(-1, _RECORD_BYTES)
-    memory[:_RECORDS] = np.frombuffer(os.urandom(_RECORD_BYTES), np.uint8)
-    keys = [b"%d %d" % (os.getpid(), number) for number in range(_RECORDS)]
-    tier = store.tier(**_OWN)
-    tier.attach([memory], bytes(16))
-    try:
-        tier.have_records(keys[:1])  # connects; what it raises says more than an outcome
-        begin = time.perf_counter()
-        tier.have_records(keys[:1])
-        fields["ask_seconds"] = round(time.perf_counter() - begin, 6)
-        fields["says"] = tier.describe() | _creates(store)
-        write = _seconds(store, tier.put(keys, range(_RECORDS)), "written")
-        read = _seconds(store, tier.get(keys, range(_RECORDS, 2 * _RECORDS)), "read")
-        if not np.array_equal(memory[:_RECORDS], memory[_RECORDS:]):
-            raise StoreError(store, "it returned other bytes than were written", "do not use it")
-        nbytes = _RECORDS * _RECORD_BYTES
-        fields |= {"probe_bytes": nbytes, "write_gb_per_s": bandwidth(nbytes, write)}
-        fields["read_gb_per_s"] = bandwidth(nbytes, read)
-    finally:
-        tier.remove(keys).wait(_SECONDS)
-        tier.close()
 
 
 def _creates(store: Store) -> dict[str, str]:

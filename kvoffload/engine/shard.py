@@ -47,7 +47,7 @@ from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
 from kvoffload.tuning import CopyMethod, Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
-_QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
+QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
 _Result = TypeVar("_Result")
 
 
@@ -434,7 +434,7 @@ class Shard:
             return transfer.enqueued or (part is not None and transfer.part > part) or transfer.finished
 
         try:
-            wait_until(queued, _QUEUEING_SECONDS, "queueing")
+            wait_until(queued, QUEUEING_SECONDS, "queueing")
         except TimeoutError:
             raise CapacityError(
                 f"{describe(transfer)} still waits on the host: the driver's queues are full and do not move; poll() "

@@ -13,7 +13,7 @@ from kvoffload.internal.log import LOGGER
 
 FOLDER_VARIABLE = "KVOFFLOAD_CACHE"
 
-_warned: set[str] = set()
+warned: set[str] = set()  # the causes that `warn_once` has warned of in this process
 
 
 def cache_folder() -> Path:
@@ -83,8 +83,8 @@ def why_not_writable() -> str | None:
 
 def warn_once(text: str, *, cause: str) -> None:
     """Warn, and log it, unless this process has warned about `cause` before."""
-    if cause not in _warned:
-        _warned.add(cause)
+    if cause not in warned:
+        warned.add(cause)
         LOGGER.warning("%s", text)
         warnings.warn(text, KVOffloadWarning, stacklevel=2)
 

@@ -107,10 +107,7 @@ class TierSetup:
 
 
 class TierSession:
-    """A tier, and pools for it.
-
-    Records are named by numbers: record `n` has the key `key(n)` and the content with that number.
-    """
+    """A tier, and pools for it. Record `n` has the key `key(n)` and content number `n`."""
 
     def __init__(self, tier: Tier, pools: TierPools, timeout: float) -> None:
         self.tier, self.pools, self.timeout = tier, pools, timeout

@@ -207,7 +207,7 @@ def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
 
 
 class ConformanceCase(NamedTuple):
-    """One check that `check_copier_conformance` made."""
+    """One check that `check_copier_conformance` made; `nbytes`: payload moved in both directions."""
 
     layout: str
     blocks_per_slot: int

@@ -324,8 +324,10 @@ class Member:
             if unwritten:
                 write_superblocks(self.file, self.superblock._replace(epoch=epoch))
             else:
-                if with_inherited:
-                    self._write_inherited()
+                for first, data in self._table() if with_inherited else ():
+                    with self._headers:  # written as it is read, for this sync to make it durable
+                        if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
+                            self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
                 self.file.sync()
         except OSError:
             with self._headers:
@@ -338,13 +340,6 @@ class Member:
             if self._epoch == epoch:
                 self._epoch_unwritten = False
                 self._inherited = self._inherited and not with_inherited
-
-    def _write_inherited(self) -> None:
-        """Write the header table as it can be read, so that the next sync makes it durable."""
-        for first, data in self._table():
-            with self._headers:
-                if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
-                    self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
 
     def _begin_epoch(self) -> None:
         self._epoch = (self._epoch // _EPOCH_COUNT + 1) * _EPOCH_COUNT + secrets.randbits(32)

@@ -125,7 +125,13 @@ class MooncakeTier(RemoteTier):
         limits: Limits | None = None,
     ) -> None:
         connection = given_or_default("connection", connection, MooncakeConnection)
-        self.protocol = _protocol_to_use(connection.protocol)
+        ports = () if connection.protocol == "tcp" else Path("/sys/class/infiniband").glob("*/ports/*/state")
+        active = any("ACTIVE" in state.read_text() for state in ports)
+        if connection.protocol == "rdma" and not active:  # the client would be set up, and its transfers fail
+            raise CapabilityError(
+                'protocol="rdma" needs a device with an active port in /sys/class/infiniband; use "tcp"'
+            )
+        self.protocol: Protocol = connection.protocol or ("rdma" if active else "tcp")
         # More threads verify records while others are carried. But over TCP a call polls: on 2 CPUs, 16 MiB each way
         # took 19 ms of CPU by bare calls, 24 with one thread, 32 with two and 47 with four, and one thread was the
         # fastest. On 16 CPUs, 8 records of 2 MiB at a time, gets of 2 and 4 threads had 0.84 and 1.00 of the bandwidth
@@ -340,16 +346,6 @@ def _set_environment(milliseconds: int) -> None:
 def _variables_of_user() -> frozenset[str]:
     """The variables that are set when the first tier is made."""
     return frozenset(os.environ)
-
-
-def _protocol_to_use(protocol: Protocol | None) -> Protocol:
-    """The protocol, chosen if it is None; CapabilityError for "rdma" without an active port."""
-    if protocol == "tcp":
-        return protocol
-    active = any("ACTIVE" in state.read_text() for state in Path("/sys/class/infiniband").glob("*/ports/*/state"))
-    if protocol == "rdma" and not active:  # Mooncake's client would be set up, and its transfers fail
-        raise CapabilityError('protocol="rdma" needs a device with an active port in /sys/class/infiniband; use "tcp"')
-    return "rdma" if active else "tcp"
 
 
 def _addresses(master: str) -> list[tuple[str, int]]:

@@ -244,7 +244,15 @@ class Workers:
                 for write in writes:
                     write.job.settle_waiting(Outcome.CANCELLED, removal.concerned(write))
         with self._lock:
-            taken = [] if self.closed else self._fitting(works) if bounded else works
+            taken = [] if self.closed else works
+            if taken and bounded:
+                queues, queued = self._queues, "write_keys" if isinstance(taken[0], Write) else "read_keys"
+                if getattr(queues, queued) + _end_of(taken) > self._max_queued:
+                    self._drop_ended()
+                room = max(0, self._max_queued - getattr(queues, queued))
+                if _end_of(taken) > room:  # the last work may be cut
+                    cut = [replace(one, positions=one.positions[: max(0, room - one.positions.start)]) for one in taken]
+                    taken = [one for one in cut if one.positions]
             self._queues.add(taken)
             self._changed.notify(len(taken))
         return _end_of(taken)
@@ -254,17 +262,6 @@ class Workers:
         with self._lock:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
-
-    def _fitting(self, works: Sequence[Work]) -> Sequence[Work]:
-        """The works for which there is room, the last one cut if needed; under the lock."""
-        writes, queues = bool(works) and isinstance(works[0], Write), self._queues
-        if (queues.write_keys if writes else queues.read_keys) + _end_of(works) > self._max_queued:
-            self._drop_ended()
-        room = max(0, self._max_queued - (queues.write_keys if writes else queues.read_keys))
-        if _end_of(works) <= room:
-            return works
-        cut = (replace(work, positions=work.positions[: max(0, room - work.positions.start)]) for work in works)
-        return [work for work in cut if work.positions]
 
     def _drop_ended(self) -> None:
         if self._any_ended_early:
@@ -327,7 +324,13 @@ class Workers:
             try:
                 positions = work.job.begin(work.positions)
                 if positions:
-                    outcomes = self._outcomes(work, positions)
+                    try:
+                        outcomes = list(work.run(positions))
+                        if len(outcomes) != len(positions) or not all(isinstance(each, Outcome) for each in outcomes):
+                            raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
+                    except BaseException as error:  # noqa: BLE001  # nothing ends the thread: the tier would be dead
+                        self.warn(error)
+                        outcomes = [Outcome.FAILED] * len(positions)
                     with self._lock:
                         self._calls.pop(number, None)
                     work.job.settle(positions, outcomes)
@@ -354,16 +357,6 @@ class Workers:
                     return work
                 self._changed.wait()
         return None
-
-    def _outcomes(self, work: Work, positions: Sequence[int]) -> list[Outcome]:
-        try:
-            outcomes = list(work.run(positions))
-            if len(outcomes) != len(positions) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
-                raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
-        except BaseException as error:  # noqa: BLE001  # nothing ends the thread: the tier would be dead without a word
-            self.warn(error)
-            return [Outcome.FAILED] * len(positions)
-        return outcomes
 
     def warn(self, error: BaseException) -> None:
         """Log an error, at most once in `_SECONDS_BETWEEN_WARNINGS`."""

@@ -1,7 +1,7 @@
 """How heavy the package may be. A change that makes it lighter lowers a limit here; one that raises a limit says in the
 commit's text what it brings for that, and changes the reason here if that has changed.
 
-`python tests/support/weight.py` prints the figures, `python tests/support/call_counts.py` the calls and their files.
+`python tests/project/weight.py` prints the figures, `python tests/support/call_counts.py` the calls and their files.
 """
 
 from __future__ import annotations

@@ -134,8 +134,7 @@ def test_cancelling_says_nothing_of_a_tier() -> None:
     with tiered(tier) as bench:
         tier.permit()
         bench.written(range(4))
-        while tier.permits.acquire(blocking=False):
-            pass
+        tier.hold()
         for _ in range(20):
             begun = len(tier.begun)
             promotion = bench.cache.promote(keys([0]))
@@ -491,8 +490,7 @@ def test_removed_during_a_promotion_stays_removed() -> None:
     with tiered(tier) as bench:
         tier.permit()
         bench.written(range(3))
-        while tier.permits.acquire(blocking=False):
-            pass
+        tier.hold()
         promotion = bench.cache.promote(keys(range(3)))
         until(lambda: tier.begun.count(("read", key(1))) == 1)
         remover = threading.Thread(target=lambda: bench.cache.remove(keys([1])))

@@ -29,11 +29,11 @@ from typing import Any, TypeAlias
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
 from kvoffload.cache.policies.reuse import EDGES, KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
-_FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
+FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_BATCH = 128  # the most keys that are looked at together
-_SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
+BATCH = 128  # the most keys that are looked at together
+SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
 
 Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
 Bound: TypeAlias = tuple[float, int]
@@ -75,8 +75,8 @@ class Prefix(Policy):
         self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
         self._bounds = LowerBounds()
         self._run_of: dict[bytes, Run] = {}
-        self._gone = _Ghosts(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
-        self._round = max(_SHORTEST_ROUND, capacity)
+        self._gone = _Ghosts(max(FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
+        self._round = max(SHORTEST_ROUND, capacity)
         self._now = 0  # blocks asked for
         self._next_round = self._round
 
@@ -118,16 +118,14 @@ class Prefix(Policy):
     ) -> None:
         """Move keys to runs of this moment. `counted`: an unfinished request uses them; else one has ended.
 
-        With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`. For an open
-        request (`request`: its notes) the new runs are those of its earlier keys. Each part of `keys` is in one of
-        these cases:
+        With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`. The keys of
+        an open request (`request`: its notes) join the runs of its earlier keys. The cases of each part of `keys`:
 
         1. New: neither resident nor remembered. Its first use.
-        2. Resident, and an unfinished request's use of it was counted; now that request has ended: no new use.
+        2. Resident, and an unfinished request's use was counted; now that request has ended: no new use.
         3. Resident or remembered otherwise: one use more, which the model is told.
 
-        Keys that are still not resident go to the ghosts, with their new run. The old runs lose their keys only after
-        all keys have a new run, since `_leave` looks at the new runs to find keys that moved on.
+        Keys still not resident go to the ghosts. The old runs lose keys last: `_leave` sees by new runs which moved on.
         """
         fresh: dict[tuple[int, int, bool], Run] = {}
         asked, last = 0, keys[-1] if ends and keys else None
@@ -135,15 +133,16 @@ class Prefix(Policy):
         olds = () if request is None else {old for _, old, _ in found}
         for resident, old, part in found:
             uses = 1
-            if old is None:
+            if old is None:  # case 1
                 asked += len(part)
-            elif resident and old.counted and not counted:
+            elif resident and old.counted and not counted:  # case 2
                 uses = old.uses
-            else:
+            else:  # case 3
                 uses = min(old.uses + 1, MOST_USES)
                 asked += len(part)
                 self._model.reused(old.kind, self._now - old.time, len(part))
             stays = resident or counted
+            # A request's end has a kind of its own: it is often partly filled, and then not asked for again.
             for is_end, same in ((False, part),) if part[-1] is not last else ((False, part[:-1]), (True, part[-1:])):
                 if not same:
                     continue
@@ -164,6 +163,7 @@ class Prefix(Policy):
         for resident, old, part in found:
             if resident and old is not None:
                 self._leave(old, len(part))
+        # Runs of ghosts have no keys, and stay out of the queues; an open request's runs move to the recent end.
         for run in fresh.values():
             if run.keys:
                 run.live = len(run.keys)
@@ -258,7 +258,7 @@ class Prefix(Policy):
                 if worths and worths[-1] <= self._model.worth(run.kind, self._now - run.time):
                     return Room(admitted - 1, victims)
                 return Room(admitted, [key])
-        batch = max(1, min(admitted - room, _BATCH))
+        batch = max(1, min(admitted - room, BATCH))
         heads = Heads(
             self._queues,
             self._model.chain_worths,
@@ -478,7 +478,7 @@ def walk(
         while end > 0:
             begin = max(0, end - size)
             live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
-            end, size = begin, min(2 * size, _BATCH)
+            end, size = begin, min(2 * size, BATCH)
             found = list(filterfalse(protected, live))
             if found:
                 yield run, found

@@ -4,7 +4,7 @@ Tier, TierJob    the interface of every tier; a tier's job               tier.py
 TierPlan         tiers before there is an index above them               attaching.py
 TierManager      the thread that moves keys                              manager.py
 Promotion        keys on their way into slots                            promotion.py, promoter.py
-Writer           which keys are written, and when                        writer.py, admission.py, readback.py
+Writer           which keys are written, and when                        admission.py, readback.py
 TierBelow        a tier as the manager sees it: breaker, speed, counts   below.py
 """
 

@@ -172,8 +172,8 @@ class TierManager:
     def remove(self, keys: Sequence[bytes] | None, here: Callable[[], int]) -> int:
         """Remove these keys (None: all) from the index by `here`, and from the tiers; returns the result of `here`.
 
-        Until then they are neither written nor promoted. The tiers are asked after `here`: so they also lose records of
-        keys that the index had lost before, and that were being written.
+        Meanwhile they are neither written nor promoted. The tiers are asked after `here`: writes of keys that the index
+        has just lost are then among the records that they remove.
 
         Raises:
             TierError: a tier may still have them.

@@ -2,17 +2,15 @@
 
 Age is counted in blocks stored in the host. If all were written, as many blocks would enter the disk, and a block would
 leave it unread at an age of the disk's capacity; if fewer are written, later. That age is the *horizon*. For each
-*kind* of blocks (see `kind_of`) and range of ages, the model counts the blocks that were asked for again at that age
-when the host did not hold them any more, and the exposure: blocks times the ages that they have passed through. Uses by
-exposure is the rate at that age (a period life table; Kaplan and Meier, "Nonparametric Estimation from Incomplete
-Observations", 1958: waiting blocks count as far as they have waited). The rates up to the horizon give the chance of
-another use; the chances of the first, the second and all later uses give the reads that a written block brings. Old
-counts fade.
+*kind* of blocks (see `kind_of`) and range of ages, the model counts the blocks asked for again at that age when no
+longer in the host, and the exposure: blocks times the ages that they passed through. Uses by exposure is the rate at
+that age (a period life table; Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958: waiting
+blocks count as far as they have waited). The rates up to the horizon give the chance of another use; the chances of the
+first, the second and all later uses give the reads that a written block brings. Old counts fade.
 
-Which blocks are worth their write follows as in Eisenman et al., "Flashield: a Hybrid Key-value Cache that Controls
-Flash Write Amplification" (NSDI 2019): from the reads to be expected, judged while a block is in memory, against a
-threshold. Here the expectation is that of a prefix cache, and a write is compared with one at the next use of the
-block, which would be computed once more.
+A block is worth its write if it is expected to bring enough reads, as in Eisenman et al., "Flashield: a Hybrid
+Key-value Cache that Controls Flash Write Amplification" (NSDI 2019). Here the expectation is that of a prefix cache,
+and a write is compared with one at the next use of the block, which would be computed once more.
 """
 
 from __future__ import annotations
