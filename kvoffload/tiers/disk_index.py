@@ -233,7 +233,7 @@ class DiskIndex:
 
     def _check_writes(self) -> None:
         if self.files.read_only:
-            raise CapabilityError(f"{self.files!r} is open for reading only; put and remove by the process that writes")
+            raise CapabilityError(f"{self.files!r} is open for reading only; put and remove in the process that writes")
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:

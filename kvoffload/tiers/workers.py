@@ -46,7 +46,6 @@ class Work:
 
     @property
     def waits(self) -> bool:
-        """Whether a key has no outcome yet."""
         return None in self.job.outcomes[self.positions.start : self.positions.stop]
 
 
@@ -92,7 +91,6 @@ class WorkQueues:
         self._written_keys = set[bytes]()  # those of all writes that wait, and of some that did
 
     def add(self, works: Sequence[Work]) -> None:
-        """Queue works of one kind."""
         if len(self._written_keys) > 2 * self.write_keys + _MOST_OLD_KEYS:
             self._written_keys = {key for work in self.writes for key in work.keys}
         for work in works:
@@ -134,7 +132,6 @@ class WorkQueues:
         return work
 
     def finish(self, work: Work) -> None:
-        """Take a work out of `running`."""
         self.running = [each for each in self.running if each is not work]
 
     def waiting_writes(self, concerned: Removal) -> list[Write]:
@@ -144,13 +141,11 @@ class WorkQueues:
         return [work for work in self.writes if concerned.concerns(work)]
 
     def drop_ended(self) -> None:
-        """Drop waiting reads and writes whose keys have all ended."""
         self.reads = deque(work for work in self.reads if work.waits)
         self.writes = deque(work for work in self.writes if work.waits)
         self.read_keys, self.write_keys = _keys_of(self.reads), _keys_of(self.writes)
 
     def jobs(self) -> list[TierJob]:
-        """The jobs of all waiting work, each once."""
         return list(dict.fromkeys(each.job for queue in (self.removals, self.reads, self.writes) for each in queue))
 
     def clear(self) -> None:
@@ -199,8 +194,8 @@ class Workers:
         self.closed = False
         self._max_queued = max_queued
         self._label = ""
-        # Re-entrant, as a signal handler may cancel a job anywhere; entered as itself, as an interrupt in the __exit__
-        # of the Condition would leave it locked.
+        # Re-entrant: a signal handler may cancel a job anywhere. Never entered through the Condition: an interrupt in
+        # its __exit__ would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queues = WorkQueues()
@@ -258,7 +253,6 @@ class Workers:
         return _end_of(taken)
 
     def unfinished_writes(self) -> list[TierJob]:
-        """The jobs of all writes that wait or run."""
         with self._lock:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
@@ -271,13 +265,11 @@ class Workers:
     # counts -------------------------------------------------------------------------------------------------------
 
     def count(self, **more: int) -> None:
-        """Add to counts of `TierStatistics`."""
         with self._lock:
             for name, number in more.items():
                 self._counts[name] += number
 
     def count_ended(self, outcomes: Sequence[Outcome]) -> None:
-        """Count outcomes that keys of a job have got."""
         unusual = [outcome for outcome in outcomes if outcome in _COUNT_OF]
         if unusual:
             with self._lock:
