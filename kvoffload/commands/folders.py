@@ -19,13 +19,13 @@ from kvoffload.terminal.console import bandwidth
 from kvoffload.tiers.files import SYSTEM, OpenFile
 from kvoffload.tiers.sets import check_paths
 
-_MOST_BYTES = 256 << 20  # of the file
+MOST_BYTES = 256 << 20  # of the file
 _LEAST_BYTES = 16 << 20
 _SPARE_BYTES = 64 << 20  # stay free
 _BLOCK_BYTES = 1 << 20
 _THREADS = 4
 _SECONDS = 0.5  # of writing, and of reading
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 
 
 def probe(folder: Path) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def probe(folder: Path) -> dict[str, Any]:
         fields["free_bytes"] = state.f_bavail * state.f_frsize
         check_paths([str(folder / "records.kv")])
         with tempfile.TemporaryDirectory(prefix="kvoffload-doctor-", dir=folder) as own:
-            nbytes = min(_MOST_BYTES, fields["free_bytes"] - _SPARE_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
+            nbytes = min(MOST_BYTES, fields["free_bytes"] - _SPARE_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
             file = OpenFile(f"{own}/probe.kv", SYSTEM, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             with closing(file):
                 if nbytes >= _LEAST_BYTES:
@@ -62,7 +62,7 @@ def file_system(folder: Path) -> str | None:
     real = folder.resolve()
     found: dict[Path, str] = {}
     try:
-        lines = _MOUNTS.read_text().splitlines()
+        lines = MOUNTS.read_text().splitlines()
     except OSError:
         return None
     for line in lines:

@@ -87,6 +87,7 @@ class CopierSet:
 
     Attributes:
         missing: for every copier, None or the reason why it cannot run here.
+        interpreted: kernels take 2 ms a tile here, so they run only when they are asked for.
     """
 
     def __init__(self, driver: Driver, capabilities: Capabilities, sm_limit: int) -> None:
@@ -94,7 +95,7 @@ class CopierSet:
         self._driver = driver
         self._capabilities = capabilities
         self._sm_limit = sm_limit
-        self._interpreted = driver.simulated  # 2 ms a tile: kernels run there when they are asked for
+        self.interpreted = driver.simulated
         self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
         self._of_copy_engine: dict[str, Copier] = {
             "strided": StridedCopier(driver, batched=capabilities.strided_batch),
@@ -137,7 +138,7 @@ class CopierSet:
     def offered(self) -> tuple[str, ...]:
         """The copiers to choose from: all that can run, but no kernels on the simulated device."""
         able = tuple(name for name in NAMES if self.missing[name] is None)
-        return tuple(name for name in able if name not in _KERNELS) if self._interpreted else able
+        return tuple(name for name in able if name not in _KERNELS) if self.interpreted else able
 
     def select(
         self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool = False

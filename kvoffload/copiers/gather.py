@@ -45,8 +45,8 @@ _WARPS_OF_SEVERAL_STORING = 8
 _MAX_TILE_FRAGMENTS = 1024
 _MAX_IDLE = 1 / 8  # of the threads: longer fragments may leave so many without a word to copy
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
-_MAX_TABLE_BLOCKS = 16384
-_ARENA_BYTES = 1 << 20  # for each direction
+MAX_TABLE_BLOCKS = 16384
+ARENA_BYTES = 1 << 20  # for each direction
 _MAX_ITEMS = (1 << 31) - (1 << 22)  # fragments of one launch: the kernel counts them in 32 bits, and one step beyond
 _LAUNCH_PLACES = 2
 _MOST_DIVISIONS = 64  # divisions of a group into parts; their fragments stay until the engine is closed
@@ -195,7 +195,7 @@ class GatherKernels:
             of_all = Fragments(fragments.shape[1], address)
             self.groups.append(_GroupKernels(group.disowned(), shape, of_all, room, kernels))
             self._divided.append({})
-        tables = PinnedMemory(self.driver, 2 * _ARENA_BYTES, holder=self._tables)
+        tables = PinnedMemory(self.driver, 2 * ARENA_BYTES, holder=self._tables)
         self.arenas = tuple(
             TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
         )
@@ -203,12 +203,12 @@ class GatherKernels:
     def why_not_in_parts(self, group: int, parts: Parts) -> str | None:
         """Why the kernel cannot load a group in these parts; None if it can."""
         of, divided = self.groups[group], self._divided[group]
-        most = (_ARENA_BYTES // 8 - 2 * _MAX_TABLE_BLOCKS) // 5  # as many as fit behind the longest table
+        most = (ARENA_BYTES // 8 - 2 * MAX_TABLE_BLOCKS) // 5  # as many as fit behind the longest table
         if of.fragments.num_fragments > most:
             count = of.fragments.num_fragments
             return f"its blocks have {count} fragments of {of.shape.fragment_bytes} bytes, more than {most}"
         if parts not in divided and len(divided) == len(of.room):
-            return f"there is room on the GPU for {len(of.room)} divisions of its planes into parts, and it is taken"
+            return f"the GPU has room for {len(of.room)} divisions of its planes into parts, and all are taken"
         return None
 
     def in_parts(self, group: int, parts: Parts) -> PartFragments:
@@ -220,16 +220,13 @@ class GatherKernels:
         return divided[parts]
 
     def slot_addresses(self, addresses: Int64Array) -> Int64Array:
-        """Host addresses in the pool as a kernel sees them."""
         return self._memory.device_addresses(addresses)
 
     def restore(self, tables: list[Table]) -> None:
-        """After an interrupt: exactly these tables are in use."""
         for arena in self.arenas:
             arena.restore(tables)
 
     def keep(self) -> None:
-        """The context is lost: leave everything where it is."""
         for tables in self._tables:
             tables.keep()
 
@@ -250,7 +247,7 @@ class GatherCopier:
 
     def __init__(self, shared: GatherKernels, programs: int) -> None:
         most_fragments = max(group.fragments.num_fragments for group in shared.groups)
-        self.segment_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_fragments)
+        self.segment_operations = min(MAX_TABLE_BLOCKS, _MAX_ITEMS // most_fragments)
         self._shared = shared
         self._programs = programs
 

@@ -84,7 +84,7 @@ def choose(
        price is the transfer's time, plus the time that computation loses meanwhile, plus the time that the caller is
        kept if that exceeds a millisecond (for more than 64 MiB: a millisecond for each 64 MiB). The weight is the
        larger of the two ratios to the lowest price, so that a method must be good beside both kinds of computation.
-    3. The least weight wins, but if a method of the copy engine is within 1.1x of it, kernels are out: measuring again
+    3. The least weight wins, but if a method of the copy engine is within 1.1x, kernels are out: measuring again
        changes as much, and kernels take multiprocessors.
     4. Then with "overlap" any time of the caller counts: among the methods of the copy engine that end within 1.1x of
        the soonest, the one that keeps its caller the shortest wins. (Both directions at once, 4 blocks of 32 planes x

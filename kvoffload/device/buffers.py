@@ -246,7 +246,6 @@ class DeviceArray:
             return export_dlpack(self.address, self.nbytes, self.shape, dtype, self.buffer, max_version)
 
     def _engines(self) -> list[DeviceUser]:
-        """The engines whose transfers may touch the memory."""
         return self.buffer.device.engines_over(self.address, self.nbytes)
 
     def _numpy_dtype(self) -> np.dtype[Any]:
@@ -285,7 +284,6 @@ class DeviceArray:
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:
-    """`shape` as a tuple of positive ints."""
     try:
         if isinstance(shape, bytes | bytearray):  # a sequence of integers: b"1" would be the shape (49,)
             raise TypeError

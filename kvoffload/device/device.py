@@ -354,7 +354,6 @@ class Device:
     # resources --------------------------------------------------------------------------------------------------------
 
     def adopt(self, owner: object, release: Callable[[], None], what: str | None = None) -> Resource:
-        """See `DeviceResources.adopt`."""
         return self._resources.adopt(owner, release, what)
 
     @property
@@ -373,7 +372,6 @@ class Device:
                 resource.free()
 
     def reclaim(self) -> None:
-        """Free the resources whose owners have become garbage since the last time."""
         with self.current():
             self.advance_engines()
             texts = self._resources.collect()
@@ -469,7 +467,6 @@ class Device:
         warn_unreleased(texts)
 
     def __dir__(self) -> list[str]:
-        """Without the names for engines and buffers."""
         return sorted(set(super().__dir__()) - _FOR_ENGINES)
 
     def __enter__(self) -> Device:

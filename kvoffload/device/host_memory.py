@@ -38,9 +38,9 @@ class HostMemory:
         num_slots: how many slots.
         slot_stride: bytes from one slot to the next, a multiple of 4096, at least `layout.slot_bytes`.
         registered: False: the engine registers the range from the first slot to the end of the last one with the
-            driver, and `close` unregisters it; nothing else in the process may have registered a page of it. True: it
-            is registered already, or was allocated pinned, and stays so until the engine is closed; no slot may lie in
-            two registered ranges. (Each process that maps shared memory registers its own mapping.)
+            driver, and `close` unregisters it; nothing else in the process may have registered any of its pages. True:
+            it is registered already, or was allocated pinned, and stays so until the engine is closed; no slot may lie
+            in two registered ranges. (Each process that maps shared memory registers its own mapping.)
         owner: an object to keep alive until the engine is closed and no array over its `slots` is left.
         nbytes: size of the memory from `address` on, if you know it; the engine then refuses slots past its end.
 
@@ -127,8 +127,8 @@ def _check_multiple(name: str, value: Any) -> None:
         number = 0
     if isinstance(value, bool) or number % SLOT_ALIGNMENT or not 0 < number < _MOST_ADDRESS:
         raise ValueError(
-            f"{name} must be a positive multiple of {SLOT_ALIGNMENT} (a page: what the driver registers, and what "
-            f"mmap and shared memory give), got {shown(value)}"
+            f"{name} must be a positive multiple of {SLOT_ALIGNMENT} (a page; the driver registers whole pages), "
+            f"got {shown(value)}"
         )
 
 

@@ -230,7 +230,6 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 

@@ -120,7 +120,6 @@ class Lane:
         self.tail = 0
 
     def open(self, priority: int) -> None:
-        """Make the streams."""
         for _ in range(STREAMS_PER_LANE + 1):
             self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, priority)
         self.streams = tuple(LaneStream(int(handle)) for handle in self._handles)

@@ -70,7 +70,7 @@ class Engine(Generic[_After, _Plan]):
         devices: the devices that the transfers run on.
         num_slots, max_in_flight: as given.
         lock: guards the engine, and a BlockCache on it. Take it with `with` only. While you hold it, the engine treats
-            calls as calls inside another call: it refuses them, or answers from what it knows.
+            calls as calls inside another call: it refuses them, or answers without asking the GPU.
     """
 
     devices: tuple[Device, ...]
@@ -95,7 +95,6 @@ class Engine(Generic[_After, _Plan]):
         self._ids, self._callbacks = itertools.count(1), Callbacks()
 
     def order_job_before(self, record: Any, streams: Any, part: int | None) -> None:
-        """See `Job.order_before`."""
         raise NotImplementedError
 
     # transfers ----------------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ class Engine(Generic[_After, _Plan]):
                 `__cuda_stream__`: CuPy, cuda.core, Numba): the work queued on it so far. An array: the computation that
                 produces it, but no other work that reads or writes it. An array with `__dlpack__` is asked to make a
                 stream of the engine wait; a CuPy array then stands for CuPy's current stream. One that only has
-                `__cuda_array_interface__` names a stream, or none. A list or tuple: all of its elements. None: the
+                `__cuda_array_interface__` names a stream, or none. A list or tuple: all its elements. None: the
                 legacy default stream, which CuPy uses by default; a layout with `on_default_stream=False` refuses it.
                 `NO_WAIT`: nothing. A `ShardedEngine` takes a list or tuple with one such value per device, in their
                 order; or an object whose method `after()` returns one, such as `kvoffload.jax.OwnedCache`; or None or
@@ -231,7 +230,7 @@ class Engine(Generic[_After, _Plan]):
         """Store blocks of several groups as one transfer with one job. All is checked before anything happens.
 
         `job.nbytes` sums over the groups, `job.method` is that of the element with the most bytes, and `job.reason` has
-        one text per group. Copies by the same copier are submitted together, except those of kernels.
+        one text per group. Copies by the same copier, except kernels, are submitted together.
 
         Args:
             transfers: one element for each group, or several if pieces of a group begin at different sub-blocks.
@@ -338,12 +337,11 @@ class Engine(Generic[_After, _Plan]):
             self._reports.forget(record)
 
     def when_done(self, job: Job, callback: Callable[[Job], object]) -> None:
-        """See `Job.add_done_callback`."""
         self.check_process()
         self._callbacks.add(job, callback)
 
     def statistics(self) -> EngineStatistics:
-        """What the engine holds now, and totals since it was created.
+        """A snapshot: jobs, memory, streams and events now, and totals since the engine was created.
 
         A `ShardedEngine` counts a job and its bytes once, and sums memory, streams and events over its devices.
 
@@ -389,7 +387,6 @@ class Engine(Generic[_After, _Plan]):
             return int(in_flight.stores.submitted + in_flight.loads.submitted)
 
     def jobs_in_flight(self) -> tuple[Job, ...]:
-        """A job for each transfer that has not ended."""
         self.check_process()
         with self.lock:
             return tuple(Job(self, record) for queue in self._in_flight.both for record in queue.transfers)
@@ -441,7 +438,6 @@ class Engine(Generic[_After, _Plan]):
             self._slot_guard = weakref.ref(guard)
 
     def _check_store(self, requests: Requests) -> None:
-        """Let the owner of the slots, if there is one, refuse a store."""
         guard = None if self._slot_guard is None else self._slot_guard()
         if guard is not None:
             several = len(requests) > 1
@@ -548,5 +544,4 @@ class Engine(Generic[_After, _Plan]):
         return missing
 
     def __dir__(self) -> list[str]:
-        """Without the names for caches and integrations."""
         return sorted(set(super().__dir__()) - _FOR_INTEGRATIONS)

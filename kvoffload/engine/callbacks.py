@@ -74,8 +74,6 @@ class Waitable(Generic[_R]):
 
 
 class Callbacks:
-    """Calls functions when jobs have ended."""
-
     def __init__(self) -> None:
         self._lock = threading.RLock()  # of the thread's begin and end
         self._waiting: list[tuple[Waitable[Any], Callable[[Any], object]]] = []

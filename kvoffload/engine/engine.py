@@ -3,7 +3,7 @@
 Order. A transfer's stream waits for the caller's streams (`after`), for the previous transfer of its direction, and for
 the latest transfer of the other direction that touches its slots or blocks. The GPU does the waiting, and only for work
 queued earlier, so waits cannot form a cycle. Copies that do not fit into the driver's queues wait on the host, in
-order; an urgent load goes ahead of those.
+order; an urgent load goes ahead of them.
 
     caller's stream   ──compute──●after                          ┌─compute (order_before)
     store lane        ───────────┴─wait─[start copy copy end]────┤
@@ -40,7 +40,9 @@ from kvoffload.tuning import Profile
 class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 
-    Usable from any thread; a context manager.
+    On the GPU, transfers of one direction run in the order of submission (except for urgent loads), and a transfer
+    waits for earlier ones of the other direction that touch its slots or blocks. So a load from slots that are still
+    being stored needs no `after` for that. Usable from any thread; a context manager.
 
     Args:
         layout: the KV cache. Its memory must stay allocated until the engine is closed.
@@ -68,7 +70,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     Attributes:
         layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given, with defaults filled in.
         lock: guards the engine, and a BlockCache on it. Take it with `with` only. While you hold it, the engine treats
-            calls as calls inside another call: it refuses them, or answers from what it knows.
+            calls as calls inside another call: it refuses them, or answers without asking the GPU.
 
     Raises:
         LayoutError: a plane is not memory of this device, or runs past the end of its allocation, or of mapped virtual
@@ -153,11 +155,9 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         self._shard.order_before(record, stream_handle(streams, "stream"), part, raise_error=True)
 
     def order_all_before(self, stream: int) -> None:
-        """See `Shard.order_all_before`."""
         self._shard.order_all_before(stream)
 
     def wait_stream(self) -> int:
-        """See `Shard.wait_stream`."""
         return self._shard.wait_stream()
 
     @property
@@ -171,7 +171,6 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         return self._parts.slots
 
     def __dir__(self) -> list[str]:
-        """Without `devices`, which is for caches."""
         return [name for name in super().__dir__() if name != "devices"]
 
     def __repr__(self) -> str:

@@ -91,7 +91,6 @@ class HazardTable:
             np.copyto(entries, latest, where=entries > ended)
 
     def _entries(self, direction: Direction) -> list[Int64Array]:
-        """The tables of a direction, each once."""
         latest = self._stores if direction is Direction.STORE else self._loads
         return list({id(entries): entries for entries in (latest.on_slots, *latest.on_blocks)}.values())
 

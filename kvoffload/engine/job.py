@@ -325,7 +325,6 @@ class SimulatedTransferResult(TransferResult):
 
 
 def result_of(transfer: AnyTransfer) -> TransferResult:
-    """The result of a finished transfer."""
     kind = SimulatedTransferResult if transfer.simulated else TransferResult
     fields = transfer.id, transfer.direction, transfer.nbytes, transfer.seconds, transfer.copier, transfer.error
     return kind(*fields)
@@ -497,7 +496,6 @@ class Job(Waitable[TransferResult]):
         self._engine.order_job_before(self._transfer, stream, number)
 
     def __dir__(self) -> list[str]:
-        """Without `lock`, which is for caches."""
         return sorted(set(super().__dir__()) - {"lock"})
 
     def __repr__(self) -> str:
@@ -505,6 +503,5 @@ class Job(Waitable[TransferResult]):
 
 
 def describe(transfer: AnyTransfer) -> str:
-    """The repr of its job."""
     name = f"{transfer.id}, {transfer.direction}, {transfer.nbytes} bytes"
     return f"Job({name}, {transfer.copier}, {transfer.state.name.lower()})"

@@ -67,14 +67,12 @@ class TransferQueue(RecordQueue[Transfer]):
         self.reordering = False
 
     def unfinished(self, sequence: int) -> Transfer | None:
-        """The transfer with that sequence number if it is in flight."""
         transfers = self.transfers
         if not transfers or not transfers[0].sequence <= sequence <= transfers[-1].sequence:
             return None
         return transfers[sequence - transfers[0].sequence]
 
     def renumber(self) -> None:
-        """Number the transfers in flight in their order."""
         for sequence, transfer in enumerate(self.transfers, self.counted + 1):
             transfer.sequence = sequence
 

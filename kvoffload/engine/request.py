@@ -239,7 +239,7 @@ def refuse_repeated_targets(requests: Requests, scratch: Int64Array, layout: KVL
         end = np.concatenate([each + plane.block_bytes for each, (plane, _) in zip(starts, pieces, strict=True)])
         order = np.argsort(start)
         if (np.maximum.accumulate(end[order])[:-1] > start[order][1:]).any():
-            raise LayoutError(f"groups {groups} share memory, and the transfers load to the same bytes of it twice")
+            raise LayoutError(f"groups {groups} share memory, and two of the transfers load to the same bytes")
 
 
 def _repeated(ids: Sequence[Int64Array]) -> int | None:

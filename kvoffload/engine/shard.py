@@ -47,7 +47,7 @@ from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
 from kvoffload.tuning import CopyMethod, Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
-_QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
+QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
 _Result = TypeVar("_Result")
 
 
@@ -70,7 +70,7 @@ class Shared:
     """Shared by an engine and its shards.
 
     Attributes:
-        lock: guards all of them.
+        lock: guards them all.
         closing: a token for each call of `close` that has not returned.
         notices: see `tracing`.
     """
@@ -246,7 +246,6 @@ class Shard:
         in_flight.consistent = True
 
     def _select(self, request: Request, opposed: bool) -> tuple[CopyMethod, str, tuple[Share, ...], int]:
-        """The copy method of a request, the reason, its shares and its bytes."""
         plan, copiers = self._plan(request), self.parts.copiers
         method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
         return method, reason, copiers.shares(method, plan), plan.nbytes
@@ -357,7 +356,6 @@ class Shard:
     # what has ended -----------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """`Engine.advance` for this shard."""
         self.device.check_process()
         if in_call(self.lock):
             return
@@ -436,7 +434,7 @@ class Shard:
             return transfer.enqueued or (part is not None and transfer.part > part) or transfer.finished
 
         try:
-            wait_until(queued, _QUEUEING_SECONDS, "queueing")
+            wait_until(queued, QUEUEING_SECONDS, "queueing")
         except TimeoutError:
             raise CapacityError(
                 f"{describe(transfer)} still waits on the host: the driver's queues are full and do not move; poll() "
@@ -515,7 +513,6 @@ class Shard:
     # the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None = None) -> None:
-        """`Engine.drain` for this shard."""
         refuse_nested(self.lock, "drain")
 
         def ended() -> bool:
@@ -525,7 +522,6 @@ class Shard:
         wait_until(ended, timeout, f"{self.in_flight} jobs in flight")
 
     def close(self, timeout: float | None = None) -> None:
-        """`Engine.close` for this device."""
         if self.device.foreign:
             return
         refuse_nested(self.lock, "close")

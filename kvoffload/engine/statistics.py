@@ -24,7 +24,7 @@ class DirectionTotals:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EngineStatistics:
-    """What an engine holds now, and what it has done since it was created.
+    """An engine's jobs and resources at one moment, and its totals so far.
 
     Attributes:
         simulated: whether a device is simulated, and `seconds` with it.

@@ -41,8 +41,6 @@ class Tracer(Protocol):
 
 
 class Notice(NamedTuple):
-    """A line for the log."""
-
     level: int
     text: str
 

@@ -22,7 +22,7 @@ from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.layout.dlpack import CPU, CUDA_HOST
 
 MOST_WAIT_STREAMS = 64
-_WAIT_SECONDS = 1.0  # how long a transfer waits on the host for a wait stream
+WAIT_SECONDS = 1.0  # how long a transfer waits on the host for a wait stream
 
 
 class Array:
@@ -185,7 +185,7 @@ class WaitStreams:
                 if handle:
                     self._users[handle] = weakref.ref(user)
                     return handle
-            if time.perf_counter() - begin > _WAIT_SECONDS:
+            if time.perf_counter() - begin > WAIT_SECONDS:
                 raise CapacityError(
                     f"{MOST_WAIT_STREAMS} transfers follow arrays that are not computed yet: wait until some are, or "
                     "pass the streams that compute them"

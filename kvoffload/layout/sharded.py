@@ -64,7 +64,18 @@ class ShardedLayout:
                         f"layouts[{index}] has {what} {mine}, layouts[0] has {other}; a block and a slot have one "
                         "number on all devices, so make them the same"
                     )
-        _refuse_shared_planes(self.layouts)
+        # Planes of two layouts share no bytes: the engines of two devices do not wait for each other.
+        spread = ((plane, at) for at, layout in enumerate(layouts) for group in layout.groups for plane in group.planes)
+        active: list[tuple[Plane, int]] = []  # planes that may reach into the following ones
+        for plane, index in sorted(spread, key=lambda each: (each[0].address, each[1])):
+            active = [each for each in active if each[0].end > plane.address]
+            for low, owner in active:
+                if owner != index and share_bytes(low, plane):
+                    raise LayoutError(
+                        f"layouts[{owner}] and layouts[{index}] share bytes of device memory, {low} and {plane}; the "
+                        "planes of each device must be its own"
+                    )
+            active.append((plane, index))
         self.blocks_per_slot = first.blocks_per_slot
         self.tokens_per_block = first.tokens_per_block
         self.dtype = first.dtype
@@ -105,7 +116,7 @@ class ShardedLayout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that are equal for two layouts if one cache can load what the other has stored.
+        """16 bytes that are equal for two layouts if one cache can load blocks that the other has stored.
 
         It depends on the number of layouts and, in order, on the fingerprint of each, so it never equals that of a
         shard alone. docs/keys.md says how it is computed.
@@ -126,7 +137,7 @@ class ShardedLayout:
 
 
 def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object, object]]:
-    """What two layouts must have in common: its name, and both values."""
+    """The properties that two layouts must have in common: name, and both values."""
     yield "num_groups", layout.num_groups, first.num_groups
     for number, (mine, other) in enumerate(zip(layout.groups, first.groups, strict=True)):
         yield f"groups[{number}].num_blocks", mine.num_blocks, other.num_blocks
@@ -138,20 +149,3 @@ def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object
 
 def _name_of_dtype(layout: KVLayout) -> str | None:
     return None if layout.dtype is None else dtype_name(layout.dtype)
-
-
-def _refuse_shared_planes(layouts: tuple[KVLayout, ...]) -> None:
-    """Raise LayoutError if planes of two layouts share bytes: the engines of two devices do not wait for each other."""
-    planes = [
-        (plane, index) for index, layout in enumerate(layouts) for group in layout.groups for plane in group.planes
-    ]
-    active: list[tuple[Plane, int]] = []  # that may reach into the following
-    for plane, index in sorted(planes, key=lambda each: (each[0].address, each[1])):
-        active = [each for each in active if each[0].end > plane.address]
-        for other, owner in active:
-            if owner != index and share_bytes(other, plane):
-                raise LayoutError(
-                    f"layouts[{owner}] and layouts[{index}] share bytes of device memory, {other} and {plane}; the "
-                    "planes of each device must be its own"
-                )
-        active.append((plane, index))

@@ -227,7 +227,6 @@ class TransferPlan:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every operation is a single row."""
         return bool(np.logical_and.reduce(self.height == 1))
 
     def cut(self, start: int, stop: int) -> TransferPlan:

@@ -18,23 +18,8 @@ from kvoffload.terminal.console import Output
 from kvoffload.testing import SimulatedDriver
 from kvoffload_bench import field
 from kvoffload_bench.field_compute import ComputeTimes, Situation, Span, compute_ended, slowdown
-from kvoffload_bench.field_methods import (
-    CHOICE,
-    GRID,
-    FieldSetup,
-    SeriesSize,
-    StreamSubmitter,
-    by_engine,
-    series_size,
-)
-from kvoffload_bench.field_report import (
-    chosen_text,
-    compare,
-    regret,
-    show,
-    worst,
-    worst_text,
-)
+from kvoffload_bench.field_methods import CHOICE, GRID, FieldSetup, SeriesSize, StreamSubmitter, by_engine, series_size
+from kvoffload_bench.field_report import chosen_text, compare, regret, show, worst, worst_text
 from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab, Timing
 from kvoffload_bench.series import EngineSubmitter, Recorded, figures, repeats_now
 from kvoffload_bench.setup import Placement

@@ -31,10 +31,7 @@ COMMANDS = [
     (*WITH_BYTES, *SIMULATED),
     METADATA,
 ]
-HELPS = [
-    ("--help",),
-    *((name, "--help") for name in ("doctor", "demo", "replay", "tune")),
-]
+HELPS = [("--help",), *((name, "--help") for name in ("doctor", "demo", "replay", "tune"))]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: " ".join(each[:2]))
@@ -233,10 +230,6 @@ def test_every_option_and_exit_code_is_documented(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", ["doctor", "demo", "replay", "metadata", "show"])
 def test_every_field_of_json_is_documented(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    commands = {
-        "replay": (*WITH_BYTES, *SIMULATED),
-        "metadata": METADATA,
-        "show": ("tune", "--show", *SIMULATED),
-    }
+    commands = {"replay": (*WITH_BYTES, *SIMULATED), "metadata": METADATA, "show": ("tune", "--show", *SIMULATED)}
     fields = run_json(capsys, *commands.get(name, (name, *SIMULATED)))
     assert [field for field in fields if f"`{field}`" not in DOCUMENT] == []

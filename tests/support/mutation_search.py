@@ -80,7 +80,8 @@ class Checkout:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
         environment |= {"MUTATION_SEARCH": str(orders), "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(temporary)}
         environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
-        environment |= {"PYTHONPATH": os.pathsep.join([str(self._tree), f"{self._tree}/tests/support", *_PATHS])}
+        paths = [str(self._tree), *(f"{self._tree}/tests/{folder}" for folder in ("support", "interrupts")), *_PATHS]
+        environment |= {"PYTHONPATH": os.pathsep.join(paths)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
         options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "mutation_plugin", "-m", "not gpu and not servers"]
         options += [f"--basetemp={temporary / 'pytest'}", "--tb=line", f"--timeout={_TEST_SECONDS}"]

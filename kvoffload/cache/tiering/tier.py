@@ -1,4 +1,4 @@
-"""Tier: what stores records below the pool of pinned slots, such as a disk. Knows neither engines nor GPUs.
+"""Tier: a store of records below the pool of pinned slots, such as a disk. Knows neither engines nor GPUs.
 
 A record is the bytes of one key: row `entry` of each of the pool's arrays, all or nothing. A cache gives a tier its
 pool by `attach`, and then calls the five operations, which return at once with a `TierJob`:
@@ -6,7 +6,7 @@ pool by `attach`, and then calls the five operations, which return at once with 
     put      copy entries to the tier            remove, clear    forget records; durable when the job has ended
     get      copy records to entries, verified   exists           ask; a hint, since a later `get` may find nothing
 
-No exception leaves an operation for what happens to the medium: a record that cannot be read is MISSING or FAILED.
+No operation raises for trouble with the medium: a record that cannot be read is MISSING or FAILED.
 """
 
 from __future__ import annotations
