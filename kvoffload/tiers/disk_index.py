@@ -200,7 +200,7 @@ class DiskIndex:
         """Remove records, durably; for each key whether it was known. A put of these keys goes on without them.
 
         Raises:
-            OSError: they are misses now, but after a crash some may come back; call it again.
+            OSError: they are misses now, but a crash may bring some back; call it again.
             CapabilityError: the files are open for reading only. For this object the keys are misses from now on.
         """
         with self._lock:

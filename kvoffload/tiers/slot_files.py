@@ -80,10 +80,7 @@ class SlotFiles:
     Raises:
         ValueError: an argument; or the files are of another set, and the message says which and what differs.
         CapacityError: too little space on a disk, or `nbytes` has no room for a slot.
-        CapabilityError: xxhash is missing.
-        BlockingIOError: the set is open for writing elsewhere.
-        PermissionError: other users may write a folder or access a file.
-        OSError: a system call failed.
+        Others as `DiskTier` and its `attach`.
     """
 
     def __init__(

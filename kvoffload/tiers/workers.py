@@ -33,12 +33,7 @@ _MOST_OLD_KEYS = 4096
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Neighbouring keys of a job that one call works on.
-
-    Attributes:
-        job, positions: the keys.
-        run: called with the positions that have no outcome when it begins.
-    """
+    """Neighbouring keys of a job, for one call of `run` with those positions that have no outcome when it begins."""
 
     job: TierJob
     positions: range
@@ -73,13 +68,7 @@ class Removal(Work):
 
 
 class WorkQueues:
-    """The work that waits, and the work that threads are doing.
-
-    Attributes:
-        reads, writes, removals: waiting work, oldest first.
-        read_keys, write_keys: how many keys these reads and writes have.
-        running: taken and not finished, one for each busy thread.
-    """
+    """Waiting work by kind, oldest first, with its number of keys, and `running` work, one for each busy thread."""
 
     def __init__(self) -> None:
         self.reads = deque[Work]()
@@ -181,13 +170,9 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a medium that fails does so for every key
 
 
 class Workers:
-    """Threads that do the work. No exception of the work or of a caller's function ends one.
+    """Threads that do the work, and its queues, bounded by `max_queued` keys of reads and as many of writes.
 
-    Args:
-        max_queued: keys of reads that may wait, and as many keys of writes.
-
-    Attributes:
-        closed: no more work is taken.
+    No exception of the work or of a caller's function ends a thread.
     """
 
     def __init__(self, max_queued: int) -> None:
@@ -296,7 +281,7 @@ class Workers:
     # threads ------------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> bool:
-        """Cancel waiting work, and wait for the threads. Returns whether all have ended. May be called again."""
+        """Cancel waiting work, and wait for the threads. Returns whether all have ended."""
         end = time.monotonic() + timeout
         with self._lock:
             self.closed = True
