@@ -7,16 +7,7 @@
     tune            measures the cost of transfers on this machine                         tune.py
 
 Each command module has `add_parser(commands)`. The parsed arguments have a function `run`, which takes them and returns
-the exit code; None is 0.
-
-Exit codes:
-    0    done
-    1    done, and a byte was wrong, or a finding of `doctor` is a failure
-    2    refused or failed: bad usage, a missing device or file, a trace that asks for no blocks, too little memory; the
-         message on standard error names the reason
-    3    standard output could not be written: closed or full
-    130  interrupted by Ctrl-C
-    141  the reader of standard output has ended, as after `| head`; nothing is said
+the exit code; None is 0. `kvoffload --help` lists the exit codes.
 """
 
 from __future__ import annotations
@@ -38,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code, see above. Only its result goes to standard output."""
+    """Run a command, `sys.argv[1:]` by default, and return its exit code. Only its result goes to standard output."""
     try:
         try:
             words = sys.argv[1:] if argv is None else argv

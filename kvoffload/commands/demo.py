@@ -35,8 +35,6 @@ _NEXT = {  # by whether the device is simulated
 
 
 class Turn(NamedTuple):
-    """A request of a conversation: the keys of its whole history."""
-
     conversation: int
     keys: tuple[bytes, ...]
 

@@ -33,7 +33,6 @@ class Finding(NamedTuple):
 
 
 def groups(fields: Fields) -> dict[str, list[Finding]]:
-    """All findings, by heading."""
     found = {"GPU and link": list(of_gpu(fields))}
     if fields["simulated"] is not None:
         found["copy methods"] = list(of_copy_methods(fields))
@@ -55,7 +54,6 @@ def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
 
 
 def of_gpu(fields: Fields) -> Iterator[Finding]:
-    """Findings on GPUs, or why there are none, and on the chosen device and its link."""
     gpus, problem, again = fields["gpus"], fields["problem"], "run `kvoffload doctor` again"
     if problem is not None:
         remedy = f"install the NVIDIA driver, check that `nvidia-smi` works, {again}"
@@ -95,7 +93,6 @@ def of_gpu(fields: Fields) -> Iterator[Finding]:
 
 
 def of_copy_methods(fields: Fields) -> Iterator[Finding]:
-    """Findings on copiers, driver features and the profile."""
     where = " on the simulated device" if fields["simulated"] else ""
     for name, reason in fields["copiers"].items():
         if reason is None:
@@ -114,7 +111,6 @@ def of_copy_methods(fields: Fields) -> Iterator[Finding]:
 
 
 def of_packages(fields: Fields) -> Iterator[Finding]:
-    """Findings on Python, required packages and optional ones."""
     yield Finding("ok", "Python", f"{fields['python']} on {fields['platform']}")
     for name, version in fields["packages"].items():
         if version is not None:
@@ -133,7 +129,6 @@ def of_packages(fields: Fields) -> Iterator[Finding]:
 
 
 def of_limits(fields: Fields) -> Iterator[Finding]:
-    """Findings on memory, CPUs and the cache folder."""
     memory = fields["memory"]
 
     def size(name: str, otherwise: str) -> str:

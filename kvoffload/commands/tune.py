@@ -181,7 +181,6 @@ class Decision:
 
 
 def decisions(profile: Profile, available: frozenset[str], prefer: str, sm_limit: int) -> Iterator[Decision]:
-    """The choices for each direction, placement, block size and number of blocks."""
     for direction, placement, block_bytes, blocks in product(Direction, _PLACEMENTS, _BLOCK_BYTES, _BLOCKS):
         copies = blocks * _PLANES
         operations = blocks if placement == "folded" else copies

@@ -112,8 +112,6 @@ def as_leaves(shapes: Any, dtype: DTypeLike | None, sharding: Any, *, several: b
 
 
 class Description(NamedTuple):
-    """The arguments of `OwnedCache` that describe the layout."""
-
     plane_axis: SupportsIndex | None
     block_axis: SupportsIndex
     dtype: DTypeLike | None

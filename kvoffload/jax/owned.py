@@ -98,7 +98,7 @@ class OwnedCache:
     """
 
     # Truth: `memories`, which no interrupt can lose. Derived: `_latest`, `_followed` and `_replaced`, changed together
-    # by assignments between which no interrupt comes. An import that is interrupted before them is done again.
+    # by assignments that no interrupt can separate. An import that is interrupted before these is done again.
 
     def __init__(
         self,
@@ -298,7 +298,6 @@ class OwnedCache:
         return [address_of(shard) for shard in self._shards(array)]
 
     def _engines(self) -> list[DeviceUser]:
-        """The engines over this memory."""
         found = (memory.device.engines_over(memory.address, memory.nbytes) for memory in self.memories)
         return [engine for engines in found for engine in engines]
 

@@ -200,7 +200,7 @@ class DiskIndex:
         """Remove records, durably; for each key whether it was known. A put of these keys goes on without them.
 
         Raises:
-            OSError: they are misses now, but after a crash some may come back; call it again.
+            OSError: they are misses now, but a crash may bring some back; call it again.
             CapabilityError: the files are open for reading only. For this object the keys are misses from now on.
         """
         with self._lock:
@@ -233,7 +233,7 @@ class DiskIndex:
 
     def _check_writes(self) -> None:
         if self.files.read_only:
-            raise CapabilityError(f"{self.files!r} is open for reading only; put and remove by the process that writes")
+            raise CapabilityError(f"{self.files!r} is open for reading only; put and remove in the process that writes")
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:

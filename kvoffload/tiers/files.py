@@ -66,7 +66,6 @@ class OpenFile:
     """
 
     def __init__(self, path: str, operations: FileOperations, flags: int) -> None:
-        """Open `path`; `flags` as of `os.open`."""
         self.path = path
         self.operations = operations
         self._writes = flags & os.O_ACCMODE != os.O_RDONLY

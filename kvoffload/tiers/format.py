@@ -87,7 +87,6 @@ class Superblock(NamedTuple):
 
     @property
     def data_offset(self) -> int:
-        """Where the payloads begin."""
         return -(-(TABLE_OFFSET + self.slots * HEADER_BYTES) // PAGE) * PAGE
 
     @property
@@ -95,7 +94,6 @@ class Superblock(NamedTuple):
         return self.data_offset + self.slots * self.slot_bytes
 
     def pack(self) -> bytes:
-        """512 bytes."""
         text = self.identity_text
         body = _SUPERBLOCK.pack(
             MAGIC, VERSION, HEADER_BYTES, self.slot_bytes, self.slots, self.data_offset, self.member, self.members,
@@ -111,7 +109,6 @@ class Superblock(NamedTuple):
 
 
 def check_identity(identity: str) -> str:
-    """The identity; TypeError if it is no string."""
     if not isinstance(identity, str):
         raise TypeError(f'identity must be a string such as "llama-3.1-8b@0e9e39f/bf16", got {identity!r:.80}')
     return identity
@@ -197,7 +194,6 @@ class Headers(NamedTuple):
         return keys
 
     def take(self, places: Int64Array) -> Headers:
-        """These rows, in this order."""
         columns: list[Any] = [column[places] for column in self]
         return Headers(*columns)
 
@@ -231,7 +227,6 @@ def parse_headers(data: memoryview, superblock: Superblock, first_slot: int, che
 
 
 def join_headers(segments: Sequence[Headers]) -> Headers:
-    """Their rows, one segment after the other."""
     width = max((segment.keys.shape[1] for segment in segments), default=0)
     keys = [np.pad(each.keys, ((0, 0), (0, width - each.keys.shape[1]))) for each in segments]
     columns = [np.concatenate(column) for column in zip(*(segment[1:] for segment in segments), strict=True)]

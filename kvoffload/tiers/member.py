@@ -423,7 +423,6 @@ def hashes_of(keys: Sequence[bytes]) -> Int64Array:
 
 
 def read_superblocks(file: OpenFile) -> list[Superblock | None]:
-    """Both copies; None for one that is not valid."""
     found: list[Superblock | None] = []
     for offset in SUPERBLOCK_OFFSETS:
         data = bytearray(SUPERBLOCK_BYTES)

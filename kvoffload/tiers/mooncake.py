@@ -132,10 +132,9 @@ class MooncakeTier(RemoteTier):
                 'protocol="rdma" needs a device with an active port in /sys/class/infiniband; use "tcp"'
             )
         self.protocol: Protocol = connection.protocol or ("rdma" if active else "tcp")
-        # More threads verify records while others are carried. But over TCP a call polls: on 2 CPUs, 16 MiB each way
-        # took 19 ms of CPU by bare calls, 24 with one thread, 32 with two and 47 with four, and one thread was the
-        # fastest. On 16 CPUs, 8 records of 2 MiB at a time, gets of 2 and 4 threads had 0.84 and 1.00 of the bandwidth
-        # of bare calls.
+        # More threads verify records while others are carried. But over TCP a call polls. On 2 CPUs, 16 MiB each way
+        # took 19 ms of CPU by bare calls, 24, 32 and 47 by 1, 2 and 4 threads; one was the fastest. On 16 CPUs, gets of
+        # 8 records of 2 MiB by 2 and 4 threads reached 0.84 and 1.00 of the bandwidth of bare calls.
         self.threads = 4 if self.protocol == "rdma" or len(os.sched_getaffinity(0)) >= 8 else 1
         super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, limits=limits)
         self._masters = _addresses(master)
@@ -288,7 +287,6 @@ def _address(array: UInt8Array) -> int:
 
 
 def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses and bytes of all parts of each record."""
     return [[_address(part) for part in record] for record in parts], [[p.nbytes for p in record] for record in parts]
 
 
@@ -310,7 +308,6 @@ def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
 
 
 def _import_store() -> Any:
-    """The module mooncake.store; CapabilityError with a remedy if it cannot be imported."""
     try:
         from mooncake import store
     except ImportError as error:

@@ -53,13 +53,13 @@ class RecordFormat:
 
     Args:
         prefix, identity: see `RemoteTier`.
-        layout: its digest, 16 bytes.
-        row_bytes: of each range of a record: one for each device.
-        checksum: of headers and payloads.
+        layout: 16 bytes, as for `Tier.attach`.
+        row_bytes: bytes of a record on each device.
+        checksum: for headers and payloads.
 
     Attributes:
-        folder: how all names begin, and no others: prefix, version, layout digest, space digest. The latter stands for
-            identity, sizes of the ranges and checksum key.
+        folder: all names begin so, and no others: prefix, version, layout, and a digest of identity, `row_bytes` and
+            checksum key.
     """
 
     def __init__(self, prefix: str, layout: bytes, identity: str, row_bytes: Sequence[int], checksum: Checksum) -> None:
@@ -72,7 +72,7 @@ class RecordFormat:
         self.folder = f"{prefix}/{VERSION}/{layout.hex()}/{self._space.hex()}/"
 
     def name(self, key: bytes) -> str:
-        """The name of a key's record, at most 300 characters: the prefix, then letters and digits."""
+        """The name of a key's record, at most 300 characters: the folder, then the key's hex digits."""
         return self.folder + key.hex()
 
     def pack(self, key: bytes, rows: Sequence[UInt8Array]) -> bytes:

@@ -47,8 +47,6 @@ Opened = list[tuple[OpenFile, Superblock]]  # by number of the member
 
 
 class State(enum.Enum):
-    """The kinds of files that a path may lead to."""
-
     VALID = "valid"
     MISSING = "missing"
     BLANK = "blank"  # empty, or zeros in a file of the wanted size
@@ -185,15 +183,15 @@ def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: 
     try:
         status = operations.fstat(file.descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"path must be a regular file, or none yet, got {path!r}")
+            raise ValueError(f"path must be a regular file, or must not exist yet, got {path!r}")
         everyone = os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH
         theirs = status.st_uid not in ((os.geteuid(),) if everyone else (os.geteuid(), 0))
         if theirs or stat.S_IMODE(status.st_mode) & 0o077 or (everyone and status.st_nlink != 1):
             raise PermissionError(
                 errno.EPERM,
-                "the file must be this user's with mode 600, under one name if every user may write the folder, and "
-                f"has owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o} and {status.st_nlink} names; its "
-                "content decides what the model continues from. chown and chmod 600 it if you trust it",
+                f"the file has owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o} and {status.st_nlink} "
+                "names; it must belong to this user with mode 600, and have one name if every user may write the "
+                "folder, because the model continues from its bytes. If you trust it, chown and chmod 600 it",
                 path,
             )
         if writes:
@@ -206,14 +204,13 @@ def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: 
 
 
 def _lock(file: OpenFile) -> None:
-    """Make this object the only writer of a file until it is closed."""
     try:
         file.operations.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise BlockingIOError(
             error.errno,
             "another process, or another object of this one, has the file open for writing; close that first, give "
-            "another path, or open it with read_only=True",
+            "another path, or use read_only=True",
             file.path,
         ) from None
 
@@ -254,7 +251,6 @@ def _beginning(file: OpenFile, offset: int) -> bytes:
 
 
 def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperations, undo: ExitStack) -> Opened:
-    """Make the files a new, empty set."""
     if not {each.state for each in found} <= {State.MISSING, State.BLANK}:
         LOGGER.warning("the disk set is formatted again, its records are gone: %s", _described(found))
     set_id = secrets.token_bytes(DIGEST_BYTES)

@@ -80,10 +80,7 @@ class SlotFiles:
     Raises:
         ValueError: an argument; or the files are of another set, and the message says which and what differs.
         CapacityError: too little space on a disk, or `nbytes` has no room for a slot.
-        CapabilityError: xxhash is missing.
-        BlockingIOError: the set is open for writing elsewhere.
-        PermissionError: other users may write a folder or access a file.
-        OSError: a system call failed.
+        Others as `DiskTier` and its `attach`.
     """
 
     def __init__(
@@ -261,7 +258,6 @@ class SlotFiles:
             run_all(member.file.close for member in members)
 
     def check_key(self, key: bytes) -> None:
-        """Raise ValueError for a key that no header can hold."""
         if not 0 < len(key) <= MOST_KEY_BYTES:
             raise ValueError(f"key must have 1 to {MOST_KEY_BYTES} bytes on a disk, got {len(key)}; hash longer ones")
 
@@ -287,7 +283,6 @@ class SlotFiles:
 
 
 def _slots_of(nbytes: int, members: int, slot_bytes: int) -> int:
-    """How many slots fit in each of the files."""
     space = at_least("nbytes", nbytes, 1) // members - TABLE_OFFSET
     slots = space // (HEADER_BYTES + slot_bytes)
     if slots > 0 and -(-slots * HEADER_BYTES // PAGE) * PAGE + slots * slot_bytes > space:

@@ -33,12 +33,7 @@ _MOST_OLD_KEYS = 4096
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Neighbouring keys of a job that one call works on.
-
-    Attributes:
-        job, positions: the keys.
-        run: called with the positions that have no outcome when it begins.
-    """
+    """Neighbouring keys of a job, for one call of `run` with those positions that have no outcome when it begins."""
 
     job: TierJob
     positions: range
@@ -46,7 +41,6 @@ class Work:
 
     @property
     def waits(self) -> bool:
-        """Whether a key has no outcome yet."""
         return None in self.job.outcomes[self.positions.start : self.positions.stop]
 
 
@@ -74,13 +68,7 @@ class Removal(Work):
 
 
 class WorkQueues:
-    """The work that waits, and the work that threads are doing.
-
-    Attributes:
-        reads, writes, removals: waiting work, oldest first.
-        read_keys, write_keys: how many keys these reads and writes have.
-        running: taken and not finished, one for each busy thread.
-    """
+    """Waiting work by kind, oldest first, with its number of keys, and `running` work, one for each busy thread."""
 
     def __init__(self) -> None:
         self.reads = deque[Work]()
@@ -92,7 +80,6 @@ class WorkQueues:
         self._written_keys = set[bytes]()  # those of all writes that wait, and of some that did
 
     def add(self, works: Sequence[Work]) -> None:
-        """Queue works of one kind."""
         if len(self._written_keys) > 2 * self.write_keys + _MOST_OLD_KEYS:
             self._written_keys = {key for work in self.writes for key in work.keys}
         for work in works:
@@ -134,7 +121,6 @@ class WorkQueues:
         return work
 
     def finish(self, work: Work) -> None:
-        """Take a work out of `running`."""
         self.running = [each for each in self.running if each is not work]
 
     def waiting_writes(self, concerned: Removal) -> list[Write]:
@@ -144,13 +130,11 @@ class WorkQueues:
         return [work for work in self.writes if concerned.concerns(work)]
 
     def drop_ended(self) -> None:
-        """Drop waiting reads and writes whose keys have all ended."""
         self.reads = deque(work for work in self.reads if work.waits)
         self.writes = deque(work for work in self.writes if work.waits)
         self.read_keys, self.write_keys = _keys_of(self.reads), _keys_of(self.writes)
 
     def jobs(self) -> list[TierJob]:
-        """The jobs of all waiting work, each once."""
         return list(dict.fromkeys(each.job for queue in (self.removals, self.reads, self.writes) for each in queue))
 
     def clear(self) -> None:
@@ -186,21 +170,17 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a medium that fails does so for every key
 
 
 class Workers:
-    """Threads that do the work. No exception of the work or of a caller's function ends one.
+    """Threads that do the work, and its queues, bounded by `max_queued` keys of reads and as many of writes.
 
-    Args:
-        max_queued: keys of reads that may wait, and as many keys of writes.
-
-    Attributes:
-        closed: no more work is taken.
+    No exception of the work or of a caller's function ends a thread.
     """
 
     def __init__(self, max_queued: int) -> None:
         self.closed = False
         self._max_queued = max_queued
         self._label = ""
-        # Re-entrant, as a signal handler may cancel a job anywhere; entered as itself, as an interrupt in the __exit__
-        # of the Condition would leave it locked.
+        # Re-entrant: a signal handler may cancel a job anywhere. Never entered through the Condition: an interrupt in
+        # its __exit__ would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queues = WorkQueues()
@@ -258,7 +238,6 @@ class Workers:
         return _end_of(taken)
 
     def unfinished_writes(self) -> list[TierJob]:
-        """The jobs of all writes that wait or run."""
         with self._lock:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
@@ -271,13 +250,11 @@ class Workers:
     # counts -------------------------------------------------------------------------------------------------------
 
     def count(self, **more: int) -> None:
-        """Add to counts of `TierStatistics`."""
         with self._lock:
             for name, number in more.items():
                 self._counts[name] += number
 
     def count_ended(self, outcomes: Sequence[Outcome]) -> None:
-        """Count outcomes that keys of a job have got."""
         unusual = [outcome for outcome in outcomes if outcome in _COUNT_OF]
         if unusual:
             with self._lock:
@@ -304,7 +281,7 @@ class Workers:
     # threads ------------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> bool:
-        """Cancel waiting work, and wait for the threads. Returns whether all have ended. May be called again."""
+        """Cancel waiting work, and wait for the threads. Returns whether all have ended."""
         end = time.monotonic() + timeout
         with self._lock:
             self.closed = True

@@ -5,7 +5,7 @@
                                "spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.vllm",
                                "cpu_bytes_to_use": 68719476736}}'
 
-    spec.py       KVOffloadSpec: vLLM makes one in the scheduler's process and one in each worker's
+    spec.py       KVOffloadSpec: one in the scheduler's process and one in each worker's
     manager.py    KVOffloadManager: the scheduler's side, a CacheIndex
     worker.py     KVOffloadWorker: a worker's side, an OffloadEngine over its KV cache
     connector.py  KVOffloadConnector: vLLM's OffloadingConnector, which also reports failed transfers

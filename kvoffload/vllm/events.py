@@ -33,7 +33,6 @@ class EventLog:
         return events
 
     def cut_back(self, length: int) -> None:
-        """Drop all but the first `length` events."""
         with self._lock:
             del self._events[length:]
 

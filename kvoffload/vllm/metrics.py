@@ -104,7 +104,6 @@ class Reporter:
         return stats
 
     def report_tiers(self, stats: OffloadingConnectorStats, now: Sequence[CacheTierStatistics]) -> None:
-        """Add the tiers' changes to a report."""
         for tier in now:
             for counted, grown in _grown(tier, self._tiers_before.get(tier.name), _TIER_COUNTERS):
                 stats.increase_counter(_TIER_NAME(counted), grown, (tier.name,))

@@ -84,7 +84,6 @@ class Promotions:
         self._held: list[Lease] = []  # hits of this step
 
     def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
-        """Open and return the index."""
         self._index = self._open_index(on_event)
         return self._index
 
@@ -110,7 +109,6 @@ class Promotions:
         return result
 
     def _ask(self, state: PromotionState, key: OffloadKey) -> LookupResult:
-        """The answer for a key without a slot."""
         promotion = state.asked.get(key)
         if promotion is not None:
             return LookupResult.MISS if promotion.done else LookupResult.RETRY
@@ -129,7 +127,6 @@ class Promotions:
         return LookupResult.HIT_PENDING if below is Status.HIT else LookupResult.RETRY
 
     def source_of(self, key: OffloadKey, context: ReqContext) -> CacheHitSource:
-        """Where a key came from for this request."""
         state = context.get_state(PromotionState)
         brought = state is not None and state.owner is self and key in state.asked
         return self._source if brought else CacheHitSource.HOST

@@ -29,7 +29,6 @@ class RequestState:
         self.open()
 
     def open(self) -> None:
-        """Begin with another request of the index."""
         self.request = self.owner.open_request()
         self.record = self.request._record
         self.end = 0
@@ -98,7 +97,6 @@ class Offers:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """Count an offer of these keys."""
         counts = self._counts
         if self.threshold < 2:
             return
