@@ -1,6 +1,6 @@
 """Interrupt every public call at every point, and verify what it leaves.
 
-    python tests/interrupts/exhaust_interrupts.py                              all points of all scenarios: half an hour
+    python tests/interrupts/exhaust_interrupts.py                              all points of all: over half an hour
     python tests/interrupts/exhaust_interrupts.py --scenario cache.store       those whose name starts so
     python tests/interrupts/exhaust_interrupts.py --sample 20 --seed 7         20 points of each
     python tests/interrupts/exhaust_interrupts.py --mode nested:                every other call at every point: hours
