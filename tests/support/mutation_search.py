@@ -35,7 +35,7 @@ from mutation_sites import FLOORS, Mistake, draw
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TESTED_BY = (*FLOORS, "layout", "device", "driver", "observability", "replay", "chaos")
-ALSO = ("tests/project/test_interrupts_everywhere.py",)
+ALSO = ("tests/interrupts/test_interrupts_everywhere.py",)
 NOT_TESTED_BY = ("tests/engine/test_mutation.py",)  # it makes mistakes of its own
 _COPIED = ("kvoffload", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "*.md")
 _PATHS = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -169,7 +169,7 @@ class Search:
 
     def record(self, drawn: Sequence[Mistake]) -> dict[str, Any]:
         """By test: whether it passes, its seconds, the files that it runs, and which of the mistakes' lines."""
-        paths = [path for floor in TESTED_BY for path in sorted((ROOT / "tests" / floor).glob("test_*.py"))]
+        paths = [path for floor in TESTED_BY for path in sorted((ROOT / "tests" / floor).glob("**/test_*.py"))]
         files = [str(path.relative_to(ROOT)) for path in paths if str(path.relative_to(ROOT)) not in NOT_TESTED_BY]
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(ROOT.glob("kvoffload/**/*.py"))))
         digest.update(b"".join((ROOT / file).read_bytes() for file in files))
