@@ -16,7 +16,8 @@ LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE = 32, 128, 16, 8, 128
 
 
 def main() -> None:
-    # Block-major, in one array: a block is one copy. CuPy arrays created one by one have an allocation each: no fold.
+    # Block-major, in one array: one copy moves a block. CuPy arrays created one by one have an allocation each, and
+    # the copy engine cannot take several of them in one copy.
     random = cp.random.default_rng(0)
     shape = (BLOCKS, 2 * LAYERS, TOKENS, HEADS, HEAD_SIZE)
     kv_cache = random.standard_normal(shape, dtype=cp.float32).astype(cp.float16)

@@ -1,9 +1,9 @@
 """Decode with a paged KV cache in CuPy that is larger than its room on the device; compare every bit of the logits.
 
-A small transformer serves conversations of several turns. After a turn, the blocks of a conversation are stored in
-pinned host memory, and other conversations take their place. Before its next turn, its prefix is found by its tokens
-and loaded into other blocks, while other conversations still decode. Timed against a cache in which all fits, and
-against computing the prefix again. Code shared with jax_paged_decode.py is in paged_decode/.
+A small transformer serves conversations of several turns. After a turn it stores the conversation's blocks in pinned
+host memory, and gives them to other conversations. Before the next turn it finds the prefix by its tokens and loads it
+into other blocks, while other conversations still decode. It compares the time with a cache that holds everything, and
+with computing the prefix again. Code shared with jax_paged_decode.py is in paged_decode/.
 
     python examples/cupy_paged_decode.py --layer-wise --plot timeline.png       # pip install 'kvoffload[cupy,plot]'
     python examples/cupy_paged_decode.py --device simulated                     # the same in numpy, without a GPU
@@ -24,9 +24,9 @@ import kvoffload
 
 
 class CupyBackend:
-    """CuPy on a stream of its own. Transfers follow it, and it follows them; the host waits for logits only.
+    """CuPy on its own stream. Transfers and the stream follow each other; the host waits only for logits.
 
-    `division`: see `ArrayModel`; the host then waits for each product that ranks add up.
+    `division`: see `ArrayModel`; with it the host also waits for each product that ranks add up.
     """
 
     def __init__(self, device: kvoffload.Device, size: model.ModelSize, division: model.Division | None = None) -> None:
@@ -40,10 +40,10 @@ class CupyBackend:
             self._model = ArrayModel(cupy, size, "float16", division)
         self.size = self._model.size
         self._cache: Any = None
-        self._load: kvoffload.CacheJob | None = None  # which the layers of the next step follow one by one
+        self._load: kvoffload.CacheJob | None = None  # the layers of the next step follow its parts
 
     def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
-        self._cache = None  # its memory is free, before as much is taken again
+        self._cache = None  # free its memory before allocating as much again
         with self._stream:
             self._cache = self._cupy.zeros(self.size.cache_shape(num_blocks), dtype="float16")
         return kvoffload.KVLayout.from_stacked(self._cache, **self.size.description)

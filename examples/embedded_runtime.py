@@ -1,8 +1,8 @@
-"""kvoffload inside a runtime of its own: a context that it created itself, several threads, a stream for each.
+"""kvoffload inside a runtime that creates its own context, with several threads and a stream for each.
 
-Every worker computes on its own stream (here: fills a block with a number), stores the block, computes something else
-in its place, loads the block, and reads it. Stores are ordered on the GPU; the host waits for loads alone.
-Runs on a GPU if there is one, else on the simulated device, which offers the same driver functions.
+Every worker computes on its own stream (here it fills a block with a number), stores the block, overwrites it, loads it
+back, and reads it. Stores are ordered on the GPU; the host waits only for loads.
+Runs on a GPU if there is one, else on the simulated device, which has the same driver functions.
 
     python examples/embedded_runtime.py
 """
@@ -35,13 +35,13 @@ def find_driver() -> Any:
 
 
 class Runtime:
-    """What a runtime already has when it embeds kvoffload: a context, and streams on it."""
+    """Your runtime: it already has a context, and streams on it."""
 
     def __init__(self, driver: Any, bindings_version: tuple[int, int]) -> None:
         self.driver = driver
         device = self.call("cuDeviceGet", 0)
         parameters = (0, device) if bindings_version < (13, 0) else (None, 0, device)
-        self.context = self.call("cuCtxCreate", *parameters)  # current on this thread from here on
+        self.context = self.call("cuCtxCreate", *parameters)  # current in this thread from here on
         self.streams = [self.call("cuStreamCreateWithPriority", 1, 0) for _ in range(WORKERS)]
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -54,8 +54,8 @@ class Runtime:
 
 
 def work(number: int, runtime: Runtime, engine: kvoffload.OffloadEngine, planes: list[kvoffload.Plane]) -> int:
-    """One worker: owns block and slot `number`. Returns how many turns came back right."""
-    runtime.call("cuCtxPushCurrent", runtime.context)  # this thread's; kvoffload's calls leave it alone
+    """One worker, which owns block and slot `number`. Returns how many turns came back right."""
+    runtime.call("cuCtxPushCurrent", runtime.context)  # current in this thread; kvoffload's calls do not change that
     stream, right = runtime.streams[number], 0
 
     def compute(value: int) -> None:

@@ -1,14 +1,14 @@
 """Decode with a paged KV cache in JAX that is larger than its room on the device; compare every bit of the logits.
 
-A small transformer serves conversations of several turns. After a turn, the blocks of a conversation are stored in
-pinned host memory, and other conversations take their place. Before its next turn, its prefix is found by its tokens
-and loaded into other blocks, while other conversations still decode. Timed against a cache in which all fits, and
-against computing the prefix again. Code shared with cupy_paged_decode.py is in paged_decode/.
+A small transformer serves conversations of several turns. After a turn it stores the conversation's blocks in pinned
+host memory, and gives them to other conversations. Before the next turn it finds the prefix by its tokens and loads it
+into other blocks, while other conversations still decode. It compares the time with a cache that holds everything, and
+with computing the prefix again. Code shared with cupy_paged_decode.py is in paged_decode/.
 
     python examples/jax_paged_decode.py --plot timeline.png       # pip install 'kvoffload[jax,plot]'
-    python examples/jax_paged_decode.py --devices 2               # heads and hidden units divided among two GPUs
-    python examples/jax_paged_decode.py --device simulated        # on the CPU; with numpy where there is no JAX
-    python examples/jax_paged_decode.py --store mooncake --start-store      # also continue what a process has computed
+    python examples/jax_paged_decode.py --devices 2               # divide heads and hidden units among two GPUs
+    python examples/jax_paged_decode.py --device simulated        # on the CPU; with numpy if JAX is missing
+    python examples/jax_paged_decode.py --store mooncake --start-store      # also continue from another process's work
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from paged_decode.backend import Backend, Followed, Logits
 import kvoffload
 from kvoffload.testing import SimulatedDriver
 
-# XLA measures several algorithms for a product and takes the fastest: not always the same one, nor the same bits.
+# XLA measures several algorithms for a product and takes the fastest. With another one the bits differ.
 ONE_ALGORITHM = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
 def compute(
     size: model.ModelSize, weights: model.Weights, cache: Any, step: model.Step, reduce: model.Reduce = model.whole
 ) -> tuple[Any, Any]:
-    """The logits of a step, and the cache with K and V of its tokens: in the same memory, if it is donated. On each of
-    several devices, size, weights and cache are those of its heads and hidden units.
+    """The logits of a step, and the cache with K and V of its tokens: in the same memory, if you donate the cache. With
+    several devices, `size`, `weights` and `cache` are one device's share.
 
-    The cache holds bfloat16 as bits. XLA may carry out an update of bfloat16 in float32, and convert the whole cache
-    before and after: slow, and what is loaded meanwhile would be overwritten. Bits are written where they belong.
+    The cache holds bfloat16 as uint16 bits. XLA may compute an update of bfloat16 in float32, and convert the whole
+    cache before and after. That is slow, and would overwrite blocks that are loaded meanwhile.
     """
     import jax
     import jax.numpy as jnp
@@ -58,7 +58,7 @@ def compute(
         cache = cache.at[(*size.place(value_plane, blocks), offsets)].set(cast(values, "uint16"))
         pages = (cache[size.place(plane, step.tables)] for plane in (key_plane, value_plane))
         seen = tuple(cast(page, "bfloat16") for page in pages)
-        # The number of blocks decides nothing about how the rest is compiled.
+        # So that XLA compiles the rest in the same way, whatever the number of blocks.
         seen_keys, seen_values = jax.lax.optimization_barrier(seen)
         x = model.attend(jnp, size, layer, x, step, queries, seen_keys, seen_values, reduce)
         return (model.feed_forward(jnp, layer, x, reduce), cache), None
@@ -69,12 +69,12 @@ def compute(
 
 
 class JaxBackend:
-    """JAX on a cache in kvoffload's memory, `kvoffload.jax.OwnedCache`. The host waits for logits only: a transfer
-    follows the computation that made the cache; and computations with `cache.arrays` follow the transfers so far.
-    `cache.unordered` is the same array without that, to compute on while other blocks are being loaded.
+    """JAX on a cache in kvoffload's memory, `kvoffload.jax.OwnedCache`. The host waits only for logits: a transfer
+    follows the computation that made the cache, and computations with `cache.arrays` follow the transfers so far. A
+    step that may run while other blocks are loaded takes `cache.unordered`.
     """
 
-    stream: int | None = None  # JAX does not show it
+    stream: int | None = None  # JAX does not expose it
 
     def __init__(self, devices: Sequence[kvoffload.Device], size: model.ModelSize) -> None:
         import jax
@@ -90,7 +90,7 @@ class JaxBackend:
         self._follows = False  # whether the next step follows the transfers so far
 
     def new_cache(self, num_blocks: int) -> kvoffload.KVLayout | kvoffload.ShardedLayout:
-        self._cache = None  # its memory is free, before as much is taken again
+        self._cache = None  # free its memory before allocating as much again
         self._cache = self._allocate(self.size.cache_shape(num_blocks))
         layout: kvoffload.KVLayout | kvoffload.ShardedLayout = self._cache.layout
         return layout
@@ -110,15 +110,15 @@ class JaxBackend:
         return self._cache
 
     def follow(self, _: Followed) -> None:
-        self._follows = True  # all that was submitted so far: JAX cannot be told of one job
+        self._follows = True  # JAX cannot follow one job, so it follows all that were submitted so far
 
     def follow_by_layer(self, job: kvoffload.CacheJob) -> None:
         raise NotImplementedError(f"{job!r}: all layers are one computation of JAX")
 
 
 class ShardedJaxBackend(JaxBackend):
-    """The same on several devices (tensor parallel): each has the K and V of its heads, in a sharded `OwnedCache`, and
-    computes with its heads and hidden units. Products of all devices are added up two times a layer.
+    """The same on several devices (tensor parallel): each computes its heads and hidden units, and keeps their K and V
+    in a sharded `OwnedCache`. Twice a layer the products of all devices are added up.
     """
 
     def __init__(self, devices: Sequence[kvoffload.Device], size: model.ModelSize) -> None:
@@ -128,7 +128,7 @@ class ShardedJaxBackend(JaxBackend):
 
         mesh = Mesh(np.array(jax.devices()[: len(devices)]), ("heads",))
         everywhere, inputs, outputs = PartitionSpec(), PartitionSpec(None, "heads"), PartitionSpec(None, None, "heads")
-        # Outputs are in the order of the devices: of each its heads of Q, K and V; its gates and what they multiply.
+        # Outputs are ordered by device. Each device has its heads of Q, K and V, or its gates and up projections.
         specs = {"query_key_value": outputs, "attention_out": inputs, "gate_up": outputs, "down": inputs}
         specs = {name: specs.get(name, everywhere) for name in self._weights}
         in_cache = PartitionSpec(None, None, None, "heads")
@@ -166,7 +166,7 @@ Make = Callable[[Sequence[kvoffload.Device], model.ModelSize], Backend]
 
 
 def find_backend(device: str, count: int) -> Make | None:
-    """What can run on so many devices; None for nothing."""
+    """The backend that can run on so many devices, or None."""
     if find_spec("jax") is None:
         return numpy_backend if (device, count) == (report.SIMULATED, 1) else None
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_ALGORITHM}"

@@ -16,14 +16,14 @@ BLOCK_BYTES = TOKENS * HEADS * HEAD_SIZE * 2  # bfloat16
 def main() -> None:
     with kvoffload.open_device(backend="auto") as device:
         print(device)
-        # K and V of every layer are a plane each; a block is one range of all of them, which one copy carries
+        # Each layer has two planes, K and V. A block is one contiguous range of all planes, so one copy moves it
         planes = device.allocate_blocks(BLOCKS, planes=2 * LAYERS, block_bytes=BLOCK_BYTES)
         cache_memory = planes[0].owner
         assert isinstance(cache_memory, kvoffload.DeviceBuffer)
         original = np.random.default_rng(0).integers(0, 256, cache_memory.nbytes, dtype=np.uint8)
         cache_memory.copy_from(original)
 
-        axes = ("tokens", "heads", "dim")  # of a block of one plane; keys depend on this description
+        axes = ("tokens", "heads", "dim")  # the axes of a block of one plane; keys depend on them
         layout = kvoffload.KVLayout([planes], dtype="bfloat16", tokens_per_block=TOKENS, block_axes=axes)
         with kvoffload.OffloadEngine(layout, device=device, num_slots=32) as engine:
             print(engine)
@@ -33,8 +33,8 @@ def main() -> None:
             cache_memory.copy_from(np.zeros_like(original))
             print(engine.load([0, 1, 2], [3, 9, 60]).wait())
 
-            # by key: from here on the cache owns the slots. It publishes a key after its copy has completed; when it is
-            # full, it evicts the blocks that are least likely to be used again
+            # by key: from here on the cache owns the slots. A key becomes a hit when its copy has completed. When the
+            # cache is full, it evicts the blocks that are least likely to be used again
             cache = kvoffload.BlockCache(engine)
             conversation = kvoffload.chain_keys(range(3 * TOKENS), layout=layout, salt="quickstart")
             cache.store(conversation, blocks=[3, 9, 60]).wait()

@@ -1,8 +1,8 @@
-"""Decode with tensor-parallel ranks in processes of their own, whose KV caches are offloaded; compare every bit.
+"""Decode with tensor-parallel ranks, each in its own process, and offload their KV caches; compare every bit.
 
-Each rank has a process and a GPU: its heads and hidden units of a small transformer, its part of the paged KV cache, an
-OffloadEngine over that. The scheduler, in this process, has the CacheIndex and no GPU. It sends slot numbers over
-pipes, and the ranks answer when a transfer has ended; their partial products are added up here, too. Code shared with
+Each rank has a process, a GPU, its heads and hidden units of a small transformer, its part of the paged KV cache, and
+an OffloadEngine over that part. The scheduler, in this process, has the CacheIndex and no GPU. It sends slot numbers
+over pipes, and the ranks answer when a transfer has ended. It also adds up their partial products. Code shared with
 cupy_paged_decode.py is in paged_decode/, the rest in rank_processes/.
 
     python examples/ranks_in_processes.py                       # two GPUs; pip install 'kvoffload[cupy]'
@@ -27,7 +27,7 @@ MEDIUM = workload.Extent(8, 3, 2, 16, 256, first_prompt=(512, 1024), later_promp
 
 
 class GroupComputer:
-    """Steps of all ranks together, for the server."""
+    """Computes a step in all ranks together, for the server."""
 
     stream: int | None = None  # each rank has its own
 
@@ -41,11 +41,11 @@ class GroupComputer:
 def command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=(report.CUDA, report.SIMULATED), default=report.CUDA)
-    parser.add_argument("--ranks", type=int, default=2, help="processes; each has a GPU, and its share of the heads")
+    parser.add_argument("--ranks", type=int, default=2, help="processes; each has a GPU and its share of the heads")
     parser.add_argument("--small", action="store_true", help="a small model and short conversations")
-    parser.add_argument("--generated", type=int, help="tokens of each answer")
-    parser.add_argument("--seed", type=int, default=0, help="of the conversations")
-    parser.add_argument("--corrupt", action="store_true", help="spoil a stored block of the last rank: is it noticed?")
+    parser.add_argument("--generated", type=int, help="tokens to generate for each answer")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the conversations")
+    parser.add_argument("--corrupt", action="store_true", help="spoil a stored block; the comparison must notice")
     options = parser.parse_args()
     options.small |= options.device == report.SIMULATED
     options.size = model.SMALL if options.small else model.ModelSize()
@@ -62,7 +62,7 @@ def command_line() -> argparse.Namespace:
 
 
 def serve(group: RankGroup, work: workload.Workload, mode: Mode, corrupt: bool) -> Run:
-    """Serve the workload in one mode, with caches and an index of its own, and print how many blocks were moved."""
+    """Serve the workload in one mode, with new caches and a new index, and print how many blocks were moved."""
     num_blocks = work.blocks_in_all() if mode.fits else work.blocks_at_once()
     num_slots = work.blocks_in_all()
     layout = group.open(num_blocks, num_slots)

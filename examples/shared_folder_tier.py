@@ -1,11 +1,11 @@
-"""A tier of your own over a store that several machines share: here a folder on a shared file system.
+"""A tier of your own over a store that several machines share; here the store is a folder on a shared file system.
 
-`RemoteTier` forms names, packs headers, and verifies every record; a subclass carries parts under names. Run it with a
-folder of yours, or without one: it then checks itself in a temporary folder.
+`RemoteTier` forms names, packs headers, and verifies every record; your subclass reads and writes parts under names.
+Run it with a folder, or without one to check it in a temporary folder.
 
     python examples/shared_folder_tier.py /mnt/shared/kv
 
-To make it known to `kvoffload.tiers.load_tier("shared-folder", ...)`, a package has in its pyproject.toml:
+To use it as `kvoffload.tiers.load_tier("shared-folder", ...)`, write into the pyproject.toml of your package:
 
     [project.entry-points."kvoffload.tiers"]
     shared-folder = "your_package:SharedFolderTier"
@@ -29,11 +29,11 @@ from kvoffload.testing import check_tier
 from kvoffload.tiers import Limits, Outcome, RemoteTier
 
 Parts = list[npt.NDArray[np.uint8]]
-"""Of one record: the header, then the range of each device; one-dimensional."""
+"""One record: the header, then the range of each device; one-dimensional arrays."""
 
 
 class SharedFolderTier(RemoteTier):
-    """A file for each record: header, then the range of each device. A file that has its name is complete.
+    """One file for each record: header, then the range of each device. A file under its final name is complete.
 
     Args:
         path: a folder that all machines have mounted. Its users can read and replace records.
@@ -54,7 +54,7 @@ class SharedFolderTier(RemoteTier):
         return [self._fetch(name, record) for name, record in zip(names, parts, strict=True)]
 
     def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        # A name of this thread's own, so that two machines can write one record at a time.
+        # Each thread writes under its own name first, so that two machines can write one record at a time.
         own = f".{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
         for name, record in zip(names, parts, strict=True):
             part = self.path / (name + own)

@@ -6,7 +6,7 @@
     OffloadEngine    store, load, plan, poll                     engine/
     GroupTransfer    one transfer of several groups              engine/request.py
     HostMemory       slots in memory that the caller brings      device/host_memory.py
-    Stream           for callers without streams of their own    device/caller_stream.py
+    Stream           for callers without their own streams       device/caller_stream.py
     Job              a transfer: done, wait, order_before        engine/job.py
     ShardedEngine    the same over several GPUs                  engine/sharded.py
     BlockCache       keys to slots: lookup, store, load          cache/
@@ -15,19 +15,18 @@
 
 Imported by name:
 
-    kvoffload.jax             OwnedCache: a cache in JAX, an array or a tree of them, on one GPU or several
+    kvoffload.jax             OwnedCache: a cache in JAX, one array or a tree of arrays, on one GPU or several
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
     kvoffload.observability   Prometheus metrics; NVTX ranges; notebook cards, which need no import
     kvoffload.vllm            an OffloadingSpec and a connector for vLLM, which must be installed
     kvoffload.cache.policies  the policies, and the base class for others
 
-Below them: planning/ (what a transfer copies), copiers/ (the copy methods and their selection), tuning/ (what
-transfers cost on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA driver), simulator/
-(that driver in Python). Not part of the library: calibration/, replay/ and commands/, which `kvoffload ...`
-runs.
+Below them: planning/ (blocks and slots as numpy arrays of copies), copiers/ (the copy methods and their selection),
+tuning/ (the costs of transfers on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA
+driver), simulator/ (that driver in Python). `kvoffload ...` runs calibration/, replay/ and commands/.
 
-How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package touches no GPU and loads no CUDA
-library.
+ARCHITECTURE.md says how it works, GLOSSARY.md defines the words. Importing this package touches no GPU and loads no
+CUDA library.
 """
 
 from kvoffload.cache.block_cache import BlockCache

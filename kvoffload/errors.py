@@ -1,29 +1,28 @@
-"""Everything that kvoffload raises on purpose, apart from plain ValueError, TypeError and TimeoutError.
+"""Everything that kvoffload raises on purpose, apart from plain ValueError, TypeError, TimeoutError and RuntimeError.
 
-    LayoutError, CapacityError, MissingKeyError, ClosedError    a call to change in the program
-    CapabilityError                                             a driver, bindings or a GPU to change on the machine
-    DriverError, TransferError                                  a failure that CUDA reported, with CUDA's message
-    TierError                                                   a disk or store from which something was not removed
+    LayoutError, CapacityError, MissingKeyError, ClosedError    change the call
+    CapabilityError                                             change the driver, the bindings or the GPU
+    DriverError, TransferError                                  CUDA failed; the message has CUDA's own
+    TierError                                                   a record may still be in a disk or store
 
-An exception raised by `store`, `load` or a constructor means that nothing was submitted, stored or allocated, unless
-its message says otherwise.
+If `store`, `load` or a constructor raises, nothing was submitted, stored or allocated, unless the message says so.
 """
 
 
 class KVOffloadError(Exception):
-    """The base class of the exceptions of kvoffload."""
+    """The base class of kvoffload's exceptions."""
 
 
 class LayoutError(KVOffloadError, ValueError):
-    """An argument that describes no KV cache: planes, ids or arrays. The message names the argument and the value."""
+    """Planes, ids or arrays that cannot be right. The message names the argument and the value."""
 
 
 class CapacityError(KVOffloadError):
-    """Too few slots, events or jobs are free, or too little pinned or GPU memory. Nothing was allocated."""
+    """Too few free slots, events or jobs, or too little pinned or GPU memory. Nothing was allocated."""
 
 
 class CapabilityError(KVOffloadError):
-    """The driver, the bindings or the GPU lack a feature; the message names it, and what works without it."""
+    """The driver, the bindings or the GPU lack a feature. The message names it, and a way without it."""
 
 
 class MissingKeyError(KVOffloadError, LookupError):
@@ -31,28 +30,31 @@ class MissingKeyError(KVOffloadError, LookupError):
 
 
 class ClosedError(KVOffloadError):
-    """The device, engine or buffer is closed, or belongs to the parent of a forked process."""
+    """The device, engine or buffer is closed, or was opened by the parent of this forked process."""
 
 
 class TransferError(KVOffloadError):
-    """A transfer failed: its target may hold any bytes, and must not be used. Other transfers are not affected."""
+    """A transfer failed, or cannot begin. If it failed, its target may hold any bytes: do not use it.
+
+    Other transfers are not affected, unless the message says that the CUDA context is lost: then all fail.
+    """
 
 
 class TierError(KVOffloadError):
-    """A tier below the slots may still hold what was to be removed from it."""
+    """A tier below the slots may still hold a record that you removed."""
 
 
 class KVOffloadWarning(UserWarning):
-    """Something works less well than it could; the message says what to do. Issued once in a process for each cause."""
+    """Something works less well than it could. The message says what to do."""
 
 
 class DriverError(KVOffloadError):
     """A CUDA driver call failed.
 
     Attributes:
-        call: the driver function, for example ``"cuMemcpyAsync"``.
-        name: CUDA's name of the error, for example ``"CUDA_ERROR_INVALID_VALUE"``.
-        code: CUDA's number of the error.
+        call: the driver function, for example "cuMemcpyAsync".
+        name: CUDA's name for the error, for example "CUDA_ERROR_INVALID_VALUE".
+        code: CUDA's number for the error.
     """
 
     def __init__(self, call: str, name: str, code: int, detail: str = "") -> None:
@@ -67,12 +69,12 @@ class DriverError(KVOffloadError):
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the device or the host had too little memory; the context is not affected."""
+        """Whether the device or the host had too little memory. The context can still be used."""
         return self.code == _OUT_OF_MEMORY
 
     @property
     def sticky(self) -> bool:
-        """Whether the CUDA context is lost: every later call in it returns the same error."""
+        """Whether the CUDA context is lost: every later call in it fails."""
         return self.code in _STICKY_CODES
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from seeds import chosen
 from servers import Process, ValkeyCluster, seaweed, valkey
 
 import kvoffload
+from kvoffload.internal import cachefiles
 from kvoffload.testing import SimulatedDriver, check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
@@ -29,9 +31,10 @@ _tests = itertools.count(1)
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Have garbage collections of a test look at what it made, and not at all that pytest and other tests hold: some
-    tests collect hundreds of times, which took them 30 times as long.
+    tests collect hundreds of times, which took them 30 times as long. And each test is warned anew.
     """
     gc.freeze()
+    cachefiles.warned.clear()
 
 
 @pytest.hookimpl(trylast=True)
@@ -141,6 +144,24 @@ def cupy(gpu_device: kvoffload.Device) -> Iterator[Any]:
     module = pytest.importorskip("cupy")
     with module.cuda.Device(gpu_device.index):
         yield module
+
+
+@pytest.fixture
+def jax(device: kvoffload.Device) -> Iterator[Any]:
+    """JAX, which computes on the CPU, as simulated devices do; skips without JAX."""
+    from random_programs import jax_on
+
+    with jax_on(device) as module:
+        yield module
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns two hundred times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(before / 200)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ The benchmarks, each with `add_parser(benches)`:
     cache         bookkeeping of the prefix cache        cache_bookkeeping.py
     disk          a disk tier                            disk.py, tier_calls.py
                   and a GPU's transfers                  disk_gpu.py
-    remote        tiers over distributed stores          remote.py, remote_servers.py, tier_calls.py
+    remote        tiers over distributed stores          remote.py, tier_calls.py
     fleet         several hosts over one shared store    fleet.py
     plot          figures of saved results               plots.py
 

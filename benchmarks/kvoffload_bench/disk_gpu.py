@@ -34,7 +34,7 @@ from kvoffload_bench.tier_calls import LAYOUT, POISON, Verified, numbered_keys, 
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS, _SIMULATED_BLOCKS = 128, 8
-_TRANSFERS = 8  # of a series, in each direction
+TRANSFERS = 8  # of a series, in each direction
 _SITUATIONS = (Situation.IDLE, Situation.LARGE, Situation.SMALL)  # the simulated device has one size of products
 _STOP_SECONDS = 60.0
 
@@ -83,7 +83,7 @@ class Series:
     def _transfer(self) -> float:
         engine, compute, jobs = self._setup.engine, self._compute, list[Job]()
         begin = time.perf_counter()
-        for _ in range(_TRANSFERS):
+        for _ in range(TRANSFERS):
             for direction, each in self._groups.items():
                 if direction is Direction.STORE:
                     jobs.append(engine.store(each.blocks, each.slots, after=NO_WAIT))
@@ -190,7 +190,7 @@ def measure(device: Device, file: Path, *, repeats: int) -> dict[str, Any]:
         geometry = MODELS[_MODEL].scaled(size.scale)
         setup = undo.enter_context(TransferSetup(lab, geometry, placement=Placement.INTERLEAVED, count=blocks))
         traffic = undo.enter_context(closing(DiskTraffic(file, setup)))
-        nbytes = _TRANSFERS * setup.nbytes
+        nbytes = TRANSFERS * setup.nbytes
         for situation in _SITUATIONS[:2] if simulated else _SITUATIONS:
             idle = situation is Situation.IDLE
             with nullcontext() if idle else closing(ConcurrentCompute(lab, situation)) as compute:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ _QUICK_MODELS = ("llama-3.1-8b", "qwen2.5-0.5b")
 _SIMULATED_MODELS = ("qwen2.5-0.5b",)  # kernels are interpreted there, slowly
 _QUICK_LAYOUTS = ("block-major", "plane-major")
 _QUICK_SITUATIONS = (Situation.IDLE, Situation.LARGE)
-_BYTES = 64 << 20
+_BYTES, _MOST_BYTES = 64 << 20, 4 << 30  # of a transfer
+_UNITS = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}
 _MOST_BLOCKS = 512
 _MOST_TRANSFERS = 64
 _REPEATS = 3
@@ -46,13 +48,14 @@ method. Takes 5 minutes."""
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured; `blocks` None: transfers of 64 MiB."""
+    """What to measure. Transfers have `blocks` blocks, or at least `nbytes` bytes where that is None."""
 
     models: list[ModelGeometry]
     layouts: list[str]
     situations: list[Situation]
     directions: list[Directions]
     blocks: list[int] | None
+    nbytes: int | None
     transfers: int | None
     seconds: float | None
 
@@ -74,11 +77,21 @@ def add_parser(benches: Any) -> None:
     ):
         add(name, nargs="+", choices=values, metavar="NAME", help=", ".join(values))
     blocks, most = partial(numbers, maximum=_MOST_BLOCKS), whole(1, _MOST_TRANSFERS)
-    add("--blocks", type=blocks, metavar="N,...", help=f"of a transfer, 1 to {_MOST_BLOCKS} (default 64 MiB)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--bytes", type=size_of, metavar="N", help="of a transfer, such as 4MiB (default 64MiB)")
+    size.add_argument("--blocks", type=blocks, metavar="N,...", help=f"of a transfer, 1 to {_MOST_BLOCKS}")
     add("--transfers", type=most, metavar="N", help="of a series (default: 256 MiB of them)")
     add("--quick", action="store_true", help="fewer geometries, layouts and situations")
     add_bench_options(parser, _REPEATS)
     parser.set_defaults(run=run)
+
+
+def size_of(text: str) -> int:
+    """An argparse type: bytes, as 4194304 or 4MiB."""
+    found = re.fullmatch(r"(\d+) ?([KMG]iB)?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be bytes such as 4194304 or 4MiB, got {text!r:.80}")
+    return whole(1, _MOST_BYTES)(str(int(found[1]) << _UNITS[found[2] or ""]))
 
 
 def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
@@ -94,6 +107,7 @@ def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
         _each_once(map(Situation, situations)),
         _each_once(arguments.directions or DIRECTIONS),
         arguments.blocks and _each_once(arguments.blocks),
+        arguments.bytes,
         arguments.transfers,
         seconds,
     )
@@ -126,9 +140,11 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
         fields: Fields = {"cells": [], "not_run": dict(series.not_run), "profile": ""}
         for model in (each.scaled(lab.size.scale) for each in plan.models):
             for blocks in plan.blocks or (None,):
-                size = series_size(model, blocks, _BYTES, plan.transfers)
+                transfers = plan.transfers
                 if lab.device.simulated:
-                    size = series_size(model, blocks or _SIMULATED_BLOCKS, 0, plan.transfers or _SIMULATED_TRANSFERS)
+                    transfers = transfers or _SIMULATED_TRANSFERS
+                    blocks = blocks or (None if plan.nbytes else _SIMULATED_BLOCKS)
+                size = series_size(model, blocks, plan.nbytes or _BYTES, transfers)
                 with contiguous_series(lab, size) as contiguous:
                     for layout in plan.layouts:
                         _add_cells(fields, lab, series, layout, model, contiguous)

@@ -83,7 +83,7 @@ def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -
     not_run: dict[str, str] = {}
     with ExitStack() as stack:
         data = FrameworkData(lab, geometry, count)
-        frameworks = [stack.enter_context(closing(each)) for each in _frameworks(data, not_run)]
+        frameworks = [stack.enter_context(closing(each)) for each in frameworks_here(data, not_run)]
         tried = [each for framework in frameworks for each in _tried(framework, not_run)]
         timings = {}
         for done, direction in enumerate(Direction, start=1):
@@ -105,7 +105,7 @@ def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -
     }
 
 
-def _frameworks(data: FrameworkData, not_run: dict[str, str]) -> Iterator[Framework]:
+def frameworks_here(data: FrameworkData, not_run: dict[str, str]) -> Iterator[Framework]:
     """Those that can be used here."""
     simulated = data.lab.device.simulated
     kinds: dict[str, tuple[Callable[[], None], Callable[[FrameworkData], Framework]]] = {

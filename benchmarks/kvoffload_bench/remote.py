@@ -8,9 +8,9 @@ import statistics
 import time
 import tracemalloc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from kvoffload.terminal.options import COMMON, add_command, numbers
 from kvoffload.terminal.stores import KINDS, Store, add_store_option, store_of
 from kvoffload.tiers import RemoteTier
 from kvoffload_bench import tier_calls
-from kvoffload_bench.remote_servers import started
 from kvoffload_bench.report import fixed
 from kvoffload_bench.tier_calls import KEYS_OF_A_CALL, LAYOUT, BareCalls, Rounds, Rows, Verified, numbered_keys, pages
 
@@ -296,19 +295,17 @@ def add_parser(benches: Any) -> None:
         benches, "remote", "tiers over stores compared with their clients' bare calls",
         "Puts records into stores and gets them with a tier and with bare batch calls of the tier's client, in "
         "interleaved rounds; then times calls and promotions. Deletes its records.",
-        example="bench remote --start --sizes 2097152 --in-flight 8", common=COMMON,
-        usage="[--store KIND NAME=VALUE ...] [--start] [options]",
+        example="bench remote --store valkey addresses=HOST:PORT --in-flight 8", common=COMMON,
+        usage="--store KIND NAME=VALUE ... [options]",
     )  # fmt: skip
     add_store_option(parser, "the tier's kind (valkey, objects, mooncake) and its arguments")
-    add = parser.add_argument
-    add("--start", nargs="*", choices=KINDS, metavar="KIND", help="start servers that are installed here")
-    add("--in-flight", type=numbers, default=[1, 8, 32], metavar="N,...", help="records (1,8,32)")
+    parser.add_argument("--in-flight", type=numbers, default=[1, 8, 32], metavar="N,...", help="records (1,8,32)")
     tier_calls.add_tier_options(parser, 32 << 20, 1 << 40)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; 0 if every record was right, else 1. Servers and records go also when it is interrupted."""
+    """Measure and print; 0 if every record was right, else 1. Its records are deleted, after Ctrl-C as well."""
     output = Output(arguments.json)
     tier_calls.check_options(arguments, "--in-flight", arguments.in_flight, 1024)
     sizes, flights = arguments.sizes, arguments.in_flight
@@ -316,19 +313,14 @@ def run(arguments: argparse.Namespace) -> int:
     promotion = 3 * _PROMOTED * _promoted_bytes(sizes)  # slots, and their content
     needed = max(rounds, promotion, KEYS_OF_A_CALL * min(sizes))
     tier_calls.require_memory(needed, "lower --nbytes, --in-flight or --sizes")
-    verified = Verified()
-    with (
-        _stores(arguments) as (stores, missing),
-        open_backend(arguments, output, note=False) as device,
-        output.progress("remote") as progress,
-    ):
+    verified, stores = Verified(), _stores(arguments)
+    with open_backend(arguments, output, note=False) as device, output.progress("remote") as progress:
         fields = _measure(arguments, stores, device, verified, progress)
-    fields["not_run"] = missing
     return tier_calls.conclude(arguments, fields, verified, show, output)
 
 
 def _promoted_bytes(sizes: Sequence[int]) -> int:
-    """Of the sizes the one nearest to 2 MiB."""
+    """The size that is nearest to 2 MiB."""
     return min(sizes, key=lambda size: abs(size - _PROMOTED_BYTES))
 
 
@@ -357,7 +349,6 @@ def _measure(
     return {
         "benchmark": "remote",
         "stores": [str(store) for store in stores],
-        "started": arguments.start is not None,
         "usable_cpus": hostinfo.usable_cpus(),
         "simulated": device.simulated,
         "device": device.name,
@@ -369,9 +360,8 @@ def _measure(
     }
 
 
-@contextmanager
-def _stores(arguments: argparse.Namespace) -> Iterator[tuple[list[Store], dict[str, str]]]:
-    """Those that can be used: the user's, and servers that are started. And why others could not be."""
+def _stores(arguments: argparse.Namespace) -> list[Store]:
+    """The stores of all `--store`, each of which has answered."""
     given: list[Store] = []
     for words in arguments.store:
         kind = words[0]
@@ -384,20 +374,13 @@ def _stores(arguments: argparse.Namespace) -> Iterator[tuple[list[Store], dict[s
     named = [store.kind for store in given]
     if len(set(named)) < len(named):
         raise CommandError(f"--store: one store of each kind can be measured at a time, got {', '.join(named)}")
-    wanted = [] if arguments.start is None else [kind for kind in arguments.start or KINDS if kind not in named]
-    if not given and not wanted:
+    if not given:
         raise CommandError(
-            "no store to measure: give --store KIND NAME=VALUE ..., such as --store valkey addresses=HOST:PORT; "
-            "--start starts servers of installed packages on this machine"
+            "no store to measure: give --store KIND NAME=VALUE ..., such as --store valkey addresses=HOST:PORT"
         )
     for store in given:
         store.check()
-    with started(wanted) as (own, missing):
-        if not given and not own:
-            raise CommandError("; ".join(f"--start {kind}: {reason}" for kind, reason in missing.items()))
-        for store in own:
-            store.check()
-        yield [*given, *own], missing
+    return given
 
 
 _BARE = {
@@ -428,8 +411,6 @@ def show(fields: Fields, output: Output) -> None:
         lines.append((f"promote(): {keys} ready after ms", *(fixed(each[name]) for each in promotions)))
     output.table("calls and promotions", ("", *kinds), lines)
     output.line("")
-    for kind, reason in fields["not_run"].items():
-        output.line(f"not run: {kind}: {reason}")
     output.line(tier_calls.verified_text(fields))
-    where = "in processes of their own on this machine" if fields["started"] else f"{', '.join(fields['stores'])}"
-    output.line(f"stores: {where}; {fields['usable_cpus']} usable CPUs; promotions on {fields['device']}")
+    stores = ", ".join(fields["stores"])
+    output.line(f"stores: {stores}; {fields['usable_cpus']} usable CPUs; promotions on {fields['device']}")

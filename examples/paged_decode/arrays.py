@@ -1,4 +1,4 @@
-"""The model for arrays that are written in place, CuPy's and numpy's; and numpy's part of serving, without a GPU."""
+"""The model for arrays that are written in place (CuPy, numpy), and the numpy backend, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paged_decode.backend import Followed, Logits
 
 
 class ArrayModel:
-    """The model in code for CuPy and numpy (`xp`): a loop over the layers; the cache is written in place.
+    """The model for CuPy or numpy (`xp`): a loop over the layers, which writes the cache in place.
 
     Args:
         size: of the whole model.
-        division: compute a rank's share of it; the attribute `size` is that of the share.
+        division: compute one rank's share; then the attribute `size` is the share's size.
     """
 
     def __init__(self, xp: Any, size: model.ModelSize, dtype: str, division: model.Division | None = None) -> None:
@@ -36,8 +36,8 @@ class ArrayModel:
         """Compute a step.
 
         Args:
-            cache: as `ModelSize.cache_shape` has it.
-            before_layer: called with the number of each layer before anything of it is computed.
+            cache: an array of the shape `ModelSize.cache_shape`.
+            before_layer: called with the number of each layer before it is computed.
         """
         xp, size = self.xp, self.size
         step = model.Step(*map(xp.asarray, step))
@@ -56,7 +56,7 @@ class ArrayModel:
         return model.unembed(xp, self.weights, x, step)
 
     def _add_up(self, product: Any) -> Any:
-        """The sum of the products of all ranks: by way of the host, where the ranks' processes exchange them."""
+        """The sum of all ranks' products. The processes exchange them on the host."""
         if self._division is None:
             return product
         on_host = self.xp.asnumpy if hasattr(self.xp, "asnumpy") else np.asarray
@@ -64,8 +64,8 @@ class ArrayModel:
 
 
 class Pages:
-    """What a step writes and reads of a cache, plane by plane. A page is a block of one plane; the cache is contiguous,
-    so it is an array of pages, and of tokens, in either layout. Only the first index differs.
+    """Writes and reads a step's part of a cache, plane by plane. A page is a block of one plane. The cache is
+    contiguous, so in either layout it is an array of pages, and an array of tokens; only the first index differs.
     """
 
     def __init__(self, size: model.ModelSize, cache: Any, step: model.Step) -> None:
@@ -78,18 +78,18 @@ class Pages:
         )
 
     def write(self, plane: int, values: Any) -> None:
-        """K or V of the step's tokens."""
+        """Write K or V of the step's tokens."""
         self._tokens[plane * self._plane_step * model.BLOCK_TOKENS :][self._rows] = values
 
     def read(self, plane: int) -> Any:
-        """Blocks of the step's tables: (batch, table, BLOCK_TOKENS, heads, head_size)."""
+        """Read the blocks of the step's tables: (batch, table, BLOCK_TOKENS, heads, head_size)."""
         return self._pages[plane * self._plane_step :][self._tables]
 
 
 class NumpyBackend:
     """numpy on memory of the simulated device, which is ordinary memory.
 
-    What numpy computes is on no stream, so the host waits for transfers. `division`: see `ArrayModel`.
+    numpy computes on no stream, so the host waits for transfers. `division`: see `ArrayModel`.
     """
 
     stream: int | None = None
@@ -99,7 +99,7 @@ class NumpyBackend:
         self.devices: Sequence[kvoffload.Device] = [device]
         self._model = ArrayModel(np, size, "float32", division)
         self.size = self._model.size
-        self._load: kvoffload.CacheJob | None = None  # which the layers of the next step follow one by one
+        self._load: kvoffload.CacheJob | None = None  # the layers of the next step follow its parts
 
     def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
         array = self.device.empty(self.size.cache_shape(num_blocks), "float32")
@@ -113,7 +113,7 @@ class NumpyBackend:
         return logits
 
     def after(self) -> Any:
-        return kvoffload.NO_WAIT  # what numpy has computed is there
+        return kvoffload.NO_WAIT  # numpy has finished when it returns
 
     def follow(self, job: Followed) -> None:
         job.wait()

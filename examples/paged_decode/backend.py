@@ -1,4 +1,4 @@
-"""What a framework has to do to serve a model with a paged KV cache that is offloaded."""
+"""The interface of a framework that serves a model and offloads its paged KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Followed = kvoffload.CacheJob | kvoffload.Job
 
 
 class Computes(Protocol):
-    """What computes steps; `stream` and `step` as in `Backend`."""
+    """Computes steps; `stream` and `step` as in `Backend`."""
 
     stream: int | None
 
@@ -24,7 +24,7 @@ class Computes(Protocol):
 
 
 class KeepsBlocks(Protocol):
-    """What keeps the complete blocks of conversations on the host; the methods are described in `Offloader`."""
+    """Keeps the complete blocks of conversations on the host; `Offloader` describes the methods."""
 
     def store(self, conversation: int, tokens: list[int], blocks: list[int]) -> None: ...
 
@@ -43,8 +43,8 @@ class Backend(Protocol):
     """A framework, with the model's weights and a paged KV cache on its devices.
 
     Attributes:
-        devices: those of the cache; more than one if each has some of the heads.
-        stream: handle of the stream that it computes on; None if it shows none.
+        devices: the devices that hold the cache; if there are several, each has some of the heads.
+        stream: handle of the stream that it computes on; None if it does not expose one.
     """
 
     devices: Sequence[kvoffload.Device]
@@ -52,16 +52,16 @@ class Backend(Protocol):
     stream: int | None
 
     def new_cache(self, num_blocks: int) -> kvoffload.KVLayout | kvoffload.ShardedLayout:
-        """Make a cache of zeros in the place of the one before."""
+        """Replace the cache by one of zeros."""
 
     def step(self, step: Step) -> Logits:
-        """Write K and V of a step's tokens into the cache; the logits of the last ones, when the host has them."""
+        """Write K and V of a step's tokens into the cache. Returns the logits of the last tokens, on the host."""
 
     def after(self) -> Any:
-        """What a transfer gets as `after`, so that it follows all steps so far."""
+        """The `after` of a transfer that follows all steps so far."""
 
     def follow(self, job: Followed) -> None:
-        """Have all steps from now on follow a job."""
+        """Make all steps from now on follow a job."""
 
     def follow_by_layer(self, job: kvoffload.CacheJob) -> None:
-        """Have layer k of the next step follow part k of a job."""
+        """Make layer k of the next step follow part k of a job."""

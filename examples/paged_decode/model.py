@@ -1,10 +1,10 @@
 """The layers of a small decoder-only transformer with a paged KV cache, for numpy, CuPy and JAX: `xp` is any of them.
 
-RMSNorm, rotary embedding, grouped-query attention, SwiGLU; the weights are random, which costs as much to compute. How
-the cache is written and how transfers are ordered is in arrays.py and jax_paged_decode.py.
+RMSNorm, rotary embedding, grouped-query attention, SwiGLU. The weights are random, which costs as much to compute.
+arrays.py and jax_paged_decode.py write the cache and order transfers.
 
-A step has a fixed shape, and attention reads block tables that are padded to the longest conversation. What is masked
-counts for exactly nothing. So a token's logits are the same bits wherever its blocks lie.
+A step has a fixed shape, and attention reads block tables that are padded to the longest conversation. Masked tokens
+count for exactly nothing. So a token's logits have the same bits wherever its blocks lie.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,13 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK_TOKENS = 16
-NULL_BLOCK = 0  # of no conversation: padding is written there, and tables are padded with it
+NULL_BLOCK = 0  # belongs to no conversation: padding is written there, and tables are padded with it
 
 Int32Array = npt.NDArray[np.int32]
 Weights = Mapping[str, Any]
-Reduce = Callable[
-    [Any], Any
-]  # adds up the products of all devices, of which each has some of the heads or hidden units
+Reduce = Callable[[Any], Any]  # adds up the products of all devices
 
 
 BLOCK_MAJOR, PLANE_MAJOR = "block-major", "plane-major"  # layouts of the KV cache
@@ -44,7 +42,7 @@ class ModelSize(NamedTuple):
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights of all layers, stacked, and of those that are no layer's; (..., inputs, outputs)."""
+        """Shapes by name, (..., inputs, outputs); the weights of all layers are stacked."""
         heads = self.query_heads + 2 * self.kv_heads
         return {
             "query_key_value": (self.layers, self.width, heads * self.head_size),
@@ -64,11 +62,11 @@ class ModelSize(NamedTuple):
         return (blocks, plane) if self.layout == BLOCK_MAJOR else (plane, blocks)
 
     def page_steps(self, num_blocks: int) -> tuple[int, int]:
-        """From a block of one plane to the same of the next plane, and to the next block; in blocks of one plane."""
+        """Distances from a page to the same block of the next plane, and to the next block; in pages."""
         return (1, 2 * self.layers) if self.layout == BLOCK_MAJOR else (num_blocks, 1)
 
     def shard(self, devices: int) -> "ModelSize":
-        """What each of several devices has: an equal number of heads and of hidden units."""
+        """The size of each device's share: an equal number of heads and of hidden units."""
         heads, kv_heads = self.query_heads // devices, self.kv_heads // devices
         return self._replace(query_heads=heads, kv_heads=kv_heads, hidden=self.hidden // devices)
 
@@ -94,8 +92,8 @@ class Step(NamedTuple):
     Attributes:
         tokens, positions: (batch, length); positions count from the conversation's first token.
         rows: (batch, length): block * BLOCK_TOKENS + offset, where a token's K and V go; in NULL_BLOCK for padding.
-        tables: (batch, blocks of the longest conversation): where the tokens so far are, these included.
-        last: (batch,): row in (batch * length) of each conversation's last token, whose logits are wanted.
+        tables: (batch, blocks of the longest conversation): the blocks of all tokens so far, including these.
+        last: (batch,): row in (batch * length) of each conversation's last token. The step returns its logits.
     """
 
     tokens: Int32Array
@@ -106,14 +104,14 @@ class Step(NamedTuple):
 
     @classmethod
     def padding(cls, batch: int, length: int, longest: int) -> "Step":
-        """A step of nothing else, with tables of `longest` blocks."""
+        """A step of only padding, with tables of `longest` blocks."""
         table = np.full((batch, longest), NULL_BLOCK, dtype=np.int32)
         rows = np.full((batch, length), NULL_BLOCK * BLOCK_TOKENS, dtype=np.int32)
         nothing = np.zeros((batch, length), dtype=np.int32)
         return cls(nothing, nothing.copy(), rows, table, np.arange(batch, dtype=np.int32) * length)
 
     def put(self, index: int, tokens: list[int], first: int, blocks: list[int]) -> None:
-        """Have conversation `index` of the batch compute its tokens from `first` on, as many as there is room for."""
+        """Fill in the tokens of conversation `index` of the batch, from `first` on, as many as fit."""
         given = tokens[first : first + self.tokens.shape[1]]
         positions = np.arange(first, first + len(given))
         self.tables[index, : len(blocks)] = blocks
@@ -126,11 +124,11 @@ class Step(NamedTuple):
 
 
 class Division(NamedTuple):
-    """What one rank computes of a model that is divided among ranks in processes of their own.
+    """One rank's share of a model that is divided among processes.
 
     Attributes:
-        rank, ranks: this one, and how many there are; each has as many heads and hidden units as `shard` says.
-        add_up: takes a product of this rank, float32 on the host; returns the sum of those of all ranks, likewise.
+        rank, ranks: this rank's number, and how many there are; `ModelSize.shard` is the size of each share.
+        add_up: takes a product of this rank, float32 on the host; returns the sum of all ranks' products.
     """
 
     rank: int
@@ -139,7 +137,7 @@ class Division(NamedTuple):
 
 
 def divide(xp: Any, size: ModelSize, name: str, weight: Any, rank: int, ranks: int) -> Any:
-    """A rank's share of a weight: columns of its heads or hidden units, or rows; those of no layer whole."""
+    """A rank's share of a weight: the columns, or rows, of its heads or hidden units. Embeddings stay whole."""
     head_counts = (size.query_heads, size.kv_heads, size.kv_heads)
     columns = {"query_key_value": [count * size.head_size for count in head_counts], "gate_up": [size.hidden] * 2}
     if name in columns:
@@ -191,10 +189,10 @@ def attend(
     values: Any,
     reduce: Reduce = whole,
 ) -> Any:
-    """The residual stream behind attention. Keys and values: (batch, table, BLOCK_TOKENS, heads, head_size)."""
+    """The residual stream after attention. Keys and values: (batch, table, BLOCK_TOKENS, heads, head_size)."""
     batch, length = step.positions.shape
     context = step.tables.shape[1] * BLOCK_TOKENS
-    shared = size.query_heads // size.kv_heads  # so many query heads share a head of K and V
+    shared = size.query_heads // size.kv_heads  # query heads that share a head of K and V
     queries = queries.reshape(batch, length, size.kv_heads, shared, size.head_size).transpose(0, 2, 3, 1, 4)
     queries = queries.reshape(batch, size.kv_heads, shared * length, size.head_size)
     keys = keys.astype("float32").reshape(batch, context, size.kv_heads, size.head_size).transpose(0, 2, 3, 1)
@@ -202,7 +200,7 @@ def attend(
     scores = xp.matmul(queries, keys) * size.head_size**-0.5
     visible = xp.arange(context, dtype="int32") <= step.positions[:, None, None, :, None]
     scores = xp.where(visible, scores.reshape(batch, size.kv_heads, shared, length, context), -xp.inf)
-    scores = xp.exp(scores - scores.max(axis=-1, keepdims=True))  # exactly 0 where nothing is to be seen
+    scores = xp.exp(scores - scores.max(axis=-1, keepdims=True))  # exactly 0 for masked tokens
     scores = (scores / scores.sum(axis=-1, keepdims=True)).reshape(batch, size.kv_heads, shared * length, context)
     seen = xp.matmul(scores, values).reshape(batch, size.kv_heads, shared, length, size.head_size)
     weight = layer["attention_out"]
@@ -210,7 +208,7 @@ def attend(
 
 
 def feed_forward(xp: Any, layer: Weights, x: Any, reduce: Reduce = whole) -> Any:
-    """The residual stream behind the SwiGLU."""
+    """The residual stream after the SwiGLU."""
     weight = layer["gate_up"]
     gate, up = xp.split((_normalise(xp, x).astype(weight.dtype) @ weight).astype("float32"), 2, axis=-1)
     return x + reduce((gate / (1 + xp.exp(-gate)) * up).astype(weight.dtype) @ layer["down"])

@@ -1,4 +1,4 @@
-"""Conversations in kvoffload's block cache: stored after a turn, found by their tokens and loaded before the next."""
+"""Stores conversations in a block cache after a turn; finds and loads them by their tokens before the next."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from paged_decode.timeline import Timeline
 
 
 def complete_tokens(tokens: list[int]) -> int:
-    """How many of a conversation's tokens are in complete blocks. The last token does not count: its K and V are
-    computed together with what follows it."""
+    """How many of a conversation's tokens are in complete blocks. The last token does not count: the next step computes
+    its K and V."""
     return max(0, len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -32,14 +32,14 @@ def block_bytes(layout: kvoffload.KVLayout | kvoffload.ShardedLayout) -> int:
 
 
 class Offloader:
-    """Stores and loads the complete blocks of conversations. Nothing here waits for a transfer that has not ended.
+    """Stores and loads the complete blocks of conversations. Without a tier, no call waits for a running transfer.
 
     Args:
         engine: over the backend's cache.
-        timeline: notes when transfers ran.
-        by_layer: load in a part for each layer, so that the first need not wait for the last.
+        timeline: records when transfers ran.
+        by_layer: load one part for each layer, so that the first layer need not wait for the last.
         corrupt: spoil a stored block before the first load.
-        tier: keeps blocks which the host has no room for; closed with this; None: the host has room for all.
+        tier: keeps blocks that do not fit on the host; `close` closes it. None: the host has room for all.
         stores: False if another process has put the blocks of all conversations into the tier.
     """
 
@@ -70,53 +70,51 @@ class Offloader:
         self._cache.touch(keys)
         self._stores[conversation] = job
         self._note(job)
-        self._cache.drain(60)  # a server goes on; here all of it has to be there later, if there is a tier
+        self._cache.drain(60)  # only here, because the tier must have everything later; a server goes on
 
     def follow_store(self, conversation: int) -> None:
-        """Have steps from now on follow the store of a conversation whose blocks another one has taken."""
+        """Make steps from now on follow the store of a conversation whose blocks another one has taken."""
         job = self._stores.get(conversation)
         if job is not None and not job.done:
             self._backend.follow(job)
 
     def load(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
-        """Load the complete blocks of a conversation into `blocks`, which are as many."""
+        """Load the complete blocks of a conversation into as many `blocks`."""
         if conversation in self._stores:
             self._stores[conversation].wait()  # it ended long ago: other conversations were served since
         keys = self._keys(tokens)
-        with self._cache.promote(keys, deadline=60) as promotion:  # what a tier has is read; it stays meanwhile
+        with self._cache.promote(keys, deadline=60) as promotion:  # reads from the tier, and holds what it has read
             found = promotion.wait()
             if found < len(keys):
-                raise RuntimeError(
-                    f"{found} of {len(keys)} blocks of a prefix were found, of which all were to be stored"
-                )
+                raise RuntimeError(f"only {found} of {len(keys)} blocks of a stored prefix were found")
             self._spoil(keys)
             parts = self._backend.size.layers if self._by_layer else None  # planes 2k and 2k + 1 are part k
             job = self._loads[conversation] = self._cache.load(keys, blocks, after=self._backend.after(), parts=parts)
         self._note(job)
 
     def follow_load(self, conversation: int) -> None:
-        """Have steps from now on follow the load of a conversation, if there is one."""
+        """Make steps from now on follow the load of a conversation, if there is one."""
         job = self._loads.get(conversation)
         if job is not None:
             follow = self._backend.follow_by_layer if self._by_layer else self._backend.follow
             follow(job)
 
     def end_load(self, conversation: int) -> None:
-        """The computation followed the load, so the load has ended: raise if it failed."""
+        """Raise if the load failed. The computation followed it, so it has ended."""
         if conversation in self._loads:
             self._loads.pop(conversation).wait()
 
     def tier_statistics(self) -> TierStatistics | None:
-        """What was written to the tier and read from it; None without a tier."""
+        """Counts of the tier; None without a tier."""
         found = self._cache.tier_statistics()
         return found[0].tier if found else None
 
     def clear(self) -> None:
-        """Remove all blocks, also those that were left in the tier earlier."""
+        """Remove all blocks, also those that earlier runs left in the tier."""
         self._cache.clear()
 
     def close(self) -> None:
-        """Close what is below the host; the engine stays open."""
+        """Close the cache and its tier; the engine stays open."""
         self._cache.close()
 
     def count_blocks(self) -> tuple[int, int]:
@@ -135,7 +133,7 @@ class Offloader:
             self._timeline.transfer(job)
 
     def _spoil(self, keys: list[bytes]) -> None:
-        """Change a bit in every byte of the last of these blocks, once; of several devices, on the last one."""
+        """Change a bit in every byte of the last of these blocks, once. With several devices, do it on the last one."""
         if self._corrupt:
             slots = self._engine.slots
             pool = slots[-1] if isinstance(slots, tuple) else slots

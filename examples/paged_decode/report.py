@@ -32,32 +32,32 @@ CUDA, SIMULATED = "cuda", "simulated"  # as `open_device` calls them
 
 
 def command_line(description: str, *, by_layer: bool = False, sharded: bool = False) -> argparse.Namespace:
-    """The options. `by_layer`: whether the backend can have a layer follow its part of a load; `sharded`: whether it
-    can compute on several devices.
+    """The options. `by_layer`: whether a layer can follow its part of a load in this backend; `sharded`: whether the
+    backend can compute on several devices.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--device", choices=(CUDA, SIMULATED), default=CUDA, help="simulated: small, and without times")
-    help_text = "of the KV cache: (blocks, planes, ...) or (planes, blocks, ...)"
+    parser.add_argument("--device", choices=(CUDA, SIMULATED), default=CUDA, help="simulated: a small model, no times")
+    help_text = "layout of the KV cache: (blocks, planes, ...) or (planes, blocks, ...)"
     layouts = (model.BLOCK_MAJOR, model.PLANE_MAJOR)
     parser.add_argument("--layout", choices=layouts, default=model.BLOCK_MAJOR, help=help_text)
     parser.add_argument("--small", action="store_true", help="a small model, few conversations, few tokens")
-    parser.add_argument("--conversations", type=int, help="how many")
-    parser.add_argument("--turns", type=int, help="of each conversation")
-    parser.add_argument("--batch", type=int, help="conversations that are served together; divides --conversations")
-    parser.add_argument("--generated", type=int, help="tokens of each answer")
+    parser.add_argument("--conversations", type=int, help="number of conversations")
+    parser.add_argument("--turns", type=int, help="turns of each conversation")
+    parser.add_argument("--batch", type=int, help="conversations to serve together; must divide --conversations")
+    parser.add_argument("--generated", type=int, help="tokens to generate for each answer")
     span: Any = {"type": int, "nargs": 2, "metavar": ("MIN", "MAX")}
-    parser.add_argument("--first-prompt", help="tokens that a conversation begins with", **span)
-    parser.add_argument("--later-prompt", help="tokens of the prompts after that", **span)
-    parser.add_argument("--device-blocks", type=int, help="of the cache that does not fit; default: as few as will do")
-    parser.add_argument("--seed", type=int, default=0, help="of the conversations")
+    parser.add_argument("--first-prompt", help="tokens of a conversation's first prompt", **span)
+    parser.add_argument("--later-prompt", help="tokens of its later prompts", **span)
+    parser.add_argument("--device-blocks", type=int, help="blocks on the device; default: as few as possible")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the conversations")
     parser.add_argument("--plot", metavar="FILE", help="draw a timeline; needs a GPU and kvoffload[plot]")
-    parser.add_argument("--disk", type=Path, metavar="FILE", help="also with host memory for a quarter of the blocks")
+    parser.add_argument("--disk", type=Path, metavar="FILE", help="also with a disk, and host memory for a quarter")
     shared_store.add_options(parser)
-    parser.add_argument("--corrupt", action="store_true", help="spoil a stored block: the comparison has to notice")
+    parser.add_argument("--corrupt", action="store_true", help="spoil a stored block; the comparison must notice")
     if by_layer:
-        parser.add_argument("--layer-wise", action="store_true", help="also with layers that wait for their part only")
+        parser.add_argument("--layer-wise", action="store_true", help="also with layers that wait only for their part")
     if sharded:
-        parser.add_argument("--devices", type=int, default=1, help="divide heads and hidden units among so many")
+        parser.add_argument("--devices", type=int, default=1, help="divide heads and hidden units among N devices")
     options = parser.parse_args()
     options.small |= options.device == SIMULATED
     options.layer_wise = by_layer and options.layer_wise
@@ -78,7 +78,7 @@ def command_line(description: str, *, by_layer: bool = False, sharded: bool = Fa
 
 
 def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with a message that names the option unless there is such a workload."""
+    """Exit with a message that names the option if there is no such workload."""
     extent = options.extent
     least = {"conversations": 1, "turns": 2, "batch": 1, "generated": 1}
     for name, minimum in least.items():
@@ -112,7 +112,7 @@ def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out
     """Serve the same workload in all modes, and print the results.
 
     Args:
-        left_out: named in the output as what the simulated device does not show.
+        left_out: what the simulated device does not test, for the output.
 
     Returns:
         The exit code: 0 if offloading did not change a bit of any logits, else 1.
@@ -197,19 +197,19 @@ def serve(
 def slots_of(work: workload.Workload, mode: Mode) -> int:
     """Host memory, in blocks."""
     if mode.from_store:
-        return 2 * work.longest  # of which a prefix may take half; what was loaded once is gone in the next turn
+        return 2 * work.longest  # a prefix may take half; few enough that the next turn finds no loaded block again
     return max(work.blocks_in_all() // 4, 2 * work.longest) if mode.from_disk else work.blocks_in_all()
 
 
 def open_tier(mode: Mode, options: argparse.Namespace) -> Tier | None:
-    """What is below the host memory in a mode; a disk has room for twice what any of these workloads has."""
+    """The tier of a mode, or None. The disk has room for twice any of these workloads."""
     if mode.from_disk:
         return DiskTier(options.disk, nbytes=2 << 30, identity=shared_store.IDENTITY, reset=True)
     return shared_store.open_tier(options.store) if mode.to_store or mode.from_store else None
 
 
 def print_counts(run: Run, megabytes: float, offloader: Offloader | None) -> None:
-    """Print how many blocks of so many MB were moved. SystemExit if a store did not take all."""
+    """Print how many blocks were moved, at `megabytes` each. SystemExit if a store did not take all."""
     mode = run.mode
     print(
         f"{mode.name}: {run.evicted} blocks evicted, {run.stored} stored ({run.stored * megabytes:,.1f} MB), "
@@ -225,14 +225,14 @@ def print_counts(run: Run, megabytes: float, offloader: Offloader | None) -> Non
 
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
-    """Lines: tokens a second and time to first token of each run; in brackets, ratios to the first run."""
+    """Lines with tokens a second and time to first token of each run; in brackets, ratios to the first run."""
     yield f"{'':26} {'tokens/s':>18} {'TTFT median, ms':>20} {'TTFT p95, ms':>20}"
     figures = np.array([_figures(run) for run in runs])
     for run, row, ratios in zip(runs, figures, figures / figures[0], strict=True):
         rate, median, p95 = (f"{value:,.1f} ({ratio:.2f})" for value, ratio in zip(row, ratios, strict=True))
         yield f"{run.mode.name:26} {rate:>18} {median:>20} {p95:>20}"
-    yield "(ratio to the first row); tokens/s: generated tokens, all the time it took; TTFT: of turns that continue a"
-    yield "conversation, from when the turn has come until its first token is on the host"
+    yield "(ratio to the first row); tokens/s: generated tokens over the whole time; TTFT: for turns that continue a"
+    yield "conversation, from the beginning of the turn until its first token is on the host"
     if any(run.mode.from_store for run in runs):
         yield f"tokens/s of '{FROM_STORE.name}' do not compare: the first turns were served by the other process"
 
@@ -244,15 +244,15 @@ def _figures(run: Run) -> tuple[float, float, float]:
 
 
 def compare(runs: Sequence[Run]) -> int:
-    """Print of each run how many tokens have the logits that they have with a cache that fits; the exit code."""
+    """Print for each run how many tokens have the same logits as with a cache that fits. Returns the exit code."""
     fits, exit_code = runs[0], 0
     for run in runs[1:]:
-        pairs = zip(run.logits, fits.logits[-len(run.logits) :], strict=True)  # some begin with the second turns
+        pairs = zip(run.logits, fits.logits[-len(run.logits) :], strict=True)  # some runs begin with the second turns
         same = np.concatenate(
             [(logits.view(np.uint32) == expected.view(np.uint32)).all(axis=-1) for logits, expected in pairs]
         )
         if not run.mode.offloads:
-            verdict = "not required, since decoded tokens are computed again in chunks"
+            verdict = "not required, because it computes decoded tokens again in chunks"
         elif same.all():
             verdict = "bitwise equal"
         else:

@@ -16,16 +16,16 @@ from paged_decode.workload import BlockPool, Workload
 
 
 class Mode(NamedTuple):
-    """What happens to the blocks of conversations that wait for their next turn.
+    """How to treat the blocks of conversations that wait for their next turn.
 
     Attributes:
-        fits: they stay on the device, which has blocks for all; otherwise other conversations take them.
-        offloads: they are stored before that, and loaded again; otherwise their content is computed again.
-        prefetches: a load begins while the batch before decodes; otherwise when the turn has come.
-        by_layer: layer k waits for its part of a load; otherwise the first layer waits for all of it.
-        from_disk: the host has room for a part of the blocks, and a file for all.
-        to_store: blocks are stored in the host and in a store for other processes.
-        from_store: the first turns were served by another process, and all blocks are in a store.
+        fits: the device has blocks for all conversations, so they stay; otherwise other conversations take them.
+        offloads: store them before that, and load them again; otherwise compute their content again.
+        prefetches: begin a load while the batch before decodes; otherwise when the turn begins.
+        by_layer: layer k waits for its part of a load; otherwise the first layer waits for the whole load.
+        from_disk: the host has room for a part of the blocks, and a disk tier for all.
+        to_store: store the blocks also in a store for other processes.
+        from_store: another process has served the first turns, and all blocks are in a store.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Run(NamedTuple):
 
     Attributes:
         logits: (batch, vocabulary) of every token generated, in the order of the workload.
-        tokens: of each conversation, at its end.
+        tokens: all tokens of each conversation.
         seconds: from the first turn to the last token.
-        first_token_seconds: of every turn that continues a conversation, from when it has come until its first token is
-            on the host.
+        first_token_seconds: for every turn that continues a conversation, from the turn's beginning until its first
+            token is on the host.
         evicted, stored, loaded: blocks.
     """
 
@@ -74,14 +74,14 @@ class Server:
     """Serves a workload, once.
 
     Every step has one of two shapes: a chunk of one conversation's prompt, or one token for each conversation of a
-    batch. A turn begins with the tokens behind the last complete block, whether that is still on the device or not. So
-    every mode but recomputation computes the same in the same shapes.
+    batch. A turn begins with the tokens after the last complete block, whether or not this block is still on the
+    device. So every mode except recomputation computes the same in the same shapes.
 
     Args:
-        num_blocks: of the backend's cache.
+        num_blocks: blocks of the backend's cache.
         offloader: for modes that offload.
-        timeline: notes when steps ran.
-        begun: tokens of each conversation after its first turn, if another process has served those.
+        timeline: records when steps ran.
+        begun: tokens of each conversation after its first turn, if another process has served the first turns.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Server:
             return self._backend.step(step)
 
     def _load_prefix(self, conversation: int) -> None:
-        """If a conversation has lost its blocks and they are stored, have them loaded into others; returns at once."""
+        """If a conversation has lost its blocks and they are stored, load them into other blocks. Returns at once."""
         tokens = self._tokens[conversation]
         if self._offloader is not None and tokens and conversation not in self._pool.of:
             self._own(conversation, complete_tokens(tokens) // BLOCK_TOKENS)
@@ -179,6 +179,6 @@ class Server:
                 self._offloader.follow_store(loser)
 
     def _warm_up(self) -> None:
-        """Steps of both shapes with nothing in them: what is compiled at its first use is compiled now."""
+        """Compute a step of padding in both shapes, so that everything is compiled now."""
         for batch, length in ((1, self._workload.chunk), (len(self._workload.rounds[0]), 1)):
             self._backend.step(Step.padding(batch, length, self._workload.longest))

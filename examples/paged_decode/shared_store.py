@@ -1,4 +1,4 @@
-"""Two processes over one store: the first computes all prefixes and puts them there, the second continues from them."""
+"""Two processes over one store: the first computes all prefixes and stores them, the second continues from them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ START_SECONDS = 60.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     words: Any = {"nargs": "+", "metavar": ("KIND", "NAME=VALUE")}
-    help_text = "also continue from blocks that another process has put into a store, as: mooncake master=HOST:PORT"
+    help_text = "also continue from blocks that another process has put into a store, e.g. mooncake master=HOST:PORT"
     parser.add_argument("--store", help=help_text, **words)
     help_text = "with --store mooncake: start a master and a store process for this run"
     parser.add_argument("--start-store", action=argparse.BooleanOptionalAction, default=False, help=help_text)
-    help_text = "write: compute and put into the store; read: continue from there; both: first a process that writes"
+    help_text = "write: compute and put into the store; read: continue from the store; both: one process for each"
     parser.add_argument("--role", choices=(BOTH, WRITE, READ), default=BOTH, help=help_text)
 
 
@@ -47,13 +47,13 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 @contextmanager
 def ready(options: argparse.Namespace, nbytes: int) -> Iterator[None]:
-    """Inside, the store answers; with `--role both` another process has put all blocks into it, and has ended.
+    """Inside, the store answers. With `--role both`, another process has put all blocks into it and has ended.
 
     Enter it before the framework takes memory on the GPU.
 
     Args:
         options: with --start-store, `options.store` gets the address of the master.
-        nbytes: that the records may take in a store that is started.
+        nbytes: memory for the records, if a store is started.
 
     Raises:
         SystemExit: the store cannot be used, or the other process failed.
@@ -66,7 +66,7 @@ def ready(options: argparse.Namespace, nbytes: int) -> Iterator[None]:
             if problem is not None:
                 raise SystemExit(f"--store {' '.join(options.store)} cannot be used: {problem}")
             if options.role == BOTH:
-                print("a process that puts the blocks of all turns into the store:", flush=True)
+                print("a process puts the blocks of all turns into the store:", flush=True)
                 roles = ["--no-start-store", "--role", WRITE, "--store", *options.store]
                 done = subprocess.run([sys.executable, *sys.argv, *roles], check=False)
                 if done.returncode != 0:
@@ -76,7 +76,7 @@ def ready(options: argparse.Namespace, nbytes: int) -> Iterator[None]:
 
 
 def open_tier(words: Sequence[str]) -> Tier:
-    """The tier that --store names, not attached yet."""
+    """The tier that --store names. It is not attached yet."""
     return load_tier(words[0], **({"identity": IDENTITY} | dict(map(argument, words[1:]))))
 
 
@@ -91,7 +91,7 @@ def check_written(statistics: TierStatistics, num_blocks: int) -> None:
 
 @contextmanager
 def mooncake(nbytes: int) -> Iterator[str]:
-    """A Mooncake Store on loopback, with memory for `nbytes` in a process of its own; the address of its master."""
+    """A Mooncake Store on loopback, with `nbytes` of memory in its own process. Gives the address of its master."""
     rpc, metrics, port = free_ports(3)
     master, segments = f"{LOOPBACK}:{rpc}", f"http://{LOOPBACK}:{metrics}/get_all_segments"
     of_master = [f"--rpc_address={LOOPBACK}", f"--rpc_port={rpc}", f"--metrics_host={LOOPBACK}"]
@@ -99,14 +99,14 @@ def mooncake(nbytes: int) -> Iterator[str]:
     of_client += [f"--master_server_address={master}", f"--global_segment_size={nbytes}"]
     with (
         server("mooncake.cli", [*of_master, f"--metrics_port={metrics}"], segments, b""),
-        server("mooncake.cli_client", of_client, segments, b":"),  # its memory has a name like host:port
+        server("mooncake.cli_client", of_client, segments, b":"),  # its memory shows as host:port
     ):
         yield master
 
 
 @contextmanager
 def server(module: str, arguments: Sequence[str], url: str, expected: bytes) -> Iterator[None]:
-    """A process that runs a module, from when what is behind `url` contains `expected`; ends with the `with` block."""
+    """Run a module in a process. The `with` block begins when `url` answers with `expected`, and ends the process."""
     with TemporaryFile("w+") as log:
         process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=log, stderr=log)
         try:
@@ -124,7 +124,7 @@ def server(module: str, arguments: Sequence[str], url: str, expected: bytes) -> 
 
 
 def answers(url: str, expected: bytes) -> bool:
-    """Whether what is behind `url` contains `expected`."""
+    """Whether the answer of `url` contains `expected`."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return expected in answer.read()

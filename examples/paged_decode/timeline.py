@@ -1,4 +1,4 @@
-"""When computations and transfers ran, on the GPU's clock, by events on their streams; and a figure of it."""
+"""Records when computations and transfers ran, by events on their streams (the GPU's clock), and draws it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Span(NamedTuple):
 class Timeline:
     """Records events while a workload is served. Close it before the device.
 
-    A computation lasts until its result is on the host. It begins when what was queued before it on its stream has
-    ended, waits for transfers included; with the call, if the framework shows no stream. The end of a transfer is an
-    event that follows it, and its beginning so many seconds before as the engine has measured.
+    A computation begins when the earlier work on its stream has ended, including waits for transfers; if the framework
+    does not expose its stream, it begins with the call. It ends when its result is on the host. A transfer ends with an
+    event that follows it, and begins as many seconds earlier as the engine has measured.
     """
 
     def __init__(self, device: kvoffload.Device) -> None:
@@ -31,7 +31,7 @@ class Timeline:
         self._computations: list[tuple[str, int, int]] = []
         self._transfers: list[tuple[kvoffload.Job, int]] = []
         self._rounds: list[int] = []
-        self._events: list[int] = []  # all of them
+        self._events: list[int] = []
         self._marked: set[int] = set()  # streams with events
         with device.current():
             self._idle = self._driver.stream_create(0)
@@ -43,21 +43,21 @@ class Timeline:
 
     @contextmanager
     def computing(self, stream: int | None, kind: str) -> Iterator[None]:
-        """Note the computation inside the `with`; `stream` is None if the framework does not show it."""
+        """Record the computation inside the `with`; `stream` is None if the framework does not expose it."""
         stream = self._idle if stream is None else stream
         begin = self._mark(stream)
         yield
         self._computations.append((kind, begin, self._mark(stream)))
 
     def transfer(self, job: kvoffload.CacheJob) -> None:
-        """Note a transfer that was just submitted."""
+        """Record a transfer that you have just submitted."""
         for each in job.jobs:
             lane = self._lanes[each.direction]
             each.order_before(lane)
             self._transfers.append((each, self._mark(lane)))
 
     def spans(self) -> list[Span]:
-        """All spans, also rounds, each until the next one. Computations and transfers must have ended."""
+        """All spans. A round lasts until the next one. Computations and transfers must have ended."""
         with self._device.current():
             for stream in self._marked:
                 self._driver.stream_synchronize(stream)
@@ -93,7 +93,7 @@ _LANES = (("prefill", "#f08c00"), ("decode", "#1c7ed6"), ("load", "#2b8a3e"), ("
 
 
 def draw(timelines: Mapping[str, list[Span]], path: str) -> None:
-    """Two rounds in the middle, a panel for each mode, on one time axis, as a figure."""
+    """Draw two rounds in the middle: a panel for each mode, on one time axis."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -13,7 +13,7 @@ from paged_decode.model import BLOCK_TOKENS, NULL_BLOCK
 
 
 class Extent(NamedTuple):
-    """The size of a workload; of prompts the fewest and the most tokens."""
+    """The size of a workload; for prompts, the fewest and the most tokens."""
 
     conversations: int
     turns: int
@@ -33,9 +33,9 @@ class Workload:
 
     Attributes:
         prompts: tokens of each turn of each conversation.
-        rounds: the conversations whose next turns are served together, round by round. Every turn has its own order.
+        rounds: for each round, the conversations to serve together. Every turn has its own order.
         generated: tokens of each answer.
-        chunk: so many tokens of a prompt are computed at a time.
+        chunk: tokens of a prompt to compute at a time.
         longest: blocks of the longest conversation.
     """
 
@@ -52,11 +52,11 @@ class Workload:
         self.longest = max(self._sizes())
 
     def rounds_from(self, turn: int) -> list[list[int]]:
-        """The rounds of this turn, counted from 0, and of those behind it."""
+        """The rounds of this turn, counted from 0, and of all later turns."""
         return self.rounds[turn * len(self.prompts) // len(self.rounds[0]) :]
 
     def first_turns(self, tokens: Sequence[list[int]]) -> list[list[int]]:
-        """Of the tokens of each conversation those of its first prompt and answer."""
+        """The tokens of each conversation's first prompt and answer."""
         pairs = zip(tokens, self.prompts, strict=True)
         return [each[: len(prompts[0]) + self.generated] for each, prompts in pairs]
 
@@ -65,7 +65,7 @@ class Workload:
         return 1 + sum(self._sizes())
 
     def blocks_at_once(self) -> int:
-        """The fewest with which every round can be served while the prefixes of the next are loaded."""
+        """The fewest blocks that suffice to serve every round while the prefixes of the next are loaded."""
         sizes, pairs = self._sizes(), itertools.pairwise([*self.rounds, []])
         return 1 + max(sum(sizes[each] for each in {*batch, *following}) for batch, following in pairs)
 
@@ -76,11 +76,11 @@ class Workload:
 
 
 class BlockPool:
-    """The device's blocks, by conversation. The conversation that was served longest ago loses its blocks first.
+    """The device's blocks, by conversation. The conversation served longest ago loses its blocks first.
 
     Attributes:
-        of: blocks in the order of the conversation's tokens; the conversation served longest ago comes first.
-        evicted: how many blocks were taken from a conversation.
+        of: the blocks of each conversation, in the order of its tokens; the one served longest ago comes first.
+        evicted: how many blocks conversations have lost.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -89,9 +89,9 @@ class BlockPool:
         self._free = [block for block in range(num_blocks) if block != NULL_BLOCK]
 
     def extend(self, conversation: int, num_blocks: int, spared: Collection[int]) -> list[int]:
-        """Give a conversation blocks until it has so many. Returns the conversations that lost theirs.
+        """Give a conversation blocks until it has `num_blocks`. Returns the conversations that lost theirs.
 
-        Those in `spared` lose none.
+        Conversations in `spared` lose none.
         """
         own = self.of.setdefault(conversation, [])
         self.of.move_to_end(conversation)

@@ -1,9 +1,9 @@
-"""Tensor-parallel ranks in processes of their own: the index in the scheduler's process, an engine in each rank's.
+"""Tensor-parallel ranks, each in its own process with an engine; the index is in the scheduler's process.
 
-    messages.py   what travels over the pipes
+    messages.py   the messages over the pipes
     rank.py       a rank's process: its share of the model, its KV cache, its engine
-    group.py      the scheduler's side of all ranks: the same transfer for each, one end of it, ranks that die
+    group.py      the scheduler's side: makes the same transfer in all ranks, sees when all have ended, handles deaths
     offload.py    prefixes of conversations: keys and slots from a CacheIndex, transfers through the group
 
-Used by ranks_in_processes.py, which is to be run; the model, the workload and the server are those of paged_decode.
+Run ranks_in_processes.py, which uses this. Model, workload and server come from paged_decode.
 """

@@ -1,7 +1,7 @@
-"""The scheduler's side of all ranks: processes, pipes, and what counts as the end of a transfer.
+"""The scheduler's side: starts the ranks' processes, talks over pipes, and sees when a transfer has ended.
 
-A transfer has ended when it has ended in every rank, and failed if it failed in one. A rank that dies, raises or does
-not answer is an error that names it; `close` then ends the others.
+A transfer has ended when it has ended in every rank, and failed if it failed in one. If a rank dies, raises or does not
+answer, the scheduler gets an error that names it; `close` then ends the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rank_processes import messages
 from rank_processes import rank as rank_module
 
 ANSWER_SECONDS = 120.0  # the first step compiles kernels
-END_SECONDS = 10.0  # after the pipe was closed, for a rank to drain and unpin
+END_SECONDS = 10.0  # for a rank to drain and unpin after its pipe was closed
 
 
 class RankError(Exception):
@@ -29,11 +29,11 @@ class RankError(Exception):
 
 
 class GroupTransfer:
-    """A transfer of all ranks.
+    """The same transfer in all ranks.
 
     Attributes:
         missing: ranks in which it has not ended.
-        errors: by rank, why it failed there.
+        errors: why it failed, by rank.
     """
 
     def __init__(self, request: messages.Transfer, ranks: int, settle: Callable[[bool], None]) -> None:
@@ -43,7 +43,7 @@ class GroupTransfer:
         self._settle = settle
 
     def end_in(self, rank: int, error: str | None) -> None:
-        """Take note of the end in one rank; the last one settles it."""
+        """Note that it has ended in one rank. The last rank settles it."""
         self.missing.remove(rank)
         if error is not None:
             self.errors[rank] = error
@@ -51,7 +51,7 @@ class GroupTransfer:
             self._settle(not self.errors)
 
     def check(self) -> None:
-        """Raise TransferError if it has failed in a rank."""
+        """Raise TransferError if it has failed in any rank."""
         if self.errors:
             texts = (f"in rank {rank}: {error}" for rank, error in sorted(self.errors.items()))
             raise kvoffload.TransferError(f"{self.direction} {self.number} failed {'; '.join(texts)}")
@@ -64,13 +64,13 @@ class RankGroup:
 
     Args:
         ranks: how many.
-        size: of the whole model.
+        size: the whole model's size.
         simulated: see `rank.Setup`.
-        serve: what a rank's process runs; tests give their own.
-        answer_seconds: for any answer; a rank that takes longer is an error.
+        serve: the function that a rank's process runs; tests pass their own.
+        answer_seconds: how long a rank may take for any answer.
 
     Attributes:
-        processes: those of the ranks.
+        processes: the ranks' processes.
         blocks: stored and loaded so far, by all ranks.
     """
 
@@ -86,7 +86,7 @@ class RankGroup:
         self._answer_seconds = answer_seconds
         self.processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        self._transfers: dict[int, GroupTransfer] = {}  # that have not ended
+        self._transfers: dict[int, GroupTransfer] = {}  # only those that have not ended
         self._submitted = 0
         self.blocks = {"store": 0, "load": 0}
         context = get_context("spawn")
@@ -106,10 +106,10 @@ class RankGroup:
     # what the scheduler asks for ----------------------------------------------------------------------------------
 
     def open(self, num_blocks: int, num_slots: int) -> kvoffload.KVLayout:
-        """Have every rank make a cache and an engine. Returns the layout of rank 0's cache, for keys.
+        """Let every rank make a cache and an engine. Returns the layout of rank 0's cache, for keys.
 
         Raises:
-            RankError: blocks of the ranks do not mean the same: the layouts have different fingerprints.
+            RankError: the layouts have different fingerprints, so the ranks' blocks do not mean the same.
         """
         self._send(messages.Open(num_blocks, num_slots))
         layouts: list[kvoffload.KVLayout] = [answer.layout for answer in self._gather(messages.Opened)]
@@ -126,10 +126,10 @@ class RankGroup:
         slots: Iterable[int],
         settle: Callable[[bool], None],
     ) -> GroupTransfer:
-        """Have every rank make the same transfer, after the steps so far. Returns at once.
+        """Submit the same transfer in every rank, after the steps so far. Returns at once.
 
         Args:
-            settle: called once, when it has ended in all ranks, with whether it has succeeded in all.
+            settle: called once, when the transfer has ended in all ranks; True if it has succeeded in all.
         """
         self._submitted += 1
         request = messages.Transfer(self._submitted, direction, list(map(int, blocks)), list(map(int, slots)))
@@ -139,12 +139,12 @@ class RankGroup:
         return transfer
 
     def follow(self, transfer: GroupTransfer) -> None:
-        """Have all steps from now on follow a transfer, in every rank."""
+        """Make all steps from now on follow a transfer, in every rank."""
         if transfer.missing:
             self._send(messages.Follow(transfer.number))
 
     def compute(self, step: model.Step) -> messages.Floats:
-        """The logits of a step, from all ranks together."""
+        """Compute a step in all ranks together. Returns the logits."""
         self._send(messages.Compute(step))
         while True:
             answers = self._gather(messages.Product, messages.Logits)
@@ -158,7 +158,7 @@ class RankGroup:
         return first
 
     def wait(self, transfer: GroupTransfer) -> None:
-        """Until a transfer has ended in all ranks, well or not."""
+        """Wait until a transfer has ended in all ranks, even if it failed."""
         deadline = time.monotonic() + self._answer_seconds
         while transfer.missing:
             self._take_one(deadline, transfer.missing)
@@ -169,11 +169,11 @@ class RankGroup:
             self.wait(transfer)
 
     def spoil(self, rank: int, slot: int) -> None:
-        """Change bits in a slot of one rank, for a test of the comparison."""
+        """Change bits in a slot of one rank, to test the comparison."""
         self._send_to(rank, messages.Spoil(slot))
 
     def close(self) -> None:
-        """Close the pipes, which ends the ranks; a rank that has not ended after END_SECONDS is killed. Idempotent."""
+        """Close the pipes, which ends the ranks. Kill a rank that has not ended after END_SECONDS. Idempotent."""
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + END_SECONDS
@@ -202,7 +202,7 @@ class RankGroup:
             raise self._dead(rank) from None
 
     def _gather(self, *kinds: type) -> list[Any]:
-        """The next answer of every rank that is of one of these kinds: all of the same. Ends of transfers are noted."""
+        """The next answer of every rank, all of the same one of these kinds. Notes transfers that end meanwhile."""
         deadline = time.monotonic() + self._answer_seconds
         answers: dict[int, Any] = {}
         while len(answers) < len(self.processes):
@@ -220,7 +220,7 @@ class RankGroup:
         """Wait for the next message of any rank. Returns it, or None if it was the end of a transfer.
 
         Args:
-            missing: ranks that are waited for, to be named where the deadline is over.
+            missing: the ranks to name if the deadline passes.
         """
         ready = wait(self._connections, max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -246,7 +246,7 @@ class RankGroup:
         return RankError(f"{self._name(rank)} raised an exception:\n{answer.text}")
 
     def _dead(self, rank: int) -> RankError:
-        """Why a rank's pipe is closed: its last message says so, or how its process has ended."""
+        """Why a rank's pipe is closed: its last message says so, or its exit code."""
         try:
             while self._connections[rank].poll():
                 answer: messages.Answer = self._connections[rank].recv()

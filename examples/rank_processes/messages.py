@@ -1,6 +1,6 @@
-"""What travels over the pipe between the scheduler and a rank. The closed pipe ends a rank, so no message does.
+"""The messages over the pipe between the scheduler and a rank. To end a rank, the scheduler closes the pipe.
 
-The scheduler sends the same to every rank, in one order. A rank handles one message after the other.
+The scheduler sends the same messages to every rank, in one order. A rank handles one message after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Open(NamedTuple):
-    """Make a KV cache of zeros and an engine over it, in the place of those before. Answered by `Opened`."""
+    """Make a KV cache of zeros and an engine over it, and drop the old ones. Answered by `Opened`."""
 
     num_blocks: int
     num_slots: int
@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
 
     Attributes:
         number: different for every transfer.
-        blocks, slots: as many of each.
+        blocks, slots: two lists of the same length.
     """
 
     number: int
@@ -41,13 +41,13 @@ class Transfer(NamedTuple):
 
 
 class Follow(NamedTuple):
-    """Have all steps from now on follow a transfer. No answer."""
+    """Make all steps from now on follow a transfer. No answer."""
 
     number: int
 
 
 class Compute(NamedTuple):
-    """Compute a step. Two products of each layer are added up meanwhile, by `Product` and `Sum`; then `Logits`."""
+    """Compute a step. Twice a layer the rank sends `Product` and gets `Sum`; at the end it sends `Logits`."""
 
     step: Step
 
@@ -59,7 +59,7 @@ class Sum(NamedTuple):
 
 
 class Spoil(NamedTuple):
-    """Change a bit in every byte of a slot, for a test of the comparison. No answer."""
+    """Change a bit in every byte of a slot, to test the comparison. No answer."""
 
     slot: int
 
@@ -68,20 +68,20 @@ class Spoil(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The layout of the rank's cache. Its addresses mean something in the rank's process only."""
+    """The layout of the rank's cache. Its addresses are valid only in the rank's process."""
 
     layout: kvoffload.KVLayout
 
 
 class Ended(NamedTuple):
-    """A transfer has ended in this rank; `error` says why it failed, if it did."""
+    """A transfer has ended in this rank; `error` says why if it failed."""
 
     number: int
     error: str | None
 
 
 class Product(NamedTuple):
-    """This rank's product, to be added to those of the others."""
+    """This rank's product. The scheduler adds up the products of all ranks."""
 
     values: Floats
 
@@ -93,7 +93,7 @@ class Logits(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """An exception has ended the rank: its last message."""
+    """The rank's last message: an exception has ended it."""
 
     text: str
 

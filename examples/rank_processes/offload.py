@@ -1,4 +1,4 @@
-"""Prefixes of conversations on the host: which key has which slots, decided in the scheduler's process alone."""
+"""Prefixes of conversations on the host. Only the scheduler's process decides which key has which slots."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rank_processes.group import GroupTransfer, RankGroup
 
 
 class IndexedOffloader:
-    """Stores and loads the complete blocks of conversations in all ranks; as `paged_decode.offload.Offloader`.
+    """Stores and loads the complete blocks of conversations in all ranks, like `paged_decode.offload.Offloader`.
 
     Args:
-        index: as many keys as every rank has slots; entry `i` is slot `i` of every rank.
-        layout: of the caches of all ranks; keys depend on what it says of a block.
+        index: has room for as many keys as every rank has slots; entry `i` is slot `i` of every rank.
+        layout: the layout of every rank's cache; keys depend on it.
         corrupt: spoil a stored block of the last rank before the first load.
     """
 
@@ -28,7 +28,7 @@ class IndexedOffloader:
         self._blocks_before = dict(group.blocks)
 
     def store(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
-        """Store the complete blocks that are not stored yet. The keys are hits once all ranks have stored them."""
+        """Store the complete blocks that are not stored yet. The keys become hits once all ranks have stored them."""
         keys = self._keys(tokens)
         reservation = self._index.reserve(keys)
         sources = [blocks[position] for position in reservation.positions]
@@ -37,18 +37,18 @@ class IndexedOffloader:
         self._index.touch(keys)
 
     def follow_store(self, conversation: int) -> None:
-        """Have steps from now on follow the store of a conversation whose blocks another one has taken."""
+        """Make steps from now on follow the store of a conversation whose blocks another one has taken."""
         if conversation in self._stores:
             self._group.follow(self._stores[conversation])
 
     def load(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
-        """Load the complete blocks of a conversation into `blocks`. Their slots are pinned until all ranks have."""
+        """Load the complete blocks of a conversation into `blocks`. Holds their slots until all ranks have loaded."""
         if conversation in self._stores:
             self._group.wait(self._stores[conversation])
         keys = self._keys(tokens)
         found = self._index.lookup(keys)
         if found < len(keys):
-            raise RuntimeError(f"{found} of {len(keys)} blocks of a prefix were found, of which all were to be stored")
+            raise RuntimeError(f"only {found} of {len(keys)} blocks of a stored prefix were found")
         self._index.load(keys)
         lease = self._index.acquire(keys)
         slots = lease.slots().tolist()
@@ -58,12 +58,12 @@ class IndexedOffloader:
         self._loads[conversation] = self._group.submit("load", blocks, slots, lambda _: lease.release())
 
     def follow_load(self, conversation: int) -> None:
-        """Have steps from now on follow the load of a conversation, if there is one."""
+        """Make steps from now on follow the load of a conversation, if there is one."""
         if conversation in self._loads:
             self._group.follow(self._loads[conversation])
 
     def end_load(self, conversation: int) -> None:
-        """Wait for the load of a conversation, which the computation has followed; raise if it failed in a rank."""
+        """Wait for the load of a conversation, and raise if it failed in a rank. The computation has followed it."""
         if conversation in self._loads:
             load = self._loads.pop(conversation)
             self._group.wait(load)
@@ -82,7 +82,7 @@ class IndexedOffloader:
 
 
 def settle(reservation: kvoffload.Reservation, well: bool) -> None:
-    """All ranks have ended a store: its keys are hits in all of them, or missing in all of them."""
+    """All ranks have ended a store: make its keys hits in all of them, or missing in all of them."""
     if well:
         reservation.commit()
     else:

@@ -1,7 +1,7 @@
 """A rank: a process with one device, its share of the model, its part of the paged KV cache, and an engine over that.
 
-It decides nothing. It knows blocks and slots by number, and no keys: which bytes are worth keeping, and when a slot may
-be used again, is known to the scheduler's index alone.
+It decides nothing. It knows blocks and slots by number, and no keys. Only the scheduler's index knows which bytes are
+worth keeping, and when a slot may be used again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paged_decode.backend import Backend
 import kvoffload
 from rank_processes import messages
 
-POLL_SECONDS = 0.001  # between two questions whether a transfer has ended, while the pipe is empty
+POLL_SECONDS = 0.001  # while the pipe is empty, look so often whether a transfer has ended
 
 
 class Setup(NamedTuple):
-    """What a rank is: its number, how many there are, and of the whole model the size.
+    """A rank's number, how many ranks there are, and the size of the whole model.
 
     Attributes:
-        simulated: on the simulated device in numpy; otherwise in CuPy on the GPU with the number of the rank.
+        simulated: compute in numpy on the simulated device; otherwise in CuPy on the GPU with the rank's number.
     """
 
     rank: int
@@ -42,16 +42,16 @@ class SchedulerEndedError(Exception):
 
 
 def serve(connection: Connection, setup: Setup) -> None:
-    """The rank's process, from its start to its end: when the scheduler closes the pipe, or is killed."""
+    """The function of a rank's process. It ends when the scheduler closes the pipe, or is killed."""
     with open_rank(connection, setup) as rank:
         rank.run()
 
 
 @contextmanager
 def open_rank(connection: Connection, setup: Setup) -> Iterator[Rank]:
-    """A rank over its device. Whatever ends it, the engine is drained and its memory unpinned before the process ends.
+    """A rank over its device. Whatever ends it, it drains the engine and unpins its memory before the process ends.
 
-    An exception is sent to the scheduler, and the process ends with exit code 1.
+    If it raises, it sends the exception to the scheduler, and the process ends with exit code 1.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the scheduler closes the pipes
     try:
@@ -59,27 +59,23 @@ def open_rank(connection: Connection, setup: Setup) -> Iterator[Rank]:
             yield rank
     except SchedulerEndedError:
         sys.exit(1)
-    except Exception as error:  # noqa: BLE001  # reported to the process that has started this one
+    except Exception as error:  # noqa: BLE001  # reported to the scheduler
         try:
             connection.send(messages.Raised("".join(traceback.format_exception(error))))
         except OSError:
-            traceback.print_exception(error)  # there is no scheduler any more
+            traceback.print_exception(error)  # the scheduler is gone
         sys.exit(1)
 
 
 def open_device(setup: Setup) -> kvoffload.Device:
-    """Every rank that is simulated has a driver of its own, whose only device is number 0."""
+    """Open the rank's device. A simulated rank has its own driver, whose only device is number 0."""
     if setup.simulated:
         return kvoffload.open_device(backend="simulated")
     return kvoffload.open_device(setup.rank, backend="cuda")
 
 
 class Rank:
-    """Handles the scheduler's messages, and reports transfers that have ended.
-
-    Attributes:
-        device: of this rank.
-    """
+    """Handles the scheduler's messages, and reports transfers that have ended."""
 
     def __init__(self, connection: Connection, setup: Setup, device: kvoffload.Device) -> None:
         self.device = device
@@ -96,7 +92,7 @@ class Rank:
         }
 
     def run(self) -> None:
-        """Until the scheduler closes the pipe between two messages.
+        """Run until the scheduler closes the pipe between two messages.
 
         Raises:
             SchedulerEndedError: the pipe was closed in the middle of a step.
@@ -118,7 +114,7 @@ class Rank:
             self._engine = None
 
     def _open(self, request: messages.Open) -> None:
-        self.close()  # before its planes are freed
+        self.close()  # before the old cache is freed
         layout = self._backend.new_cache(request.num_blocks)
         assert isinstance(layout, kvoffload.KVLayout)
         self._engine = kvoffload.OffloadEngine(layout, device=self.device, num_slots=request.num_slots)
@@ -131,7 +127,7 @@ class Rank:
         self._send(messages.Opened(description))
 
     def _submit(self, request: messages.Transfer) -> None:
-        """A transfer that the engine refuses has failed, as one that fails on the device."""
+        """Submit a transfer. If the engine refuses it, report it as failed."""
         assert self._engine is not None, "Open is the first message"
         number, direction, blocks, slots = request
         try:
@@ -145,7 +141,7 @@ class Rank:
             self._send(messages.Ended(number, None if job.error is None else str(job.error)))
 
     def _follow(self, request: messages.Follow) -> None:
-        """A transfer that is not in flight has ended. Of one that fails, `Ended` brings the error."""
+        """If the transfer is not in flight, it has ended. If it fails, `Ended` reports the error."""
         job = self._jobs.get(request.number)
         if job is not None:
             try:
@@ -183,7 +179,7 @@ class Rank:
 def make_backend(
     device: kvoffload.Device, setup: Setup, add_up: Callable[[messages.Floats], messages.Floats]
 ) -> Backend:
-    """The rank's share of the model."""
+    """The backend with the rank's share of the model."""
     division = model.Division(setup.rank, setup.ranks, add_up)
     if setup.simulated:
         return NumpyBackend(device, setup.size, division)

@@ -1,13 +1,8 @@
 """A prefix cache: keys to slots of an engine. Below `BlockCache` nothing here touches a device or bytes.
 
-BlockCache           lookup, store, load, reserve, acquire, promote           block_cache.py, key_cache.py
-CacheIndex           the same bookkeeping without an engine                   index.py, key_cache.py
-chain_keys           keys from token ids                                      keys.py
-CacheJob, ...        what calls return: jobs, reservations, leases, requests  reservations.py
-Records              the same as records, for tiers and other owners          records.py
-CacheState           the life of reservations and leases; room for new keys   state.py, entries.py, repair.py
-Tenant, Pools        keys by tenant and priority; which may be stored         pools.py
-CacheStatistics      counts, histograms, events                               statistics.py
-policies             which keys a full cache evicts                           policies/
-tiering              what is below the slots: promotions, writes              tiering/
+BlockCache, CacheIndex   with and without an engine; their common part is KeyCache     key_cache.py
+CacheJob, ...            the handles: jobs, reservations, leases, requests             reservations.py
+Records                  the same as records, for tiers and other owners               records.py
+CacheState               the life of reservations and leases; room for new keys        entries.py, repair.py
+Tenant, Pools            keys by tenant and priority; which may be stored              pools.py
 """

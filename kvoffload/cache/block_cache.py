@@ -1,8 +1,6 @@
-"""BlockCache: keys to slots of an engine's pool.
+"""BlockCache: maps keys to slots of an engine's pool.
 
-A key becomes visible to `lookup` after its copy has completed, never before; a store that fails is never visible. A
-slot is given to another key only when no transfer uses it. Where a call is refused, nothing has changed. A call that an
-exception has interrupted, such as KeyboardInterrupt, leaves no key visible whose bytes are not in its slot.
+After an interrupt such as KeyboardInterrupt, no key is visible whose bytes are not in its slot.
 """
 
 from __future__ import annotations
@@ -40,57 +38,60 @@ _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothi
 
 
 class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
-    """A prefix cache over the slots of an engine, which it owns. Usable from any thread; a context manager.
+    """A prefix cache over the slots of an engine. Usable from any thread; a context manager.
 
-    A key stands for `blocks_per_slot` blocks of every group of the layout; see `kvoffload.chain_keys`. With several
-    groups a key takes one slot for each, and `blocks` is a sequence with one list of ids per group.
+    A key stands for `blocks_per_slot` blocks of every group of the layout; `kvoffload.chain_keys` computes keys. With
+    several groups a key takes one slot per group, and `blocks` is a sequence with one list of ids per group.
 
-    A server's request:
+    Serving a request, here with one block per key:
 
         hits = cache.lookup(keys)
         cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
-        cache.store(keys, blocks, after=stream)                        # once the rest is computed; skips what is there
+        cache.store(keys, blocks, after=stream)                        # once the rest is computed; skips present keys
         cache.touch(keys)                                              # once, at its end
 
-    `lookup` knows the slots alone. With tiers below them, such as a disk, keys that are only in a tier are promoted
-    into slots first, which a thread of the cache does:
+    `lookup` sees only the slots. With tiers below them, such as a disk, first promote the keys that only a tier has
+    into slots. A thread of the cache does the work:
 
-        with cache.promote(keys, deadline=0.2) as promotion:           # what is in slots stays there
+        with cache.promote(keys, deadline=0.2) as promotion:           # keys already in slots stay there
             hits = promotion.wait()
             cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
-        cache.store(keys, blocks, after=stream)                        # tiers get what is worth writing
+        cache.store(keys, blocks, after=stream)                        # tiers get the keys that are worth writing
         cache.touch(keys)
 
-    A tier that fails, hangs or is full is a miss, and raises nothing here. No stream of the GPU waits for a tier.
-    To move the bytes by other means, reserve slots, fill them and commit; or acquire a lease, read, release it.
+    If a tier fails, hangs or is full, its keys are misses; only `remove` and `clear` raise an error for it. No GPU
+    stream waits for a tier. To move the bytes yourself, reserve slots, fill them and commit; or acquire a lease, read,
+    release it.
 
     Args:
-        engine: an OffloadEngine; or a ShardedEngine: then `after` and `order_before` take a list with one element for
-            each device. The cache owns its slots: `engine.store` refuses them, except those of an open reservation of
-            this cache. With 0 slots every lookup misses and every store is declined.
-        policy: what is evicted when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a
-            function that takes the capacity in keys and returns one. Above tiers "prefix" declines nothing, since only
-            what is in slots can be written.
-        tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
+        engine: an OffloadEngine, or a ShardedEngine; then `after` and `order_before` take a list with one element per
+            device. The cache owns the slots: `engine.store` refuses them unless an open reservation of this cache holds
+            them. With 0 slots every lookup misses and every store is declined.
+        policy: chooses the keys to evict when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`,
+            or a function that takes the capacity in keys and returns one. Above tiers "prefix" declines nothing, since
+            tiers can be given only keys in slots.
+        tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", no others.
         store_after: a key is stored only once this many lookups have missed it; 0: at once.
-        max_load_blocks: `lookup` reports at most this many hits; None: all. (A very long load delays all others.)
-        on_event: called with each `CacheEvent`, one at a time and in their order, outside all locks: at the end of a
-            call of the cache, or of `wait` or `done` of one of its jobs, by the thread that makes that call; with tiers
-            by a thread of theirs, too.
-        tiers: asked in this order, each for what those before have not brought; each gets what is written. They become
-            the cache's own, and are closed with it. Empty: there are none, and what follows is not used.
-        write: what is written to the tiers: "admitted" what is worth it, as learned from what is asked for again, at
-            the end of requests (`touch`); "through" every key as soon as it is in slots; "back" every key shortly
-            before it is evicted; "none" nothing.
-        prefill_tokens_per_second: what computing costs: nothing is promoted that is expected to take longer, going by
-            the tier's speed as measured lately. None: everything is promoted. The layout must say tokens_per_block.
-        hung: seconds after which a tier's call is taken for one that hangs; until it returns, the tier is not used.
+        max_load_blocks: the most hits that `lookup` reports; None: no limit. (A very long load delays all others.)
+        on_event: called with each `CacheEvent`, one at a time, in order, outside all locks: at the end of a call of the
+            cache, or of `wait` or `done` of its jobs, in the thread that made the call; with tiers in a thread of the
+            cache, too.
+        tiers: asked in this order, each for the keys that the tiers before did not bring. Each key that is written goes
+            to all. The cache takes them over, and closes them when it is closed. Empty: no tiers; the arguments below
+            are not used.
+        write: which keys are written to the tiers. "admitted": keys worth a write, chosen at the end of requests
+            (`touch`) by what was asked for again before; "through": every key once it is stored; "back": every key
+            shortly before it is evicted; "none": none.
+        prefill_tokens_per_second: how fast the model computes. Keys are not promoted if their tier, at its latest
+            measured speed, would take longer than computing them. None: all are promoted. Needs a layout with
+            tokens_per_block.
+        hung: seconds after which a tier's call counts as hanging. The tier is not used until that call returns.
 
     Raises:
-        CapacityError: the engine has fewer slots than groups, but some; or another cache owns its slots; or there are
-            tiers and no slots.
+        CapacityError: the engine has slots, but fewer than groups; fewer jobs may be in flight than there are groups;
+            another cache owns its slots; or there are tiers and no slots.
         ClosedError: the engine is closed.
-        LayoutError: what `Tier.attach` raises.
+        LayoutError: as `Tier.attach`.
         ValueError, TypeError: bad arguments.
     """
 
@@ -154,24 +155,26 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
-        """Store those keys that are neither present nor pending: the job's `keys`, ready to load once it has ended.
+        """Store the keys that are neither present nor pending. The job's `keys` names them; they can be loaded once it
+        ended.
 
-        Others are evicted for them, but none of `keys`, and none that is pending, leased or being loaded. If there is
-        room for some only, the first are stored and the others declined. Also declined is a key that is worth less than
-        what it would displace, was not looked up often enough, or is over a quota.
+        Other keys are evicted to make room, but none of `keys`, and none that is pending, leased or being loaded. If
+        only some fit, the first are stored and the others declined. A key is also declined if it is worth less than the
+        keys it would displace, was not looked up often enough, or is over a quota.
 
         Args:
-            keys: bytes, no repeats, in the order of the request; may be all of its keys: what is present is kept.
-            blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group); repeats are legal.
+            keys: bytes, no repeats, in the order of the request. May be all keys of the request: present ones are kept.
+            blocks: source ids, `blocks_per_slot` for each of `keys`, present ones included (with several groups, a list
+                for each). Repeats are legal.
             after: as for `OffloadEngine.store`.
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
-            request: the open request that these are keys of, the new ones or more; the tenant is the request's.
+            request: the open request that the keys belong to: its new keys, or more. The tenant is the request's.
 
         Raises:
-            CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
-            ValueError, LayoutError, and what `OffloadEngine.store` raises. Nothing has changed, unless the driver fails
-                between two groups of one call: then the keys evicted for it are gone.
+            CapacityError: with `all_or_nothing`, a key would be declined; or the engine has no room for the transfer.
+            ValueError, LayoutError, and the errors of `OffloadEngine.store`. Nothing has changed, unless the driver
+            fails between two groups of one call: then the keys evicted for it are gone.
         """
         checked = check_keys(keys, repeats=False)
         if all_or_nothing is not False:
@@ -198,20 +201,21 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
         1. All groups are submitted: the record is settled when they have ended.
         2. The engine refuses the first group: nothing was queued, and nothing has changed.
-        3. It refuses a later group: copies into the entries may be queued. The caller abandons the record, so that
-           its keys become missing, and its entries free when the copies have ended.
-        4. Another exception: the same, as it is not known what was queued.
+        3. It refuses a later group: copies into the entries may be queued. The caller abandons the record, so that its
+           keys become missing, and its entries free when the copies have ended.
+        4. Another exception: as 3, since copies may be queued.
         """
         state, jobs = self._state, tuple[Job, ...]()
-        self.engine.check_room(self._groups if record.keys else 0)
         if not record.keys:
+            self.engine.check_room(0)  # refuses a closed engine
             if record.declined:
                 state.recorder.note("declined", record.declined, record.tenant)
             return jobs
-        submitted = self.engine.submitted
+        chosen, submitted = self._chosen(record, per_group), self.engine.submitted
+        self.engine.check_room(self._groups)
         state.publish(record)
         try:
-            for group, ids in enumerate(self._chosen(record, per_group)):
+            for group, ids in enumerate(chosen):
                 slots = slot_numbers(record.indices, self._groups, group)
                 jobs = (*jobs, self.engine.submit_locked(Direction.STORE, ids, slots, group=group, after=after))
         except _REFUSALS as error:
@@ -237,18 +241,19 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         """Load the blocks of keys that are all present and ready. The keys are not evicted until the load has ended.
 
         Args:
-            keys: bytes; repeats are legal, with a target of its own for each.
-            blocks: target ids, `blocks_per_slot` per key in the order of the keys (for each group), no repeats.
+            keys: bytes. A key may be repeated, with other target blocks each time.
+            blocks: target ids, `blocks_per_slot` per key in the order of the keys (with several groups, a list for
+                each). No repeats.
             after: as for `OffloadEngine.load`.
-            pending: also load keys whose store has been submitted and has not ended: the GPU waits for it, the host
-                does not. If such a store fails, so does the job's `wait`, and the loaded blocks must not be used.
-            parts: as for `OffloadEngine.load`; with several groups only a number, which holds for each of them. Groups
-                are copied one after the other: to wait for one, `job.jobs[group].order_before(stream, part=k)`.
-            request: the open request that loads them: they are its own from now on.
+            pending: also load keys whose store was submitted and has not ended; the GPU waits for it, the host does
+                not. If such a store fails, the job's `wait` raises, and the loaded blocks must not be used.
+            parts: as for `OffloadEngine.load`. With several groups only a number, which holds for each group. Groups
+                are copied one after another; to wait for one, `job.jobs[group].order_before(stream, part=k)`.
+            request: the open request that loads the keys; they belong to it from now on.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
-            LayoutError, and what `OffloadEngine.load` raises. Nothing has changed in any of these cases.
+            LayoutError, and the errors of `OffloadEngine.load`. In all these cases nothing has changed.
         """
         checked = check_keys(keys)
         if pending is not False:
@@ -264,7 +269,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     def _load(
         self, given: tuple[list[bytes], bool, CacheRequest | None, list[Int64Array], CacheAfter, Parts]
     ) -> CacheJob:
-        """Hold the entries and submit the transfer; the cases are those of `_submit`."""
+        """Hold the entries and submit the transfer; `_submit` lists the cases."""
         keys, pending, request, per_group, after, parts = given
         state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
         opened = None if request is None else record_of(request, state)
@@ -295,7 +300,6 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return {"statistics": statistics, "described": self._describe(), "tenants": self._tenants}
 
     def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
-        """See `Promotion.load`."""
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
         record, tiers = promotion._record, self._tiers
@@ -312,7 +316,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return chained
 
     def _block_ids(self, num_keys: int, blocks: Any) -> list[Int64Array]:
-        """Per group an array of shape (keys, blocks_per_slot)."""
+        """For each group an array (keys, blocks_per_slot)."""
         layout = self.engine.layout
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
@@ -330,7 +334,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return per_group
 
     def _chosen(self, record: ReservationRecord, per_group: list[Int64Array]) -> list[Int64Array]:
-        """Of each group the block ids of the record's keys."""
+        """For each group the block ids of the record's keys."""
         if len(record.positions) == len(per_group[0]):
             return [ids.reshape(-1) for ids in per_group]
         return [ids[record.positions].reshape(-1) for ids in per_group]
@@ -340,7 +344,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return not isinstance(error, TransferError) and self.engine.submitted == submitted
 
     def _check_parts(self, parts: Any) -> None:
-        """Raise what loads of all groups would raise, before there is one of any."""
+        """Raise for any group before the load of one is submitted."""
         if self._groups > 1 and parts is not None and not isinstance(parts, int | np.integer):
             raise LayoutError(
                 f"parts must be a number for a layout of {self._groups} groups, each of which is copied in so many; "

@@ -1,4 +1,4 @@
-"""What a BlockCache needs of an engine: `OffloadEngine` has it, and `ShardedEngine`."""
+"""The engine as a BlockCache sees it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ else:
     from typing import TypeVar
 
 CacheAfter: TypeAlias = After | ShardedAfter
-"""What a transfer is to follow: as the engine's `store` takes it, which for several devices is one value for each."""
+"""`after=` of the engine's `store`: with several devices, one value for each."""
 
 CacheStreams: TypeAlias = StreamLike | Sequence[StreamLike]
 """A stream; for several devices one for each, in the order of the devices."""
 
 
 class BlockGroup(Protocol):
-    """What a cache needs of a group of planes."""
+    """A group of planes as a cache sees it."""
 
     @property
     def num_blocks(self) -> int: ...
 
 
 class BlockLayout(Protocol):
-    """What a cache needs of a layout."""
+    """A layout as a cache sees it."""
 
     @property
     def num_groups(self) -> int: ...
@@ -51,7 +51,7 @@ class BlockLayout(Protocol):
 
 @runtime_checkable
 class CacheEngine(Protocol):
-    """An engine over which a cache can be made. What its methods do is said where `OffloadEngine` has them."""
+    """An engine over which a cache can be made; `OffloadEngine` documents the methods."""
 
     lock: threading.RLock
 

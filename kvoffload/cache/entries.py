@@ -42,7 +42,7 @@ _error = attrgetter("error")
 
 
 class Status(enum.Enum):
-    """What a cache knows of a key."""
+    """Whether a cache has a key."""
 
     MISS = "miss"
     HIT = "hit"  # can be loaded
@@ -50,7 +50,7 @@ class Status(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """The state of a reservation. Writing COMMITTED or ABORTED publishes what then has to be carried out."""
+    """The state of a reservation. Writing COMMITTED or ABORTED publishes a decision that then has to be carried out."""
 
     OPEN = "open"
     SETTLING = "settling"  # committed once its transfers have succeeded
@@ -81,14 +81,12 @@ class ReservationRecord(_WithTransfers):
 
     Attributes:
         keys, positions, evicted, declined, present, short, tenant: see `Reservation`.
-        pool: whose keys they are.
         victims: `evicted` by pool.
-        indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
-            allocated: see `EntryTable.allocate`.
+        indices: the entries; with `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`: see
+            `EntryTable.allocate`.
         promoted: whether a tier fills the entries, not a transfer.
-        policy: what inserts the keys: the pool's policy, or what that has for the open request that the call named.
-        stage: where it stands.
-        jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
+        policy: inserts the keys: the pool's policy, or its `for_request` if the call named an open request.
+        jobs: transfers that fill the entries; if aborted, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
     """
 
@@ -141,10 +139,10 @@ class ReservationRecord(_WithTransfers):
         return self.stage is not OPEN
 
     def raise_if_failed(self) -> None:
-        """Raise TransferError if it was aborted, or will be: what was read from its entries is not the keys' bytes."""
+        """Raise TransferError if it was aborted, or will be: bytes read from its entries are not those of its keys."""
         if self.any_failed or self.stage is ABORTED:
             raise TransferError(
-                f"the store of {len(self.keys)} keys that were pending when they were leased has failed: what was read "
+                f"the store of {len(self.keys)} keys that were pending when they were leased has failed: bytes read "
                 "from their slots must not be used"
             )
 
@@ -212,16 +210,16 @@ class EntryTable:
         return self.capacity - len(self.keys) + len(self.free)
 
     def originals(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The same keys, as the objects that `of` has where they have entries."""
+        """The same keys, as the objects in `of` where they have entries."""
         of, known = self.of, self.keys
         return [known[of[key]] or key if key in of else key for key in keys]
 
     # reservations -------------------------------------------------------------------------------------------------
 
     def allocate(self, record: ReservationRecord) -> None:
-        """Choose entries for the keys of a new record, neighbours if possible; changes nothing here.
+        """Choose entries for the keys of a new record, neighbours if possible. Changes nothing here.
 
-        Those of the record's victims first, then never-used ones, then free ones.
+        The entries of the record's victims come first, then entries never used, then free ones.
         """
         count, used = len(record.keys), len(self.keys)
         if record.evicted:
@@ -251,7 +249,7 @@ class EntryTable:
         self.writable.update(record.indices)  # what the transfer that fills them is checked against
 
     def withdraw(self, record: ReservationRecord) -> None:
-        """Undo `publish`: nothing has been written to the entries."""
+        """Undo `publish`: nothing was written to the entries."""
         of, pool_of = self.of, self.pool_of
         record.stage = ABORTED
         for key in record.keys:
@@ -264,7 +262,7 @@ class EntryTable:
         del pool_of[len(self.keys) :]
 
     def fill(self, record: ReservationRecord) -> None:
-        """Change what is derived from what `publish` has changed."""
+        """Change the state derived from the truth that `publish` changed."""
         keys, known, free = record.keys, self.keys, self.free
         for index in record.victim_indices:
             known[index] = None
@@ -288,9 +286,9 @@ class EntryTable:
         return [key for key, index, mine in zip(record.keys, found, record.indices, strict=True) if index == mine]
 
     def fulfil(self, record: ReservationRecord) -> tuple[list[bytes], list[int]]:
-        """Change what is derived when the entries of a record have been filled.
+        """Change derived state when the entries of a record have been filled.
 
-        Returns its keys that were not removed meanwhile, and their entries.
+        Returns the keys that were not removed meanwhile, and their entries.
         """
         of, pending, holds, writable, removed = self.of, self.pending, self.holds, self.writable, False
         indices = record.indices
@@ -312,7 +310,9 @@ class EntryTable:
         return mine, list(map(of.__getitem__, mine))
 
     def end(self, record: ReservationRecord, mine: list[bytes], held: bool) -> None:
-        """Change what is derived when a record has failed, its keys being `mine`; `held`: not the entries, yet."""
+        """Change derived state when a record has failed whose keys are `mine`. `held`: transfers may still write the
+        entries.
+        """
         pending, indices = self.pending, record.indices
         for key in mine:
             del pending[key]
@@ -323,14 +323,14 @@ class EntryTable:
     # holders ------------------------------------------------------------------------------------------------------
 
     def hold(self, lease: LeaseRecord) -> None:
-        """One holder more for each of its entries."""
+        """Each of its entries gets one more holder."""
         self.leases.add(lease)
         holds = self.holds
         for index in lease.held:
             holds[index] = holds.get(index, 0) + 1
 
     def release(self, indices: Collection[int]) -> None:
-        """One holder less for each of them; no repeats."""
+        """Each of these entries has one holder less; no repeats."""
         holds, doomed = self.holds, self.doomed
         for index in indices:
             count = holds[index]
@@ -358,7 +358,7 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
     """`keys` as a list of the cache's own.
 
     Raises:
-        LayoutError: no sequence of bytes, or one that repeats a key where that is not legal.
+        LayoutError: not a sequence of bytes; or a key is repeated, and `repeats` is False.
     """
     if type(keys) is not list and type(keys) is not tuple:
         if isinstance(keys, bytes | str):
@@ -377,24 +377,23 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
 
 
 def slot_numbers(indices: Sequence[int], num_groups: int, group: int) -> Int64Array:
-    """Entry `i` owns slot `i * num_groups + g` for group `g`."""
-    slots = np.array(indices, dtype=np.int64)
+    slots = np.array(indices, dtype=np.int64)  # entry `i` owns slot `i * num_groups + g` for group `g`
     return slots if num_groups == 1 else slots * num_groups + group
 
 
 def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:
-    """Have `abandoned` called with the weak reference when a handle becomes garbage before its record is settled."""
+    """Call `abandoned` with the weak reference if a handle becomes garbage before its record is settled."""
     reference = Watch(handle, abandoned)
     reference.record = record
     record.watch = reference
 
 
 class Completion(Protocol):
-    """What a cache needs of a transfer; `kvoffload.Job` has it."""
+    """A transfer as a cache sees it; `kvoffload.Job` is one."""
 
     @property
     def finished(self) -> bool:
-        """Whether it is known to have ended, successfully or not; does not ask the GPU."""
+        """Whether it is known to have ended, well or not. Does not ask the GPU."""
 
     @property
     def error(self) -> BaseException | None:
@@ -402,11 +401,11 @@ class Completion(Protocol):
 
     @property
     def done(self) -> bool:
-        """The same as `finished`, but asks the GPU."""
+        """As `finished`, but asks the GPU."""
 
     @property
     def lock(self) -> threading.RLock:
         """Its engine's."""
 
     def order_before(self, stream: Any) -> None:
-        """Make work queued on `stream` from now on start after it has ended."""
+        """Work queued on `stream` from now on starts after it has ended."""

@@ -31,40 +31,33 @@ if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.attaching import WriteName
     from kvoffload.cache.tiering.tier import Tier
 
-_MOST_INSERTS = 4096  # of one pool's policy: many small requests are inserted together, which takes less time
+MOST_INSERTS = 4096  # of one pool's policy: many small requests are inserted together, which takes less time
 
 
 class CacheIndex(KeyCache):
-    """The bookkeeping of a prefix cache whose bytes somebody else moves. Usable from any thread; a context manager.
+    """The bookkeeping of a prefix cache whose bytes you move yourself. Usable from any thread; a context manager.
 
-    With tiers it is for a host whose index is in one process, and whose engines are in others, one for each device:
-    their slots lie in memory that all of them map, such as `SharedSlots`. The caller reserves an entry, has the engines
-    store into that slot, and commits when all of them have; `acquire` holds the entries that they load. Keys that are
-    only in a tier are promoted into entries first, which a thread of the index does:
+    With tiers it serves a host whose index is in one process and whose engines are in others, one per device. Their
+    slots lie in memory that all processes map, such as `SharedSlots`. You reserve an entry, have the engines store into
+    that slot, and commit once all have; `acquire` holds the entries that they load. A thread of the index promotes keys
+    that only a tier has:
 
         with index.promote(keys, deadline=0.2) as promotion:
             hits = promotion.wait()                                    # or poll `promotion.done`
             lease = index.acquire(keys[:hits])
 
-    A record of a tier is one entry: its row of every pool, all or nothing.
+    A tier's record is one entry: its row of every pool, all or nothing.
 
     Args:
         capacity: keys that it holds, at most 2**32. With 0 every lookup misses, and every key is declined.
-        policy: what is evicted: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a function that takes the
-            capacity in keys and returns one. Above tiers "prefix" declines nothing: only what has an entry is written.
-        tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
-        store_after: a key is stored only once this many lookups have missed it; 0: at once.
-        max_load_blocks: `lookup` reports no more hits (a very long load delays all others of the link); None: all.
-        on_event: called with each `CacheEvent`, one at a time and in their order, outside the lock: at the end of a
-            call of the index, by the thread that makes that call; with tiers by a thread of theirs, too.
-        tiers: asked in this order, each for what those before have not brought; each gets what is written. They become
-            the index's own, and are closed with it. Empty: there are none, and what follows is not used.
+        policy, tenants, store_after, max_load_blocks, tiers, write, hung: as for `BlockCache`.
+        on_event: called with each `CacheEvent`, one at a time, in order, outside the lock: at the end of a call of the
+            index, in the thread that made the call; with tiers in a thread of the index, too.
         pools: the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for `Tier.attach`.
-            They stay mapped until `close` has returned True.
+            They must stay mapped until `close` has returned True.
         layout: 16 bytes that say what the rows of all pools mean; see `Tier.attach`.
-        write, hung: as for `BlockCache`.
-        seconds_per_key: what computing the blocks of a key takes: nothing is promoted that is expected to take longer,
-            going by the tier's speed as measured lately. None: everything is promoted.
+        seconds_per_key: how long computing the blocks of a key takes. Keys are not promoted if their tier, at its
+            latest measured speed, would take longer. None: all are promoted.
 
     Attributes:
         capacity, max_load_blocks: as given.
@@ -74,7 +67,7 @@ class CacheIndex(KeyCache):
     Raises:
         ValueError, TypeError: bad arguments.
         CapacityError: the memory for `capacity` keys cannot be allocated, or there are tiers and no entries.
-        LayoutError, and what else `Tier.attach` raises.
+        LayoutError: as `Tier.attach`; or `pools` do not fit `capacity`.
     """
 
     def __init__(
@@ -119,14 +112,15 @@ class CacheIndex(KeyCache):
         return self._records.keys
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
-        """Record that a request loads those of `keys` that are present. Policies count that use before its `touch`.
+        """Record that a request loads the keys that are present. Policies count that use before its `touch`.
 
         Args:
-            request: the open request: `keys` are its own from now on. Those that were before are not counted again.
+            request: the open request that loads them. The keys belong to it from now on; keys that it had before are
+                not counted again.
 
         Raises:
             LayoutError: `keys` is not a list of bytes.
-            ClosedError, ValueError, TypeError: `request` has ended, is of another cache, or no CacheRequest.
+            ClosedError, ValueError, TypeError: `request` has ended, is of another cache, or is not a CacheRequest.
         """
         checked = check_keys(keys)
         locked(self, lambda state: state.use(checked, None if request is None else record_of(request, state)))
@@ -134,8 +128,8 @@ class CacheIndex(KeyCache):
     describe = KeyCache._describe
 
     def status_below(self, key: bytes) -> Status:
-        """Whether a tier has a key that has no entry: HIT; PENDING if one would have to be asked, which `promote` does;
-        MISS if none has it, or none that may have it is used now. Never blocks; a hint.
+        """Whether a tier has a key that has no entry. HIT: one has it; PENDING: only asking a tier would tell, as
+        `promote` does; MISS: none has it, or the tiers that may have it are not used now. Never blocks; a hint.
         """
         askable = [] if self._tiers is None else [below for below in self._tiers.tiers if below.may_be_asked(key)]
         if any(below.local_index for below in askable):
@@ -145,19 +139,20 @@ class CacheIndex(KeyCache):
     def restore(
         self, keys: Sequence[bytes], entries: Int64Array, requests: Int64Array, *, tenants: Sequence[str] | None = None
     ) -> int:
-        """Fill an index that has held no key yet: each key is ready, at the entry given. For owners, after a restart.
+        """Fill an index that has not held a key yet: each key becomes ready at the entry given. For owners, after a
+        restart.
 
         Args:
-            keys: those of the oldest request first, and within a request in its order.
+            keys: the oldest request's first; within a request in its order.
             entries: int64, (keys,): different numbers below `capacity`.
             requests: int64, (keys,): the same number for keys of one request.
-            tenants: whose keys they are; a name that is none of this index's stands for "".
+            tenants: the tenant of each key; a name that this index does not know stands for "". None: all "".
 
         Returns:
-            How many keys there are now: of those of a tenant beyond its quota, the oldest are left out.
+            How many keys the index has now: where a tenant has more than its quota, its oldest are left out.
 
         Raises:
-            LayoutError, ValueError: an argument, or the index holds something; nothing has changed.
+            LayoutError, ValueError: a bad argument, or the index holds something; nothing has changed.
         """
         checked = check_keys(keys)
         return locked(self, lambda state: _restore(state, checked, entries, requests, tenants))
@@ -166,7 +161,7 @@ class CacheIndex(KeyCache):
 def _restore(
     state: CacheState, keys: list[bytes], entries: Int64Array, requests: Int64Array, tenants: Sequence[str] | None
 ) -> int:
-    """See `CacheIndex.restore`. Under the lock."""
+    """Under the lock."""
     table = state.table
     if table.pool_of or table.reservations:
         raise ValueError("restore needs an index that has held no key yet; make another one")
@@ -208,15 +203,15 @@ def _restore(
 
 
 def _insert(pool: Pool, keys: list[bytes], requests: Int64Array, mine: Int64Array) -> None:
-    """Have a policy know its keys: request by request, or, of many small requests, some at a time.
+    """Tell a pool's policy its keys: request by request, or several at a time if they are many and small.
 
-    Requests that are inserted together are given the latest first: what comes first in one call is evicted last.
+    Requests inserted together are given the latest first: in one call, the first keys are evicted last.
     """
     if not len(mine):
         return
     begins = np.r_[0, np.flatnonzero(np.diff(requests[mine])) + 1]  # of each request, among `mine`
     lengths = np.diff(np.r_[begins, len(mine)])
-    step = -(-len(begins) // _MOST_INSERTS)
+    step = -(-len(begins) // MOST_INSERTS)
     if step > 1:
         number = np.arange(len(begins))
         first = number // step * step

@@ -1,4 +1,4 @@
-"""KeyCache: what BlockCache and CacheIndex have in common: which keys are there, entries for them, tiers below."""
+"""KeyCache: the common part of BlockCache and CacheIndex: which keys are present, their entries, tiers below."""
 
 from __future__ import annotations
 
@@ -42,16 +42,12 @@ def _hits_from_truth(cache: KeyCache, requests: list[list[bytes]]) -> list[int]:
 class KeyCache:
     """The part of a prefix cache that moves no bytes between a device and the host. Usable from any thread.
 
-    Inside another call in the same thread (see `internal.nesting`) look-ups answer from the truth, and count nothing.
+    Look-ups made inside another call in the same thread (see `internal.nesting`) answer from the truth and count
+    nothing.
 
     Args:
-        capacity: keys that it holds.
-        policy, tenants, store_after, max_load_blocks, on_event: as for `CacheIndex`.
-        engine: what it asks before its calls; None: there is none.
-        below: the tiers that the class is about to attach; None: there are none.
-
-    Attributes:
-        capacity: as given.
+        engine: asked before each call whether it is usable; None: no engine.
+        below: the tiers that the class is about to attach; None: none.
     """
 
     _check_usable: Callable[[], None] | None = None  # before a call the engine is asked, and checks it
@@ -91,9 +87,11 @@ class KeyCache:
     # asking -------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys can be loaded, at most `max_load_blocks`. Counted as a request; not a use, see `touch`.
+        """How many leading keys can be loaded, at most `max_load_blocks`. Counts as a request, not as a use (see
+        `touch`).
 
-        Keys that are only in a tier do not count: see `promote`.
+        The first key that is not ready in a slot ends the count: a missing one, a pending one, or one that only a tier
+        has (see `promote`).
 
         Raises:
             LayoutError: `keys` is not a list of bytes.
@@ -104,7 +102,9 @@ class KeyCache:
         return self._lookup_many([check_keys(keys)])[0]
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """`lookup` for each of several requests; the cache does not change in between."""
+        """`lookup` for each of several requests, in one call: the cache does not change in between. Returns the hits of
+        each.
+        """
         if self._asks is not None:
             self._look()
         return self._lookup_many([check_keys(keys) for keys in requests])
@@ -125,16 +125,16 @@ class KeyCache:
         return hits
 
     def status(self, keys: Sequence[bytes]) -> list[Status]:
-        """For each key, whether it is missing, a hit or pending. Not counted; works with a closed engine, too."""
+        """For each key, whether it is missing, a hit or pending. Counts nothing; works with a closed engine, too."""
         if self._asks is not None:
             self._asks.advance()
         return self._records.status(check_keys(keys))
 
     def status_of(self, key: bytes) -> Status:
-        """Whether one key is missing, a hit or pending. Counted as `lookup([key])` is.
+        """Whether one key is missing, a hit or pending. Counts as `lookup([key])` does; `status` counts nothing.
 
-        A key is a HIT only if its bytes are in its entry. What is not a HIT counts as a miss in statistics and events;
-        a MISS, not a PENDING key, is one of the lookups that `store_after` asks for. `status` counts nothing.
+        A HIT means that the bytes are in the entry. MISS and PENDING count as a miss in statistics and events; only a
+        MISS counts towards `store_after`.
 
         Raises:
             LayoutError: `key` is not bytes.
@@ -176,12 +176,13 @@ class KeyCache:
             status = _HIT
             recorder.hits += 1
         if recorder.has_hook:
-            recorder.announce_lookup(key, status is _HIT)
+            recorder.announce("hit" if status is _HIT else "miss", (key,))
         return status
 
     def locate(self, keys: Sequence[bytes]) -> list[str]:
-        """Where each key is: "host" (can be loaded), "pending" (is being stored or promoted), the name of a tier, or
-        "missing"; "unknown" if a tier would have to be asked, which `promote` does. Never blocks; a hint.
+        """Where each key is: "host" (can be loaded), "pending" (being stored or promoted), the name of a tier, or
+        "missing"; "unknown" if only asking a tier would tell, as `promote` does. Never blocks. A hint: a tier may lose
+        the key.
         """
         statuses = self.status(checked := check_keys(keys))
         places = [_HOST if status is _HIT else _WAITS if status is _PENDING else _MISSING for status in statuses]
@@ -190,8 +191,9 @@ class KeyCache:
     # using --------------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Record that a request with these keys has ended: once per request, with all of its keys in their order, found
-        or not. So recency and frequency follow requests, not the order in which copies happened to complete.
+        """Record that a request with these keys has ended. Call it once per request, with all of its keys in order,
+        whether they were found or not: recency and frequency then follow requests, not the order in which copies
+        completed.
         """
         used = check_keys(keys)
         if len(used) > 1 and len(frozenset(used)) < len(used):
@@ -201,7 +203,7 @@ class KeyCache:
             self._tiers.post(tuple(keys))
 
     def open_request(self, *, tenant: str = "") -> CacheRequest:
-        """A handle for a request that stores and loads its keys in pieces: see `CacheRequest`.
+        """Open a request that stores and loads its keys in pieces: see `CacheRequest`.
 
         Raises:
             ValueError: the cache has no such tenant.
@@ -222,27 +224,27 @@ class KeyCache:
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> Reservation:
-        """Reserve entries for those keys that are neither present nor pending. (`BlockCache.store` also copies.)
+        """Reserve entries for the keys that are neither present nor pending. (`BlockCache.store` also copies.)
 
-        Free entries are used first, then keys are evicted: none of `keys`, and none that is pending or leased. If there
-        are too few entries for all missing keys, the first ones get them and the others are declined. The caller fills
-        the slots `reservation.slots(group)` of every group, by `engine.store`, through `engine.slots` or otherwise, and
-        then calls `reservation.commit(job)` or `abort()`.
+        Free entries are used first. Then keys are evicted, but none of `keys`, and none that is pending or leased. If
+        there are too few entries, the first missing keys get them and the others are declined. You then fill
+        `reservation.slots(group)` of every group, by `engine.store`, through `engine.slots` or otherwise, and call
+        `reservation.commit(job)` or `abort()`.
 
         Args:
-            keys: bytes, no repeats, in the order of the request: each needs those before it. May be a whole request's
-                keys: what is present is skipped, and kept.
+            keys: bytes, no repeats, in the order of the request: each needs the ones before. May be all keys of the
+                request: present ones are skipped, and kept.
             tenant: whose quota and priority they have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
-            request: the open request that these are keys of, the new ones or more; the tenant is the request's.
+            request: the open request that the keys belong to: its new keys, or more. The tenant is the request's.
 
         Raises:
-            CapacityError: `all_or_nothing`, and a missing key would be declined.
+            CapacityError: with `all_or_nothing`, a missing key would be declined.
             LayoutError: `keys` repeats a key, or is not a list of bytes.
-            ValueError: the cache has no such tenant; or its policy chose keys that must not be evicted; or `request` is
-                of another cache, or of another tenant than `tenant`.
+            ValueError: the cache has no such tenant; its policy chose keys that must not be evicted; or `request` is of
+                another cache, or of another tenant than `tenant`.
             ClosedError: the engine is closed, or `request` has ended.
-            Nothing has changed in any of these cases.
+            In all these cases nothing has changed.
         """
         if self._asks is not None:
             self._asks.advance()
@@ -266,11 +268,11 @@ class KeyCache:
 
         Args:
             keys: bytes; repeats are legal.
-            pending: also take keys that are pending, if the transfers that fill them have been submitted. Then call
-                `lease.order_before(stream)` before work on `stream` reads the slots; or `lease.wait`.
+            pending: also take pending keys, if the transfers that fill them were submitted. Before work on `stream`
+                reads the slots, call `lease.order_before(stream)`, or `lease.wait()`.
 
         Raises:
-            MissingKeyError: a key is absent or not ready. Nothing has changed.
+            MissingKeyError: a key is absent or not ready; nothing has changed.
         """
         if self._asks is not None:
             self._asks.advance()
@@ -283,14 +285,14 @@ class KeyCache:
     ) -> Promotion:
         """Bring leading keys from tiers into entries, as many as come in time. Returns at once.
 
-        Call it for what is about to run: each promotion takes entries. Keys that have entries already are held there.
-        Statistics and events count it, once it has ended, as a `lookup` that found what it has made ready: so call one
-        of the two for a request. Without tiers it has ended when this returns, with the leading keys that are ready.
+        Call it for requests that are about to run, since each promotion takes entries. Keys already in entries are held
+        there. When it ends, statistics and events count it as a `lookup` that found the keys it made ready; so call one
+        of the two per request. Without tiers it has ended on return, with the leading keys that are ready.
 
         Args:
             keys: bytes, no repeats, in the order of a request; may be all of its keys.
-            deadline: seconds from now, after which no more is waited for; None: no limit. Half of what is left when a
-                tier is asked is kept for the tiers after it that may have the same keys.
+            deadline: seconds from now, after which it ends with the keys that came; None: no limit. A tier gets half of
+                the time left if tiers after it may have the same keys.
             tenant: whose quota and priority the promoted keys have.
             counted: whether it counts as a lookup of its keys; False for a host that looks them up by `status_of`.
 
@@ -298,6 +300,7 @@ class KeyCache:
             LayoutError: `keys` repeats a key, or is not a list of bytes.
             ValueError: the cache has no such tenant; `deadline` is not above 0.
             ClosedError: the cache or its engine is closed.
+            RuntimeError: called inside another call of the cache, by a policy for example.
         """
         from kvoffload.cache.tiering.promotion import Promotion, PromotionRecord
 
@@ -318,22 +321,22 @@ class KeyCache:
         return Promotion(record, tiers, self._load_after)
 
     def _load_after(self, promotion: Promotion, blocks: Any, after: Any, parts: Any) -> ChainedLoad:
-        """See `Promotion.load`."""
         del blocks, after, parts
         raise TypeError(f"{promotion!r} is of an index, which copies nothing: acquire its keys, and load their slots")
 
     def tier_statistics(self) -> list[CacheTierStatistics]:
-        """What has been done with each tier so far; never blocks."""
+        """For each tier in order, counts of the work that the cache has given it. Never blocks."""
         if self._asks is not None:
             self._asks.check_process()
         return [] if self._tiers is None else self._tiers.statistics()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until what is to be written so far is in the tiers, durable where a tier is.
+        """Wait until the keys chosen so far are written to the tiers, durably if a tier is durable.
+
+        Keys that a tier does not take, because it fails or is full, are left out.
 
         Returns:
-            Whether it is, within `timeout` seconds; what a tier has not taken, since it fails or is full, left out.
-            Without tiers: True.
+            False if `timeout` seconds have passed first, or a tier could not drain. Without tiers: True.
 
         Raises:
             ClosedError: the cache or its engine is closed.
@@ -344,47 +347,48 @@ class KeyCache:
     def remove(self, keys: Sequence[bytes], *, below: bool = True) -> int:
         """Remove keys: from now on they are missing here, and durably in the tiers, whatever is going on with them.
 
-        An entry that a lease or a transfer uses becomes free when that has ended; a pending key's, when its reservation
-        has been committed or aborted.
+        An entry that a lease or transfer uses becomes free when that ends; the entry of a pending key, when its
+        reservation is committed or aborted.
 
         Args:
             below: also from the tiers.
 
         Returns:
-            How many of them were present or pending here.
+            How many keys were present or pending here.
 
         Raises:
-            TierError: a tier failed, or did not answer within 60 seconds: it may have them still. The cache has not.
+            TierError: a tier failed, or did not answer within 60 seconds, so it may still have them. The cache does
+                not.
             ClosedError: the cache has tiers, and it or its engine is closed.
         """
         return self._remove_from_all(list(dict.fromkeys(check_keys(keys))), below)
 
     def clear(self, *, below: bool = True) -> int:
-        """Remove all keys, as `remove` does. Other processes that share a tier lose its records, too."""
+        """Remove all keys, as `remove` does. Processes that share a tier lose its records, too."""
         return self._remove_from_all(None, below)
 
     def _remove_from_all(self, keys: list[bytes] | None, below: bool) -> int:
+        """`keys`: no repeats; None: all."""
         if flag("below", below) and self._tiers is not None:
             self._check_open()
             return self._tiers.remove(keys, lambda: self._remove_from_all(keys, False))
         if self._asks is not None:
             self._asks.advance()
-        return self._remove(keys)
 
-    @guarded
-    def _remove(self, keys: list[bytes] | None) -> int:
-        """`keys`: no repeats; None: all."""
-        of = self._state.table.of
-        gone = list(of) if keys is None else list(filter(of.__contains__, keys))
-        self._state.remove(gone)
-        return len(gone)
+        def step(state: CacheState) -> int:
+            of = state.table.of
+            gone = list(of) if keys is None else list(filter(of.__contains__, keys))
+            state.remove(gone)
+            return len(gone)
+
+        return locked(self, step)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Give up promotions and writes that have not begun, and close the tiers. Nothing else is closed. Idempotent.
+        """Give up promotions and writes that have not begun, and close the tiers. The engine stays open. Idempotent.
 
         Returns:
-            Whether it has all ended within about `timeout` seconds; else calls of a tier hang, and their entries stay
-            kept from other keys, and must stay mapped, until they have returned. Without tiers: True.
+            Whether everything ended within about `timeout` seconds. If False, calls of a tier hang; their entries are
+            kept from other keys, and must stay mapped, until those calls return. Without tiers: True.
         """
         foreign = self._asks is not None and self._asks.devices[0].foreign  # the threads are in the parent
         return self._tiers is None or foreign or self._tiers.close(timeout)
@@ -398,16 +402,17 @@ class KeyCache:
     # looking ------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> CacheStatistics:
-        """Counts now and since the cache was created."""
+        """Counts since the cache was created, and how many keys it holds now."""
         if self._asks is not None:
             self._asks.advance()
         return self._records.statistics()
 
     def check(self) -> None:
-        """Verify that derived state, and what each policy knows, agree with the truth (see GLOSSARY); meant for tests.
+        """Verify that derived state, and the keys that each policy knows, agree with the truth (see GLOSSARY). For
+        tests.
 
         Raises:
-            AssertionError: it does not; the message says where.
+            AssertionError: they do not; the message says where.
         """
         if self._asks is not None:
             self._asks.advance()
@@ -459,23 +464,19 @@ class KeyCache:
 def leading(table: EntryTable, keys: list[bytes]) -> int:
     """How many leading keys have entries.
 
-    Keys that were stored together mostly have adjacent entries: comparing them in order costs a fifth of looking up
-    each in a large dictionary (`kvoffload bench cache`), where nearly every step misses the CPU's caches.
+    Keys stored together mostly have adjacent entries. Comparing those in order costs a fifth of looking up each key in
+    a large dictionary (`kvoffload bench cache`), where nearly every step misses the CPU's caches.
     """
     found, compared = 0, 2 * _FEW
     while found < len(keys):
         index = table.of.get(keys[found])
         if index is None:
             return found
-        together = _together(table, index, keys[found : found + compared])
+        asked = keys[found : found + compared]
+        there = table.keys[index : index + len(asked)]
+        together = len(asked) if there == asked else len(list(takewhile(bool, map(eq, there, asked))))
         found += together
         if together < _FEW:
             break
         compared = 2 * together  # so that many short ranges cost no more than one long one
     return found + len(list(takewhile(table.of.__contains__, keys[found:])))
-
-
-def _together(table: EntryTable, index: int, keys: list[bytes]) -> int:
-    """How many of these keys, from the first, have the entries from `index` on."""
-    there = table.keys[index : index + len(keys)]
-    return len(keys) if there == keys else len(list(takewhile(bool, map(eq, there, keys))))

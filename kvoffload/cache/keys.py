@@ -1,7 +1,7 @@
 """Keys of a prefix cache: digests of token ids, chained, the same in every process and on every machine.
 
-A key says what the model has seen up to the end of its blocks, and what the stored bytes mean. docs/keys.md has the
-byte layout, to compute the same keys in another language, and test vectors.
+A key names the tokens that the model has seen up to the end of its blocks, and the meaning of the stored bytes.
+docs/keys.md has the byte layout, so that you can compute the same keys in another language, and test vectors.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _TOKEN_BYTES = 4
 def chain_keys(
     token_ids: Any, *, layout: KVLayout | ShardedLayout, salt: str, extra: bytes = b"", parent: bytes | None = None
 ) -> list[bytes]:
-    """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens; tokens after the last full group of
-    so many get no key.
+    """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens. Tokens after the last full key get
+    none.
 
-    Each key covers all tokens from the first one to the end of its group. So two sequences share the keys of the groups
-    in their common prefix, and no later ones. Another layout, salt or extra changes every key.
+    Each key covers all tokens from the first to the end of its own. So two sequences share exactly the keys of their
+    common prefix. Another layout, salt or extra changes every key.
 
     Args:
         token_ids: anything numpy turns into a 1-D integer array, values in `[0, 2**32)`. Its dtype does not matter.
-        layout: the layout of the engine, `engine.layout`, of a ShardedEngine too. `layout.fingerprint` goes into every
-            key; addresses, strides and numbers of blocks do not.
-        salt: what else the bytes depend on, and who may share them: model and revision, adapter, rank among the
-            GPUs that split the model, tenant. Any string; "" is allowed.
+        layout: the engine's, `engine.layout`, also of a ShardedEngine. Its `fingerprint` goes into every key;
+            addresses, strides and numbers of blocks do not.
+        salt: everything else that the bytes depend on, and who may share them: model and revision, adapter, rank among
+            the GPUs that split the model, tenant. Any string, "" too.
         extra: like `salt`, but bytes, for digests of images and adapters. Hash long ones yourself.
-        parent: to extend a chain without hashing it again: the last key of the tokens before these. With the other
-            arguments unchanged, the result is what one call with all tokens returns after that key.
+        parent: extends a chain without hashing it again: the last key of the tokens before these. With the other
+            arguments unchanged, you get the keys that one call with all tokens returns after `parent`.
 
     Returns:
         Keys of 16 bytes, in the order of the tokens.
@@ -74,7 +74,7 @@ def chain_keys(
 
 
 def _root(layout: KVLayout | ShardedLayout, salt: str, extra: bytes) -> bytes:
-    """The digest of everything but tokens; the length of each field comes before it, so no two read the same."""
+    """The digest of everything but tokens. Each field's length comes before it, so that no two messages are equal."""
     if not isinstance(layout, KVLayout | ShardedLayout):
         raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
     if not isinstance(salt, str):
@@ -93,13 +93,13 @@ def as_tokens(token_ids: Any) -> Int64Array:
         return as_ids("token_ids", token_ids, _TOKEN_LIMIT)
     except LayoutError as error:
         raise ValueError(
-            f"{_culprit(token_ids) or error}; token_ids must be one sequence of integers in [0, 2**32), and what is no "
-            "token goes into extra"
+            f"{_culprit(token_ids) or error}; token_ids must be one sequence of integers in [0, 2**32); pass anything "
+            "else as extra"
         ) from None
 
 
 def _culprit(token_ids: Any) -> str | None:
-    """The first value that is no token id, in words; None if there is none, or no telling."""
+    """The first value that is not a token id, in words; None if none is found."""
     try:
         len(token_ids)  # has an end
         for position, value in enumerate(token_ids):

@@ -18,12 +18,11 @@ class RequestRecord:
     """The index's record of an open request.
 
     Attributes:
-        owner: whose it is, the state of an index.
-        tenant: as given.
-        keys: all keys given with it so far, in the order in which they came first.
-        notes: by number of pool, what that pool's policy remembers of the request; see `Policy.for_request`.
+        owner: the state of its index.
+        keys: all keys given with it so far, in the order in which they first came.
+        notes: by pool number, the notes of that pool's policy on the request; see `Policy.for_request`.
         ended: whether no call may name it any more.
-        on_end: is called with its keys when it has ended well, outside the lock; None: nothing is.
+        on_end: called with its keys when it has ended well, outside the lock; None: no call.
     """
 
     __slots__ = ("ended", "keys", "notes", "on_end", "owner", "tenant")
@@ -37,24 +36,24 @@ class RequestRecord:
         self.ended = False
 
     def tenant_of_call(self, tenant: str) -> str:
-        """The tenant of a call that names this request and `tenant`.
+        """The request's tenant, for a call that names the request and `tenant`.
 
         Raises:
-            ValueError: the call names another tenant than the request's.
+            ValueError: `tenant` is another one.
         """
         if tenant not in ("", self.tenant):
-            raise ValueError(f"tenant must be {self.tenant!r}, that of the request, or left out, got {tenant!r:.80}")
+            raise ValueError(f"tenant must be the request's, {self.tenant!r}, or left out, got {tenant!r:.80}")
         return self.tenant
 
 
 class Pool:
-    """Keys that one policy orders: those of a tenant with a quota, or all others of one priority.
+    """Keys that one policy orders: those for a tenant with a quota, or all others at one priority.
 
     Attributes:
         number: in `Pools.all`.
-        policy: what orders the keys.
-        stale: a call that changes the policy has begun and has not returned: what the policy knows may be wrong.
-        selective: whether the policy is asked, or a quota applies, also where there is room.
+        policy: orders the keys.
+        stale: a call that changes the policy has begun and has not returned: the policy's keys may be wrong.
+        selective: whether the policy is asked, or a quota applies, even where there is room.
     """
 
     def __init__(
@@ -69,13 +68,13 @@ class Pool:
         self.selective = policy.declines_with_room or max_blocks is not None
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
-        """What is called for the keys of an open request."""
+        """Called in place of `policy` for the keys of an open request."""
         return self.policy.for_request(request.notes.setdefault(self.number, {}))
 
     def within_quota(
         self, newcomers: list[bytes], present: Iterable[bytes], number_of: Callable[[bytes], int | None]
     ) -> list[bytes]:
-        """Those of a request's new keys, from the first, that fit in the quota with those present, which stay."""
+        """The first of a request's new keys that fit in the quota, if its `present` keys stay."""
         if self.max_blocks is None:
             return newcomers
         kept = sum(number_of(key) == self.number for key in present)
@@ -84,8 +83,7 @@ class Pool:
     def restore(self, keys: list[bytes]) -> None:
         """Make the policy know exactly these resident keys, after an exception.
 
-        There are three cases:
-        1. No call was interrupted: what the policy does not know yet is inserted or removed.
+        1. No call was interrupted: keys that differ are inserted or removed.
         2. A call was interrupted, and the pool can create a policy: a new one gets the keys.
         3. A call was interrupted, and the policy is the caller's own object: it is reset.
         A policy that cannot be created, or does not know the keys afterwards, is replaced by LRU, with a warning.
@@ -101,7 +99,18 @@ class Pool:
                 self.policy.insert([key for key in keys if key not in known])
             self.stale = False
             return
-        policy, fault = self._renewed(keys)
+        policy, fault = self.policy, None
+        try:
+            if self._make is None:
+                policy.reset(keys)
+            else:
+                policy = self._make()
+                if keys:
+                    policy.insert(keys)
+            if len(policy) != len(keys) or set(policy) != set(keys):
+                fault = f"it knows {len(policy)} keys and should know {len(keys)}"
+        except Exception as error:  # noqa: BLE001  # a policy of the caller's
+            fault = repr(error)
         if fault is not None:
             self._make, policy = LRU, LRU()
             policy.insert(keys)
@@ -114,22 +123,6 @@ class Pool:
                 stacklevel=2,
             )
 
-    def _renewed(self, keys: list[bytes]) -> tuple[Policy, str | None]:
-        """A policy that knows exactly these keys, and None; or why there is none."""
-        policy = self.policy
-        try:
-            if self._make is None:
-                policy.reset(keys)
-            else:
-                policy = self._make()
-                if keys:
-                    policy.insert(keys)
-            if len(policy) != len(keys) or set(policy) != set(keys):
-                return policy, f"it knows {len(policy)} keys and should know {len(keys)}"
-        except Exception as error:  # noqa: BLE001  # a policy of the caller's
-            return policy, repr(error)
-        return policy, None
-
 
 Victims = list[tuple[Pool, list[bytes]]]
 
@@ -138,8 +131,8 @@ class Space(NamedTuple):
     """Where a request's new keys go.
 
     Attributes:
-        admitted: how many of them, from the first, are stored.
-        victims: what is evicted for them, by pool.
+        admitted: how many of the new keys, from the first, are stored.
+        victims: the keys evicted for them, by pool.
         short: whether others are declined because too few entries are free or may be evicted.
     """
 
@@ -193,7 +186,7 @@ class Pools:
         """The pool of a tenant's keys.
 
         Raises:
-            ValueError: the cache has no tenant of that name.
+            ValueError: the cache has no such tenant.
         """
         pool = self.by_tenant.get(tenant) if isinstance(tenant, str) else None
         if pool is None:
@@ -202,7 +195,7 @@ class Pools:
         return pool
 
     def split(self, keys: list[bytes], number_of: Callable[[bytes], int | None]) -> list[tuple[Pool, list[bytes]]]:
-        """Keys by the pool that knows them; those that none knows go with the key before them."""
+        """Keys by the pool that knows them; unknown keys go with the key before them."""
         if len(self.all) == 1:
             return [(self.all[0], keys)]
         mine: dict[int, list[bytes]] = {}
@@ -216,9 +209,9 @@ class Pools:
     def make_space(
         self, pool: Pool, own_policy: RequestPolicy, newcomers: Sequence[bytes], free: int, protected: Protected
     ) -> Space | None:
-        """Find entries for new keys of a pool where `free` hold nothing; None if too few can be had. Changes nothing.
+        """Find entries for new keys of a pool, where `free` hold nothing; None if there are too few. Changes nothing.
 
-        Keys of lower priorities go first, then those of the pool with the most keys among those of the same priority.
+        Keys of lower priorities go first; among the pools of one priority, the one with the most keys gives first.
         """
         if len(self.all) == 1 and pool.max_blocks is None:
             room = own_policy.make_room(newcomers, free, protected)
@@ -252,10 +245,10 @@ class Pools:
         return Space(own.admitted, [(each, mine) for each, mine in [(pool, own.victims), *taken] if mine])
 
     def most_newcomers(self, pool: Pool, free: int, protected: Iterable[int]) -> int:
-        """How many new keys of a pool find entries where `free` hold nothing and keys of these pools have to stay.
+        """How many new keys of a pool find entries, where `free` hold nothing and some keys have to stay.
 
         Args:
-            protected: the number of its pool, for each key that has to stay.
+            protected: for each key that has to stay, its pool's number.
         """
         movable = [len(each.policy) for each in self.all]
         for number in protected:
@@ -267,7 +260,7 @@ class Pools:
         return max(0, most)
 
     def check(self, keys: Sequence[bytes], number_of: Callable[[bytes], int | None]) -> None:
-        """Raise AssertionError unless each policy knows exactly its keys of these, and quotas are kept."""
+        """Raise AssertionError unless each policy knows exactly its own among these keys, and quotas are kept."""
         for pool in self.all:
             mine = {key for key in keys if number_of(key) == pool.number}
             assert not pool.stale, "no policy is left half changed"
@@ -281,7 +274,7 @@ class Pools:
 
 
 def most_victims(policy: Policy, count: int, protected: Protected) -> list[bytes]:
-    """Up to `count` victims: fewer if no more may be evicted."""
+    """`count` victims, or as many as may be evicted."""
     count = min(count, len(policy))
     victims = policy.victims(count, protected)
     if victims is None:
@@ -297,13 +290,13 @@ class Tenant:
     """The share of a cache that the keys of one tenant, model or adapter may take.
 
     Attributes:
-        max_blocks: keys that may be resident or pending at a time; None: as many as fit. What goes beyond is declined
-            or displaces keys of the same tenant.
-        priority: keys of a lower priority are evicted first, and never for keys of a lower one than their own. Keys
-            stored without naming a tenant have priority 0, unless `tenants` has an entry for "".
+        max_blocks: the most keys, resident or pending, at a time; None: as many as fit. More are declined, or displace
+            keys of the same tenant.
+        priority: keys of a lower priority are evicted first. A key never displaces one of a higher priority. Keys
+            stored without a tenant have priority 0, unless `tenants` has an entry for "".
 
     Raises:
-        ValueError, TypeError: `max_blocks` is less than 1, or a value is no integer.
+        ValueError, TypeError: `max_blocks` is less than 1, or a value is not an integer.
     """
 
     max_blocks: int | None = None
@@ -317,9 +310,10 @@ class Tenant:
 
 
 class ReuseFilter:
-    """Counts lookups of keys that are missing: a key is worth storing after `store_after` of them.
+    """Counts lookups of missing keys: a key is worth storing after `store_after` of these.
 
-    Remembers as many keys as the cache holds, at least 16,384, and forgets those first that were not asked for longest.
+    Remembers as many keys as the cache holds, at least 16,384. The key that was not asked for longest is forgotten
+    first.
     """
 
     def __init__(self, store_after: int, capacity: int) -> None:
@@ -328,7 +322,7 @@ class ReuseFilter:
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """These keys, missing, were looked up."""
+        """Count a lookup of these missing keys."""
         if not self.store_after:
             return
         for key in keys:
@@ -338,7 +332,7 @@ class ReuseFilter:
             self._seen.popitem(last=False)
 
     def passing(self, keys: list[bytes]) -> list[bytes]:
-        """Those of them that are worth storing."""
+        """The keys that are worth storing."""
         if not self.store_after:
             return keys
         return [key for key in keys if self._seen.get(key, 0) >= self.store_after]

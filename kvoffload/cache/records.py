@@ -1,4 +1,4 @@
-"""Records: the calls of an index whose results are records, for handles, tiers, and hosts without handles.
+"""Records: an index's calls in terms of records, for handles, tiers, and hosts without handles.
 
 A call (`guarded`) takes the lock, brings the state up to date, and reports events at the end.
 """
@@ -32,11 +32,11 @@ _R = TypeVar("_R")
 
 
 class Owner(Protocol):
-    """What has guarded methods.
+    """An object with guarded methods.
 
     Attributes:
-        _state: what they change, under its lock.
-        _check_usable: is called before the lock is taken, and may raise; None: nothing is called.
+        _state: they change it, under its lock.
+        _check_usable: called before the lock is taken, and may raise; None: no call.
     """
 
     _state: CacheState
@@ -53,12 +53,14 @@ def refuse(owner: Owner, argument: object) -> Any:
 
 
 def end_later(owner: Owner, record: Record) -> None:
-    """Have the next call of the cache end a record."""
+    """The next call of the cache ends the record."""
     owner._state.abandoned.append(record)
 
 
 def from_truth(answer: Callable[[_O, _A], _R]) -> Callable[[_O, _A], _R]:
-    """Answer in the middle of another call, unless a policy asks: that call is changing it, or follows its advice."""
+    """Answer in the middle of another call; refuse if a policy asks, since that call is changing it, or follows its
+    advice.
+    """
 
     def nested(owner: _O, argument: _A) -> _R:
         state = owner._state
@@ -70,16 +72,16 @@ def from_truth(answer: Callable[[_O, _A], _R]) -> Callable[[_O, _A], _R]:
 
 
 def guarded(step: Callable[[_O, _A], _R], nested: Callable[[Any, Any], _R] = refuse) -> Callable[[_O, _A], _R]:
-    """Make a call of the cache of a method. Public calls check their arguments, and then make one guarded call.
+    """Make a method a call of the cache. Public calls check their arguments, and then make one guarded call.
 
-    The step has one argument: `*arguments, **options` cost a call 0.14 us more (Python 3.11, in a loop). It runs under
-    the lock, with `state.working` set and the state up to date. What it proposes (`CacheState.propose`) is abandoned if
-    an exception leaves the call, whether it comes out of the step, out of a hook of `notify`, or from a signal at any
-    point.
+    The step takes one argument: `*arguments, **options` cost a call 0.14 us more (Python 3.11, in a loop). It runs
+    under the lock, with `state.working` set and the state up to date. If an exception leaves the call, out of the step,
+    out of a hook of `notify`, or from a signal at any point, the record that the step proposed (`CacheState.propose`)
+    is abandoned.
 
     Args:
-        nested: is called in place of the step if a call in the same thread has not returned, of this cache or of
-            anything that shares its lock. The state is then in the middle of a change: it may read the truth alone.
+        nested: called in place of the step if a call in the same thread has not returned, of this cache or of anything
+            that shares its lock. The state is then in the middle of a change: `nested` may read only the truth.
     """
 
     @wraps(step)
@@ -122,11 +124,11 @@ locked: _GivesState = guarded(_given_the_state)  # type: ignore[assignment]  # m
 """`locked(self, step)`: a guarded call of a function of the state, where a tenth of a microsecond does not matter."""
 
 reading: _GivesState = guarded(_given_the_state, nested=_given_the_state)
-"""The same for a function that reads the truth alone (see `entries`): it also answers in the middle of another call."""
+"""The same for a function that reads only the truth (see `entries`): it also answers inside another call."""
 
 
 def unready(table: EntryTable) -> list[ReservationRecord]:
-    """Reservations in whose entries the bytes are not known to be, by the truth alone."""
+    """Reservations whose entries may not hold their bytes yet, judged by the truth alone."""
     return [record for record in list(table.reservations) if record.stage is not Stage.COMMITTED]
 
 
@@ -141,8 +143,8 @@ def statuses_from_truth(owner: Owner, keys: list[bytes]) -> list[Status]:
 class Records:
     """The reservations and leases of an index as records, whose owner says when they end. Usable from any thread.
 
-    A record that a call adds to the caller's list is there before anything is held for it, so that an interrupt does
-    not lose it. Keys are not checked here: a list of bytes, without repeats.
+    A call adds its record to the caller's list before it holds anything for it, so that an interrupt does not lose the
+    record. Keys are not checked here: a list of bytes, without repeats.
     """
 
     def __init__(self, state: CacheState, check_usable: Callable[[], None] | None) -> None:
@@ -157,18 +159,14 @@ class Records:
 
     @partial(guarded, nested=statuses_from_truth)
     def status(self, keys: list[bytes]) -> list[Status]:
-        """See `CacheIndex.status`."""
         of, pending = self._state.table.of, self._state.table.pending
         return [Status.MISS if key not in of else Status.PENDING if key in pending else Status.HIT for key in keys]
 
     @property
     def keys(self) -> list[bytes]:
-        """All keys, ready or pending."""
         return reading(self, lambda state: list(state.table.of))
 
     def statistics(self) -> CacheStatistics:
-        """See `CacheIndex.statistics`."""
-
         def step(state: CacheState) -> CacheStatistics:
             table = state.table
             pending = sum(len(table.still_mine(record)) for record in unready(table))
@@ -186,8 +184,8 @@ class Records:
         """`load(keys, request)` and `reserve(keys, request=request)` of an index, in one call.
 
         Args:
-            given: the keys; the list that gets the record; the open request. `commit`, `abort` or `abandon` ends the
-                record.
+            given: the keys; the list that gets the record; the open request. End the record by `commit`, `abort` or
+                `abandon`.
         """
         keys, kept, opened = given
         state = self._state
@@ -199,14 +197,11 @@ class Records:
 
     @guarded
     def commit(self, record: ReservationRecord) -> None:
-        """See `Reservation.commit`."""
         if record.stage is not OPEN:
             check_open(record)
         self._state.settle(record, True)
 
     def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
-        """See `Reservation.commit`, with jobs."""
-
         def step(state: CacheState) -> None:
             check_open(record)
             state.submitted(record, jobs, in_order=False)
@@ -216,12 +211,12 @@ class Records:
 
     @partial(guarded, nested=end_later)
     def abort(self, record: ReservationRecord) -> None:
-        """See `Reservation.abort`. Called inside another call of the index, it takes effect at the next call."""
+        """Called inside another call of the index, it takes effect at the next call."""
         check_open(record)
         self._state.settle(record, well=False)
 
     def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
-        """Make its key missing at once; its entry is free when `jobs`, which may write it, have ended."""
+        """Make its key missing at once. Its entry is free when `jobs`, which may write it, have ended."""
 
         def step(state: CacheState) -> None:
             check_open(record)
@@ -236,7 +231,7 @@ class Records:
 
     @partial(guarded, nested=lambda *_: None)
     def settle_ended(self, _: None) -> None:
-        """Settle what waits for transfers that have ended, and report events. Inside another call it does nothing."""
+        """Settle records whose transfers have ended, and report events. Inside another call it does nothing."""
 
     # leases and requests ------------------------------------------------------------------------------------------
 
@@ -245,8 +240,8 @@ class Records:
         """`acquire(keys)` and `load(used, request)` of an index, in one call.
 
         Args:
-            given: the keys; the list that gets the record; the open request, and `used`: the keys in the order in which
-                it uses them. `release` or `abandon` ends the record.
+            given: the keys; the list that gets the record; the open request; and `used`: the keys in the order in which
+                the request uses them. End the record by `release` or `abandon`.
 
         Raises:
             MissingKeyError: as `acquire`; nothing has changed.
@@ -261,12 +256,11 @@ class Records:
 
     @guarded
     def acquire(self, given: tuple[list[bytes], bool]) -> Lease:
-        """`keys, pending`: see `CacheIndex.acquire`."""
+        """`given`: keys, pending."""
         return self.begin_lease(*given)
 
     @guarded
     def touch(self, used: list[bytes]) -> None:
-        """See `CacheIndex.touch`."""
         self._state.touch(used)
 
     @guarded
@@ -277,12 +271,12 @@ class Records:
 
     @partial(guarded, nested=end_later)
     def release(self, record: LeaseRecord) -> None:
-        """See `Lease.release`. Called inside another call of the index, it takes effect at the next call."""
+        """Called inside another call of the index, it takes effect at the next call."""
         self._state.end(record)
 
     @guarded
     def end_request(self, record: RequestRecord) -> bool:
-        """See `CacheRequest.end`. Returns whether it had not ended before."""
+        """Returns whether this call has ended it."""
         if record.ended:
             return False
         record.ended = True
@@ -293,10 +287,11 @@ class Records:
 
     @guarded
     def reserve_each(self, given: tuple[list[bytes], str]) -> list[ReservationRecord]:
-        """Reserve entries for `keys, tenant`, with a record for each key that gets one, in the order of the keys.
+        """Reserve entries for `keys, tenant`, with one record for each key that gets an entry, in the order of the
+        keys.
 
-        `commit` or `abort_after` ends each. For a thread that no signal handler interrupts: an interrupt would leave
-        keys pending for ever.
+        End each by `commit` or `abort_after`. Only for a thread that no signal handler interrupts: an interrupt would
+        leave keys pending for ever.
         """
         keys, tenant = given
         state = self._state
@@ -313,9 +308,9 @@ class Records:
 
     @guarded
     def hold_ready(self, given: tuple[list[bytes], bool]) -> tuple[list[Status | None], Lease | None]:
-        """Of each key its status; None if it is pending and becomes ready, or missing, without a call of the cache.
+        """The status of each key; None if it is pending, and will be ready or missing without a call of the cache.
 
-        With `hold`, those that are ready are held by the lease, so that nothing evicts them; None: there is none.
+        With `hold`, the lease holds the ready keys, so that nothing evicts them; None: no key is ready.
         """
         keys, hold = given
         of, pending = self._state.table.of, self._state.table.pending
@@ -331,7 +326,7 @@ class Records:
     def commit_and_hold(self, given: tuple[list[ReservationRecord], bool]) -> tuple[list[bool], Lease | None]:
         """Make the keys of records from `reserve_each` hits, unless they were removed meanwhile.
 
-        Returns whether each was not; with `hold`, those that were not are held by the lease.
+        Returns for each key whether it is a hit; with `hold`, the lease holds the hits.
         """
         records, hold = given
         state, mine, ready = self._state, list[bool](), list[bytes]()
@@ -358,7 +353,7 @@ class Records:
 
     @guarded
     def next_to_go(self, count: int) -> list[bytes]:
-        """The keys that would be evicted for so many new ones, beyond the entries that are free. Changes nothing."""
+        """The keys that would be evicted for `count` new ones, beyond the free entries. Changes nothing."""
         table, found = self._state.table, list[bytes]()
         wanted = count - table.num_free
         for pool in sorted(self._state.pools.all, key=lambda pool: pool.priority):
@@ -368,7 +363,7 @@ class Records:
 
     @guarded
     def note_promotion(self, given: tuple[list[bytes], int, Counter[str]]) -> None:
-        """Count a promotion as a lookup of its keys. It has found so many leading ones, some in tiers."""
+        """Count a promotion as a lookup of its keys that found `found` leading ones, some of these in tiers."""
         keys, found, in_tiers = given
         self._state.filter.note(key for key in keys[found:] if key not in self._state.table.of)
         self._state.recorder.note_promotion(keys, found, in_tiers)

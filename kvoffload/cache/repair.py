@@ -1,4 +1,4 @@
-"""An entry table after an exception: what is published is completed, what is derived is computed again and checked."""
+"""Repair of an entry table after an exception: finish published changes, compute derived state again, check it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvoffload.cache.pools import Pools
 
 
 def repair(table: EntryTable, pools: Pools, in_order: set[Record]) -> dict[Record, None]:
-    """Make what is derived, and the policies, agree with the truth. May be interrupted and called again.
+    """Make derived state, and the policies, agree with the truth. May be interrupted and called again.
 
     Args:
         in_order: records that are settled in the order of their transfers.
 
     Returns:
-        Those of the others that wait for transfers.
+        The other records that wait for transfers.
     """
     rebuild(table)
     unsettled: list[Record] = [*table.reservations, *table.leases]
@@ -29,22 +29,22 @@ def repair(table: EntryTable, pools: Pools, in_order: set[Record]) -> dict[Recor
 
 
 def rebuild(table: EntryTable) -> None:
-    """Finish records whose stage says that they are settled, then compute from the truth what is derived.
+    """Finish records whose stage says that they are settled, then compute derived state from the truth.
 
     A record was left in one of these states:
 
     1. OPEN, in `reservations`: published, perhaps without all of its keys in `of`. It stays pending with the keys that
-       are its own, and its call or its handle, which have let go of it, will abort it.
+       `of` maps to its entries; its call or its handle, which have let go of it, will abort it.
     2. SETTLING: the same, with transfers; it is settled when these have ended.
-    3. COMMITTED: the bytes are there. It only has to leave `reservations`; so its keys are hits.
-    4. ABORTED: keys that are still its own leave `of`, not those that a later store has put into other entries. It
-       stays in `reservations` while transfers may write its entries.
-    5. A lease that is released: it leaves `leases` unless transfers still read its entries.
+    3. COMMITTED: the bytes are there. It only has to leave `reservations`; then its keys are hits.
+    4. ABORTED: its keys leave `of`, except keys that a later store has put into other entries. The record stays in
+       `reservations` while transfers may write its entries.
+    5. A released lease: it leaves `leases` unless transfers still read its entries.
 
-    All else is computed from `of`, `pool_of`, `reservations` and `leases`, so it may be done twice.
+    Everything else is computed from `of`, `pool_of`, `reservations` and `leases`, so it may be done twice.
     """
     of = table.of
-    for record in list(table.reservations):  # 3 and 4; the keys go before the record does, else they would be hits
+    for record in list(table.reservations):  # 3 and 4; the keys go before the record, else they would be hits
         if record.stage is Stage.ABORTED:
             for key, index in zip(record.keys, record.indices, strict=True):
                 if of.get(key) == index:
@@ -54,20 +54,22 @@ def rebuild(table: EntryTable) -> None:
     for lease in list(table.leases):  # 5
         if lease.released and lease.transfers_ended:
             table.leases.discard(lease)
-    table.keys = [None] * len(table.pool_of)
+    table.keys = [None] * len(table.pool_of)  # one for each entry ever used: free and doomed ones keep None
     for key, index in of.items():
         table.keys[index] = key
+    # 1 and 2: a key is pending if `of` gives it the record's entry. An aborted record has no keys any more, but still
+    # holds its entries while transfers may write them: so it counts among the holders.
     unsettled = [record for record in table.reservations if record.stage is not Stage.ABORTED]
     table.pending = {key: record for record in unsettled for key in table.still_mine(record)}
     table.writable = {index for record in unsettled if record.stage is Stage.OPEN for index in record.indices}
     table.holds = dict(_holders(table))
-    keyless = [index for index, key in enumerate(table.keys) if key is None]
+    keyless = [index for index, key in enumerate(table.keys) if key is None]  # free at once, or when its holders go
     table.doomed = {index for index in keyless if index in table.holds}
     table.free = [index for index in reversed(keyless) if index not in table.holds]
 
 
 def check(table: EntryTable) -> None:
-    """Raise AssertionError unless what is derived agrees with the truth."""
+    """Raise AssertionError unless derived state agrees with the truth."""
     used = [*table.of.values(), *table.doomed]
     assert sorted(used + table.free) == list(range(len(table.keys))), "every entry is used, free or never used"
     assert len(table.keys) <= table.capacity, "no more entries than capacity"

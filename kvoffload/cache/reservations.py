@@ -1,8 +1,8 @@
-"""What a cache hands out: reservations of entries to fill, leases of entries to read, and jobs.
+"""The objects that a cache hands out: reservations of entries to fill, leases of entries to read, jobs, open requests.
 
 `Reservation` and `Lease` are handles of the caller. The index keeps a record for each (see `entries`), which holds the
-entries until it is settled. A handle that becomes garbage before that runs no Python: a weak reference appends itself
-to a queue of the index, and the next call of the index aborts the reservation, or releases the lease.
+entries until it is settled. If a handle becomes garbage first, no Python runs: a weak reference appends itself to a
+queue of the index, and the next call of the index aborts the reservation or releases the lease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvoffload.internal.waiting import wait_until
 
 
 class Owner(Protocol):
-    """What handles need of `Records`."""
+    """The part of `Records` that handles use."""
 
     lock: threading.RLock
     num_groups: int
@@ -46,22 +46,22 @@ class Owner(Protocol):
 
 
 class Reservation:
-    """Entries for keys that are missing, to be filled and committed, or aborted. Usable from any thread.
+    """Entries for missing keys: fill them, then commit or abort. Usable from any thread.
 
-    As a context manager it commits at the end of the block and aborts on an exception, unless that was done inside.
-    Until then no other request is given these entries, and the keys cannot be loaded. A reservation that becomes
-    garbage first is aborted by a later call of the cache.
+    As a context manager it commits at the end of the block, or aborts on an exception, unless you did either inside.
+    Until then no other request gets these entries, and the keys cannot be loaded. If a reservation becomes garbage
+    first, a later call of the cache aborts it.
 
     Attributes:
-        keys: those to store, in the order given: the missing ones without the `declined`.
-        positions: the position of each in the list of keys given.
-        indices: the index of each key's entry.
+        keys: the keys to store, in the order given: the missing ones without `declined`.
+        positions: the position of each of `keys` in the list given.
+        indices: the entry of each of `keys`.
         evicted: keys that were evicted for them.
-        declined: missing keys that are not to be stored: worth less than what they would displace, not looked up often
-            enough yet, beyond their tenant's quota, or more than the entries that were free or could be evicted.
+        declined: missing keys that are not to be stored: worth less than the keys they would displace, not looked up
+            often enough yet, over a quota, or beyond the entries that were free or could be evicted.
         short: whether keys were declined because too few entries were free or could be evicted.
         present: keys that were resident, or pending by another reservation.
-        tenant: as given.
+        tenant: of the open request if one was named, else as given.
     """
 
     def __init__(self, records: Owner, record: ReservationRecord) -> None:
@@ -78,23 +78,24 @@ class Reservation:
 
     @property
     def stage(self) -> Stage:
-        """OPEN, SETTLING (committed, its transfers have not ended), COMMITTED or ABORTED."""
+        """OPEN; SETTLING: committed, and its transfers have not ended; COMMITTED; or ABORTED."""
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
-        """The engine's slots for the keys' blocks of a group: int64, (keys,)."""
+        """The engine's slots for the blocks of the keys in a group: int64, (keys,)."""
         return slot_numbers(self.indices, self._records.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
         """Declare the slots filled: the keys are hits from now on.
 
         Args:
-            jobs: transfers into the slots that may not have ended. Then the keys become hits when all have succeeded,
-                and the reservation is aborted if one fails.
+            jobs: transfers into the slots that may not have ended. The keys then become hits once all have succeeded;
+                if one fails, the reservation is aborted.
 
         Raises:
-            ClosedError: it has been committed or aborted before; nothing has changed.
-            TypeError, ValueError: one of `jobs` is no job, or one of another engine; nothing has changed.
+            ClosedError: it was committed or aborted before.
+            TypeError, ValueError: one of `jobs` is not a job, or is a job of another engine.
+            Nothing has changed in these cases.
         """
         if jobs:
             for position, job in enumerate(jobs):
@@ -108,10 +109,10 @@ class Reservation:
             self._records.commit(self._record)
 
     def abort(self) -> None:
-        """Make the keys missing and the entries free. The caller must not write the slots any more.
+        """Make the keys missing and the entries free. You must not write the slots any more.
 
         Raises:
-            ClosedError: it has been committed or aborted before; nothing has changed.
+            ClosedError: it was committed or aborted before; nothing has changed.
         """
         self._records.abort(self._record)
 
@@ -135,14 +136,14 @@ class Reservation:
 
 
 class Lease:
-    """Entries that stay as they are while the caller reads them: not evicted, and if removed, not given to other keys.
+    """Entries that stay as they are while you read them: not evicted, and if removed, not given to other keys.
 
-    A context manager. Usable from any thread. A lease that becomes garbage is released by a later call of the cache.
+    A context manager. Usable from any thread. If a lease becomes garbage, a later call of the cache releases it.
 
     Attributes:
         keys: as given.
-        indices: the index of each key's entry.
-        pending: those of the keys whose stores had not ended when the lease was taken.
+        indices: the entry of each key.
+        pending: keys whose stores had not ended when the lease was taken.
     """
 
     def __init__(self, records: Owner, record: LeaseRecord) -> None:
@@ -155,25 +156,26 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        """Whether `release` has been called."""
+        """Whether `release` was called."""
         return self._record.released
 
     def slots(self, group: int = 0) -> Int64Array:
-        """The engine's slots of the keys' blocks of a group: int64, (keys,)."""
+        """The engine's slots for the blocks of the keys in a group: int64, (keys,)."""
         return slot_numbers(self.indices, self._records.num_groups, group)
 
     def order_before(self, stream: CacheStreams) -> None:
         """Work queued on `stream` from now on starts after all entries have been written; the host does not wait.
 
-        A store that fails later does not hold the stream back: `wait` raises its error.
+        If a store fails later, the stream goes on; `wait` and `check` raise its error.
         """
         run_all(partial(job.order_before, stream) for job in self._jobs())
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all entries have been written, at most `timeout` seconds. `poll` still reports the jobs.
+        """Wait until all entries have been written, at most `timeout` seconds. The engine's `poll` still reports the
+        jobs.
 
         Raises:
-            TransferError: a store failed; the bytes in its slot are not those of its key.
+            TransferError: a store failed; its slot does not hold the bytes of its key.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
         refuse_nested(self._records.lock, "wait")
@@ -181,12 +183,12 @@ class Lease:
         self.check()
 
     def check(self) -> None:
-        """Raise TransferError if the store of a pending key has failed."""
+        """Raise TransferError if the store of a pending key is known to have failed. Does not wait."""
         for source in self._record.sources:
             source.raise_if_failed()
 
     def release(self) -> None:
-        """Unpin the keys; from now on the caller must not read their slots. Idempotent."""
+        """Unpin the keys; you must not read their slots any more. Idempotent."""
         self._records.release(self._record)
 
     def _jobs(self) -> list[Completion]:
@@ -208,9 +210,9 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     Usable from any thread, and awaitable: `await cache.store(...)` is `wait()` in an asyncio task.
 
-    When `wait` has returned or raised TransferError, or `done` was True, the cache has taken note of the end: the keys
-    are hits, and its event ("stored", or "failed") has been reported. If `wait` is called inside `on_event`, the job's
-    event is reported after the current one.
+    Once `wait` has returned or raised TransferError, or `done` was True, the cache knows of the end: stored keys are
+    hits, and the event "stored" or "failed" was reported. If `on_event` itself calls `wait`, the job's event is
+    reported after the current one.
 
     Attributes:
         keys: the keys whose blocks are being copied.
@@ -224,10 +226,10 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def done(self) -> bool:
-        """Whether all of it has ended, well or not. Asks the GPU, and does not wait for it.
+        """Whether all jobs have ended, well or not. Asks the GPU, and does not wait for it.
 
-        It takes the engine's lock. A call that finds the end also has the cache take note of it, and may call
-        `on_event` and a tracer's `on_end` in this thread before it returns.
+        Takes the engine's lock. The call that finds the end tells the cache; so it may call `on_event`, and a tracer's
+        `on_end`, in this thread before it returns.
         """
         ended = all(job.done for job in self.jobs)
         if ended:
@@ -235,7 +237,7 @@ class CacheJob(Waitable[list[TransferResult]]):
         return ended
 
     def wait(self, timeout: float | None = None) -> list[TransferResult]:
-        """Wait for all of it, at most `timeout` seconds for each job; a result per job.
+        """Wait for all jobs, at most `timeout` seconds for each, and return a result per job.
 
         Raises:
             TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
@@ -252,14 +254,15 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def finished(self) -> bool:
-        """Whether all of it is known to have ended, by the cache, too. Does not ask the GPU; `done` does."""
+        """Whether all jobs are known to have ended, by the cache, too. Does not ask the GPU; `done` does."""
         return self._settled and all(job.finished for job in self.jobs)
 
     @property
     def error(self) -> TransferError | None:
-        """Why a transfer failed, or a pending store that it loaded from; None: none did, or not yet. `wait` raises it.
+        """Why a transfer failed, or a pending store that it loaded from; None: no failure is known yet. `wait` raises
+        it.
 
-        As long as not all of it is `done`, the blocks of all jobs are in use.
+        Until `done`, the blocks of all jobs are in use, whatever failed.
         """
         for job in self.jobs:
             if job.error is not None:
@@ -271,7 +274,7 @@ class CacheJob(Waitable[list[TransferResult]]):
         return None
 
     def outcome(self) -> list[TransferResult]:
-        """A result per job when all of it has ended, with the `error` of each that failed; does not raise that.
+        """A result per job once all have ended, with the `error` of each that failed; does not raise those errors.
 
         Raises:
             RuntimeError: a job is not known to have ended; `wait` for it, or ask `done`, first.
@@ -280,14 +283,14 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def num_parts(self) -> int:
-        """In how many parts each of the jobs is copied; see `BlockCache.load`."""
+        """In how many parts each job is copied; see `BlockCache.load`."""
         return self.jobs[0].num_parts if self.jobs else 1
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
-        """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`.
+        """Work queued on `stream` from now on starts after all jobs have ended; see `Job.order_before`.
 
         Args:
-            part: of a load in parts: after this part of every job has ended.
+            part: for a load in parts: after this part of every job.
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
         run_all(partial(job.order_before, stream, part=part) for job in jobs)
@@ -298,7 +301,6 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def _settled(self) -> bool:
-        """Whether the cache has taken note of the end."""
         record = self._record
         settled = record.released if isinstance(record, LeaseRecord) else record.stage is not Stage.SETTLING
         return settled or not self.jobs
@@ -318,7 +320,6 @@ class CacheJob(Waitable[list[TransferResult]]):
 
 
 def check_open(record: ReservationRecord) -> None:
-    """Raise ClosedError unless a reservation is open."""
     if record.stage is not OPEN:
         raise ClosedError(
             f"the reservation of {len(record.keys)} keys has been settled before: it is {record.stage.value}"
@@ -326,7 +327,7 @@ def check_open(record: ReservationRecord) -> None:
 
 
 def check_readable(table: EntryTable, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
-    """None if the key is ready, or the reservation to wait for."""
+    """The reservation to wait for before the key can be read; None if it is ready."""
     record, name = table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
     if key not in table.of:
         raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
@@ -338,14 +339,14 @@ def check_readable(table: EntryTable, position: int, key: bytes, pending: bool) 
 
 
 class CacheRequest:
-    """An open request: a handle for calls that store and load its keys in pieces. Made by `open_request`.
+    """A handle for calls that store and load the keys of one request in pieces. Made by `open_request`.
 
-    All keys that calls with `request=` are given belong to the request, in the order in which they come first: what is
-    stored, present, declined or loaded. While it is open, no call that names it evicts any of them; if nothing else can
-    be evicted, new keys are declined. Calls that do not name it may evict them, unless they are leased or pending.
+    A call with `request=` gives the request all of its keys, stored, present, declined or loaded, in the order in which
+    they first come. While the request is open, no call that names it evicts any of them; if nothing else can be
+    evicted, new keys are declined. Other calls may evict them, unless they are leased or pending.
 
-    As a context manager it ends with the block; after an exception it is closed, and its use is not recorded. A request
-    that is dropped without `end` leaves nothing behind. Usable from any thread.
+    As a context manager it ends with the block. After an exception it is closed without recording the use of its keys.
+    If you drop it without `end`, nothing is left behind. Usable from any thread.
 
     Attributes:
         tenant: whose quota and priority its keys have.
@@ -358,17 +359,17 @@ class CacheRequest:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """Its keys so far, in their order; a copy."""
+        """Its keys so far, in order; a copy."""
         with self._records.lock:
             return tuple(self._record.keys)
 
     @property
     def ended(self) -> bool:
-        """Whether no call may name it any more."""
+        """Whether it is closed: no call may name it any more."""
         return self._record.ended
 
     def end(self) -> None:
-        """Record the use of its keys, as `touch` of all of them does. Idempotent; afterwards no call may name it."""
+        """Record the use of its keys, as `touch` with all of them does. No call may name it afterwards. Idempotent."""
         if self._records.end_request(self._record) and self._record.on_end is not None:
             self._record.on_end(tuple(self._record.keys))
 
@@ -389,8 +390,8 @@ def record_of(request: CacheRequest, owner: object) -> RequestRecord:
     """The record behind a `request=` argument. Under the lock.
 
     Raises:
-        TypeError: it is no CacheRequest.
-        ValueError: it is of another cache.
+        TypeError: not a CacheRequest.
+        ValueError: of another cache.
         ClosedError: it has ended.
     """
     if not isinstance(request, CacheRequest):

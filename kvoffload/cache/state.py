@@ -1,14 +1,14 @@
-"""CacheState: the life of reservations and leases, from the decision what to store to the end of their transfers.
+"""CacheState: the life of reservations and leases, from the decision which keys to store to the end of their transfers.
 
     propose ──publish──> open ──commit──> settling ──transfers end──> committed
        │         │         └──abort, abandoned, a transfer failed──> aborted
     refused   withdrawn
 
 Transfers call nothing back. A call takes the lock and then calls `enter`, which brings the state up to date: it repairs
-what an exception has interrupted, aborts what was abandoned, and settles what has ended.
+interrupted changes, aborts abandoned records, and settles records whose transfers have ended.
 
 Exceptions. `consistent` is False from before the first change of an operation until after its last one. If an exception
-ends the operation in between, the next `enter` calls `repair`, which completes what was published in the truth (see
+ends the operation in between, the next `enter` calls `repair`, which completes the changes published in the truth (see
 `entries`) and computes the rest from it. So an exception at any point leaves no key visible whose bytes are not there.
 """
 
@@ -50,14 +50,13 @@ class CacheState:
 
     Attributes:
         working: a call has not returned in the thread that holds the lock.
-        consulting: the policy is asked where new keys go.
-        changes: how many calls have; counted before `working` is cleared, see `KeyCache.status_of`.
+        consulting: the policy is being asked where new keys go.
+        changes: how many calls have ended; counted before `working` is cleared, see `KeyCache.status_of`.
         proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
-        awaited: records with transfers in any order; looked through by every `enter`.
-        in_flight: functions that return the transfers that may still read or write entries. Entries of a record that
-            was dropped without being ended stay in use until these have ended.
-        num_groups: slots of an entry.
+        awaited: records with transfers in any order; every `enter` looks through them.
+        in_flight: functions that return the transfers that may still read or write entries. If a record was dropped
+            without being ended, its entries stay in use until these have ended.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
     """
 
@@ -90,7 +89,7 @@ class CacheState:
     # up to date ---------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Bring the state up to date: repair, abort what was abandoned, settle what has ended."""
+        """Bring the state up to date: repair, abort abandoned records, settle ended ones."""
         if not self.consistent:
             self.repair()
         if self.abandoned:
@@ -117,15 +116,15 @@ class CacheState:
                 self.awaited.pop(record, None)
 
     def repair(self) -> None:
-        """Make the derived state and the policies agree with the truth. May be interrupted and called again."""
+        """Make derived state and the policies agree with the truth. May be interrupted and called again."""
         self.awaited = repair(self.table, self.pools, {*self.storing, *self.loading})
         self.consistent = True
 
     def _abort_abandoned(self) -> None:
         """Abort reservations and release leases whose handle is gone or whose call has raised.
 
-        A call that was interrupted may have submitted a transfer that is not in its record. So the entries are held
-        until all transfers that are in flight now have ended.
+        An interrupted call may have submitted a transfer that is not in its record. So the entries are held until all
+        transfers now in flight have ended.
         """
         abandoned = self.abandoned
         while abandoned:
@@ -148,12 +147,12 @@ class CacheState:
     def propose(
         self, keys: list[bytes], tenant: str, all_or_nothing: bool, opened: RequestRecord | None, uses: bool
     ) -> ReservationRecord:
-        """A record of what storing these keys would do. Changes nothing, but that an open request has the keys, and
-        with `uses` uses those that are present.
+        """A record of the effects of storing these keys. Changes nothing, with two exceptions: an open request gets the
+        keys, and with `uses` it uses the present ones.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
-            ValueError: no tenant of that name, or not the request's; or the policy names keys that must not be evicted.
+            ValueError: no such tenant, or not the request's; or the policy names keys that must not be evicted.
         """
         table = self.table
         if opened is not None:
@@ -199,12 +198,11 @@ class CacheState:
         self.table.publish(record, several_pools=len(self.pools.all) > 1)
 
     def withdraw(self, record: ReservationRecord) -> None:
-        """Undo `publish`."""
         self.table.withdraw(record)
         self.consistent = True
 
     def fill(self, record: ReservationRecord) -> None:
-        """Complete what `publish` has begun."""
+        """Complete `publish`."""
         self.table.fill(record)
         begin = 0
         for pool, victims in record.victims:
@@ -224,7 +222,7 @@ class CacheState:
         self.consistent = True
 
     def submitted(self, record: ReservationRecord, jobs: tuple[Completion, ...], *, in_order: bool) -> None:
-        """The record is settled as soon as these transfers have ended; with `in_order` they end after those of all
+        """The record is settled as soon as these transfers have ended. `in_order`: they end after the transfers of all
         records that were given in order before.
         """
         self.consistent = False
@@ -266,7 +264,7 @@ class CacheState:
         self.consistent = True
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
-        """Resident keys of a pool lose their entries, for another reason than eviction."""
+        """Resident keys of a pool lose their entries, for a reason other than eviction."""
         of = self.table.of
         indices = list(map(of.__getitem__, keys))
         for key in keys:
@@ -296,13 +294,14 @@ class CacheState:
         return lease
 
     def begin(self, lease: LeaseRecord) -> None:
-        """Hold the entries."""
         self.consistent = False
         self.table.hold(lease)
         self.consistent = True
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
-        """Release the entries, or as soon as the transfers of the lease have ended; `loaded`: these have succeeded."""
+        """Release the entries, at once or when the transfers of the lease have ended. `loaded`: these have
+        succeeded.
+        """
         if lease not in self.table.leases:
             return
         self.consistent = False
@@ -318,7 +317,7 @@ class CacheState:
         self.consistent = True
 
     def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
-        """A request loads these keys; those that are not resident, or were its own before, are passed over."""
+        """A request loads these keys. Keys that are not resident, or that were its own before, are passed over."""
         if opened is not None:
             for key in keys:
                 if key not in opened.keys:
@@ -357,7 +356,7 @@ class CacheState:
         self.consistent = True
 
     def remove(self, keys: list[bytes]) -> None:
-        """Resident keys, no repeats, lose their entries; reservations of them go on without them."""
+        """Resident keys, no repeats, lose their entries; their reservations go on without them."""
         gone = self.table.originals(keys)
         pending = self.table.pending
         for pool, mine in self.pools.split(gone, self.pool_number):
@@ -381,7 +380,7 @@ class CacheState:
     def check_store(self, slots: Int64Array) -> None:
         """Raise ValueError unless a store may write these slots: each is of an entry of an open reservation.
 
-        Called by the engine for every store, before anything has happened.
+        The engine calls it for every store, before anything has happened.
         """
         if not self.working:  # else it is the cache's own store
             self._come_up_to_date()
@@ -417,13 +416,13 @@ def find_space(
     present: list[bytes],
     request: RequestRecord | None = None,
 ) -> Space:
-    """Find entries for new keys of a pool, whose request has the keys `present`, too, and all of `request`, if that is
-    open. `free` entries hold nothing. Changes nothing.
-
-    If there are not enough for all, for as many of the first as there can be.
+    """Find entries for `new` keys of a pool, or for as many of the first as possible. Changes nothing.
 
     Args:
-        policy: the pool's, or what it has for the request.
+        policy: the pool's, or the one it has for the request.
+        free: how many entries hold nothing.
+        present: other keys of the request, which stay.
+        request: an open request, all of whose keys stay.
 
     Raises:
         ValueError: the policy names keys that must not be evicted, or admits more keys than find entries.
@@ -461,7 +460,7 @@ def find_space(
 def _most(make_space: Callable[[list[bytes]], Space | None], new: list[bytes]) -> tuple[list[bytes], Space | None]:
     """As many of `new`, from the first, as find space, and that space; None if the first finds none.
 
-    A bisection, as counting the keys that an open request protects would take longer the longer it is.
+    A bisection: counting the keys that an open request protects would take longer the more they are.
     """
     found, space, beyond = 0, None, len(new)
     while beyond - found > 1:
@@ -498,7 +497,7 @@ def _check_victims(table: EntryTable, victims: Victims, protected: Protected) ->
 
 
 def shortage(table: EntryTable, missing: int, admitted: int, short: bool) -> str:
-    """Why not all missing keys are admitted, and what to do."""
+    """Why not all missing keys are admitted, and a remedy."""
     if short:
         return (
             f"{missing} keys find {table.num_free} entries free (capacity {table.capacity}), and too few of "

@@ -1,4 +1,4 @@
-"""What has happened in a cache: counts, histograms, and events for a hook."""
+"""Counts, histograms and events of a cache."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Histogram:
     """How many values fell into each range.
 
     Attributes:
-        bounds: upper bounds of the ranges, rising; a value equal to a bound counts below it.
-        counts: values of each range, and one more for those above the last bound.
+        bounds: upper bounds of the ranges, rising; a range includes its bound.
+        counts: values in each range, and at the end, values above the last bound.
         total: sum of the values.
     """
 
@@ -46,7 +46,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class TenantCounts:
-    """What a cache has done for one tenant since it was created, in blocks of the cache, one per key.
+    """Counts for one tenant since the cache was created, in blocks of the cache, one per key.
 
     Attributes:
         stored, failed, declined: as in `CacheStatistics`.
@@ -59,23 +59,25 @@ class TenantCounts:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CacheStatistics:
-    """What a block cache holds and has done; counted in blocks of the cache, one per key.
+    """How full a block cache is, and its counts since it was created, in blocks of the cache, one per key.
 
     Attributes:
         capacity: keys that fit.
         resident: keys that can be loaded.
         pending: keys reserved or being stored, not ready yet.
         pinned: keys that a lease or an unfinished load holds.
-        lookups, hits: keys asked for by `lookup` and by promotions, and leading ones found.
-        stored, loaded, evicted, failed: blocks stored, loaded, evicted, and stores that failed or were aborted.
-        declined: blocks that were not stored: worth less than what they would have displaced, not looked up often
-            enough, beyond a tenant's quota, or more than the entries that were free or could be evicted.
+        lookups, hits: keys that lookups and promotions asked for, and the leading ones that they found (and reported:
+            see `max_load_blocks`).
+        stored, loaded, evicted: blocks stored, loaded, evicted.
+        failed: blocks whose store failed or was aborted.
+        declined: blocks not stored because they were worth less than the blocks they would have displaced, were not
+            looked up often enough, were over a tenant's quota, or found too few entries free or evictable.
         removed: keys taken out by `remove` and `clear`.
         residency_seconds: how long evicted keys had been in the cache.
         reuse_distance_blocks: blocks that were touched between two touches of a key.
-        tenants: the same counts by tenant, for tenants that have stored something; "" is the default tenant.
+        tenants: (name, counts) of each tenant that has such counts, by name; "" is the default tenant.
         promoted: blocks that a tier has filled; they do not count as stored.
-        hits_from: the hits by where they were: "host", then each tier that promotions have found some in.
+        hits_from: the hits by where they were found: "host", then each tier that promotions brought hits from.
     """
 
     capacity: int
@@ -98,11 +100,11 @@ class CacheStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the keys asked for that were found, 0.0 to 1.0; NaN if none was asked for."""
+        """`hits / lookups`, 0.0 to 1.0; NaN if there were no lookups."""
         return self.hits / self.lookups if self.lookups else math.nan
 
     def __repr__(self) -> str:
-        """One line: what the cache holds, the hit rate, and the counts that are not 0. Every count is an attribute."""
+        """One line: keys held, the hit rate, and the counts that are not 0."""
         rate = f"hit_rate={self.hit_rate:.3f}" if self.lookups else "no lookups"
         counts = {name: getattr(self, name) for name in _SHOWN_WHERE_NOT_0}
         shown = "".join(f", {name}={count}" for name, count in counts.items() if count)
@@ -114,10 +116,11 @@ class CacheEvent:
     """Something that happened in a block cache.
 
     Attributes:
-        kind: "hit" and "miss" (what `lookup`, or a promotion, found and did not find of a request), "stored" (can be
-            loaded from now on), "promoted" (the same, out of a tier), "evicted", "declined", "failed", "removed".
+        kind: "hit": the leading keys of a request that a `lookup` or promotion found; "miss": all its other keys, even
+            present ones; "stored": can be loaded from now on; "promoted": the same, but a tier brought it; "evicted";
+            "declined"; "failed"; "removed".
         keys: the keys concerned, in the order of the request.
-        tenant: of the request that stored them, for "stored", "declined" and "failed"; else "".
+        tenant: for "stored", "promoted", "declined" and "failed", the tenant that the call named; else "".
     """
 
     kind: EventKind
@@ -126,7 +129,7 @@ class CacheEvent:
 
 
 class Tally:
-    """A histogram while it grows: values by ranges whose upper bounds rise; each range includes its bound."""
+    """A histogram while it grows."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._edges = bounds
@@ -140,7 +143,7 @@ class Tally:
         self._total += float(values.sum())
 
     def add_one(self, value: float, times: int = 1) -> None:
-        """The same for one number, which comes so many times."""
+        """Add one value, `times` times."""
         self._each[bisect_left(self._edges, value)] += times
         self._total += value * times
 
@@ -149,9 +152,9 @@ class Tally:
 
 
 class StatisticsRecorder:
-    """Counts at once; keeps events in order until `notify` calls the hook, which happens outside all locks.
+    """Counts at once; keeps events in order until `notify` calls the hook, outside all locks.
 
-    A call that an exception has interrupted may be missing from the counts and events.
+    After an interrupt, the counts and events of that call may be missing.
     """
 
     def __init__(self, capacity: int, on_event: Callable[[CacheEvent], None] | None) -> None:
@@ -181,30 +184,27 @@ class StatisticsRecorder:
         self._distances = Tally(_REUSE_DISTANCES)
 
     def note(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
-        """Something has happened to these keys."""
         if kind not in _BY_TENANT:
             self._counts[kind] += len(keys)
         elif keys:
             counts = self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, dict.fromkeys(_BY_TENANT, 0))
             counts[kind] += len(keys)
         if self._on_event is not None:
-            self._announce(kind, keys, tenant)
+            self.announce(kind, keys, tenant)
 
     def note_lookup(self, keys: Sequence[bytes], found: int) -> None:
         self.lookups += len(keys)
         self.hits += found
         if self._on_event is not None:
-            self._announce("hit", keys[:found])
-            self._announce("miss", keys[found:])
+            self.announce("hit", keys[:found])
+            self.announce("miss", keys[found:])
 
     def note_promotion(self, keys: Sequence[bytes], found: int, in_tiers: Counter[str]) -> None:
-        """The same for a promotion that has ended; `in_tiers`: the hits of each tier, all others were in the host."""
+        """As `note_lookup`, for a promotion that has ended. `in_tiers`: the hits of each tier; all others were in the
+        host.
+        """
         self.note_lookup(keys, found)
         self._hits_in_tiers.update(in_tiers)
-
-    def announce_lookup(self, key: bytes, found: bool) -> None:
-        """The event of a lookup of one key."""
-        self._announce("hit" if found else "miss", (key,))
 
     def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str, promoted: bool) -> None:
         if len(entries) == 1:
@@ -227,17 +227,17 @@ class StatisticsRecorder:
             self._residency.add(now - self._stored_at[entries])
         self._counts["evicted"] += len(keys)
         if self._on_event is not None:
-            self._announce("evicted", keys)
+            self.announce("evicted", keys)
 
     def note_new(self, entries: list[int]) -> None:
-        """These entries have got new keys, which may be touched before they are stored."""
+        """These entries have new keys, which may be touched before they are stored."""
         if len(entries) == 1:
             self._touched_at_each[entries[0]] = 0
         else:
             self._touched_at[entries] = 0
 
     def note_touched(self, entries: list[int], blocks: int) -> None:
-        """A request for so many blocks has ended, of which these entries are here."""
+        """A request for so many blocks has ended; `entries`: those present."""
         now = self._touched_blocks
         self._touched_blocks = later = now + blocks
         if not entries:
@@ -282,15 +282,15 @@ class StatisticsRecorder:
 
     @property
     def reporting(self) -> bool:
-        """Whether events have not come to the hook yet, or another thread calls it now."""
+        """Whether events have not reached the hook yet, or another thread is calling it now."""
         notifier = self._notifier.get("now")
         return bool(self.unreported) or (notifier is not None and notifier[0] != threading.get_ident())
 
     def notify(self) -> None:
-        """Call the hook for every event that has not been reported; an Exception that it raises becomes a warning.
+        """Call the hook for every unreported event. An Exception that it raises becomes a warning.
 
-        No lock may be held. The hook gets one event at a time, in their order. If another call of `notify` has not
-        returned, in another thread or further up in this one, that call reports these events, too.
+        No lock may be held. The hook gets one event at a time, in order. If another call of `notify` has not returned,
+        in another thread or further up in this one, that call reports these events, too.
         """
         if self.deferred_by and self.deferred_by == threading.get_ident():
             return
@@ -311,6 +311,6 @@ class StatisticsRecorder:
                 if "now" in self._notifier and self._notifier["now"] is mine:  # no call, after which a signal comes
                     del self._notifier["now"]
 
-    def _announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
+    def announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
         if keys:
             self.unreported.append(CacheEvent(kind, tuple(keys), tenant))

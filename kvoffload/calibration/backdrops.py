@@ -1,4 +1,4 @@
-"""What the GPU does while transfers are timed in the field: products of matrices, or copies in the other direction."""
+"""Work for the GPU while transfers are timed in the field: products of matrices, or copies in the other direction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARM_UP = 10
 
 
 class Backdrop:
-    """A stream that always has work, queued in chunks. A context manager, which waits for the last chunk.
+    """A stream that always has work, queued in chunks. A context manager; its end waits for the last chunk.
 
     Args:
         queue_chunk: queues a chunk on the stream; called with the device's context current.
@@ -44,7 +44,6 @@ class Backdrop:
                 self._unfinished.append(self._idle.pop())
 
     def drain(self) -> None:
-        """Wait until the stream is idle."""
         with self._device.current():
             self._driver.stream_synchronize(self._stream)
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.device import Device
 from kvoffload.errors import CapabilityError
 from kvoffload.kernels import KernelSpec, LoadedKernel, load_kernel
@@ -19,13 +18,13 @@ _CHUNK_BYTES = 32 << 20
 
 
 def in_context(device: Device, call: Callable[[], None]) -> None:
-    """Call with the device's context current: for what frees memory or streams of the driver."""
+    """Call with the device's context current."""
     with device.current():
         call()
 
 
 class ProductTile(NamedTuple):
-    """How a product is cut: one program per tile of the result, `inner` elements of a row or column at a time."""
+    """One program computes one tile of the result, `inner` elements of a row or column at a time."""
 
     rows: int
     columns: int
@@ -35,7 +34,7 @@ class ProductTile(NamedTuple):
 
 
 class Product(NamedTuple):
-    """(rows, inner) @ (inner, columns), and tiles for it, of which the first that the GPU has room for is taken."""
+    """(rows, inner) @ (inner, columns). The first of `tiles` that the GPU has room for is taken."""
 
     name: str
     rows: int
@@ -87,8 +86,13 @@ class Computation:
                 for count in (rows * inner, inner * columns, rows * columns)
             )
             random = np.random.default_rng(seed)
+            # Normally distributed elements, repeated every 32 MiB: with zeros the GPU would clock higher.
             for buffer in (self.left, self.right):
-                _fill(buffer, random, half=device.simulated)
+                values = random.standard_normal(min(buffer.nbytes, _CHUNK_BYTES) // 2, dtype=np.float32)
+                halves = values.astype(np.float16).view(np.uint16)
+                bits = halves if device.simulated else (values.view(np.uint32) >> 16).astype(np.uint16)
+                for offset in range(0, buffer.nbytes, bits.nbytes):
+                    buffer.copy_from(bits[: (buffer.nbytes - offset) // 2], offset=offset)
             self._grid = product.rows // tile.rows * (product.columns // tile.columns)
             self._arguments = (self.left.address, self.right.address, self.result.address)
             self._undo = undo.pop_all()
@@ -99,7 +103,7 @@ class Computation:
             self._kernel.launch(self.stream, self._grid, self._arguments)
 
     def seconds_each(self, count: int, meanwhile: Callable[[], object] | None = None) -> list[float]:
-        """Compute the product `count` times, one after the other; seconds of each on the GPU's clock.
+        """Compute the product `count` times in a row. Returns the seconds of each on the GPU's clock.
 
         Args:
             count: at most 256: a stream's queue holds no more than about 1000 operations.
@@ -123,7 +127,6 @@ class Computation:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of one product."""
         return 2 * self.product.rows * self.product.columns * self.product.inner
 
     def close(self) -> None:
@@ -138,7 +141,6 @@ class Computation:
 
 
 def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:
-    """The kernel with the first tile that fits."""
     for tile in product.tiles:
         try:
             spec = kernel_spec(product, tile, half=device.simulated)
@@ -158,11 +160,3 @@ def kernel_spec(product: Product, tile: ProductTile, *, half: bool) -> KernelSpe
     }  # fmt: skip
     parameters = (("left", "i64"), ("right", "i64"), ("result", "i64"))
     return KernelSpec("kvoffload.kernels.compute", "product", parameters, tuple(constants.items()), tile.warps)
-
-
-def _fill(buffer: DeviceBuffer, random: np.random.Generator, *, half: bool) -> None:
-    """Normally distributed elements, repeated every 32 MiB: with zeros the GPU would clock higher."""
-    values = random.standard_normal(min(buffer.nbytes, _CHUNK_BYTES) // 2, dtype=np.float32)
-    bits = values.astype(np.float16).view(np.uint16) if half else (values.view(np.uint32) >> 16).astype(np.uint16)
-    for offset in range(0, buffer.nbytes, bits.nbytes):
-        buffer.copy_from(bits[: (buffer.nbytes - offset) // 2], offset=offset)

@@ -1,9 +1,9 @@
 """Measures a profile: transfers through real engines, and a matrix product concurrent with each copy method.
 
-Times are medians on the GPU's clock, of transfers one at a time, on an idle GPU. Some transfers are timed in the field,
-too, by wall clock: concurrent with products of matrices, large and small, and with copies in the other direction. For
-the slow-downs transfers follow each other without a pause while a 2048^3 bf16 product is repeated. A copier that cannot
-be used here is left out, and then never chosen.
+Times are medians on the GPU's clock, of transfers one at a time on an idle GPU. Some transfers are also timed in the
+field, by wall clock: beside products of matrices, large and small, and beside copies in the other direction. For the
+slow-downs, transfers follow each other without a pause while a 2048^3 bf16 product is repeated. A copier that cannot
+run here is left out, and then never chosen.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tuning(NamedTuple):
     """A measured profile.
 
     Attributes:
-        transfers: how many times were counted.
+        transfers: how many timings the profile is made from.
         seconds: wall clock of the whole measurement.
         missing: why a copier, "concurrent compute" or "slowdown" could not be measured.
     """
@@ -65,11 +65,11 @@ class Tuning(NamedTuple):
 
 
 def tune(device: Device, *, scale: Scale | None = None, progress: Progress | None = None) -> Tuning:
-    """Measure `device`; nothing else should use it meanwhile. The profile is not saved.
+    """Measure a profile of `device`. Nothing else should use it meanwhile. The profile is not saved.
 
     Args:
         scale: None: `FULL` on a GPU, which takes less than 30 seconds, and `MINIATURE` on the simulated device.
-        progress: called after each step.
+        progress: called with (steps done, steps in all) after each step.
 
     Raises:
         CapacityError: GPU or host memory is short.
@@ -103,7 +103,16 @@ class _Tuner:
         first = [*flat_sets(scale, missing), *strided_sets(scale)]
         self._total = len(first) + 2 + len(scale.split_bytes) + 2 * len(scale.check_bytes)
         with ExitStack() as undo:
-            self._open_backdrops(undo)
+            field = scale.field
+            try:
+                for situation, product in zip(CONCURRENT_COMPUTE, (field.large, field.small), strict=True):
+                    backdrop = undo.enter_context(products(self._device, product))
+                    self._backdrops |= {(situation, direction): backdrop for direction in Direction}
+            except CapabilityError as error:
+                missing["concurrent compute"] = str(error)
+            for direction in Direction:
+                copies = undo.enter_context(opposite_copies(self._device, direction, field.opposite_bytes))
+                self._backdrops[Situation.BOTH_DIRECTIONS, direction] = copies
             link = self._link()
             samples = self._no_samples()
             self._time(first, samples)
@@ -136,25 +145,12 @@ class _Tuner:
         late = time.perf_counter() - self._begin > self._scale.seconds
         return self._scale.hurried if late else self._scale.repeats
 
-    def _open_backdrops(self, undo: ExitStack) -> None:
-        """For the situations that are possible here."""
-        scale = self._scale.field
-        try:
-            for situation, product in zip(CONCURRENT_COMPUTE, (scale.large, scale.small), strict=True):
-                backdrop = undo.enter_context(products(self._device, product))
-                self._backdrops |= {(situation, direction): backdrop for direction in Direction}
-        except CapabilityError as error:
-            self._missing["concurrent compute"] = str(error)
-        for direction in Direction:
-            copies = opposite_copies(self._device, direction, scale.opposite_bytes)
-            self._backdrops[Situation.BOTH_DIRECTIONS, direction] = undo.enter_context(copies)
-
     def _no_samples(self) -> Samples:
         situations = dict.fromkeys((Situation.IDLE, *(situation for situation, _ in self._backdrops)))
         return {situation: {direction: [] for direction in Direction} for situation in situations}
 
     def _time(self, trial_sets: Iterable[TrialSet], samples: Samples) -> None:
-        """Time each set on an idle GPU, and what `FieldScale` says in the other situations; add the samples."""
+        """Time each set on an idle GPU, and its trials of `FieldScale` in the other situations; add the samples."""
         scale = self._scale.field
         for trial_set in trial_sets:
             with TrialEngine(self._device, self._memory, trial_set) as trial_engine:
@@ -185,7 +181,7 @@ class _Tuner:
     # slow-downs ---------------------------------------------------------------------------------------------------
 
     def _slowdowns(self, costs: Mapping[Direction, Costs]) -> dict[str, float]:
-        """By label: time of the product concurrent with transfers over its time alone, of the slower direction."""
+        """By label: the time of the product beside transfers over its time alone, in the slower direction."""
         scale = self._scale
         try:
             computation = Computation(self._device, scale.product)
@@ -220,7 +216,7 @@ class _Tuner:
 
 
 def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sample]]) -> dict[Direction, Costs]:
-    """Costs from samples. The link is as fast as the fastest of all: the contiguous copy may have met a slow moment."""
+    """Costs from samples. The fastest sample gives the link: the contiguous copy may have met a slow moment."""
     fastest = {
         direction: max([link[direction], *(each.shape.nbytes / each.seconds for each in found)])
         for direction, found in samples.items()
@@ -229,7 +225,7 @@ def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sampl
 
 
 class _Traffic:
-    """Repeats a transfer. A context manager, which waits for the last."""
+    """Repeats a transfer. A context manager; its end waits for the last one."""
 
     def __init__(self, trial_engine: TrialEngine, direction: Direction, trial: Trial) -> None:
         self._trial_engine, self._direction, self._trial = trial_engine, direction, trial
@@ -252,7 +248,6 @@ class _Traffic:
 
 
 def deviations(profile: Profile, samples: Iterable[Sample]) -> dict[str, Deviation]:
-    """By copier: the deviation of the profile from samples."""
     found: dict[str, list[float]] = {}
     for method, shape, seconds in samples:
         found.setdefault(method.copier, []).append(abs(profile.seconds(method, shape) / seconds - 1.0))

@@ -5,7 +5,7 @@ folded planes      strided: sizes of a row x rows in an operation x operations -
 folded planes      split: sizes of a row x blocks x shares for the kernel    -> fitted, and the best share
 both               sizes in between, for the errors alone
 
-Some of these are timed in every situation of the field, too: those of `FieldScale`.
+`FieldScale` says which transfers are also timed in every situation of the field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LEANS = (0.8, 1.0, 1.2, 1.4)
 
 
 class Trial(NamedTuple):
-    """A transfer to time: its copy method, and its blocks."""
+    """A transfer to time: its copy method, and how many blocks it has."""
 
     method: CopyMethod
     blocks: int
@@ -61,7 +61,7 @@ class FieldScale(NamedTuple):
     Attributes:
         copy_bytes, copies, gather_programs: of batch, loop and gather.
         row_bytes, operations: of strided copies.
-        large, small: the products concurrent with which they are timed.
+        large, small: the products that run meanwhile.
         opposite_bytes: of the contiguous copies in the other direction.
         repeats: rounds.
     """
@@ -95,23 +95,24 @@ class Scale(NamedTuple):
 
     Attributes:
         planes: of most sets.
-        scattered_bytes, pitch: of planes that do not fold, and from plane to plane of those that do. Both are large,
-            since transfers over more memory than the GPU's TLBs cover are slower, and most of all those of a kernel
-            that shares the GPU with others; the pitch is no power of two, as few are.
-        most_bytes: of a transfer; larger ones are left out, for all lines are straight there.
-        link_bytes: of a block of the contiguous copy.
+        scattered_bytes: size of a plane that does not fold.
+        pitch: bytes from plane to plane of planes that fold; no power of two, since few real ones are. Both sizes are
+            large, since transfers beyond the reach of the GPU's TLBs are slower, above all those of a kernel that
+            shares the GPU with others.
+        most_bytes: larger transfers are left out, since all lines are straight there.
+        link_bytes: size of the contiguous copy.
         copy_bytes, copies: of batch and gather.
-        few_bytes, few: of batch, as for blocks that are one range each.
+        few_bytes, few: of batch, for blocks that are one range each.
         loop_bytes, loop_copies: of the loop, which is slow.
         row_bytes, heights, operations: of strided copies; a height is rows in an operation.
-        wide_bytes, wide_operations: of rows that are operations of their own.
+        wide_bytes, wide_operations: of strided operations of one row.
         split_bytes, split_blocks: of splits.
         check_bytes, check_blocks: for the errors.
         gather_programs, split_programs: of the kernel.
-        concurrent_bytes, concurrent_blocks: of the transfers concurrent with the product.
-        product, products: the computation, a small product since it is slowed most, and how many times it is repeated.
-        field: what is timed concurrent with compute and in both directions.
-        repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine has a profile too.
+        concurrent_bytes, concurrent_blocks: of the transfers beside the product.
+        product, products: the computation, a small product since it is slowed most, and how often it is repeated.
+        field: the transfers beside compute and in both directions.
+        repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine gets a profile, too.
     """
 
     planes: int
@@ -193,7 +194,7 @@ MINIATURE = Scale(  # for the simulated device
 
 
 def restrict(scale: Scale, missing: Mapping[str, str]) -> Scale:
-    """Without the transfers by kernel, where that cannot be used."""
+    """The scale without transfers by a kernel that cannot run."""
     gather = () if "gather" in missing else scale.gather_programs
     split = () if "split" in missing else scale.split_programs
     return scale._replace(gather_programs=gather, split_programs=split)
@@ -227,7 +228,6 @@ def strided_sets(scale: Scale) -> Iterator[TrialSet]:
 
 
 def same_trials(folds: bool, planes: int, block_bytes: int, trials: list[Trial]) -> TrialSet:
-    """A set with the same trials in both directions."""
     return TrialSet(folds, planes, block_bytes, dict.fromkeys(Direction, trials))
 
 
@@ -245,7 +245,7 @@ def split_sets(scale: Scale, costs: Mapping[Direction, Costs]) -> Iterator[Trial
 
 
 def check_sets(scale: Scale, missing: Mapping[str, str], costs: Mapping[Direction, Costs]) -> Iterator[TrialSet]:
-    """Sizes and counts between those that `costs` were fitted to."""
+    """Transfers of other sizes and counts than `costs` were fitted to."""
     apart = [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
     apart += [] if "batch" in missing else [CopyMethod("batch")]
     together = [CopyMethod("strided"), *(CopyMethod("split", programs) for programs in scale.split_programs)]
@@ -264,7 +264,6 @@ def check_sets(scale: Scale, missing: Mapping[str, str], costs: Mapping[Directio
 def _shapes(
     scale: Scale, trial_set: TrialSet, directions: Iterable[Direction], blocks: tuple[int, ...]
 ) -> Iterator[tuple[Direction, Shape]]:
-    """The transfers of a set that are not too large."""
     for direction, count in product(directions, blocks):
         shape = trial_set.shape(direction, count)
         if shape.nbytes <= scale.most_bytes:

@@ -1,4 +1,4 @@
-"""Engines that transfers are timed on, over GPU memory for planes that fold and for planes that do not."""
+"""Engines to time transfers on, over planes that fold and planes that do not."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _FLUSH_BYTES = 160 << 20  # more than the 126 MB of cache that the largest GPU h
 
 
 class TrialMemory:
-    """Memory for `plane_count` planes, twice: each in an allocation of its own, and all in one slab. A context manager.
+    """Memory for `plane_count` planes, twice: each in its own allocation, and all in one slab. A context manager.
 
     Args:
-        scattered_bytes: of each plane of the first kind.
-        pitch: bytes from plane to plane in the slab. Both are less where the GPU has not that much to spare.
+        scattered_bytes: size of each allocation.
+        pitch: bytes from plane to plane in the slab. Both are smaller if the GPU has too little memory to spare.
     """
 
     def __init__(self, device: Device, plane_count: int, scattered_bytes: int, pitch: int) -> None:
@@ -54,7 +54,6 @@ class TrialMemory:
             self._undo = undo.pop_all()
 
     def planes(self, trial_set: TrialSet) -> list[Plane]:
-        """The planes of a set; those of sets with as many planes as the memory has cover all of it."""
         if trial_set.planes == 1:
             return [_plane(self._slab.address, trial_set.block_bytes, self._slab.nbytes)]
         if trial_set.folds:
@@ -63,7 +62,7 @@ class TrialMemory:
         return [_plane(each.address, trial_set.block_bytes, each.nbytes) for each in self._apart[: trial_set.planes]]
 
     def flush(self) -> None:
-        """Replace the content of the GPU's cache, since blocks to be stored are mostly not in it. Waits."""
+        """Replace the content of the GPU's cache, since real blocks are mostly not in it. Waits."""
         nbytes = min(_FLUSH_BYTES, self._slab.nbytes)
         with self._device.current():
             self._device.driver.fill(self._slab.address, 0, nbytes, self._stream)
@@ -87,9 +86,9 @@ class TrialEngine:
     """Transfers of random blocks between the planes of a set and random slots. A context manager.
 
     Attributes:
-        counted: times counted in the last `rounds`, of one transfer on an idle GPU, of three in a row in the field.
-        host: of each transfer timed on an idle GPU, the seconds that its submission kept the caller.
-        around: of each, the seconds from the call until it was seen to have ended, less those on the GPU clock.
+        counted: how many timings the last `rounds` used; in the field each is of three transfers in a row.
+        host: for each transfer on an idle GPU, the seconds that its submission kept the caller.
+        around: for each, the seconds from the call until its end was seen, less those on the GPU's clock.
     """
 
     def __init__(self, device: Device, memory: TrialMemory, trial_set: TrialSet, *, seed: int = 0) -> None:
@@ -115,7 +114,7 @@ class TrialEngine:
         return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=trial.method)
 
     def seconds(self, direction: Direction, trial: Trial) -> float:
-        """Seconds of one transfer on an idle GPU, on the GPU clock; NaN if unknown."""
+        """Seconds of one transfer on an idle GPU, on the GPU's clock; NaN if unknown."""
         self._memory.flush()
         begin = time.perf_counter()
         job = self.submit(direction, trial)
@@ -131,8 +130,8 @@ class TrialEngine:
         return seconds
 
     def seconds_in_field(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
-        """Seconds of each of several transfers in a row, concurrent with a backdrop, by wall clock: from the first
-        submission until the last has ended. One alone would often find the GPU between two kernels.
+        """Seconds per transfer of several in a row beside a backdrop, by wall clock. A single one would often find the
+        GPU between two kernels.
         """
         backdrop.top_up()
         begin = time.perf_counter()
@@ -151,13 +150,13 @@ class TrialEngine:
         repeats: Callable[[], int],
         backdrop: Backdrop | None = None,
     ) -> list[Sample]:
-        """Medians over rounds in each of which every trial is timed once, after one round that does not count.
+        """The median time of each trial over several rounds, after one round that does not count.
 
-        Trials for which the GPU had no memory to spare are left out.
+        Trials that need more memory than the GPU had to spare are left out.
 
         Args:
-            repeats: how many rounds, asked before each.
-            backdrop: concurrent with which they are timed; None: on an idle GPU.
+            repeats: how many rounds; called before each.
+            backdrop: runs meanwhile; None: the GPU is idle.
         """
         trials = [trial for trial in trials if trial.blocks <= self._most_blocks]
         found: list[list[float]] = [[] for _ in trials]

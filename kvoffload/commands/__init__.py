@@ -1,22 +1,13 @@
 """The command line: `kvoffload` and `python -m kvoffload`.
 
-    doctor          what is installed, what can be used, and what to do about the rest     doctor.py
+    doctor          checks GPU, packages and limits, and gives remedies                    doctor.py
     demo            a synthetic chat workload, every byte verified                         demo.py
     replay          a trace or synthetic traffic through the cache                         kvoffload.replay
     bench           measurements: the distribution kvoffload-bench                         benchmarks.py
-    tune            measures what transfers cost on this machine                           tune.py
+    tune            measures the cost of transfers on this machine                         tune.py
 
-Each command module has `add_parser(commands)`; the parser that it adds puts a function in `run` that takes the parsed
-arguments and returns the exit code; None is 0.
-
-Exit codes:
-    0    done
-    1    done, and a byte was wrong, or a finding of `doctor` is a failure
-    2    refused or failed: bad usage, a missing device or file, a trace that asks for no blocks, too little memory; the
-         message on standard error names the reason
-    3    standard output could not be written: closed or full
-    130  interrupted by Ctrl-C
-    141  the reader of standard output has ended, as after `| head`; nothing is said
+Each command module has `add_parser(commands)`. The parsed arguments have a function `run`, which takes them and returns
+the exit code; None is 0. `kvoffload --help` lists the exit codes.
 """
 
 from __future__ import annotations
@@ -38,13 +29,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out a command. Prints its result to standard output, everything else to standard error.
-
-    Returns:
-        The exit code, see above.
-    """
+    """Run a command, `sys.argv[1:]` by default, and return its exit code. Only its result goes to standard output."""
     try:
-        return _carry_out(argv)
+        try:
+            words = sys.argv[1:] if argv is None else argv
+            arguments = build_parser(words[0] if words else "").parse_args(words)
+        except SystemExit as ended:  # --help, or bad usage, which argparse has explained
+            return ended.code if isinstance(ended.code, int) else 2
+        return int(arguments.run(arguments) or 0)
     except (CommandError, KVOffloadError) as error:
         write_error(f"kvoffload: error: {error}")
         return 2
@@ -64,18 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _carry_out(argv: Sequence[str] | None) -> int:
-    try:
-        words = sys.argv[1:] if argv is None else argv
-        arguments = build_parser(words[0] if words else "").parse_args(words)
-    except SystemExit as ended:  # --help, or bad usage, which argparse has explained
-        return ended.code if isinstance(ended.code, int) else 2
-    return int(arguments.run(arguments) or 0)
-
-
 class _Parser(argparse.ArgumentParser):
-    """Refuses what it does not know itself, so that the usage printed is that of the sub-command, in lines of 80
-    columns; and does not ignore a failure to write its help, as argparse does.
+    """Refuses unknown arguments itself, so that it prints the sub-command's usage, in lines of 80 columns. It reports
+    failures to write its help, which argparse ignores.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -97,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version to standard output; a failure to write it is not ignored, as argparse does."""
+    """Prints the version, and reports failures to write it, which argparse ignores."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         write_out(f"kvoffload {__version__}\n")
@@ -108,16 +91,16 @@ _OVERVIEW = """\
 usage: kvoffload COMMAND [options]    kvoffload COMMAND --help
 
 Move blocks of a paged KV cache between the GPU and pinned host memory.
-Every command verifies the bytes that it moves, and runs without a GPU, too.
+Every command verifies all bytes that it moves, and also runs without a GPU.
 
 commands:
-  doctor    what works here, and what to do about the rest
+  doctor    what works here, and how to fix the rest
       kvoffload doctor
   demo      a chat workload through the cache, every byte verified
       kvoffload demo
   replay    hit rates of your trace, or of synthetic traffic
       kvoffload replay --workload chat --slots 2048 --metadata-only --policy all
-  tune      measure what transfers cost on this machine
+  tune      measure the cost of transfers on this machine
       kvoffload tune
   bench     compare copy methods, with and without concurrent computation
       kvoffload bench field --quick
@@ -130,21 +113,14 @@ more: docs/command-line.md
 
 
 class _Overview(_Parser):
-    """Has a help of its own: what each command is for, an example of it, and the exit codes."""
+    """Its help shows the purpose of each command, an example, and the exit codes."""
 
     def format_help(self) -> str:
         return _OVERVIEW
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """The parser of all commands.
-
-    Args:
-        command: the command that will be parsed. Only "bench" looks for the distribution of the benchmarks.
-
-    Raises:
-        CommandError: the benchmarks are not installed.
-    """
+    """The parser of all commands. Only `command="bench"` looks for the benchmarks; CommandError: not installed."""
     parser = _Overview(prog="kvoffload", usage="%(prog)s COMMAND [options]")
     parser.add_argument("--version", nargs=0, action=_Version)
     commands = parser.add_subparsers(metavar="COMMAND", prog="kvoffload", parser_class=_Parser)

@@ -12,11 +12,7 @@ GROUP = "kvoffload.commands"  # of entry points; each names a module with `add_p
 
 
 def add_parser(commands: Any, *, wanted: bool) -> None:
-    """Add the benchmarks' parser if it is wanted, else a place for its name alone.
-
-    Raises:
-        CommandError: it is wanted, and the benchmarks are not installed.
-    """
+    """Add the benchmarks' parser if it is wanted, else only its name. CommandError if they are not installed."""
     if not wanted:
         commands.add_parser(NAME)
         return

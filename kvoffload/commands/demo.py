@@ -19,15 +19,15 @@ _SYSTEM_BLOCKS = 8
 _MOST_NEW_BLOCKS = 8  # added by a turn: its question and the answer before it
 _SIMULATED_SCALE = 0.01
 _TEXT = """\
-Conversations take turns with one system prompt; the cache holds less than all of them, so blocks are stored, evicted \
-and loaded. Every byte of every load is verified. Takes seconds, with and without a GPU."""
+Conversations with one system prompt take turns. The cache cannot hold all of them, so blocks are stored, evicted and \
+loaded. Every byte of every load is verified. Takes seconds, with or without a GPU."""
 
 
 _CHAT = ("hit rates of chat, by policy", "kvoffload replay --workload chat --slots 2048 --metadata-only --policy all")
 _NEXT = {  # by whether the device is simulated
-    True: (("what this machine lacks for a GPU", "kvoffload doctor"), _CHAT),
+    True: (("why no GPU can be used here", "kvoffload doctor"), _CHAT),
     False: (
-        ("copy methods by this machine's figures", "kvoffload tune"),
+        ("measure copy methods on this machine", "kvoffload tune"),
         ("transfers concurrent with computation", "kvoffload bench field --quick"),
         _CHAT,
     ),
@@ -35,8 +35,6 @@ _NEXT = {  # by whether the device is simulated
 
 
 class Turn(NamedTuple):
-    """A request of a conversation: the keys of its whole history."""
-
     conversation: int
     keys: tuple[bytes, ...]
 
@@ -136,29 +134,30 @@ def _print(fields: dict[str, Any], tokens_per_block: int, output: Output) -> Non
     where = "simulated device" if simulated else fields["device"]
     slots = f"{counted(fields['slots'], 'slot')} of {mib(fields['bytes_per_block'])}"
     slots += f" ({_SIMULATED_SCALE:.0%} of the model's)" if simulated else ""
-    output.table(f"{fields['model']}, {slots}, {where}", ("what", "how many"), list(_lines(fields)))
+    stored, loaded = (mib(fields[f"bytes_{what}"]) for what in ("stored", "loaded"))
+    lines = [
+        ("turns", f"{fields['turns']:,}, in {counted(fields['conversations'], 'conversation')}"),
+        ("blocks of their prompts", f"{fields['blocks_requested']:,} ({fields['distinct_blocks']:,} different)"),
+        ("  found and loaded", f"{fields['blocks_hit']:,} ({loaded}{_rate(fields, 'load')})"),
+        ("  not found: stored", f"{fields['blocks_stored']:,} ({stored}{_rate(fields, 'store')})"),
+        ("  not found: not worth storing", f"{fields['blocks_declined']:,}"),
+    ]  # indented lines add up to the line above them
+    if fields["blocks_beyond_slots"]:
+        beyond = f"  beyond the first {fields['slots']:,} of a prompt: not tried"
+        lines.append((beyond, f"{fields['blocks_beyond_slots']:,}"))
+    lines += [
+        ("stored blocks", f"{fields['blocks_stored']:,}"),
+        ("  evicted for others", f"{fields['blocks_evicted']:,}"),
+        ("  in the cache at the end", f"{fields['blocks_stored'] - fields['blocks_evicted']:,}"),
+        ("loaded blocks verified, every byte", f"{fields['verified_blocks']:,}"),
+        ("  of them corrupt", f"{fields['corrupt_blocks']:,}"),
+    ]
+    output.table(f"{fields['model']}, {slots}, {where}", ("what", "how many"), lines)
     output.line("")
     output.line("try next:")
     for what, command in _NEXT[simulated]:
         output.line(f"  {what}:")
         output.line(f"    {command}")
-
-
-def _lines(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The table: the indented lines add up to the one above them."""
-    yield "turns", f"{fields['turns']:,}, in {counted(fields['conversations'], 'conversation')}"
-    yield "blocks of their prompts", f"{fields['blocks_requested']:,} ({fields['distinct_blocks']:,} different)"
-    stored, loaded = (mib(fields[f"bytes_{what}"]) for what in ("stored", "loaded"))
-    yield "  found and loaded", f"{fields['blocks_hit']:,} ({loaded}{_rate(fields, 'load')})"
-    yield "  not found: stored", f"{fields['blocks_stored']:,} ({stored}{_rate(fields, 'store')})"
-    yield "  not found: not worth storing", f"{fields['blocks_declined']:,}"
-    if fields["blocks_beyond_slots"]:
-        yield f"  beyond the first {fields['slots']:,} of a prompt: not tried", f"{fields['blocks_beyond_slots']:,}"
-    yield "stored blocks", f"{fields['blocks_stored']:,}"
-    yield "  evicted for others", f"{fields['blocks_evicted']:,}"
-    yield "  in the cache at the end", f"{fields['blocks_stored'] - fields['blocks_evicted']:,}"
-    yield "loaded blocks verified, every byte", f"{fields['verified_blocks']:,}"
-    yield "  of them corrupt", f"{fields['corrupt_blocks']:,}"
 
 
 def _rate(fields: dict[str, Any], what: str) -> str:

@@ -1,4 +1,4 @@
-"""`kvoffload doctor`: what is installed, which copiers can be used and why others cannot, and what to do about it."""
+"""`kvoffload doctor`: checks packages, GPU, copiers and limits, and says how to fix each problem."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "doctor",
-        "what works here, and what to do about the rest",
-        "Shows GPU, link, copy methods, packages and limits, and what to do about each that is not ok. Creates a CUDA "
-        "context on the device asked for and on no other.",
+        "what works here, and how to fix the rest",
+        "Shows GPU, link, copy methods, packages and limits, and a remedy for each that is not ok. Creates a CUDA "
+        "context on the chosen device only.",
         example="doctor --path /mnt/nvme",
         common=COMMON,
     )
@@ -45,15 +45,15 @@ def add_parser(commands: Any) -> None:
         type=Path,
         default=[],
         metavar="FOLDER",
-        help="also try a folder for a disk tier: a second and at most 256 MiB, which are removed again",
+        help="also try folders for a disk tier: a second each, with a file of at most 256 MiB, then removed",
     )
-    add_store_option(parser, "also try a remote store, by the kind and arguments of its tier; 32 records of 1 MiB")
+    add_store_option(parser, "also try a remote store: kind and arguments of its tier; 32 records of 1 MiB")
     add_common_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; 2 if `--backend cuda` was given and there is no GPU, 1 if a finding is a failure, else 0."""
+    """Print the findings. Returns 2 for `--backend cuda` without a GPU, 1 if a finding is a failure, else 0."""
     output = Output(arguments.json)
     gpus, problem = (None, None) if arguments.backend == "simulated" else _gpus()
     fields: dict[str, Any] = {
@@ -90,7 +90,7 @@ def _tried(what: str, given: Sequence[_T], probe: Callable[[_T], dict[str, Any]]
 
 
 def _gpus() -> tuple[list[str], str | None]:
-    """Names of the GPUs, found without creating a context, or why there are none."""
+    """Names of the GPUs, or why there are none. Creates no context."""
     try:
         driver = cuda.load()
         count = int(driver.call("cuDeviceGetCount"))
@@ -102,13 +102,13 @@ def _gpus() -> tuple[list[str], str | None]:
 
 
 def _reason(error: KVOffloadError) -> str:
-    """Why there is no GPU, without the advice that `cuda.load` and the bindings add: the doctor has its own."""
+    """Why there is no GPU, without the advice of `cuda.load` and the bindings: the doctor has its own."""
     own = error.__cause__ if isinstance(error.__cause__, KVOffloadError) else error
     return str(own).partition("; install it")[0].partition(". Ensure ")[0].rstrip(".")
 
 
 def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, Any]:
-    """Capabilities of the opened device; only `simulated: None` if none can be opened."""
+    """Capabilities of the device; only `simulated: None` if none can be opened."""
     try:
         device = open_backend(arguments, output, note=False)  # the verdict says it
     except (CapabilityError, DriverError, ImportError):

@@ -1,4 +1,4 @@
-"""What `kvoffload doctor` says of its findings: good, bad, and what to do about it."""
+"""The findings of `kvoffload doctor` as text: status, figures and remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs")
 
 
 class Finding(NamedTuple):
-    """A line that the doctor prints. `remedy` says what to do, or is "" if all is well."""
+    """A line of the doctor. `remedy` is "" if all is well."""
 
     status: Status
     name: str
@@ -28,22 +28,21 @@ class Finding(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """To sort by: the most pressing first."""
+        """Sort key: the most urgent first."""
         return ("fail", "warn", "ok").index(self.status)
 
 
 def groups(fields: Fields) -> dict[str, list[Finding]]:
-    """All findings, by the headings that they are printed under."""
-    found = {"GPU and link": list(_gpu(fields))}
+    found = {"GPU and link": list(of_gpu(fields))}
     if fields["simulated"] is not None:
-        found["copy methods"] = list(_copy_methods(fields))
-    found |= {"packages": list(_packages(fields)), "limits": list(_limits(fields))}
+        found["copy methods"] = list(of_copy_methods(fields))
+    found |= {"packages": list(of_packages(fields)), "limits": list(of_limits(fields))}
     found |= {"folders": list(of_folders(fields))} if fields["folders"] else {}
     return found | ({"stores": list(of_stores(fields))} if fields["stores"] else {})
 
 
 def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
-    """Whether transfers can run here, and how many lines ask for attention."""
+    """The first line: can transfers run here, and how many findings fail or warn?"""
     statuses = [each.status for each in findings]
     counts = f"{statuses.count('fail')} fail, {statuses.count('warn')} warn"
     if fields["simulated"] is False:
@@ -54,10 +53,10 @@ def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
     return f"doctor: no device to use ({counts})"
 
 
-def _gpu(fields: Fields) -> Iterator[Finding]:
+def of_gpu(fields: Fields) -> Iterator[Finding]:
     gpus, problem, again = fields["gpus"], fields["problem"], "run `kvoffload doctor` again"
     if problem is not None:
-        remedy = f"install the NVIDIA driver, see that `nvidia-smi` works, {again}"
+        remedy = f"install the NVIDIA driver, check that `nvidia-smi` works, {again}"
         if fields["packages"].get("cuda-bindings", "") is None:
             remedy = f"install cuda-bindings, see packages, and {again}"
         elif problem.startswith("cuda-bindings"):  # too old
@@ -67,11 +66,10 @@ def _gpu(fields: Fields) -> Iterator[Finding]:
         yield Finding("ok", "GPUs", "not looked for: --backend simulated")
     else:
         names = ", ".join(f"{index}: {name}" for index, name in enumerate(gpus))
-        yield Finding("ok" if gpus else "fail", "GPUs", names or "none", "" if gpus else "see that `nvidia-smi` works")
+        remedy = "" if gpus else "check that `nvidia-smi` works"
+        yield Finding("ok" if gpus else "fail", "GPUs", names or "none", remedy)
     if fields["simulated"]:
-        yield Finding(
-            "ok", "device", "the simulated one: the CPU copies real bytes, without a driver; times mean nothing"
-        )
+        yield Finding("ok", "device", "simulated: the CPU copies real bytes, without a driver; times mean nothing")
     if fields["simulated"] is not False:
         return
     yield Finding("ok", "device", f"{fields['index']}: {fields['device']}")
@@ -94,25 +92,25 @@ def _gpu(fields: Fields) -> Iterator[Finding]:
     yield Finding("warn" if away else "ok", "NUMA node", where, remedy)
 
 
-def _copy_methods(fields: Fields) -> Iterator[Finding]:
+def of_copy_methods(fields: Fields) -> Iterator[Finding]:
     where = " on the simulated device" if fields["simulated"] else ""
     for name, reason in fields["copiers"].items():
         if reason is None:
             yield Finding("ok", name, f"can run{where}")
         else:
-            yield Finding("warn", name, f"cannot run: {reason}", "the others carry its copies, more slowly")
+            yield Finding("warn", name, f"cannot run: {reason}", "the others do its copies, more slowly")
     if fields["simulated"]:
         return
     for name, reason in fields["missing"].items():
         yield Finding("ok", f"driver feature, {name}", f"not used: {reason}")
     measured = fields["profile_is_measured"]
-    remedy = "" if measured else "copy methods are chosen by figures of another machine: run `kvoffload tune`"
+    remedy = "" if measured else "engines choose copy methods by another machine's figures: run `kvoffload tune`"
     yield Finding("ok" if measured else "warn", "profile", fields["profile"], remedy)
     operations = "can be called" if fields["stream_memory_operations"] else "not used: cannot be called"
     yield Finding("ok", "driver feature, stream memory operations", operations)
 
 
-def _packages(fields: Fields) -> Iterator[Finding]:
+def of_packages(fields: Fields) -> Iterator[Finding]:
     yield Finding("ok", "Python", f"{fields['python']} on {fields['platform']}")
     for name, version in fields["packages"].items():
         if version is not None:
@@ -130,7 +128,7 @@ def _packages(fields: Fields) -> Iterator[Finding]:
         yield Finding("ok", "optional, not installed", ", ".join(lacking))
 
 
-def _limits(fields: Fields) -> Iterator[Finding]:
+def of_limits(fields: Fields) -> Iterator[Finding]:
     memory = fields["memory"]
 
     def size(name: str, otherwise: str) -> str:
@@ -139,17 +137,17 @@ def _limits(fields: Fields) -> Iterator[Finding]:
     available = memory["available_bytes"]
     small = available is not None and available < _SMALL_MEMORY_BYTES
     text = f"{size('available_bytes', 'unknown')} available of {size('total_bytes', 'unknown')}"
-    remedy = "pinned memory comes out of this: choose a small num_slots" if small else ""
+    remedy = "pinned memory is part of this: choose a small num_slots" if small else ""
     yield Finding("warn" if small else "ok", "host memory", text, remedy)
     limit = memory["cgroup_limit_bytes"]
     used = "no limit" if limit is None else f"{mib(memory['cgroup_usage_bytes'])} used of {mib(limit)}"
     yield Finding("ok", "memory cgroup", used)
     locked = size("locked_memory_limit_bytes", "unlimited")
-    yield Finding("ok", "RLIMIT_MEMLOCK", f"{locked}; it does not bound what CUDA pins")
+    yield Finding("ok", "RLIMIT_MEMLOCK", f"{locked}; does not limit the memory that CUDA pins")
     yield Finding("ok", "usable CPUs", str(memory["usable_cpus"]))
     problem = fields["cache_folder_problem"]
     if problem:
-        remedy = f"set {cachefiles.FOLDER_VARIABLE} to a folder that can be written, to keep kernels and profiles"
+        remedy = f"set {cachefiles.FOLDER_VARIABLE} to a folder that you can write, for kernels and profiles"
         yield Finding("warn", "cache folder", f"{fields['cache_folder']} cannot be written: {problem}", remedy)
     else:
         yield Finding("ok", "cache folder", fields["cache_folder"])
@@ -159,7 +157,7 @@ def of_folders(fields: Fields) -> Iterator[Finding]:
     """Findings on folders for a disk tier: one for each, and one for each drawback."""
     for each in fields["folders"]:
         if each["problem"] is not None:
-            remedy = "give a folder of this user's that not every user may write, and no symbolic link"
+            remedy = "give this user's own folder, no symbolic link, that other users cannot write"
             yield Finding("fail", each["folder"], f"cannot be used: {each['problem']}", remedy)
             continue
         name, kind = each["folder"], each["file_system"]
@@ -179,7 +177,7 @@ def of_folders(fields: Fields) -> Iterator[Finding]:
         if each["free_bytes"] < _SMALL_DISK_BYTES:
             yield Finding("warn", name, "little space is free", "free some, or choose a small nbytes")
     if fields["folders"] and fields["extras"]["xxhash"] is None:
-        yield Finding("fail", "xxhash", "a disk tier needs it", "pip install 'kvoffload[disk]'")
+        yield Finding("fail", "xxhash", "disk tiers need it", "pip install 'kvoffload[disk]'")
 
 
 def of_stores(fields: Fields) -> Iterator[Finding]:
@@ -193,13 +191,13 @@ def of_stores(fields: Fields) -> Iterator[Finding]:
         text += f"{each['read_gb_per_s']} GB/s; a question takes {each['ask_seconds'] * 1e3:.2f} ms"
         yield Finding("ok", name, "; ".join((text, *(f"{what} {value}" for what, value in says.items()))))
         if says.get("max_bytes") == 0:
-            yield Finding("warn", name, "its memory has no limit", "set its maxmemory: it grows until it is killed")
+            yield Finding("warn", name, "its memory has no limit", "set maxmemory, or it grows until it is killed")
         elif says.get("when_full") == "noeviction":
-            remedy = "set its maxmemory-policy to allkeys-lru: when it is full, nothing can be put"
+            remedy = "set maxmemory-policy to allkeys-lru: once it is full, it takes no more records"
             yield Finding("warn", name, "evicts nothing", remedy)
         elif "volatile" in says.get("when_full", ""):
             remedy = "give the tier an expiry, or set maxmemory-policy to allkeys-lru"
             yield Finding("warn", name, "evicts only records that expire", remedy)
         if "conditional_puts" in says:
-            remedy = "if several machines write, use a store with conditional puts: with this one all send each record"
-            yield Finding("warn", name, "overwrites where it is asked to create", remedy)
+            remedy = "if several machines write, use a store with conditional puts: with this one each sends all bytes"
+            yield Finding("warn", name, "overwrites objects that it should only create", remedy)

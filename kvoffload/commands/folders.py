@@ -1,4 +1,4 @@
-"""`kvoffload doctor --path`: what a folder offers a disk tier, tried with a file that is removed again."""
+"""`kvoffload doctor --path`: tries with a file, which it removes again, whether a folder suits a disk tier."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ from kvoffload.terminal.console import bandwidth
 from kvoffload.tiers.files import SYSTEM, OpenFile
 from kvoffload.tiers.sets import check_paths
 
-_MOST_BYTES = 256 << 20  # of the file
+MOST_BYTES = 256 << 20  # of the file
 _LEAST_BYTES = 16 << 20
-_SPARE_BYTES = 64 << 20  # that stay free
+_SPARE_BYTES = 64 << 20  # stay free
 _BLOCK_BYTES = 1 << 20
 _THREADS = 4
 _SECONDS = 0.5  # of writing, and of reading
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 
 
 def probe(folder: Path) -> dict[str, Any]:
-    """Findings on a folder; `problem` says why a disk tier cannot have its file there, or is None."""
+    """Findings on a folder; `problem` says why a disk tier cannot use it, or is None."""
     fields: dict[str, Any] = {
         "folder": str(folder), "problem": None, "file_system": None, "mode": None, "free_bytes": None,
         "direct_io": None, "probe_bytes": 0, "write_gb_per_s": None, "read_gb_per_s": None,
@@ -40,18 +41,28 @@ def probe(folder: Path) -> dict[str, Any]:
         fields["free_bytes"] = state.f_bavail * state.f_frsize
         check_paths([str(folder / "records.kv")])
         with tempfile.TemporaryDirectory(prefix="kvoffload-doctor-", dir=folder) as own:
-            fields |= _try_file(Path(own) / "probe.kv", fields["free_bytes"])
+            nbytes = min(MOST_BYTES, fields["free_bytes"] - _SPARE_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
+            file = OpenFile(f"{own}/probe.kv", SYSTEM, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            with closing(file):
+                if nbytes >= _LEAST_BYTES:
+                    SYSTEM.fallocate(file.descriptor, nbytes)
+                    file.try_direct(0)
+                    written, seconds = _write(file, nbytes)
+                    found = {"probe_bytes": written, "write_gb_per_s": bandwidth(written, seconds)}
+                    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                    found["read_gb_per_s"] = bandwidth(*_read(file, written))
+                    fields |= found | {"direct_io": file.direct}
     except OSError as error:
         fields["problem"] = error.strerror or str(error)
     return fields
 
 
 def file_system(folder: Path) -> str | None:
-    """The type of the file system that a folder is on, such as ext4; None if Linux does not say."""
+    """The type of a folder's file system, such as ext4; None if Linux does not say."""
     real = folder.resolve()
     found: dict[Path, str] = {}
     try:
-        lines = _MOUNTS.read_text().splitlines()
+        lines = MOUNTS.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
@@ -60,28 +71,12 @@ def file_system(folder: Path) -> str | None:
         if len(names) > 4 and after:
             mounted = Path(names[4].encode().decode("unicode_escape"))  # a space is \040
             if real.is_relative_to(mounted):
-                found[mounted] = after.split()[0]  # of two at one place, the later one counts
+                found[mounted] = after.split()[0]  # the later one of two at one place counts
     return found[max(found, key=lambda mounted: len(mounted.parts))] if found else None
 
 
-def _try_file(path: Path, free_bytes: int) -> dict[str, Any]:
-    nbytes = min(_MOST_BYTES, free_bytes - _SPARE_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
-    file = OpenFile(str(path), SYSTEM, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        if nbytes < _LEAST_BYTES:
-            return {}
-        SYSTEM.fallocate(file.descriptor, nbytes)
-        file.try_direct(0)
-        written, seconds = _write(file, nbytes)
-        found = {"direct_io": file.direct, "probe_bytes": written, "write_gb_per_s": bandwidth(written, seconds)}
-        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return found | {"read_gb_per_s": bandwidth(*_read(file, written))}
-    finally:
-        file.close()
-
-
 def _write(file: OpenFile, nbytes: int) -> tuple[int, float]:
-    """Bytes that were written and synced, and seconds."""
+    """Write and sync; bytes and seconds."""
     begin = time.perf_counter()
     memory = mmap.mmap(-1, _BLOCK_BYTES)
     memory.write(os.urandom(_BLOCK_BYTES))
@@ -92,7 +87,7 @@ def _write(file: OpenFile, nbytes: int) -> tuple[int, float]:
 
 
 def _read(file: OpenFile, nbytes: int) -> tuple[int, float]:
-    """Bytes that were read, and seconds."""
+    """Read; bytes and seconds."""
     own = threading.local()
 
     def read(offset: int) -> None:
@@ -105,7 +100,7 @@ def _read(file: OpenFile, nbytes: int) -> tuple[int, float]:
 
 
 def _transfer(call: Callable[[int], object], nbytes: int) -> int:
-    """Call with offsets from 0 on, in several threads, until the bytes or the seconds are over; the bytes."""
+    """Call with offsets from 0 on, in several threads, until all bytes are done or time is up. Returns the bytes."""
     blocks: Iterator[int] = iter(range(0, nbytes, _BLOCK_BYTES))
     end = time.perf_counter() + _SECONDS
     done = count()

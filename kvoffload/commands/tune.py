@@ -1,4 +1,4 @@
-"""`kvoffload tune`: measures what transfers cost on this machine, or shows what the profile in force decides."""
+"""`kvoffload tune`: measures the cost of transfers on this machine, or shows which copy methods engines choose."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _PLANES = 64
 _BLOCK_BYTES = tuple(1 << exponent for exponent in range(11, 19))
 _BLOCKS = (1, 4, 16, 128)
 _PLACEMENTS = {
-    "folded": "at one stride in one allocation, so that one strided operation copies a block of all planes",
-    "scattered": "each in an allocation of its own, so that a block takes a copy for each plane",
+    "folded": "at one stride in one allocation; one strided operation copies a block of all planes",
+    "scattered": "each in its own allocation; a block takes one copy for each plane",
 }
 _PREFER = {
-    "overlap": "the method that costs least: its time, and the time that concurrent computation and the caller lose",
+    "overlap": "the method that costs least: its time, plus the time that concurrent computation and the caller lose",
     "latency": "the method that ends soonest after the call, on an idle GPU",
 }
 _COPIERS = {
-    "batch": "contiguous copies, many in one call of the driver",
+    "batch": "contiguous copies, many in one driver call",
     "gather": "a kernel with so many programs, each of which takes an SM",
-    "loop": "contiguous copies, a call of the driver each",
+    "loop": "contiguous copies, one driver call each",
     "split": "a kernel with so many programs copies some blocks, strided copies the others",
     "strided": "one operation copies a block of all planes; many operations in one call",
 }
 _INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _TEXT = """\
-Measures each copy method and how much it slows a concurrent computation, in less than 30 seconds; nothing else should \
-use the GPU. The profile is kept for this GPU, driver and link; engines choose copy methods by it."""
+Measures each copy method, and how much it slows a concurrent computation, in less than 30 seconds. Let nothing else \
+use the GPU meanwhile. Saves a profile for this GPU, driver and link, by which engines choose copy methods."""
 
 
 def add_parser(commands: Any) -> None:
     parser = add_command(
-        commands, "tune", "measure what transfers cost on this machine", _TEXT, example="tune --show", common=COMMON
+        commands, "tune", "measure the cost of transfers on this machine", _TEXT, example="tune --show", common=COMMON
     )
-    parser.add_argument("--show", action="store_true", help="measure nothing: print what the profile decides")
+    parser.add_argument("--show", action="store_true", help="measure nothing: print which methods engines choose")
     parser.add_argument(
         "--prefer",
         choices=PREFERENCES,
@@ -64,14 +64,13 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="with --show: the most SMs a kernel may take (default 4)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile to FILE alone")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile to FILE only")
     add_wide(parser, "the runner-up, with --show")
     add_common_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure or show; 0."""
     if arguments.show and arguments.output is not None:
         raise CommandError("--show measures nothing, so --output has nothing to write: use one of them")
     output = Output(arguments.json, wide=arguments.wide)
@@ -87,7 +86,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune(device: Device, output: Output, path: Path | None) -> None:
-    _require_kept(device, path)
+    if path is not None:  # refused before half a minute of measuring, not after it
+        require_writable("--output", path)
+    elif not device.simulated and (problem := cachefiles.why_not_writable()) is not None:
+        raise CommandError(
+            f"the profile cannot be saved in {cachefiles.cache_folder()}: {problem}; set "
+            f"{cachefiles.FOLDER_VARIABLE} to a folder that you can write, or give a file with --output"
+        )
     with output.progress("measuring") as progress:
         tuning = tune(device, progress=progress)
     written = path
@@ -107,17 +112,6 @@ def _tune(device: Device, output: Output, path: Path | None) -> None:
     _print_tuning(tuning, fields, output, kept=path is None and written is not None)
 
 
-def _require_kept(device: Device, path: Path | None) -> None:
-    """Refuse before half a minute of measuring, not after it, if the profile cannot be written."""
-    if path is not None:
-        require_writable("--output", path)
-    elif not device.simulated and (problem := cachefiles.why_not_writable()) is not None:
-        raise CommandError(
-            f"the profile cannot be kept in {cachefiles.cache_folder()}: {problem}; set "
-            f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written, or give a file with --output"
-        )
-
-
 def _figures(profile: Profile) -> dict[str, Any]:
     return {
         "link_gb_per_s": {str(direction): costs.link / 1e9 for direction, costs in profile.costs.items()},
@@ -132,7 +126,7 @@ def _figures(profile: Profile) -> dict[str, Any]:
 
 
 def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kept: bool) -> None:
-    """`kept`: whether the profile was written to where engines look for it."""
+    """`kept`: the profile was saved where engines look for it."""
     written = "no profile written" if fields["written"] is None else f"wrote {fields['written']}"
     profile = tuning.profile
     if fields["simulated"]:
@@ -140,11 +134,11 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kep
     else:
         links = ", ".join(f"{rate:.1f} ({direction})" for direction, rate in fields["link_gb_per_s"].items())
         output.line(
-            f"tune: {written}: {tuning.transfers:,} transfers in {tuning.seconds:.1f} s; one contiguous copy has "
+            f"tune: {written}: {tuning.transfers:,} transfers in {tuning.seconds:.1f} s; one contiguous copy reaches "
             f"{links} GB/s; {fields['device']}, link {fields['link']}"
         )
         slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
-        title = "a matrix product concurrent with transfers: its time over its time alone"
+        title = "a matrix product during transfers: its time over its time alone"
         output.table(title, ("copy method", "slow-down"), slow)
         errors = [
             (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
@@ -153,13 +147,13 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kep
         title = "error of the expected times, %, at sizes between the measured ones"
         output.table(title, ("copier", "median", "worst", "transfers"), errors)
         host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
-        output.table("us that a submission keeps its caller", ("copier", "fixed", "each copy"), host)
+        output.table("host time of a submission, us", ("copier", "fixed", "each copy"), host)
         if tuning.missing or kept:
             output.line("")
     for name, reason in tuning.missing.items():
         output.line(f"not measured: {name}: {reason}")
     if kept:
-        output.line("engines that are created from now on choose by it; `kvoffload tune --show` prints what it decides")
+        output.line("new engines choose copy methods by it; `kvoffload tune --show` prints the choices")
 
 
 # showing --------------------------------------------------------------------------------------------------------------
@@ -170,7 +164,7 @@ class Decision:
     """The copy method for a transfer of `blocks` blocks of `planes` planes, its expected bandwidth, and the runner-up.
 
     Attributes:
-        gb_per_s, runner_up_gb_per_s: None where nothing was measured.
+        gb_per_s, runner_up_gb_per_s: None if the profile has no times for the method.
         runner_up: None if there is no other copy method.
     """
 
@@ -187,7 +181,6 @@ class Decision:
 
 
 def decisions(profile: Profile, available: frozenset[str], prefer: str, sm_limit: int) -> Iterator[Decision]:
-    """Over directions, placements, bytes of a block and blocks."""
     for direction, placement, block_bytes, blocks in product(Direction, _PLACEMENTS, _BLOCK_BYTES, _BLOCKS):
         copies = blocks * _PLANES
         operations = blocks if placement == "folded" else copies
@@ -224,7 +217,7 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     fields["not_available"] = {name: reason for name, reason in missing.items() if reason is not None}
     fields["not_offered"] = list(not_offered)
     output.result(fields | _figures(profile) | {"decisions": [asdict(each) for each in found]})
-    output.line(f"tune --show: expected figures, from this profile: {profile.source}")
+    output.line(f"tune --show: figures expected by this profile: {profile.source}")
     runner_up = "then the runner-up, " if output.wide else ""
     output.line(f"each cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
     output.line(f"prefer {prefer}: {_PREFER[prefer]}")
@@ -253,12 +246,10 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     for name, reason in fields["not_available"].items():
         output.line(f"not available: {name}: {reason}")
     if not_offered:
-        output.line(
-            "gather and split are kernels: the simulated device runs them if you ask for them, but does not choose them"
-        )
+        output.line("gather and split are kernels: the simulated device runs them only if you ask for them")
     if profile.key is None and not device.simulated:
         output.line("")
-        output.line("these are figures of another machine: `kvoffload tune` measures this one")
+        output.line("these figures are from another machine: `kvoffload tune` measures this one")
 
 
 def _number(value: float | None) -> str:

@@ -1,12 +1,12 @@
-"""The copiers: each submits the copies of a plan by another call of the driver.
+"""The copiers: each submits the copies of a plan by a driver call of its own.
 
 strided   one operation per block for all planes that fold: cuMemcpy3DBatchAsync, else cuMemcpy2DAsync in a loop
-gather    a kernel, for what does not fold or is too small for the copy engine
+gather    a kernel, for planes that do not fold and blocks too small for the copy engine
 split     strided for some of the blocks and gather for the rest, at the same time
 batch     flat copies in chunks: cuMemcpyBatchAsync
 loop      flat copies one by one: cuMemcpyAsync; works with every driver
 
-Which of them copies a transfer is chosen in selection.py, the copiers of an engine are in copier_set.py.
+selection.py chooses among them, copier_set.py has the copiers of an engine.
 """
 
 from kvoffload.copiers.base import Copier, Share, Staged, Submit, Work, shares_together

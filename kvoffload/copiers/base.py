@@ -14,10 +14,10 @@ Work: TypeAlias = TransferPlan | BlockPlan | BlocksInParts  # a plan in the shap
 
 
 class Submit(Protocol):
-    """Queues what was staged on a stream, with nothing but driver calls, after a record of `start` if there is one.
+    """Records `start` on a stream, unless it is None, then queues the staged copies. Makes driver calls only.
 
     Raises:
-        DriverError: the driver refused; what was queued before that still runs.
+        DriverError: the driver refused; the copies queued before that still run.
     """
 
     def __call__(self, stream: int, start: int | None, /) -> None: ...
@@ -28,8 +28,8 @@ class Staged(NamedTuple):
 
     Attributes:
         submit: queues them.
-        table: the pinned memory that the GPU reads while they run, or None. The launcher releases it when these copies
-            and all others of the transfer that use the table have ended.
+        table: pinned memory that the GPU reads while they run, or None. The tracker releases it when all copies of the
+            transfer that use it have ended.
     """
 
     submit: Submit
@@ -40,7 +40,7 @@ class Copier(Protocol):
     """Carries out plans by one copy method. Belongs to one engine and is called under its lock.
 
     Attributes:
-        segment_operations: the most operations of a prepared plan that are queued together; a driver queue holds them.
+        segment_operations: the most operations of a prepared plan that are queued together; they fit a driver queue.
         is_kernel: whether it runs on multiprocessors, on the lane's stream for kernels.
     """
 
@@ -51,22 +51,22 @@ class Copier(Protocol):
         """The plan in the shape that this copier carries."""
 
     def queue_cost(self, operations: int) -> int:
-        """Places that so many operations of a prepared plan take in a driver queue."""
+        """How many places of a driver queue this many operations of a prepared plan take."""
 
     def stage(self, work: Any, order: SourceOrder) -> Staged | None:
-        """Write down prepared work of at most `segment_operations`; None while there is no room for its table.
+        """Write the arguments of at most `segment_operations` operations; None while there is no room for their table.
 
-        Staging is a step of its own, so that nothing but a driver call lies between a transfer's start event and its
-        first copy. Staged work is valid until other work is staged. Queued work may not be touched until it has ended.
+        This is a separate step so that only driver calls lie between a transfer's start event and its first copy.
+        Staged work is valid until the copier stages other work.
         """
 
 
 class Share(NamedTuple):
-    """Some of a transfer's blocks and the copier that carries them; the shares of a transfer run at the same time.
+    """Some of a transfer's blocks and their copier. The shares of a transfer run at the same time.
 
     Attributes:
         size: how many operations the work has.
-        nbytes: payload of the work.
+        nbytes: its payload bytes.
     """
 
     work: Work
@@ -76,11 +76,11 @@ class Share(NamedTuple):
 
 
 def shares_together(shares: Sequence[Share]) -> tuple[Share, ...]:
-    """The same work in as few shares as possible, for a transfer of several groups. Kernels come first: they are
+    """The same work in as few shares as possible, for a transfer of several groups. Kernels come first, since they are
     quicker to queue.
 
-    A kernel is launched for one group, so each of its shares stays. Shares that one copier of the copy engine carries
-    become one, since it has room for one staged share.
+    A kernel is launched per group, so its shares stay apart. Shares of one copier of the copy engine become one, since
+    it has room for one staged share.
 
     Args:
         shares: of plans in one direction, none of them in parts.

@@ -1,4 +1,4 @@
-"""Flat copies in chunks, for what does not fold, with the copy engine and no SM."""
+"""Flat copies in chunks, by the copy engine."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ class BatchCopier:
     """cuMemcpyBatchAsync, at most `CHUNK` copies a call. (A call with 51,828 copies has crashed a driver.)
 
     Loads of small rows begin with a *prelude*: a strided copy of single bytes between two scratch buffers on the
-    device, whose rows take the copy engine about as long (0.7 ns each) as the driver needs to take in the first chunk.
-    So the stream is busy when that is submitted, and all of it goes to the copy engine. Measured on an H200, loads of
-    128 rows of 4 / 8 / 24 KiB, GB/s: one call 1.4 / 2.3 / 4.1; a first chunk of 16 to make the stream busy 1.7 / 5.2 /
-    13.1; cuStreamWaitValue32 before the first chunk, opened behind it, 4.1 / 6.3 / 21.5; prelude 3.9 / 6.6 / 23.5. And
-    no gate means that nothing waits for the host: another thread in a driver call that holds a lock until the GPU is
-    idle could otherwise keep the gate from ever being opened. (At 4,096 rows: 2.0 / 2.9 / 5.0; 4.5 / 8.3 / 33.8; then
-    4.9 / 9 / 43 with either.)
+    device. Its rows keep the copy engine busy (0.7 ns each) while the driver takes in the first chunk, which therefore
+    goes to the copy engine and not to the CPU. Measured on an H200, loads of 128 rows of 4 / 8 / 24 KiB, GB/s: one call
+    1.4 / 2.3 / 4.1; a first chunk of 16 copies 1.7 / 5.2 / 13.1; a gate (cuStreamWaitValue32, opened behind the first
+    chunk) 4.1 / 6.3 / 21.5; prelude 3.9 / 6.6 / 23.5. At 4,096 rows: 2.0 / 2.9 / 5.0; 4.5 / 8.3 / 33.8; 4.9 / 9 / 43
+    with gate or prelude. A gate would wait for the host, which another thread could block for ever, in a driver call
+    that holds a lock until the GPU is idle.
 
     Args:
         driver: its context must be current in `open` and `close`.
-        with_prelude: False where the driver has no batch calls: nothing is allocated then.
+        with_prelude: False if the driver has no batch calls: nothing is allocated then.
     """
 
     segment_operations = _CAPACITY

@@ -1,4 +1,4 @@
-"""The copiers of an engine: which of them can run here, which carries a plan, and how they share it."""
+"""The copiers of an engine: which ones can run here, which one carries a plan, and how several share it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop", 
 
 
 def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:
-    """For every copier None, or why it cannot run here. A kernel may still fail when it is loaded."""
+    """For every copier, None or the reason why it cannot run here. A kernel may still fail when it is loaded."""
     no_kernel = "sm_limit=0 forbids kernels" if sm_limit == 0 else kernels.why_not(capabilities)
     return {
         "strided": None,
@@ -41,7 +41,7 @@ def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | No
 
 
 def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
-    """Raise ValueError if `name` names no copier, CapabilityError if that one cannot run here; None is right."""
+    """Raise ValueError if `name` is neither a copier nor None, CapabilityError if that copier cannot run here."""
     if name is None:
         return
     if isinstance(name, CopyMethod):
@@ -64,13 +64,13 @@ def check_carries_parts(name: CopierChoice) -> None:
 
 
 def shape_of(plan: BlockPlan) -> Shape:
-    """What a plan of at least one block looks like to a profile."""
+    """The shape of a plan with at least one block, for a profile."""
     operations, rows = plan.count()
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
 
 class Selection(NamedTuple):
-    """What carries a transfer, and why."""
+    """A copy method, and why it is selected."""
 
     method: CopyMethod
     reason: str
@@ -84,11 +84,12 @@ class CopierSet:
 
     Args:
         driver: its context must be current in `open` and `close`.
-        capabilities: what the device can do.
-        sm_limit: programs of a kernel at most; 0 forbids kernels.
+        capabilities: the device's.
+        sm_limit: the most programs of a kernel; 0 forbids kernels.
 
     Attributes:
-        missing: for every copier None, or why it cannot run here.
+        missing: for every copier, None or the reason why it cannot run here.
+        interpreted: kernels take 2 ms a tile here, so they run only when they are asked for.
     """
 
     def __init__(self, driver: Driver, capabilities: Capabilities, sm_limit: int) -> None:
@@ -96,7 +97,7 @@ class CopierSet:
         self._driver = driver
         self._capabilities = capabilities
         self._sm_limit = sm_limit
-        self._interpreted = driver.simulated  # 2 ms a tile: kernels run there when they are asked for
+        self.interpreted = driver.simulated
         self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
         self._of_copy_engine: dict[str, Copier] = {
             "strided": StridedCopier(driver, batched=capabilities.strided_batch),
@@ -111,14 +112,13 @@ class CopierSet:
         self._selected_by: tuple[Profile | None, str] = (None, "")
 
     def open(self, layout: KVLayout, memory: RegisteredMemory) -> None:
-        """Allocate what the copiers need. Kernels that cannot be loaded are noted in `missing`.
+        """Allocate memory, and load the kernels for the layout's groups. `missing` says if a kernel cannot be loaded.
 
         Args:
-            layout: whose groups are copied.
             memory: the slot pool.
 
         Raises:
-            CapacityError, DriverError: memory is short, or the driver failed. `close` frees what was made.
+            CapacityError, DriverError: memory is short, or the driver failed. Then call `close`.
         """
         self._batch.open()
         if self._sm_limit == 0:
@@ -140,22 +140,26 @@ class CopierSet:
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """The copiers to choose from: those that can run; on the simulated device no kernels."""
+        """The copiers to choose from: all that can run, but no kernels on the simulated device."""
         able = tuple(name for name in NAMES if self.missing[name] is None)
-        return tuple(name for name in able if name not in _KERNELS) if self._interpreted else able
+        return tuple(name for name in able if name not in _KERNELS) if self.interpreted else able
 
     def select(
         self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool = False
     ) -> Selection:
-        """The copy method for a plan, and why: the one that is `wanted` (see `check_copier`), or the profile's choice.
+        """The copy method for a plan, and why; remembered for all plans of the same shape. In this order:
 
-        The answer is remembered for all plans of the same shape.
+        1. An answer that is remembered, for the same profile and preference.
+        2. `wanted` is a `CopyMethod`: that one, with numbers that are missing or out of range filled in.
+        3. `wanted` is the name of a copier: its best method by the profile.
+        4. None: the profile's choice among `offered`; for a load in parts, without copiers that cannot carry them.
 
         Args:
+            wanted: checked by `check_copier`.
             opposite: whether transfers in the other direction are in flight.
 
         Raises:
-            CapabilityError: the kernel is wanted for a load in parts, and cannot carry these parts.
+            CapabilityError: "gather" is wanted for a load in parts, and cannot carry these parts.
         """
         if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
             self._selected.clear()
@@ -169,7 +173,7 @@ class CopierSet:
             found = self._select(plan, wanted, profile, prefer, opposite)
             if parts is not None and found.method.copier == "gather":
                 assert self._kernels is not None
-                self._kernels.in_parts(plan.group_index, parts)  # takes its rows, so that it can be carried ever after
+                self._kernels.in_parts(plan.group_index, parts)  # takes its room now, so the answer stays right
             elif found.method.copier == "pack":
                 self._rings[0 if stores else 1].open()
             if len(self._selected) >= _MOST_SELECTIONS:
@@ -200,7 +204,6 @@ class CopierSet:
             raise CapabilityError(f"copier='gather' cannot carry these parts: {reason}; the loop copier can")
 
     def _why_not_in_parts(self, plan: BlockPlan) -> str | None:
-        """Why the kernel cannot carry a plan's parts."""
         if self._kernels is None:
             return self.missing["gather"]
         return self._kernels.why_not_in_parts(plan.group_index, plan.group.parts)
@@ -214,7 +217,7 @@ class CopierSet:
         return CopyMethod("split", programs, wanted.share or profile.split_share(shape, programs))
 
     def shares(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
-        """The plan as `method` carries it. A split of too few blocks to share is left to the copy engine."""
+        """The plan's shares. In a split of few blocks, one side may get none; then there is one share."""
         if method.copier == "gather":
             return (self._by_kernel(method, plan),)
         if method.copier == "split":
@@ -230,7 +233,7 @@ class CopierSet:
         strided = _share(self._of_copy_engine["strided"], plan.cut(0, by_engine))
         if by_engine == len(plan):
             return (strided,)
-        return (self._by_kernel(method, plan.cut(by_engine, len(plan))), strided)  # quicker to queue, so it comes first
+        return (self._by_kernel(method, plan.cut(by_engine, len(plan))), strided)  # the kernel is quicker to queue
 
     def _by_kernel(self, method: CopyMethod, plan: BlockPlan) -> Share:
         assert self._kernels is not None
@@ -248,7 +251,7 @@ class CopierSet:
         return _share(copier, plan)
 
     def keep(self) -> None:
-        """The context is lost: the GPU may still use what the kernels used."""
+        """The context is lost: free nothing that the GPU may still use."""
         if self._kernels is not None:
             self._kernels.keep()
 
@@ -260,7 +263,7 @@ class CopierSet:
             self._kernels.restore(tables)
 
     def close(self) -> None:
-        """Free what the copiers used; nothing may be in flight. If it is interrupted, call it again."""
+        """Free the copiers' memory; nothing may be in flight. If it is interrupted, call it again."""
         kernels = () if self._kernels is None else (self._kernels.close,)
         run_all((self._batch.close, *(ring.close for ring in self._rings), *kernels))
 

@@ -1,11 +1,11 @@
 """Blocks that a kernel carries: for planes that do not fold, and for blocks too small for the copy engine.
 
-The kernel is given planes and blocks, never an address per copy, so the host writes 16 bytes per block. Planes are cut
-into *fragments* of one power of two, at most 2 KiB, of which the last of a block may be shorter. A table of them is
-written once, to device memory; the blocks of a transfer are written to pinned memory, which the kernel reads over the
+The kernel gets planes and blocks, never an address per copy, so the host writes 16 bytes per block. Planes are cut into
+*fragments* of one power of two, at most 2 KiB; the last fragment of a block may be shorter. A table of fragments is
+written once, to device memory. The blocks of a transfer are written to pinned memory, which the kernel reads over the
 link while it copies.
 
-A load in parts is a launch for each part, of the same kernel, on the fragments of the part's planes.
+A load in parts launches the same kernel once per part, on the fragments of the part's planes.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ from kvoffload.planning.transfer_plan import BlockPlan, Direction
 _FRAGMENT_BYTES = 2048
 _WORDS_PER_THREAD = 8
 _UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose addresses take registers
-# Threads of a program, of which each has 8 words in flight at a time. Two programs of 1024 fill PCIe Gen5 x16 with
-# loads. Stores of several such programs are more than the link takes; what it does not take delays other
-# programs' access to memory. Measured on an H200, GB/s alone, and how many times as long a bf16 matrix product
-# takes meanwhile: 2 of 1024 threads, loads 50, 1.03; stores 51, 1.3 to 1.6; 4 of 256 threads, stores 51, 1.12; 1 of
-# 1024, stores 35, 1.02. (Waiting for the stores of each tile, membar.sys, came to 33 GB/s with 4 of 1024.)
+# Warps of a program; each thread has 8 words in flight. Two programs of 1024 threads fill PCIe Gen5 x16 with loads.
+# Several such programs store more than the link takes, and the rest delays other programs' access to memory. Measured
+# on an H200, GB/s alone, and how many times as long a bf16 matrix product takes meanwhile: 2 of 1024 threads, loads 50,
+# 1.03; stores 51, 1.3 to 1.6; 4 of 256 threads, stores 51, 1.12; 1 of 1024, stores 35, 1.02. (Waiting for the stores of
+# each tile, membar.sys, came to 33 GB/s with 4 of 1024.)
 _WARPS = 32
 _WARPS_OF_SEVERAL_STORING = 8
-import os
-_WARPS_OF_PACKING = int(os.environ.get("WARPS", "4"))  # of as many programs as there are tiles, each of which moves one, within device memory
+_WARPS_OF_PACKING = 4  # a program moves one tile, within device memory; 2 and 8 measured the same
 _MAX_TILE_FRAGMENTS = 1024
-_MAX_IDLE = 1 / 8  # of the threads, for what shorter fragments leave empty, for the sake of longer ones
+_MAX_IDLE = 1 / 8  # of the threads: longer fragments may leave so many without a word to copy
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
-_MAX_TABLE_BLOCKS = 16384
-_ARENA_BYTES = 1 << 20  # for each direction
+MAX_TABLE_BLOCKS = 16384
+ARENA_BYTES = 1 << 20  # for each direction
 _MAX_ITEMS = (1 << 31) - (1 << 22)  # fragments of one launch: the kernel counts them in 32 bits, and one step beyond
 _LAUNCH_PLACES = 2
 _MOST_DIVISIONS = 64  # divisions of a group into parts; their fragments stay until the engine is closed
@@ -56,12 +55,8 @@ _DIVISIONS_BYTES = 4 << 20  # of device memory for these fragments, at most
 
 
 class FragmentShape(NamedTuple):
-    """How the blocks of a group are cut for the kernel.
-
-    Fragments of at most `fragment_bytes`, in words of `word_bytes`, at multiples of `alignment` bytes.
-
-    Attributes:
-        uniform: every fragment has `fragment_bytes`.
+    """How the blocks of a group are cut: into fragments of at most `fragment_bytes`, in words of `word_bytes`, at
+    multiples of `alignment` bytes. `uniform`: every fragment has `fragment_bytes`.
     """
 
     fragment_bytes: int
@@ -70,7 +65,7 @@ class FragmentShape(NamedTuple):
     uniform: bool = True
 
     def tile_fragments(self, warps: int) -> int:
-        """Fragments that a program of so many warps moves at a time."""
+        """How many fragments a program with this many warps moves at a time."""
         return min(_MAX_TILE_FRAGMENTS, _tile_bytes(self.alignment, warps) // self.fragment_bytes)
 
 
@@ -110,7 +105,7 @@ TABLE_SPEC = KernelSpec(
 
 
 def fragment_shape_of(group: Group, slot_bytes: int, pool_address: int) -> FragmentShape:
-    """The longest fragments that leave few threads idle, and the widest words that all addresses are aligned to."""
+    """The longest fragments that leave few threads idle, in the widest words that all addresses allow."""
     alignment = math.gcd(16, slot_bytes, pool_address)
     for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
         alignment = math.gcd(alignment, plane.address, plane.block_stride, plane.block_bytes, offset)
@@ -129,9 +124,9 @@ def _idle(widths: list[int], fragment_bytes: int) -> float:
 
 
 def fragment_table(group: Group, shape: FragmentShape, planes: Iterable[int] | None = None) -> Int64Array:
-    """The fragments of a group, or of some planes of it: int64, (5, fragments).
+    """The fragments of a group's planes, or of some: int64, (5, fragments).
 
-    By row of the array: address in block 0, block stride, offset in the slot, bytes between sub-blocks, words.
+    Its rows: address in block 0, block stride, offset in the slot, bytes between sub-blocks, number of words.
     """
     columns: list[Int64Array] = []
     for index in range(len(group.planes)) if planes is None else sorted(planes):
@@ -144,13 +139,13 @@ def fragment_table(group: Group, shape: FragmentShape, planes: Iterable[int] | N
 
 
 class _GroupKernels(NamedTuple):
-    """What is ready for a group. It outlives the engine if that is forgotten, so it must not keep the planes alive.
+    """The kernels and fragments of a group. They may outlive a forgotten engine, so they must not keep planes alive.
 
     Attributes:
         fragments: of all planes.
-        room: addresses of the room for the fragments of as many divisions, behind them.
-        kernels: by whether they store, and by programs: 0 (one for each tile), 1, 2 (several); with the fragments of a
-            tile.
+        room: device addresses behind these, each with room for the fragments of one division into parts.
+        kernels: by (stores, programs): the kernel, and the fragments of a tile. Programs are 0 (one for each tile), 1,
+            or 2 (several).
     """
 
     group: Group
@@ -161,15 +156,15 @@ class _GroupKernels(NamedTuple):
 
 
 class GatherKernels:
-    """What the gather copiers of an engine share: kernels, fragment tables, and pinned memory for tables of blocks.
+    """Kernels, fragment tables, and pinned memory for tables of blocks, which the gather copiers of an engine share.
 
     Args:
         driver: its context must be current in `open` and `close`.
         memory: the slot pool.
 
     Attributes:
-        groups: what is ready for each group of the layout.
-        arenas: pinned memory for tables of blocks: of stores, of loads.
+        groups: kernels and fragments of each group.
+        arenas: pinned memory for tables of blocks: one for stores, one for loads.
     """
 
     def __init__(self, driver: Driver, memory: RegisteredMemory) -> None:
@@ -185,15 +180,11 @@ class GatherKernels:
         self._divided: list[dict[Parts, PartFragments]] = []
 
     def open(self, capabilities: Capabilities, layout: KVLayout) -> None:
-        """Load the kernels, and allocate tables.
-
-        Args:
-            capabilities: what the device can do.
-            layout: whose groups are copied.
+        """Load the kernels for the layout's groups, and allocate tables.
 
         Raises:
             CapabilityError: no kernel can run here, and why.
-            CapacityError, DriverError: memory is short, or the driver failed. `close` frees what was made.
+            CapacityError, DriverError: memory is short, or the driver failed. Then call `close`.
         """
         self.copy_table = load_kernel(self.driver, capabilities, TABLE_SPEC, modules=self._modules)
         pool_address = int(self._memory.device_addresses(np.array([self._memory.address]))[0])
@@ -217,24 +208,24 @@ class GatherKernels:
             of_all = Fragments(fragments.shape[1], address)
             self.groups.append(_GroupKernels(group.disowned(), shape, of_all, room, kernels))
             self._divided.append({})
-        tables = PinnedMemory(self.driver, 2 * _ARENA_BYTES, holder=self._tables)
+        tables = PinnedMemory(self.driver, 2 * ARENA_BYTES, holder=self._tables)
         self.arenas = tuple(
             TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
         )
 
     def why_not_in_parts(self, group: int, parts: Parts) -> str | None:
-        """Why loads of a group cannot be carried in these parts; None if they can."""
+        """Why the kernel cannot load a group in these parts; None if it can."""
         of, divided = self.groups[group], self._divided[group]
-        most = (_ARENA_BYTES // 8 - 2 * _MAX_TABLE_BLOCKS) // 5  # as many as find room behind the longest table
+        most = (ARENA_BYTES // 8 - 2 * MAX_TABLE_BLOCKS) // 5  # as many as fit behind the longest table
         if of.fragments.num_fragments > most:
             count = of.fragments.num_fragments
             return f"its blocks have {count} fragments of {of.shape.fragment_bytes} bytes, more than {most}"
         if parts not in divided and len(divided) == len(of.room):
-            return f"there is room on the GPU for {len(of.room)} divisions of its planes into parts, and it is taken"
+            return f"the GPU has room for {len(of.room)} divisions of its planes into parts, and all are taken"
         return None
 
     def in_parts(self, group: int, parts: Parts) -> PartFragments:
-        """The fragments of a group by part, unless `why_not_in_parts`. Kept: queued launches read them."""
+        """The fragments of a group by part; ask `why_not_in_parts` first. They are kept: queued launches read them."""
         of, divided = self.groups[group], self._divided[group]
         if parts not in divided:
             tables = [fragment_table(of.group, of.shape, planes) for planes in parts]
@@ -242,16 +233,13 @@ class GatherKernels:
         return divided[parts]
 
     def slot_addresses(self, addresses: Int64Array) -> Int64Array:
-        """Host addresses in the pool as a kernel sees them."""
         return self._memory.device_addresses(addresses)
 
     def restore(self, tables: list[Table]) -> None:
-        """After an interrupt: exactly these tables are in use."""
         for arena in self.arenas:
             arena.restore(tables)
 
     def keep(self) -> None:
-        """The context is lost: leave everything where it is."""
         for tables in self._tables:
             tables.keep()
 
@@ -274,7 +262,7 @@ class GatherCopier:
 
     def __init__(self, shared: GatherKernels, programs: int) -> None:
         most_fragments = max(group.fragments.num_fragments for group in shared.groups)
-        self.segment_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_fragments)
+        self.segment_operations = min(MAX_TABLE_BLOCKS, _MAX_ITEMS // most_fragments)
         self._shared = shared
         self._programs = programs
 
@@ -292,8 +280,8 @@ class GatherCopier:
             if table is None:
                 return None
             return Staged(self.pack(work, self._shared.groups[work.group_index].fragments, table.device_address), table)
-        # Blocks of a part: a launch of an earlier part may have left their table. The first launch of all also copies
-        # the fragments of every part to the GPU, from the words behind its blocks.
+        # Blocks of a part: an earlier part's launch may have left their table. The very first launch also copies the
+        # fragments of every part to the GPU, from the words behind its blocks.
         blocks, fragments, table = work.blocks, work.whole.fragments, work.table
         missing = fragments.missing
         if table is None:
@@ -309,7 +297,7 @@ class GatherCopier:
         return Staged(submit, table)
 
     def _write(self, blocks: BlockPlan, more_words: int = 0) -> Table | None:
-        """A table of these blocks, with room for so many words behind them; None while there is none for it."""
+        """A table of these blocks with `more_words` behind it; None while there is no room."""
         table = self.write_blocks(blocks, more_words)
         if table is not None:
             count = len(blocks)

@@ -1,4 +1,4 @@
-"""A load in parts, as the gather copier launches it: fragments by part on the GPU, and blocks that all parts share.
+"""A load in parts by the gather copier: fragments by part on the GPU, and blocks that all parts share.
 
 fragments on the GPU   |fragments of part 0|fragments of part 1|...      for each division of a group into parts
 launches               part 0: blocks 0 .. n-1 | part 1: blocks 0 .. n-1 | ...
@@ -26,16 +26,15 @@ class Fragments(NamedTuple):
 
 
 class PartFragments:
-    """The fragments of a group by part, one part's after the other on the GPU.
+    """The fragments of a group by part, one part after the other on the GPU.
 
-    They are copied to the GPU with their first use. A synchronous copy would follow the legacy default stream: the
-    engine would hold its lock while that stream is busy, and for ever where the caller blocks it. So an asynchronous
-    copy of the fragments precedes the first launch that reads them, on its stream. All loads launch their kernels on
-    this one stream, so that later kernels find the fragments, even if the first load fails.
+    An asynchronous copy brings them to the GPU, before the first launch that reads them and on its stream. All loads
+    launch kernels on this stream, so later kernels find the fragments even if the first load fails. (A synchronous copy
+    would wait for the legacy default stream with the engine's lock held, for ever if the caller blocks that stream.)
 
     Args:
-        address: of device memory for these fragments only, as large as all tables together.
-        tables: of each part, from `fragment_table`.
+        address: device memory for these fragments only, as large as all tables together.
+        tables: one per part, from `fragment_table`.
 
     Attributes:
         missing: the words to copy to `address`, int64; None once that copy is queued.
@@ -50,10 +49,10 @@ class PartFragments:
 
 
 class BlocksInParts:
-    """The blocks of a load, all of them for one part after the other. An operation is a block in a part.
+    """The blocks of a load in parts. An operation is a block in a part; parts follow each other.
 
     Attributes:
-        tables: by their first block, those that launches of an earlier part read.
+        tables: the tables that launches of an earlier part read, by their first block.
     """
 
     def __init__(self, blocks: BlockPlan, fragments: PartFragments) -> None:
@@ -81,6 +80,6 @@ class BlocksOfPart(NamedTuple):
 
     @property
     def table(self) -> Table | None:
-        """The table of these blocks that an earlier part left, if it is not back with its lender."""
+        """The table of these blocks from an earlier part, unless it was released."""
         table = self.whole.tables.get(self.first)
         return None if table is None or table.released else table

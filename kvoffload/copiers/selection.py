@@ -1,8 +1,7 @@
-"""Selects the copy method of a transfer: by the seconds that each method is expected to take, and by what it costs
-computation and the caller.
+"""Selects the copy method of a transfer by its expected seconds, and by its cost for computation and the caller.
 
 Nothing is measured here, and no device is touched. Transfers whose numbers of blocks differ by a few percent are one
-*class*. A choice is made once for a class and kept, so all transfers of a class are carried alike.
+*class*. A choice is made once for a class and kept, so all transfers of a class use the same method.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from typing import Any, NamedTuple
 from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, CopyMethod, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
-TOLERANCE = 1.1  # up to which methods count as equal: measuring again changes as much
-_ALIKE = 0.02  # slow-downs nearer to each other than that are said to be one: measuring them again changes as much
+TOLERANCE = 1.1  # methods within it count as equal: measuring again changes as much
+_ALIKE = 0.02  # slow-downs within it count as equal: measuring again changes as much
 _GATHER_PROGRAMS = (1, 2, 3, 4)
 _MOST_PROGRAMS = 8  # 2 to 4 fill the link; more only slow the computation
 _SPLIT_PROGRAMS = (1, 2)
 _MOST_HOST_SECONDS, _HOST_BYTES = 1e-3, 64 << 20  # for transfers up to that size; larger ones in proportion
 _MANTISSA_BITS = 5
-# Seconds that each further part of a load adds to what its copies and bytes take. By the copy engine, 32 blocks of 64
-# planes x 32 KiB in 2 to 16 parts on an H200: 30 us, in which the driver takes in the next copies. Launches of a kernel
-# are queued well ahead; between two of them the link idles until the first words of the next arrive: 8 us, over
-# 32 parts. Concurrent with compute each launch waits for a multiprocessor, as the smallest transfer does.
+# Seconds that each further part of a load adds. By the copy engine, 32 blocks of 64 planes x 32 KiB in 2 to 16 parts on
+# an H200: 30 us, in which the driver takes in the next copies. Launches of a kernel are queued well ahead; between two
+# of them the link idles until the first words of the next arrive: 8 us, over 32 parts. Concurrent with compute each
+# launch waits for a multiprocessor, as the smallest transfer does.
 _PART_SECONDS, _PART_SECONDS_OF_KERNEL = 30e-6, 8e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
-_BY_DEFAULT = ("strided", "batch", "loop", "gather", "split", "pack")  # where no method was measured
+_BY_DEFAULT = ("strided", "batch", "loop", "gather", "split", "pack")  # if no method was measured
 
 
 class Choice(NamedTuple):
@@ -45,12 +44,11 @@ class Choice(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a copy method is expected to take.
+    """The expected costs of a copy method.
 
     Attributes:
         seconds: on the GPU's clock; with "overlap" the mean of both situations.
-        slowdown: how many times as long a small matrix product takes concurrently with it. 1.0 for the copy engine,
-            whose methods slow computation only as much as they use bandwidth.
+        slowdown: how many times as long a small matrix product takes concurrently with it; 1.0 for the copy engine.
         host: seconds that the submission keeps its caller.
         weight: methods are compared by it, see `choose`; the least is the best.
     """
@@ -63,7 +61,6 @@ class Expected(NamedTuple):
 
 
 def check_prefer(prefer: Any) -> str:
-    """`prefer`, if it is one of `PREFERENCES`; else ValueError."""
     if prefer not in PREFERENCES:
         raise ValueError(
             f"prefer must be 'overlap' (slow computation least) or 'latency' (be fastest), got {prefer!r:.40}"
@@ -82,23 +79,21 @@ def choose(
 ) -> Choice:
     """Select the copy method of a transfer.
 
-    1. With "latency" a method's weight is how long it takes from the call to the end on a GPU that computes nothing.
+    1. With "latency" a method's weight is the time from the call to the end, on a GPU that computes nothing.
     2. With "overlap" a method has two prices, one concurrent with large matrix products and one with small ones. A
        price is the transfer's time, plus the time that computation loses meanwhile, plus the time that the caller is
        kept if that exceeds a millisecond (for more than 64 MiB: a millisecond for each 64 MiB). The weight is the
-       larger of the two ratios to the lowest price.
-    3. The least weight wins, but if a method of the copy engine is within 1.1x of it, kernels are out.
+       larger of the two ratios to the lowest price, so that a method must be good beside both kinds of computation.
+    3. The least weight wins, but if a method of the copy engine is within 1.1x, kernels are out: measuring again
+       changes as much, and kernels take multiprocessors.
     4. Then with "overlap" any time of the caller counts: among the methods of the copy engine that end within 1.1x of
        the soonest, the one that keeps its caller the shortest wins. (Both directions at once, 4 blocks of 32 planes x
        64 KiB on an H200: 367 us with strided copies, 476 with contiguous ones.)
 
     Args:
-        shape: of the transfer.
         available: names of the copiers that can carry it; at least one. With one name: the best method of that copier.
-        profile: what copy methods cost.
-        prefer: "latency" or "overlap".
         sm_limit: the most programs that a kernel may have.
-        parts: the number of parts that are carried one after the other; `shape` is that of all parts together.
+        parts: the number of parts; `shape` is that of all parts together.
         opposite: whether transfers in the other direction are in flight.
     """
     alike, scale = _class_of(shape)
@@ -107,9 +102,9 @@ def choose(
 
 
 def _class_of(shape: Shape) -> tuple[Shape, float]:
-    """The shape that stands for a class, and how many times as many blocks this one has.
+    """The shape of the class that this one belongs to, and the ratio of their numbers of blocks.
 
-    The bytes of a block, the planes, and how many blocks are merged stay the same, or nearly so.
+    The bytes of a block, the planes, and how many blocks are merged stay nearly the same.
     """
     direction, blocks, plane_blocks, operations, rows, nbytes = shape
     excess = blocks.bit_length() - _MANTISSA_BITS
@@ -148,17 +143,17 @@ def rank(
     parts: int = 1,
     opposite: bool = False,
 ) -> list[Expected]:
-    """All methods, the best first; at least one. Arguments as for `choose`."""
+    """All methods that could carry a transfer, the best first; at least one. Cases and arguments as in `choose`."""
     methods = _methods(shape, available, profile, prefer, sm_limit)
     times = [_times(method, shape, profile, prefer, parts, opposite) for method in methods]
     if all(min(each) == inf for each in times):
         methods.sort(key=lambda each: _BY_DEFAULT.index(each.copier))
         return [Expected(method, inf, 1.0, 0.0, inf) for method in methods]
-    if prefer == "latency":
+    if prefer == "latency":  # 1
         weights = [
             seconds + profile.seconds_around(method, shape) for method, (seconds,) in zip(methods, times, strict=True)
         ]
-    else:
+    else:  # 2
         prices = []
         for method, (large, small) in zip(methods, times, strict=True):
             # In this time small products get 1 / slowdown of their work done, so they lose the rest; large ones are
@@ -175,11 +170,11 @@ def rank(
         Expected(method, sum(each) / len(each), _slowdown(method, profile), profile.host_seconds(method, shape), weight)
         for method, each, weight in zip(methods, times, weights, strict=True)
     ]
-    least = TOLERANCE * min(each.weight for each in found)
+    least = TOLERANCE * min(each.weight for each in found)  # 3
     copies = [each for each in found if each.method.programs == 0]
     if prefer == "latency" or all(each.weight > least for each in copies):
         return sorted(found, key=lambda each: (each.weight > least or each.method.programs > 0, each.weight))
-    soonest = TOLERANCE * min(each.host + each.seconds for each in copies)
+    soonest = TOLERANCE * min(each.host + each.seconds for each in copies)  # 4
 
     def by_host(each: Expected) -> tuple[bool, bool, float, float]:
         return each.method.programs > 0, each.host + each.seconds > soonest, each.host, each.weight
@@ -190,7 +185,7 @@ def rank(
 def _times(
     method: CopyMethod, shape: Shape, profile: Profile, prefer: str, parts: int, opposite: bool
 ) -> tuple[float, ...]:
-    """Expected seconds in each situation that counts: without compute for "latency", with compute for "overlap".
+    """Expected seconds: on an idle GPU for "latency", beside large and beside small products for "overlap".
 
     Both directions at once were not measured with compute. They are taken to stretch a transfer as much as without.
     """
@@ -218,11 +213,11 @@ def _methods(
 ) -> list[CopyMethod]:
     """The methods that could copy a transfer; at least one.
 
-    Splits are left out concurrent with compute: a split ends when its kernel does, which waits there, and is never much
-    faster than the better of its halves alone (`bench field`, 36 transfers: at most 1.04x), while its times scatter.
+    For "overlap" there are no splits: beside compute a split waits for its kernel, its times scatter, and it is at most
+    1.04x as fast as the better of its halves alone (`bench field`, 36 transfers).
     """
     folds = shape.rows > shape.operations
-    # Submitted one by one, contiguous copies keep the host four times as long, and are as fast at best.
+    # Contiguous copies one by one keep the host four times as long as in batches, and are as fast at best.
     flat: CopierName = "batch" if "batch" in available else "loop"
     # a strided copy of a single row takes 4 us, a contiguous one 2 at most
     names: tuple[CopierName, ...] = (flat,) if flat in available and not folds else ("strided", flat)

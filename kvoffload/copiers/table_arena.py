@@ -1,7 +1,7 @@
 """Descriptor tables that a GPU reads while a transfer runs: ranges of pinned memory.
 
-A table is used by one segment of a transfer, or by several, until they have ended. Segments of one direction end in the
-order in which they were queued, so the arena is a ring.
+One or several segments of a transfer use a table until they have ended. Segments of one direction end in the order in
+which they were queued, so the arena is a ring.
 
     |....|table 3|table 4|...........|table 1 (given back)|table 2|
                           ^ next                                   when table 1 and 2 are back, their room is free
@@ -19,7 +19,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class Table:
-    """Room for `words`, int64, (n,), at `device_address`. After `release` the room may be used for another table."""
+    """`words`, int64, (n,), which the GPU sees at `device_address`. After `release` another table may take the room."""
 
     __slots__ = ("_arena", "device_address", "released", "start", "stop", "words")
 
@@ -54,16 +54,16 @@ class TableArena:
 
     @property
     def in_use(self) -> int:
-        """How many tables are in use."""
         return sum(not table.released for table in self._tables)
 
     def take(self, count: int) -> Table | None:
         """A table of `count` words, or None while there is no room.
 
-        1. No table is in use: all of the memory is free.
+        1. No table is in use: the whole memory is free.
         2. The tables lie in one piece: there is room behind the last, and before the first.
-        3. They wrap around: there is room between the last and the first. Never all of it, since a full ring and an
-           empty one must differ; the same holds for the room before the first in case 2.
+        3. They wrap around: there is room between the last and the first.
+
+        Room before the first table is never filled to the last byte: a full ring would look like an empty one.
         """
         nbytes = -(-8 * count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         start = self._next

@@ -1,4 +1,4 @@
-"""An open device: its context, what is allocated in it, and how all of it is freed, whatever was interrupted.
+"""An open device: its context, its memory and streams, and how they are freed even after an interrupt.
 
 open_device, Device         a GPU, or a simulated one                                    device.py
 Current                     its context, current in a `with`                             current.py

@@ -1,8 +1,8 @@
 """GPU memory that the device frees: as bytes, and as arrays that other libraries take without a copy.
 
 An import waits on the GPU. A consumer names its stream (`array.__dlpack__(stream=...)`, see the DLPack protocol,
-https://dmlc.github.io/dlpack/latest/python_spec.html), and that stream is made to wait for the transfers in flight that
-touch the memory. Consumers of `__cuda_array_interface__` (version 3) are given a stream to wait for.
+https://dmlc.github.io/dlpack/latest/python_spec.html), and we make that stream wait for the transfers in flight that
+touch the memory. A consumer of `__cuda_array_interface__` (version 3) gets a stream to wait for.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
 
 
 class DeviceBuffer:
-    """GPU memory, freed by `close`, after the buffer has become garbage, or when the device closes.
+    """GPU memory, made by `Device.allocate`. A context manager.
 
-    Made by `Device.allocate`. Other libraries can take it as an array of bytes (see `DeviceArray` for other types);
-    their arrays keep the buffer alive, but not the device open.
+    It is freed by `close`, when its device closes, or by a later call of the device after the buffer has become
+    garbage. Other libraries can take it as an array of uint8, in the ways of a `DeviceArray`; their arrays keep the
+    buffer alive, but not the device open.
 
     Attributes:
-        device: the device that the memory is on.
-        address: device address, bytes.
-        nbytes: exactly as many as asked for.
+        device: its device.
+        address: its device address.
+        nbytes: its size, exactly as asked for.
     """
 
     def __init__(self, device: OpenDevice, nbytes: int) -> None:
@@ -73,9 +74,13 @@ class DeviceBuffer:
         return DeviceArray(self, (self.nbytes,), np.uint8)
 
     def copy_from(self, array: ArrayLike, *, offset: int = 0) -> None:
-        """Copy the bytes of a host array into the buffer from `offset` bytes on; returns when they are there.
+        """Copy the bytes of a host array into the buffer from byte `offset` on. Returns when they are there.
 
-        Ordered after work on the legacy default stream, not after work on other streams.
+        The copy runs after the work on the legacy default stream, and does not wait for other streams or transfers.
+
+        Args:
+            array: bytes, or anything that numpy turns into an array; copied in C order.
+            offset: in bytes.
 
         Raises:
             ValueError: the array does not fit.
@@ -108,7 +113,11 @@ class DeviceBuffer:
                 del self._copying[-1:]
 
     def to_numpy(self) -> UInt8Array:
-        """The bytes as a new array, uint8, (nbytes,); ordered after work on the legacy default stream alone."""
+        """The bytes as a new host array, uint8, (nbytes,). Waits for the legacy default stream only, see `copy_from`.
+
+        Raises:
+            ClosedError: the buffer or its device is closed.
+        """
         self.check()
         target = np.empty(self.nbytes, dtype=np.uint8)
         with self.device.current():
@@ -116,7 +125,7 @@ class DeviceBuffer:
         return target
 
     def close(self) -> None:
-        """Free the memory. No transfer may be using it. Idempotent; does nothing in a forked child."""
+        """Free the memory. No transfer or kernel may still use it. Idempotent; does nothing in a forked child."""
         self.device.free(self._resource)
 
     def check(self) -> None:
@@ -139,25 +148,25 @@ class DeviceArray:
     """A C-contiguous array in GPU memory that other libraries take without a copy. Made by `Device.empty`.
 
     CuPy: `cupy.from_dlpack(array)` or `cupy.asarray(array)`; PyTorch: `torch.from_dlpack(array)`; JAX:
-    `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. Their arrays keep the memory alive, but not the
-    device open: they must not be used after the device is closed. A simulated device exports host memory:
-    `numpy.from_dlpack(array)`; the export then waits, on the host, for the transfers that touch it.
+    `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. The consumer's stream waits for the transfers in
+    flight that touch the memory. Their arrays keep the memory alive, but not the device open: do not use them after the
+    device is closed. A simulated device exports host memory, `numpy.from_dlpack(array)`, and waits for such transfers
+    on the host.
 
     Args:
         buffer: the memory.
         shape: extents, all positive.
-        dtype: of an element; see `dtype_name`.
-        offset: where the array begins in the buffer, bytes. None: the array is all of the buffer.
+        dtype: type of the elements, as for `Device.empty`.
+        offset: the byte of the buffer at which the array begins. None: the array fills the buffer exactly.
 
     Attributes:
         buffer: the memory.
-        address: device address, bytes.
-        shape, dtype, itemsize, nbytes: as numpy has them; dtype is a name, such as "bfloat16".
+        address: its device address.
+        shape, dtype, itemsize, nbytes: as in numpy, except that `dtype` is a name, such as "bfloat16".
 
     Raises:
-        ValueError: the size of the array is not that of the buffer, or it does not fit at `offset`; or an extent is not
-            positive.
-        LayoutError: `dtype` is not the type of one element, or its size is not known.
+        ValueError: the array does not fill the buffer, or does not fit at `offset`; or an extent is not positive.
+        LayoutError: `dtype` is not the type of one element, or its size is unknown.
     """
 
     def __init__(self, buffer: DeviceBuffer, shape: Sequence[int], dtype: Any, *, offset: int | None = None) -> None:
@@ -179,13 +188,14 @@ class DeviceArray:
 
         Raises:
             ValueError: the sizes differ.
+            LayoutError: `dtype` is not the type of one element, or its size is unknown.
         """
         if element_bytes(dtype_name(dtype)) != self.itemsize:
             raise ValueError(f"dtype must have {self.itemsize} bytes like {self.dtype}, got {dtype!r:.80}")
         return DeviceArray(self.buffer, self.shape, dtype, offset=self.address - self.buffer.address)
 
     def array_view(self) -> ArrayView:
-        """Where the elements lie. ClosedError if the memory has been freed."""
+        """Where the elements lie. Raises ClosedError if the memory is freed."""
         self.buffer.check()
         strides = packed_strides(self.shape, self.itemsize)
         return ArrayView(self.address, self.shape, strides, self.itemsize, read_only=False)
@@ -204,16 +214,16 @@ class DeviceArray:
         """A capsule for another library, as the DLPack protocol defines it.
 
         Args:
-            stream: the consumer's stream: its later work follows the transfers in flight that touch the memory. None:
-                the legacy default stream; -1: no stream waits.
+            stream: the consumer's stream; its later work starts after the transfers in flight that touch the memory.
+                None: the legacy default stream; -1: no stream waits. A simulated device ignores it, and waits on the
+                host.
             max_version: the newest version of the protocol that the consumer knows.
             dl_device, copy: None, or values that ask for no copy.
 
         Raises:
-            BufferError: a copy was asked for, another device, or a type that cannot be exported: "bfloat16" and the
-                types of 8 bits and fewer. Export `view("uint16")` or `view("uint8")` instead, and view that as the
-                right type in the other library.
-            ClosedError: the memory has been freed, or the device is closed.
+            BufferError: a copy or another device was asked for; or the type is "bfloat16" or a float8 type. Export
+                `view("uint16")` or `view("uint8")` instead, and view that as the right type in the other library.
+            ClosedError: the memory is freed, or the device is closed.
         """
         self.buffer.check()
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
@@ -236,7 +246,6 @@ class DeviceArray:
             return export_dlpack(self.address, self.nbytes, self.shape, dtype, self.buffer, max_version)
 
     def _engines(self) -> list[DeviceUser]:
-        """The engines whose transfers may touch the memory."""
         return self.buffer.device.engines_over(self.address, self.nbytes)
 
     def _numpy_dtype(self) -> np.dtype[Any]:
@@ -249,11 +258,11 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3. `stream` ends after the transfers in flight that touch the memory; it is None if there are none.
+        """Version 3. Its `stream` waits for the transfers in flight that touch the memory; None if there are none.
 
         Raises:
             AttributeError: numpy has no type for `dtype`.
-            ClosedError: the memory has been freed, or the device is closed.
+            ClosedError: the memory is freed, or the device is closed.
         """
         self.buffer.check()
         try:
@@ -275,7 +284,6 @@ class DeviceArray:
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:
-    """`shape` as a tuple of positive ints."""
     try:
         if isinstance(shape, bytes | bytearray):  # a sequence of integers: b"1" would be the shape (49,)
             raise TypeError

@@ -1,4 +1,4 @@
-"""`Stream`: a stream for callers that have no library which makes streams."""
+"""`Stream`: a stream for callers without a library that makes streams."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from kvoffload.internal.waiting import wait_until
 
 
 class Stream:
-    """A stream of a device, in which work runs in the order in which it was queued. Made by `Device.stream`.
+    """A stream of a device. Work on it runs in the order in which it was queued. Made by `Device.stream`.
 
-    It goes wherever the library takes a stream: `after=stream`, `job.order_before(stream)`; and to other libraries,
-    by `__cuda_stream__` (`cupy.cuda.Stream.from_external(stream)`) or by its `handle`. It does not wait for work on the
-    legacy default stream (what CuPy uses by default), nor does that wait for it.
+    Pass it wherever kvoffload takes a stream (`after=stream`, `job.order_before(stream)`), and to other libraries by
+    `__cuda_stream__` (`cupy.cuda.Stream.from_external(stream)`) or by its `handle`. It does not wait for the legacy
+    default stream, which CuPy uses by default, nor does that wait for it.
 
-    Usable from any thread. A context manager: leaving the block waits for the work and destroys the stream. A stream
-    that becomes garbage without that is destroyed by a later call of the device, with a ResourceWarning; one that is
-    open when its device closes is destroyed then.
+    Usable from any thread. A context manager: leaving the block waits for the work and destroys the stream. If you
+    forget to close it, a later call of the device destroys it with a ResourceWarning, or the device when it closes.
 
     Attributes:
-        device: the device that it is on.
+        device: its device.
     """
 
     def __init__(self, device: OpenDevice, priority: int) -> None:
@@ -53,16 +52,16 @@ class Stream:
         return self._handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """(0, `handle`): the protocol by which CUDA libraries of Python take streams of each other."""
+        """(0, `handle`): the protocol by which Python libraries for CUDA take each other's streams."""
         return 0, self.handle
 
     @property
     def done(self) -> bool:
-        """Whether all work queued so far has ended. Asks the GPU; never blocks.
+        """Whether all work queued so far has ended. Asks the GPU without waiting for it.
 
         Raises:
             ClosedError: as `handle`.
-            DriverError: the driver failed, as after a loss of the context.
+            DriverError: the driver failed, for example since the context is lost.
         """
         handle = self.handle
         with self.device.current():
@@ -81,12 +80,12 @@ class Stream:
         wait_until(lambda: self.done, timeout, repr(self))
 
     def close(self) -> None:
-        """Wait until its work has ended, and destroy the stream. Idempotent; does nothing in a forked child.
+        """Wait on the host until its work has ended, and destroy the stream.
 
-        If it is interrupted, call it again. If the CUDA context is lost, nothing is left to destroy, and it returns.
+        Idempotent; if it is interrupted, call it again. Does nothing in a forked child, or if the CUDA context is lost.
 
         Raises:
-            DriverError: the driver failed; the context is not lost.
+            DriverError: the driver failed otherwise.
         """
         if not self._resource.alive or self.device.foreign:
             return

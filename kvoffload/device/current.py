@@ -68,7 +68,6 @@ class Current:
 
 
 def make_current(driver: Driver, context: int, any_call: bool = True) -> Current:
-    """A `Current` for one `with`."""
     current = Current()
     current.driver = driver
     current.context = context

@@ -1,4 +1,4 @@
-"""`open_device`: a GPU (or a simulated one), its context, and what was allocated on it."""
+"""`open_device`: a GPU (or a simulated one), its context, its memory and its engines."""
 
 from __future__ import annotations
 
@@ -59,15 +59,17 @@ def open_device(
 
     Args:
         index: which GPU, as CUDA counts them.
-        backend: "cuda"; "simulated" for `kvoffload.testing.SimulatedDriver()`; "auto" for a GPU where there is one and
-            else the simulated device; or a SimulatedDriver of yours, with a seed or versions, or for several devices.
-        context: a CUDA context of the caller's (handle, or an object that `int()` takes) on that GPU. None: the GPU's
-            primary context, which CuPy, JAX, PyTorch and the CUDA runtime use; it is created if it does not exist yet.
+        backend: "cuda"; "simulated", a new `kvoffload.testing.SimulatedDriver()`; "auto", which falls back to
+            "simulated" on a machine without a driver library, bindings or GPU; or your own SimulatedDriver, to give
+            seed and versions or to open several of its devices.
+        context: your CUDA context on that GPU: a handle, or an object that `int()` takes. It must exist until the
+            device is closed. None: the GPU's primary context, which CuPy, JAX, PyTorch and the CUDA runtime use; it is
+            created if needed.
 
     Raises:
-        CapabilityError: no driver library or no usable bindings; the message says how to go on.
+        CapabilityError: there is no driver library or no usable bindings; the message says how to go on.
         DriverError: the driver failed.
-        ValueError: an unknown backend, no such GPU, a context of another GPU.
+        ValueError: an unknown backend, no such GPU, or a context of another GPU.
         TypeError: `context` is not the handle of a context.
     """
     _release_garbage()
@@ -111,18 +113,19 @@ def _load_driver(backend: Any) -> Driver:
 
 
 class Device:
-    """An open device; made by `open_device`. Usable from any thread; a context manager.
+    """An open device, made by `open_device`. Usable from any thread; a context manager.
 
-    Closing drains and closes its engines, then frees what it allocated. A child of `fork` cannot use its parent's
-    device: every call raises ClosedError there, and touches nothing of the parent's.
+    Closing it drains and closes its engines, then frees the memory and streams that it made. A child of `fork` cannot
+    use its parent's device: there, `close` does nothing, and other calls raise ClosedError.
 
     Attributes:
-        capabilities: what driver, bindings and GPU can do.
-        pci: its PCIe link and NUMA node, as far as Linux reports it.
+        capabilities: the features of driver, bindings and GPU.
+        pci: the PCIe link and NUMA node, as far as Linux reports them.
         index, name: of the GPU.
-        context: the handle of its CUDA context; `with device.current():` makes it the calling thread's.
-        driver: for tests and for programs that want calls of their own.
-        simulated: whether it is the simulated device: bytes are right, times and bandwidths say nothing about a GPU.
+        context: the handle of its CUDA context. `with device.current():` makes it current for the calling thread.
+        stream_priorities: a range of the priorities that streams can have; lower numbers go first.
+        driver: for tests, and for programs that make driver calls of their own.
+        simulated: True for the simulated device: its bytes are right, its times say nothing about a GPU.
         simulator: its `SimulatedDriver`, which has the functions of `cuda.bindings.driver` and more; None on a GPU.
         closed: whether `close` has ended.
         lifecycle: held while an engine is constructed or closed, and while the device closes.
@@ -167,10 +170,12 @@ class Device:
             raise
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """GPU memory, uninitialised, of exactly `nbytes` bytes in one driver allocation.
+        """Exactly `nbytes` bytes of uninitialised GPU memory, in one driver allocation.
 
         Raises:
-            CapacityError: the GPU has not that much free; the message says what it has.
+            CapacityError: the GPU has too little free memory; the message says how much.
+            ValueError: `nbytes` is not an integer of at least 1.
+            ClosedError: the device is closed, or this is a forked child.
         """
         nbytes = at_least("nbytes", nbytes, 1)
         self.refuse_nested("allocate")
@@ -188,17 +193,17 @@ class Device:
             ) from error
 
     def allocate_blocks(self, num_blocks: int, *, planes: int, block_bytes: int) -> list[Plane]:
-        """Allocate a block-major cache `(num_blocks, planes, block_bytes)` in one allocation, and return its planes.
+        """Allocate a block-major cache `(num_blocks, planes, block_bytes)`, uninitialised, and return its planes.
 
-        A block is one contiguous range of all planes, and so one copy: plane p of block b is `block_bytes` bytes at
-        `planes[0].address + (b * planes + p) * block_bytes`. The recommended layout, where kernels can read it;
-        `allocate_planes` is for kernels that want an array for each layer. Uninitialised. The memory lives as long as
-        any of the planes; `planes[0].owner` is its DeviceBuffer.
+        This is the recommended layout if your kernels can read it: a block of all planes is one contiguous range, and
+        so one copy. Plane p of block b lies at `result[0].address + (b * planes + p) * block_bytes`. Kernels that
+        want one array per layer need `allocate_planes`. The memory lives as long as any of the planes;
+        `result[0].owner` is its DeviceBuffer.
 
         Args:
-            num_blocks: of the cache.
-            planes: how many; a layer's K and a layer's V are two.
-            block_bytes: of one block of one plane.
+            num_blocks: how many blocks the cache has.
+            planes: how many planes; a layer's K and V are two.
+            block_bytes: bytes of one block of one plane.
 
         Raises:
             CapacityError: as `allocate`.
@@ -215,15 +220,20 @@ class Device:
     def allocate_planes(
         self, count: int, *, block_bytes: int, num_blocks: int, block_stride: int | None = None
     ) -> list[Plane]:
-        """Allocate `count` planes in one driver allocation. They always fold: a block is one strided operation.
+        """Allocate `count` planes, one after the other in one driver allocation, uninitialised.
 
-        Plane-major, for kernels that want an array for each plane; transfers of `allocate_blocks` are faster. The
-        memory lives as long as any of the planes; `planes[0].owner` is its DeviceBuffer.
+        They are for kernels that want an array for each plane. They always fold: a block is one strided operation,
+        which is slower than the contiguous copy of `allocate_blocks`. The memory lives as long as any of the planes;
+        `result[0].owner` is its DeviceBuffer.
+
+        Args:
+            count: how many planes.
+            block_bytes, num_blocks, block_stride: of each plane, as for `Plane`.
 
         Raises:
             CapacityError: as `allocate`.
             ValueError: `count` is not an integer of at least 1.
-            LayoutError: `block_bytes`, `num_blocks` or `block_stride`; as `Plane`.
+            LayoutError: a bad `block_bytes`, `num_blocks` or `block_stride`; as `Plane`.
         """
         count = at_least("count", count, 1)
         plane = partial(Plane, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride)
@@ -233,13 +243,14 @@ class Device:
         return [plane(slab.address + index * pitch, owner=slab) for index in range(count)]
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
-        """An uninitialised C-contiguous array in one driver allocation, for other libraries to take without a copy.
+        """An uninitialised C-contiguous array in one driver allocation, which other libraries take without a copy.
 
-        An array `(blocks, planes, ...)` or `(planes, blocks, ...)` always folds, see `KVLayout.from_stacked`.
+        For a cache, give it the shape `(blocks, planes, ...)` or `(planes, blocks, ...)`, see `KVLayout.from_stacked`.
 
         Args:
             shape: extents, all positive.
-            dtype: of an element: what numpy takes for a dtype, or a name such as "bfloat16" or "float8_e4m3fn".
+            dtype: type of the elements: anything that numpy takes as a dtype, or a name such as "bfloat16" or
+                "float8_e4m3fn".
 
         Raises:
             CapacityError, ValueError, LayoutError: as `allocate` and `DeviceArray`.
@@ -248,15 +259,15 @@ class Device:
         return DeviceArray(self.allocate(math.prod(extents) * element_bytes(name)), extents, name)
 
     def stream(self, *, priority: int = 0) -> Stream:
-        """A new stream, for programs without a library that makes streams; the same on a GPU and on the simulated one.
+        """A new stream, for programs without a library that makes streams. It also works on the simulated device.
 
             with device.stream() as stream:
                 engine.load(slots, blocks, after=stream).order_before(stream)
 
-        At the end of the block the host waits until the work on it has ended, and the stream is destroyed.
+        At the end of the block the host waits for the work on the stream, then the stream is destroyed.
 
         Args:
-            priority: within `stream_priorities`: lower numbers go first. It orders kernels, not copies.
+            priority: one of `stream_priorities`; lower numbers go first. It orders kernels, not copies.
 
         Raises:
             ValueError: no such priority.
@@ -276,14 +287,13 @@ class Device:
             raise ValueError(f"{name} must be in {lowest} .. {highest}, got {priority!r}")
 
     def allocations(self, layout: KVLayout) -> list[list[int]]:
-        """For each plane of each group, the base of the allocation that holds it; the context must be current.
+        """For each plane of each group, the base of the allocation that holds it. The context must be current.
 
-        Mapped virtual memory is one allocation as far as no gap is between two planes: see `allocations.py`.
-
-        Warns (KVOffloadWarning) if it cannot be determined whether a plane's memory is on this device.
+        Mapped virtual memory without a gap between two planes is one allocation, see `allocations.py`. Issues a
+        KVOffloadWarning if the driver does not say whether a plane's memory is on this device.
 
         Raises:
-            LayoutError: a plane that is not GPU memory of this device, or that runs past the end of its allocation.
+            LayoutError: a plane is not GPU memory of this device, or runs past the end of its allocation.
         """
         groups = [group.planes for group in layout.groups]
         finder = AllocationFinder(self.driver, self.index, self.name, self._device_count)
@@ -307,7 +317,7 @@ class Device:
         return bases
 
     def current(self) -> Current:
-        """A context manager: the device's context is current inside, the caller's again afterwards.
+        """A context manager: inside, the device's context is current for this thread; afterwards, the caller's again.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
@@ -329,7 +339,7 @@ class Device:
         self.check_process()
 
     def check_process(self) -> None:
-        """Raise ClosedError in a forked child. To be called before a lock is taken: the parent may have held it."""
+        """Raise ClosedError in a forked child. Call it before you take a lock, which the parent may have held."""
         if self.foreign:
             raise ClosedError(
                 f"device {self.index} was opened by process {self._process}, before fork(); CUDA does not "
@@ -344,12 +354,11 @@ class Device:
     # resources --------------------------------------------------------------------------------------------------------
 
     def adopt(self, owner: object, release: Callable[[], None], what: str | None = None) -> Resource:
-        """Register what is about to be made for `owner`; see `DeviceResources.adopt`."""
         return self._resources.adopt(owner, release, what)
 
     @property
     def owned(self) -> int:
-        """How many resources are on the device: buffers, and engines that were not closed."""
+        """How many resources are registered: buffers, streams, and engines that were not closed."""
         return len(self._resources.registered)
 
     def free(self, resource: Resource) -> None:
@@ -363,7 +372,6 @@ class Device:
                 resource.free()
 
     def reclaim(self) -> None:
-        """Free the resources whose owners have become garbage since the last time."""
         with self.current():
             self.advance_engines()
             texts = self._resources.collect()
@@ -372,12 +380,11 @@ class Device:
     # engines ----------------------------------------------------------------------------------------------------------
 
     def register_engine(self, engine: DeviceUser) -> None:
-        """Have the engine closed with the device. It is not kept alive."""
+        """Close this engine with the device. The device does not keep it alive."""
         self.check_process()
         self._users.append(weakref.ref(engine, self._users.remove))
 
     def engines(self) -> list[DeviceUser]:
-        """The registered engines that are not garbage."""
         return [engine for known in list(self._users) if (engine := known()) is not None]
 
     def refuse_nested(self, call: str) -> None:
@@ -386,13 +393,13 @@ class Device:
             refuse_nested(engine.lock, call)
 
     def advance_engines(self) -> None:
-        """Have every engine take note of transfers that have ended: an engine with unfinished ones is kept alive."""
+        """Have every engine note which transfers have ended: an unfinished transfer keeps its engine alive."""
         for engine in self.engines():
             engine.advance()
 
     def engines_over(self, address: int, nbytes: int) -> list[DeviceUser]:
-        """The engines with a plane in a range of device memory, also those of other `Device` objects: a GPU may be
-        opened several times, and no two of a process have an address in common.
+        """The engines with a plane in a range of device memory, on any `Device` of the same driver: a GPU may be opened
+        several times, and no two GPUs of a process have an address in common.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
@@ -405,8 +412,8 @@ class Device:
     def wait_lifecycle(self, timeout: float | None) -> None:
         """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds (None: without a limit).
 
-        Follow it by `with device.lifecycle:`. An `acquire` with a timeout outside of a `with` could be interrupted when
-        the lock is taken already, and the lock would never be released.
+        Take the lock with `with device.lifecycle:` afterwards. An `acquire` with a timeout outside of a `with` could be
+        interrupted after it has taken the lock, which would then never be released.
 
         Raises:
             TimeoutError: another thread held it all the time.
@@ -429,17 +436,19 @@ class Device:
             raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain and close the engines, free every buffer, release the context. Idempotent.
+        """Drain and close the engines, free every buffer and stream, release the context.
 
-        Arrays over `engine.slots` stay valid. In a forked child this does nothing. After an interrupt or an error it
-        can be called again, and closes the rest.
+        Idempotent; after an interrupt or an error, call it again to close the rest. In a forked child it does nothing.
+        Arrays that you took from `engine.slots` stay valid; arrays over GPU memory do not.
 
         Args:
-            timeout: seconds to wait for transfers in all; None: as long as they take.
+            timeout: seconds to wait for all transfers together; None waits for as long as they take.
 
         Raises:
-            TimeoutError: an engine's transfers were still running; nothing it uses was freed, the device stays open.
-            DriverError: a call failed. The other resources were freed.
+            TimeoutError: an engine's transfers were still running. Nothing that it uses was freed, and the device stays
+                open; engines before it are closed.
+            DriverError: a driver call failed. The other resources were freed.
+            RuntimeError: you called it inside a call of an engine or of the device, in the same thread.
         """
         if self.foreign:
             return
@@ -458,7 +467,6 @@ class Device:
         warn_unreleased(texts)
 
     def __dir__(self) -> list[str]:
-        """Without the names that are for engines and buffers, so that completion shows users theirs."""
         return sorted(set(super().__dir__()) - _FOR_ENGINES)
 
     def __enter__(self) -> Device:
@@ -478,7 +486,7 @@ def _open_devices() -> list[Device]:
 
 
 def _release_garbage() -> None:
-    """Free the resources of devices that became garbage without having been closed."""
+    """Free the resources of devices that became garbage without `close`."""
     texts: list[str] = []
     for device in _open_devices():
         if not device.foreign:

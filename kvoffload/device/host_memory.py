@@ -1,9 +1,7 @@
 """Slots in host memory that the caller brings: shared memory of several processes, a mapped file, a numpy array.
 
-    |slot 0 of ours|others' bytes|slot 1 of ours|others' bytes| ...
-    address                      address + slot_stride
-
-Between slots nothing is read or written.
+|slot 0 of ours|others' bytes|slot 1 of ours|others' bytes| ...
+address                      address + slot_stride
 """
 
 from __future__ import annotations
@@ -30,24 +28,24 @@ _ALREADY_REGISTERED = 712  # CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
 class HostMemory:
     """Host memory for the slots of one engine, see `OffloadEngine(host_memory=)`.
 
-    Slot `s` is the `layout.slot_bytes` bytes at `address + s * slot_stride`. What lies between slots belongs to others,
-    such as the engines of other processes: it is registered with the rest, and never read or written.
+    Slot `s` is the `layout.slot_bytes` bytes at `address + s * slot_stride`. The bytes between slots may belong to
+    others, such as engines of other processes: the engine registers them, too, but never reads or writes them.
 
-    The memory must stay mapped until the engine is closed. It is freed by the caller alone.
+    Keep the memory mapped until the engine is closed. The engine never frees it.
 
     Args:
-        address: of slot 0, a multiple of 4096.
+        address: address of slot 0, a multiple of 4096.
         num_slots: how many slots.
         slot_stride: bytes from one slot to the next, a multiple of 4096, at least `layout.slot_bytes`.
         registered: False: the engine registers the range from the first slot to the end of the last one with the
-            driver, and `close` unregisters it; no other part of the process may have registered a page of it. True: it
-            is registered, or was allocated pinned, and stays so until the engine is closed; each slot lies in one
-            registered range. (Registering is per process: each that maps shared memory registers its own mapping.)
-        owner: an object that is referred to until the engine is closed, so that it does not free the memory.
-        nbytes: of the memory from `address` on, if known: then slots that run past its end are refused.
+            driver, and `close` unregisters it; nothing else in the process may have registered any of its pages. True:
+            it is registered already, or was allocated pinned, and stays so until the engine is closed; no slot may lie
+            in two registered ranges. (Each process that maps shared memory registers its own mapping.)
+        owner: an object to keep alive until the engine is closed and no array over its `slots` is left.
+        nbytes: size of the memory from `address` on, if you know it; the engine then refuses slots past its end.
 
     Raises:
-        ValueError: an argument out of range; the message says what is right.
+        ValueError: an argument out of range; the message says the right one.
     """
 
     address: int
@@ -69,19 +67,20 @@ class HostMemory:
     def of_buffer(
         cls, buffer: Any, *, num_slots: int, slot_stride: int, offset: int = 0, registered: bool = False
     ) -> HostMemory:
-        """Memory of an object with the buffer protocol: a numpy array, an mmap, `SharedMemory.buf`. It is the `owner`.
+        """The memory of an object with the buffer protocol: a numpy array, an mmap, `SharedMemory.buf`.
 
-        Shared memory and an mmap cannot be closed while this object, an engine or an array over its `slots` refers to
-        them: close the engine, and delete the others, first.
+        The result keeps the object alive. Shared memory and an mmap refuse to close while this object, an engine or an
+        array over its `slots` refers to them: close the engine and delete the others first.
 
         Args:
-            buffer: writable, C-contiguous.
+            buffer: writable, C-contiguous and not empty. It and `offset` must put slot 0 at a multiple of 4096, as they
+                do for `mmap.mmap(-1, nbytes)`.
             num_slots, slot_stride, registered: as for `HostMemory`.
-            offset: of slot 0 in the buffer, in bytes.
+            offset: the byte of the buffer at which slot 0 begins.
 
         Raises:
-            ValueError, TypeError: a buffer that is not writable or not contiguous, or that begins at an address which
-                is no multiple of 4096 (`mmap.mmap(-1, nbytes)` does not); or as `HostMemory`.
+            TypeError: `buffer` has no buffer protocol.
+            ValueError: a buffer that does not meet these conditions; or as `HostMemory`.
         """
         try:
             array: UInt8Array = np.frombuffer(buffer, dtype=np.uint8)
@@ -103,7 +102,7 @@ class HostMemory:
         )
 
     def check_slots(self, slot_bytes: int) -> None:
-        """Raise ValueError unless there is room for slots of so many bytes."""
+        """Raise ValueError unless slots of this size fit into the stride and the memory."""
         if self.slot_stride < slot_bytes:
             raise ValueError(
                 f"host_memory: slot_stride={self.slot_stride} is less than layout.slot_bytes={slot_bytes}; slots would "
@@ -128,8 +127,8 @@ def _check_multiple(name: str, value: Any) -> None:
         number = 0
     if isinstance(value, bool) or number % SLOT_ALIGNMENT or not 0 < number < _MOST_ADDRESS:
         raise ValueError(
-            f"{name} must be a positive multiple of {SLOT_ALIGNMENT} (a page: what the driver registers, and what "
-            f"mmap and shared memory give), got {shown(value)}"
+            f"{name} must be a positive multiple of {SLOT_ALIGNMENT} (a page; the driver registers whole pages), "
+            f"got {shown(value)}"
         )
 
 
@@ -175,7 +174,7 @@ class CallerMemory(RegisteredMemory):
             raise
 
     def _find_registered(self, memory: HostMemory, slot_bytes: int) -> None:
-        """Ask the driver where a GPU sees the first and the last byte of each slot."""
+        """Check that each slot lies in one registered range: ask where the GPU sees its first and its last byte."""
         first, span = self.address, memory.num_slots * memory.slot_stride
         for number, slot in enumerate(range(first, first + span, memory.slot_stride)):
             try:
@@ -199,13 +198,13 @@ class CallerMemory(RegisteredMemory):
         return self._registered if self._ours else self._slots
 
     def release(self) -> None:
-        """Unregister what was registered here, and refer to the caller's memory no more. As `RegisteredMemory`."""
+        """As `RegisteredMemory.release`; then drop the reference to the caller's memory."""
         super().release()
         self.array = np.empty((0, self.array.shape[1]), dtype=np.uint8)
 
 
 class _View:
-    """The slots for numpy, whose arrays over it keep it alive, and with it the owner."""
+    """The slots for numpy. Arrays over it keep it alive, and with it the owner."""
 
     def __init__(self, memory: HostMemory, slot_bytes: int) -> None:
         self._owner = memory.owner

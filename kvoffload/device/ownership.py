@@ -3,12 +3,12 @@
 A `Resource` is registered before anything is made for it. From then on it is freed exactly once, by the first of:
 
 1. its owner's `close()`, which calls `Resource.free`;
-2. the next call that has the context current, after the owner has become garbage;
+2. a later call that runs `collect`, after the owner has become garbage;
 3. the end of the device.
 
-Its `release` callback frees what has been made so far. An interrupt in it, or a driver error, leaves the resource
-registered, and the next attempt goes on with the rest. A weakref callback may run anywhere, in any thread, inside any
-lock; so it is a C function that only appends to a deque, which the calls of point 2 read.
+Its `release` callback frees everything made so far. After an interrupt or a driver error in it the resource stays
+registered, and the next attempt frees the rest. A weakref callback may run in any thread, inside any lock, so it is a C
+function that only appends to a deque, which `collect` reads.
 """
 
 from __future__ import annotations
@@ -50,12 +50,7 @@ class OpenDevice(Protocol):
 
 
 class DeviceUser(Protocol):
-    """What a device needs of an engine on it.
-
-    Attributes:
-        lock: held by its calls.
-        submitted: transfers submitted so far.
-    """
+    """An engine's part on a device, as the device calls it; see `Shard`."""
 
     lock: threading.RLock
 
@@ -63,34 +58,23 @@ class DeviceUser(Protocol):
     def submitted(self) -> int: ...
 
     @property
-    def in_flight(self) -> int:
-        """Transfers that have not ended yet."""
+    def in_flight(self) -> int: ...
 
-    def advance(self) -> None:
-        """Take note of transfers that have ended. The context is current."""
+    def advance(self) -> None: ...
 
-    def touches(self, address: int, nbytes: int) -> bool:
-        """Whether transfers of the engine can read or write a byte of that range of device memory."""
+    def touches(self, address: int, nbytes: int) -> bool: ...
 
-    def drain(self, timeout: float | None = None) -> None:
-        """Wait on the host until every submitted transfer has ended."""
+    def drain(self, timeout: float | None = None) -> None: ...
 
-    def order_all_before(self, stream: int) -> None:
-        """Work queued on `stream` from now on starts after every transfer submitted so far."""
+    def order_all_before(self, stream: int) -> None: ...
 
-    def wait_stream(self) -> int:
-        """A stream of the engine that other streams may wait for, and that can be made to wait for them."""
+    def wait_stream(self) -> int: ...
 
-    def close(self, timeout: float | None = None) -> None:
-        """Drain and free everything. Idempotent.
-
-        Raises:
-            TimeoutError: transfers were still running after `timeout` seconds; nothing was freed.
-        """
+    def close(self, timeout: float | None = None) -> None: ...
 
 
 class Watch(weakref.ref[Any]):
-    """A weak reference to an owner, with what must be freed once the owner is garbage."""
+    """A weak reference to an owner; `target` must be freed once the owner is garbage."""
 
     __slots__ = ("target",)
 
@@ -98,7 +82,7 @@ class Watch(weakref.ref[Any]):
 
 
 class Resource:
-    """What must be freed for one owner. Made by `DeviceResources.adopt`.
+    """Driver objects to free for one owner. Made by `DeviceResources.adopt`.
 
     Attributes:
         what: named in a ResourceWarning if the garbage collector found the owner unclosed; None: no warning.
@@ -123,7 +107,7 @@ class Resource:
 
         Raises:
             DriverError: a call failed. The resource stays registered; call `free` again for the rest.
-            RuntimeError: it is called while it runs, in the same thread: what it frees would be freed twice.
+            RuntimeError: the same thread is inside a call of it, so something would be freed twice.
         """
         if self._resources.foreign:
             return
@@ -134,13 +118,13 @@ class Resource:
                 self.drop()
 
     def drop(self) -> None:
-        """Take the resource out of the register: it is freed, or its context has taken everything along."""
+        """Take the resource out of the register: everything is freed, or gone with its context."""
         self._watch = None
         self._resources.registered.pop(self, None)
 
 
 class DeviceResources:
-    """The context of a device and the resources in it. Lives until they are freed, also if the Device is garbage.
+    """The context of a device and the resources in it. Lives until they are freed, even if the Device is garbage.
 
     Args:
         driver: the driver.
@@ -149,8 +133,8 @@ class DeviceResources:
     Attributes:
         context: the context's handle; 0 until it is known.
         retained: one element for each time that the primary context was retained; filled by `Driver.create`.
-        registered: the resources, oldest first. The truth about what is still to be freed.
-        garbage: the watches of owners that are garbage. Only a hint: what is lost here is still in `registered`.
+        registered: the truth: resources that must still be freed, oldest first.
+        garbage: the watches of owners that are garbage. A hint only: `registered` has their resources, too.
     """
 
     def __init__(self, driver: Driver, device_handle: int) -> None:
@@ -164,19 +148,19 @@ class DeviceResources:
 
     @property
     def foreign(self) -> bool:
-        """Whether this process is a forked child of the one that opened the device; it must touch nothing."""
+        """Whether this process is a forked child of the one that opened the device, so it must touch nothing."""
         return os.getpid() != self.process
 
     def current(self) -> Current:
         return make_current(self.driver, self.context)
 
     def adopt(self, owner: object, release: Callable[[], None], what: str | None = None) -> Resource:
-        """Register what is about to be made for `owner`. To be called before anything is made.
+        """Register a resource for `owner`. Call it before you make anything.
 
         Args:
-            owner: when it is garbage, `release` is called some time later.
-            release: frees what has been made so far. It is called with the context current, must not hold `owner`, and
-                may be called again, also after it was interrupted or has raised; it then frees the rest.
+            owner: some time after it becomes garbage, `release` is called.
+            release: frees everything made so far, with the context current. It must not refer to `owner`. It may be
+                called again, also after an interrupt or an exception, and then frees the rest.
             what: see `Resource`.
         """
         watch = Watch(owner, self.garbage.append)
@@ -187,8 +171,8 @@ class DeviceResources:
     def collect(self) -> list[str]:
         """Free the resources whose owners are garbage; the context must be current. Returns texts of warnings.
 
-        A resource that cannot be freed is no error here, since the caller asked for something else; it is tried again
-        when the device closes.
+        A resource that cannot be freed raises nothing here, since the caller asked for something else. The device tries
+        again when it closes.
         """
         texts: list[str] = []
         while True:
@@ -248,6 +232,6 @@ class DeviceResources:
 
 
 def warn_unreleased(texts: list[str]) -> None:
-    """A ResourceWarning for each text. To be called last: where warnings are errors, nothing after it happens."""
+    """A ResourceWarning for each text. Call it last: if warnings are errors, nothing after it runs."""
     for text in texts:
         warnings.warn(text, ResourceWarning, 3)

@@ -3,7 +3,7 @@
 The slot pool is anonymous memory of the process: mapped, its pages touched by many threads, then registered with the
 driver in ranges of about 1 GiB. Measured on an H200 machine with 16 CPUs, 4 GiB: cuMemHostAlloc 2.7 s (one thread, the
 driver's lock held), touch and register 0.17 s with huge pages, 0.35 s without; the same bandwidth afterwards. When the
-engine closes, the memory is unregistered and stays ordinary memory for as long as numpy views of it live.
+engine closes, the memory is unregistered, and stays ordinary memory as long as a numpy array over it lives.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RegisteredMemory:
     """Host memory in ranges that are registered with the driver one by one.
 
     Attributes:
-        address: of its first byte.
-        array: a view of it.
+        address: address of the first byte.
+        array: the memory, without a copy.
     """
 
     address: int
@@ -59,15 +59,15 @@ class RegisteredMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """`nbytes`, and 0 once it is released."""
+        """`nbytes`; 0 after `release`."""
         return self.nbytes if self._mapped_apart() else 0
 
     def _mapped_apart(self) -> Sequence[int]:
-        """Addresses, ascending, from each of which on a driver may map the memory elsewhere."""
+        """Addresses, ascending. From each on, a GPU may see the memory at another offset."""
         return self._registered
 
     def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Host addresses in this memory as a kernel sees them, int64; a driver may map registered memory elsewhere."""
+        """The addresses, int64, at which a kernel sees these host addresses."""
         starts = self._mapped_apart()
         if not starts:  # memory of no bytes
             return addresses
@@ -83,12 +83,11 @@ class RegisteredMemory:
     def release(self) -> None:
         """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory.
 
-        Idempotent. After an interrupt or an error it can be called again, and frees the rest. A range leaves the
-        list only after the driver has unregistered it, so a second call may unregister a range that is not registered
-        any more; that is no error.
+        Idempotent. After an interrupt or an error, call it again for the rest: a range leaves the list only after the
+        driver has unregistered it, and unregistering it twice is no error.
 
         Raises:
-            DriverError: a range is still registered; the memory stays mapped as long as it is.
+            DriverError: a range is still registered; the memory stays mapped.
         """
         try:
             while self._registered:
@@ -115,27 +114,26 @@ class RegisteredMemory:
 
 
 class PinnedMemory(RegisteredMemory):
-    """`nbytes` of host memory, page-aligned and pinned, exactly as many as asked for.
+    """`nbytes` of host memory, page-aligned and pinned.
 
-    RLIMIT_MEMLOCK does not bound it: on Linux with driver 580, with a limit of 64 KiB, registering and allocating 1 GiB
-    worked for root and for another user alike. It is bounded by the machine's memory, or the cgroup's share of it.
+    The machine's memory, or its cgroup, bounds it; RLIMIT_MEMLOCK does not: on Linux with driver 580 and a limit of 64
+    KiB, registering 1 GiB worked for root and for another user.
 
     Args:
         driver: its context must be current.
         nbytes: a multiple of the page size; 0 pins nothing.
-        unit_bytes: the ranges registered apart end on multiples of this, so that no copy of one unit spans two of them:
-            the driver refuses a copy that does.
-        numa_cpus: where to run the threads that touch the pages, so that Linux places them on that node. Empty:
-            anywhere.
+        unit_bytes: registered ranges end on multiples of this, so that no copy of one unit spans two ranges, which the
+            driver would refuse.
+        numa_cpus: CPUs for the threads that touch the pages, so that Linux places these on that node. Empty: any.
         progress: called with (bytes done, bytes in all) after each range.
-        holder: the new object is appended to this list before anything is registered. A caller that must free the
-            memory although an interrupt has lost the result of the constructor calls `release` on what is in the list.
+        holder: the new object is appended here before anything is registered. If an interrupt loses the constructor's
+            result, the caller can `release` the object in the list.
 
     Attributes:
         array: uint8, (nbytes,), zeros. Valid as long as it is referenced, also after `release`.
 
     Raises:
-        CapacityError: memory is short, or the driver cannot pin that much; what was registered is unregistered again.
+        CapacityError: memory is short, or the driver cannot pin that much. Nothing stays registered.
     """
 
     def __init__(
@@ -170,7 +168,7 @@ class PinnedMemory(RegisteredMemory):
 
 
 def ranges(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
-    """The ranges in which `nbytes` are registered: begin and end of each, from 0 on, at multiples of `unit_bytes`."""
+    """The ranges to register, (begin, end), from 0 to `nbytes`, at multiples of `unit_bytes`."""
     step = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     return ((start, min(start + step, nbytes)) for start in range(0, nbytes, step))
 
@@ -206,7 +204,7 @@ def touch(array: UInt8Array, cpus: frozenset[int] = frozenset()) -> None:
 
 
 def _check_available(range_bytes: int, nbytes: int, done: int) -> None:
-    """Raise CapacityError if memory is short: touching it would start Linux's out-of-memory killer."""
+    """Raise CapacityError if memory is short: touching the pages would start Linux's out-of-memory killer."""
     for _ in range(5):
         available = hostinfo.available_bytes()
         if available is None or available >= range_bytes + min(SPARE_BYTES, range_bytes):

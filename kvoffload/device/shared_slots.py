@@ -1,4 +1,4 @@
-"""SharedSlots: slots in memory that several processes of a machine map. No file has a name, so none can be left behind.
+"""SharedSlots: slots in memory that several processes of a machine map. No named file can be left behind.
 
     the process of an engine                              another process, such as that of a CacheIndex
 
@@ -6,8 +6,8 @@
     engine = OffloadEngine(layout, host_memory=slots.host_memory, ...)
     slots.offer("pool of rank 0")             ──────>     pool = SharedSlots.receive("pool of rank 0").array
 
-The memory is a `memfd`, which a thread hands over a socket in the abstract name space to processes of the same user.
-The kernel frees it when the last process that maps it has ended, however it ends.
+The memory is a `memfd`. A thread hands it to processes of the same user, over a socket in the abstract name space. The
+kernel frees it when the last process that maps it has ended, however it ends.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 class SharedSlots:
     """Slots of one engine in memory that other processes map, too. A context manager.
 
+    The constructor allocates all of the memory at once. In another process, use `receive`. Nothing here orders reads
+    and writes of different processes.
+
     Args:
         num_slots: at least 1.
-        slot_bytes: of the engine's layout, a multiple of 4096.
+        slot_bytes: `slot_bytes` of the engine's layout, a multiple of 4096.
 
     Attributes:
-        array: uint8, (num_slots, slot_bytes), C-contiguous. Zeros at first.
-        note: what the offering process has said about them.
+        array: uint8, (num_slots, slot_bytes), C-contiguous, writable in every process. Zeros at first.
+        note: in a process that received the slots, the note of the offer; else "".
 
     Raises:
-        CapacityError: the machine, or the process's limits, have too little memory. All of it is allocated at once.
+        CapacityError: the machine has too little memory, or the process's limits allow too little.
         CapabilityError: the system has no memfd.
         ValueError: bad arguments.
     """
@@ -80,20 +83,20 @@ class SharedSlots:
 
     @property
     def host_memory(self) -> HostMemory:
-        """For `OffloadEngine(host_memory=)`, which registers the memory with the driver."""
+        """The value for `OffloadEngine(host_memory=)`. The engine registers the memory with the driver."""
         return HostMemory.of_buffer(self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1])
 
     # handing over -------------------------------------------------------------------------------------------------
 
     def offer(self, name: str, *, note: str = "") -> None:
-        """Hand the memory to each process of this user that asks for `name`, until `close`.
+        """Hand the memory to each process of this user, or of root, that asks for `name`, until `close`.
 
         Args:
-            name: of no other offer on this machine (in this network namespace).
-            note: what the others are to know, at most 32 KiB.
+            name: no other offer on this machine (in this network namespace) may have it.
+            note: a text for the other processes. With the sizes, as JSON, at most 32,768 bytes.
 
         Raises:
-            ValueError: the name is offered already; the note is too long; or this object has an offer, or is closed.
+            ValueError: the name is offered already; the note is too long; or this object is closed, or has an offer.
             TypeError: the name or the note is no string.
         """
         if self._listener is not None or self._descriptor is None:
@@ -123,12 +126,17 @@ class SharedSlots:
 
     @classmethod
     def receive(cls, name: str, *, timeout: float = 0.0) -> SharedSlots:
-        """The slots that a process of this machine and user offers under `name`; waits for the offer if there is none.
+        """The slots that a process of this user, on this machine, offers under `name`.
+
+        Args:
+            name: the name of the offer.
+            timeout: how many seconds to wait for the offer if there is none yet.
 
         Raises:
-            TimeoutError: there was no offer within `timeout` seconds.
-            PermissionError: the offer is of another user.
-            ValueError: what was offered is not what it is said to be.
+            TimeoutError: nobody offered it within `timeout` seconds, or the offering process did not answer for 10.
+            PermissionError: another user offers it.
+            ValueError: the memory does not have the size that the offer says.
+            TypeError: `name` is no string.
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -187,7 +195,7 @@ class SharedSlots:
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:
-    """Allocate all pages: one that is lacking later would end the process. In steps, since others allocate, too."""
+    """Allocate all pages now: a missing one would later end the process. In steps, since others allocate, too."""
     try:
         os.ftruncate(descriptor, nbytes)
         for start in range(0, nbytes, RANGE_BYTES):
@@ -206,7 +214,7 @@ def _allocate(descriptor: int, nbytes: int) -> None:
 
 
 def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
-    """Of the thread: hand the memory to each process that connects, until the listener is shut down."""
+    """The offering thread: hand the memory to each process that connects, until the listener is shut down."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -222,7 +230,6 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 

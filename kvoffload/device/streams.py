@@ -27,8 +27,8 @@ _NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _C
 
 
 class NoWait:
-    """`after=NO_WAIT`: the transfer follows no stream. With it the caller guarantees that nothing still queued touches
-    the blocks, for example because the host has waited.
+    """`after=NO_WAIT`: the transfer waits for no stream. You guarantee that no queued work touches its blocks, for
+    example since the host has waited. The engine still orders its own transfers.
     """
 
     def __repr__(self) -> str:
@@ -120,7 +120,6 @@ class Lane:
         self.tail = 0
 
     def open(self, priority: int) -> None:
-        """Make the streams."""
         for _ in range(STREAMS_PER_LANE + 1):
             self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, priority)
         self.streams = tuple(LaneStream(int(handle)) for handle in self._handles)

@@ -1,4 +1,4 @@
-"""What the driver, the bindings and the GPU can do: determined once, when a device is opened."""
+"""Capabilities of the driver, the bindings and the GPU, probed once when a device is opened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KERNEL_COMPUTE_CAPABILITY = (8, 0)  # asynchronous copies to shared memory came
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What driver, bindings and GPU can do, and in `missing` why they cannot do the rest.
+    """The features of driver, bindings and GPU; `missing` has the reasons why others are absent.
 
     Attributes:
         driver_version: of the CUDA driver API, for example `(13, 0)`.

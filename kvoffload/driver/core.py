@@ -29,7 +29,7 @@ def _missing(*_: Any) -> Any:
 
 
 class Driver:
-    """Calls a driver API through a table of its functions, raising DriverError where it returns an error.
+    """Calls a driver API through a table of its functions, and raises DriverError for errors.
 
     Args:
         api: offers the names in `functions.REQUIRED`; those in `OPTIONAL` may be missing.
@@ -92,8 +92,8 @@ class Driver:
     def create(self, name: str, holder: list[Any], *arguments: Any) -> None:
         """Call `name`, which makes something, and append its handle to `holder`.
 
-        Python delivers a KeyboardInterrupt after a call of a C function has returned, and not between the plain
-        statements that follow. So the handle is in `holder` unless the driver call itself was interrupted.
+        Python delivers a KeyboardInterrupt after a C function has returned, and not between the plain statements that
+        follow. So the handle is in `holder` unless the driver call itself was interrupted.
 
         Raises:
             DriverError, CapabilityError: as `call`; nothing was made.
@@ -109,8 +109,8 @@ class Driver:
     def destroy(self, name: str, handles: list[Any]) -> None:
         """Call `name` for every handle, the last first. Each leaves `handles` right before its call.
 
-        No Python function is entered between the two, so an interrupt cannot come there: no handle is lost, and none is
-        freed twice. Called again after an exception, it frees the rest.
+        No interrupt can come between the two, since no Python function is entered: no handle is lost, and none is freed
+        twice. Call it again after an exception to free the rest.
 
         Raises:
             DriverError: a call failed; that handle is lost.
@@ -139,7 +139,6 @@ class Driver:
             raise DriverError("cuCtxPopCurrent", code.name, int(code))
 
     def current_context(self) -> int:
-        """The calling thread's context, 0 for none."""
         code, context = self._current_context()
         if code:
             raise DriverError("cuCtxGetCurrent", code.name, int(code))
@@ -170,7 +169,6 @@ class Driver:
         self.call("cuStreamDestroy", stream)
 
     def stream_query(self, stream: int) -> bool:
-        """Whether everything queued on `stream` has ended."""
         code = self._functions["cuStreamQuery"](stream)[0]
         if code and int(code) != NOT_READY:
             raise DriverError("cuStreamQuery", code.name, int(code))
@@ -221,7 +219,6 @@ class Driver:
         return int(free), int(total)
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Base and bytes of the driver allocation that holds `address`."""
         base, nbytes = self.call("cuMemGetAddressRange", address)
         return int(base), int(nbytes)
 
@@ -233,7 +230,6 @@ class Driver:
         return int(kind) == int(CUmemorytype.CU_MEMORYTYPE_DEVICE)
 
     def device_ordinal(self, address: int) -> int:
-        """Which GPU holds `address`, as CUDA counts them."""
         from cuda.bindings.driver import CUpointer_attribute
 
         return int(self.call("cuPointerGetAttribute", CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
@@ -295,7 +291,6 @@ class Driver:
         self.call("cuMemcpyAsync", target, source, nbytes, stream)
 
     def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
-        """Set device bytes to `value`, in stream order."""
         self.call("cuMemsetD8Async", target, value, nbytes, stream)
 
     def copy_strided(self, table: StridedTable, index: int, stream: int) -> None:

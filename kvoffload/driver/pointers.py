@@ -1,7 +1,7 @@
-"""The calls that say on which GPU the memory of a pointer is. A context must be current.
+"""Asks the driver on which GPU the memory of a pointer is. A context must be current.
 
-All of them are `functions.OPTIONAL`. Where one is missing, and for an attribute that the bindings do not know, they
-raise CapabilityError; where the driver has no answer, DriverError.
+The driver functions are `functions.OPTIONAL`. CapabilityError: the bindings lack the function or the attribute.
+DriverError: the driver has no answer.
 """
 
 from __future__ import annotations

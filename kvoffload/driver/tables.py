@@ -53,7 +53,6 @@ _MEMORY_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is hos
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """The address of an array's first element."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -167,6 +166,5 @@ def _more_views(views: list[Any], kind: Any, rows: npt.NDArray[Any], count: int)
 
 
 def _views(kind: Any, rows: npt.NDArray[Any], start: int, stop: int) -> list[Any]:
-    """One bindings object over each of the rows `[start, stop)`."""
     base, step = address_of(rows), rows.strides[0]
     return [kind(_ptr=base + index * step) for index in range(start, stop)]

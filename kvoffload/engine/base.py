@@ -1,7 +1,8 @@
-"""Engine: the face of an engine, over one device or several. OffloadEngine and ShardedEngine submit below it.
+"""Engine: the public calls that OffloadEngine and ShardedEngine share.
 
-Threads. One lock guards everything that changes; nothing waits for the GPU, and no code of the caller's runs, while it
-is held. It is taken by `with engine.lock:` alone, so that an interrupt cannot leave it taken.
+Threads. One lock guards everything that changes. While it is held, nothing waits for the GPU, and apart from a tracer's
+`on_submit` no code of the caller's runs. Take it with `with engine.lock:` only, so that an interrupt cannot leave it
+taken.
 """
 
 from __future__ import annotations
@@ -53,23 +54,23 @@ class SlotGuard(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether the slots may still be read or written by its reservations, leases and transfers."""
+        """Whether its reservations, leases or transfers may still read or write the slots."""
 
     def check_store(self, slots: Int64Array) -> None:
         """Raise unless a store may write these slots now. Called under the engine's lock, before anything happens."""
 
 
 class Engine(Generic[_After, _Plan]):
-    """What `OffloadEngine` and `ShardedEngine` have in common: all calls of theirs. Each has steps of its own for
-    submitting (`_requests`, `_submit`), for asking what has ended (`_track`), and for streams (`order_job_before`).
+    """The base of `OffloadEngine` and `ShardedEngine`. Each submits (`_requests`, `_submit`), asks which transfers have
+    ended (`_track`) and handles streams (`order_job_before`) in its own way.
 
-    Caches and integrations call more than users do; completion leaves these names out.
+    Some names are for caches and integrations only; `dir()` leaves them out.
 
     Attributes:
-        devices: that the transfers run on.
+        devices: the devices that the transfers run on.
         num_slots, max_in_flight: as given.
-        lock: guards the engine; a BlockCache on it shares it. Take it with `with` alone. Inside, calls are refused or
-            answered as inside any call of the engine.
+        lock: guards the engine, and a BlockCache on it. Take it with `with` only. While you hold it, the engine treats
+            calls as calls inside another call: it refuses them, or answers without asking the GPU.
     """
 
     devices: tuple[Device, ...]
@@ -77,8 +78,8 @@ class Engine(Generic[_After, _Plan]):
     max_in_flight: int
     _shards: tuple[Shard, ...]
     _names: tuple[str, ...]  # of the shards, for messages
-    _in_flight: Queues[Any]  # what has not ended
-    _reports: Reports  # what has
+    _in_flight: Queues[Any]  # transfers that have not ended
+    _reports: Reports  # transfers that have
     _requests: Callable[..., Any]  # the checked arguments of a transfer, see `Limits.requests`; for `_submit`
     _requests_of_groups: Callable[..., Any]
     _submit: Callable[..., Job]  # submits a checked transfer; `locked=True`: for a cache, which holds the lock
@@ -94,7 +95,6 @@ class Engine(Generic[_After, _Plan]):
         self._ids, self._callbacks = itertools.count(1), Callbacks()
 
     def order_job_before(self, record: Any, streams: Any, part: int | None) -> None:
-        """See `Job.order_before`."""
         raise NotImplementedError
 
     # transfers ----------------------------------------------------------------------------------------------------
@@ -109,46 +109,50 @@ class Engine(Generic[_After, _Plan]):
         after: _After = None,  # type: ignore[assignment]
         copier: CopierName | CopyMethod | None = None,
     ) -> Job:
-        """Copy blocks from the device to slots. Returns when the copies are queued; if the driver's queues are full, at
-        once, and later calls of the engine queue them. The ids are copied: their arrays may be changed afterwards.
+        """Copy blocks from the device to pinned slots. Returns once the copies are queued on the GPU.
 
-        Block `i` goes to sub-block `(first_sub_block + i) % f` of slot `(first_sub_block + i) // f` of the list, with
-        `f = layout.blocks_per_slot`. What a slot's other sub-blocks hold stays as it is.
+        If the driver's queues are full, the rest waits on the host, and later calls of the engine queue it. The ids are
+        copied, so you may change your arrays at once. A call without blocks returns a job that has ended.
+
+        Block `i` goes to sub-block `(first_sub_block + i) % f` of `slots[(first_sub_block + i) // f]`, with
+        `f = layout.blocks_per_slot`. The other sub-blocks of these slots keep their bytes.
+
+        An exception means that nothing was submitted, on any device. With several devices, a note on it names the
+        device that refused. After a KeyboardInterrupt the transfer may have begun. It fails as soon as it has left the
+        GPU: call `drain` before you use the blocks for anything else.
 
         Args:
-            blocks: source ids: ints, or what numpy turns into a 1-D integer array; a repeated one is copied each time.
-            slots: target ids, as many as `layout.slots_for` says, no repeats. If a BlockCache owns the engine's slots,
-                they must belong to an open reservation of that cache.
-            group: which group's block table `blocks` refers to.
-            first_sub_block: where in the first slot to begin.
-            after: what must have ended before a block is read: the work so far of a stream (a handle, or anything with
-                `__cuda_stream__`: CuPy, cuda.core, Numba), or an array's producer (anything with `__dlpack__`, which is
-                asked to make a stream of the engine's wait, or with `__cuda_array_interface__`), or a list of these.
-                Other work that reads or writes an array is not waited for. A CuPy array stands for CuPy's current
-                stream. None: the legacy default stream, which CuPy uses by default. `NO_WAIT`: nothing.
-                A `ShardedEngine` takes a list or tuple with such a value for each device, in their order; or an object
-                with a method `after()` that returns one, as `kvoffload.jax.OwnedCache` (`after=cache`); None or
-                `NO_WAIT`: the same for all.
-            copier: "strided", "gather", "split", "batch" or "loop", or a `CopyMethod`, which also says how many
-                programs a kernel gets, and its share of the blocks in a split (0: what the profile says). None: the
-                profile's choice.
+            blocks: source ids: ints, or anything that numpy turns into a 1-D integer array. Ids may repeat.
+            slots: target ids, without repeats, as many as `layout.slots_for` says. If a BlockCache owns the engine's
+                slots, they must belong to an open reservation of that cache.
+            group: the group whose block table `blocks` refers to.
+            first_sub_block: the sub-block of the first slot to begin with.
+            after: the GPU waits for this before it reads a block. A stream (a handle, or an object with
+                `__cuda_stream__`: CuPy, cuda.core, Numba): the work queued on it so far. An array: the computation that
+                produces it, but no other work that reads or writes it. An array with `__dlpack__` is asked to make a
+                stream of the engine wait; a CuPy array then stands for CuPy's current stream. One that only has
+                `__cuda_array_interface__` names a stream, or none. A list or tuple: all its elements. None: the
+                legacy default stream, which CuPy uses by default; a layout with `on_default_stream=False` refuses it.
+                `NO_WAIT`: nothing. A `ShardedEngine` takes a list or tuple with one such value per device, in their
+                order; or an object whose method `after()` returns one, such as `kvoffload.jax.OwnedCache`; or None or
+                `NO_WAIT` for all devices.
+            copier: "strided", "gather", "split", "batch" or "loop"; or a `CopyMethod`, which also gives the programs of
+                the kernel (1 to `sm_limit`; other numbers are moved into that range) and, for a split, its share of
+                the blocks (0: the profile's). None: the profile decides.
 
         Returns:
-            The job. A driver error while it is queued, now or later, fails the job; it does not raise here.
+            The job. A driver error while copies are queued, now or later, fails the job and raises nothing here.
 
         Raises:
-            LayoutError, ValueError, TypeError: bad arguments; ValueError also if a BlockCache owns the slots and no
+            LayoutError, ValueError, TypeError: bad arguments. ValueError also if a BlockCache owns the slots and no
                 open reservation of it has them.
-            CapacityError: `max_in_flight` jobs are unfinished, or for a second no wait stream for the arrays in `after`
-                was free.
-            CapabilityError: the copier asked for cannot run here.
-            ClosedError: the engine is closed.
-            TransferError: `after` is being captured, or the CUDA context is lost.
+            CapacityError: `max_in_flight` jobs are unfinished; `after` has an array, and for a second no wait stream
+                was free; or the engine has no event left.
+            CapabilityError: the copier that you asked for cannot run here.
+            ClosedError: the engine is closed, or this is a forked child.
+            TransferError: a stream in `after` is being captured, or the CUDA context is lost.
             DriverError: the driver failed before anything was queued.
-            RuntimeError: it is called inside another call in the same thread, such as by a signal handler.
-            Nothing has happened in any of these cases, on no device; of several, a note on the exception names the one
-            that refused. After a KeyboardInterrupt the transfer may have begun, and fails
-            as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
+            RuntimeError: you called it inside another call in the same thread, for example in a signal handler.
         """
         requests = self._requests(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
         return self._submit(requests)
@@ -166,26 +170,28 @@ class Engine(Generic[_After, _Plan]):
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
     ) -> Job:
-        """Copy slots to blocks on the device: the inverse of `store`, with the same correspondence and errors.
+        """Copy slots to blocks on the device: the inverse of `store`, with the same sub-blocks and the same errors.
 
         Args:
-            slots: source ids; repeats are legal.
-            blocks: target ids; one that repeats is refused with LayoutError, as copies of one job have no order.
+            slots: source ids. Ids may repeat.
+            blocks: target ids, without repeats: the copies of one job have no order among each other.
             group, first_sub_block, copier: as for `store`.
-            after: what must have ended before a block is overwritten, as for `store`; that includes what reads it.
+            after: the GPU waits for this before it overwrites a block, so it must cover work that still reads the
+                blocks. Values as for `store`.
             source_order: when the driver may read the slots. "stream": in stream order. "any": at any moment from now
-                on, which some platforms do faster; only right when nothing on the GPU still writes them. "auto": "any"
-                if the host has seen every store to these slots end, else "stream".
-            parts: copy the planes in parts, one after the other, so that a layer's computation need not wait for later
-                layers: `job.order_before(stream, part=k)`. A number: equal parts, in the order of the planes. Or for
-                each part the indices of its planes, every plane once; of several devices, then all must have as many
-                planes in the group. The copier "split" cannot copy parts.
-            urgent: go ahead of the loads that wait on the host, but not of one that has begun, of other urgent ones, or
-                of what this load must follow. How long it waits for what is queued on the GPU, `most_queued_bytes`
-                bounds.
+                on, which is faster on some platforms; only right if nothing on the GPU still writes them. "auto":
+                "stream" while a store to one of these slots is not known to have ended, else "any".
+            parts: copy the planes in parts, one after the other, so that one layer's computation can start before later
+                layers have arrived: `job.order_before(stream, part=k)`. A number gives equal parts in the order of the
+                planes. A list gives the indices of the planes of each part, every plane once; then all devices must
+                have as many planes in the group. The copier "split" cannot copy parts.
+            urgent: go ahead of loads that wait on the host, but not of a load that has begun, of other urgent loads, or
+                of loads that this one must follow. `most_queued_bytes` bounds how long it waits for loads that are
+                queued on the GPU already.
 
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
+            LayoutError: as `store`; also a repeated block, or parts that do not divide the planes.
         """
         towards = Direction.LOAD
         requests = self._requests(
@@ -207,7 +213,7 @@ class Engine(Generic[_After, _Plan]):
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
     ) -> Job:
-        """`store` and `load` in one; arguments and errors as there."""
+        """`store` or `load`, by `direction`. Arguments and errors as there; `parts` and `urgent=True` are for loads."""
         towards = direction if isinstance(direction, Direction) else Direction(direction)
         requests = self._requests(
             towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts=parts, urgent=urgent
@@ -221,14 +227,14 @@ class Engine(Generic[_After, _Plan]):
         after: _After = None,  # type: ignore[assignment]
         copier: CopierName | CopyMethod | None = None,
     ) -> Job:
-        """Store blocks of several groups as one transfer: one job, checked all together before anything happens.
+        """Store blocks of several groups as one transfer with one job. All is checked before anything happens.
 
-        The copies of all groups by one copier of the copy engine are submitted together. `job.nbytes` is of all groups,
-        `method` and `copier` are those of most bytes, and `reason` has one text for each group.
+        `job.nbytes` sums over the groups, `job.method` is that of the element with the most bytes, and `job.reason` has
+        one text per group. Copies by the same copier, except kernels, are submitted together.
 
         Args:
-            transfers: what is stored of each group. A group may be in it several times, for instance for pieces that
-                begin at other sub-blocks. The slots of all must be distinct. What has no blocks counts for nothing.
+            transfers: one element for each group, or several if pieces of a group begin at different sub-blocks.
+                The slots of all must be distinct. Elements without blocks are left out.
             after, copier: as for `store`; for all groups.
 
         Raises:
@@ -245,11 +251,11 @@ class Engine(Generic[_After, _Plan]):
         source_order: SourceOrderName = "auto",
         urgent: bool = False,
     ) -> Job:
-        """Load blocks of several groups as one transfer: the inverse of `store_groups`. It has no parts.
+        """Load blocks of several groups as one transfer: the inverse of `store_groups`, without parts.
 
         Args:
-            transfers: as for `store_groups`. Slots may repeat. No two blocks may share memory: not within a group, nor
-                in groups over the same planes.
+            transfers: as for `store_groups`, but slots may repeat. No two blocks may share memory, neither in one group
+                nor in groups over the same planes.
             after, copier, source_order, urgent: as for `load`; for all groups.
 
         Raises:
@@ -274,10 +280,10 @@ class Engine(Generic[_After, _Plan]):
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> _Plan:
-        """The operations, copy method and expected time of such a transfer. Submits nothing. Raises as `store`.
+        """What such a transfer would copy, how, and its expected time. Submits nothing. Raises as `store`.
 
         Returns:
-            A PlanReport; a `ShardedEngine` returns a tuple with one for each device.
+            A PlanReport. A `ShardedEngine` returns a tuple with one per device.
         """
         towards = Direction(direction)
         requests = self._requests(towards, blocks, slots, group, first_sub_block, NO_WAIT, copier)
@@ -289,10 +295,9 @@ class Engine(Generic[_After, _Plan]):
     # results ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Take note of transfers that have ended, and queue as many segments as there is room for.
+        """Note which transfers have ended, and queue as many segments as there is room for. Does not wait for the GPU.
 
-        Does not wait for the GPU. `poll`, `wait` and `done` do it too, and a submission where it needs to know. Inside
-        another call in the same thread it does nothing.
+        Inside another call in the same thread it does nothing.
         """
         if os.getpid() != self._process:
             self.check_process()
@@ -307,12 +312,17 @@ class Engine(Generic[_After, _Plan]):
             deliver(self._reports.notices)
 
     def poll(self) -> list[TransferResult]:
-        """Results of jobs that have ended since the last call, in the order in which they were found to have ended.
+        """Results of jobs that have ended, in the order in which the engine found that. Does not wait for the GPU.
 
-        Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs
-        are reported with their `error`. At most 65,536 results are kept for the next call, the newest. Inside another
-        call in the same thread it returns none, and the next one reports them. A job of a `ShardedEngine` has ended
-        when it has ended on all devices.
+        Each job is reported once, failed ones with their `error`. A job is not reported once `wait()` or `result()` has
+        returned for it, or raised its error. The engine keeps the newest 65,536 results for the next call. Inside
+        another call in the same thread it returns an empty list, and the next call reports the jobs. A job of a
+        `ShardedEngine` ends when it has ended on all devices.
+
+        It also queues transfers that wait on the host, and calls a tracer's `on_end` in this thread.
+
+        Raises:
+            ClosedError: this is a forked child.
         """
         if in_call(self.lock):
             return []
@@ -321,21 +331,22 @@ class Engine(Generic[_After, _Plan]):
             return self._reports.take()
 
     def forget_report(self, record: AnyTransfer) -> None:
-        """Keep `poll` from reporting a job that its caller has waited for."""
+        """Keep `poll` from reporting a job after its caller has waited for it."""
         self.check_process()
         with self.lock:
             self._reports.forget(record)
 
     def when_done(self, job: Job, callback: Callable[[Job], object]) -> None:
-        """See `Job.add_done_callback`."""
         self.check_process()
         self._callbacks.add(job, callback)
 
     def statistics(self) -> EngineStatistics:
-        """Counts and totals since the engine was created; inside another call in the same thread, as they stand.
+        """A snapshot: jobs, memory, streams and events now, and totals since the engine was created.
 
-        Of several devices, jobs and their bytes are counted once, not for each device; memory, streams and events are
-        summed.
+        A `ShardedEngine` counts a job and its bytes once, and sums memory, streams and events over its devices.
+
+        Raises:
+            ClosedError: this is a forked child.
         """
         self.check_process()
         if len(self._shards) > 1 or not self._in_flight.consistent:  # shards may know of ends that it does not
@@ -364,12 +375,11 @@ class Engine(Generic[_After, _Plan]):
 
     @property
     def in_flight(self) -> int:
-        """How many transfers have not ended."""
+        """How many transfers are not known to have ended."""
         return self._in_flight.count
 
     @property
     def submitted(self) -> int:
-        """How many transfers have been submitted so far."""
         if os.getpid() != self._process:
             self.check_process()
         with self.lock:
@@ -377,7 +387,6 @@ class Engine(Generic[_After, _Plan]):
             return int(in_flight.stores.submitted + in_flight.loads.submitted)
 
     def jobs_in_flight(self) -> tuple[Job, ...]:
-        """A job for each transfer that has not ended."""
         self.check_process()
         with self.lock:
             return tuple(Job(self, record) for queue in self._in_flight.both for record in queue.transfers)
@@ -393,7 +402,7 @@ class Engine(Generic[_After, _Plan]):
         self._for_each(Shard.check_usable)
 
     def check_parts(self, parts: PartsLike) -> None:
-        """Raise what a load of some group would raise for these `parts`."""
+        """Raise what a load would raise for these `parts`, for any group."""
         self._for_each(partial(Shard.check_parts, parts=parts))
 
     def check_room(self, jobs: int) -> None:
@@ -408,13 +417,13 @@ class Engine(Generic[_After, _Plan]):
                 in_flight.check_room(jobs)
 
     def guard_slots(self, guard: SlotGuard) -> None:
-        """Make `guard` the owner of the slots: each store calls `guard.check_store(slots)` first, which may refuse it.
+        """Make `guard` the owner of the slots. Each store then calls `guard.check_store(slots)`, which may refuse it.
 
-        The engine keeps a weak reference to it.
+        The engine keeps only a weak reference to it.
 
         Raises:
-            CapacityError: the slots have another owner, which is `busy`; or it has been garbage collected, and
-                transfers are in flight that may be its own.
+            CapacityError: the slots have another owner, and it is `busy`; or that owner is garbage, and transfers are
+                in flight that may be its own.
         """
         self.check_process()
         refuse_nested(self.lock, "guard_slots")
@@ -429,26 +438,25 @@ class Engine(Generic[_After, _Plan]):
             self._slot_guard = weakref.ref(guard)
 
     def _check_store(self, requests: Requests) -> None:
-        """Have the owner of the slots, if there is one, refuse a store into slots that it keeps."""
         guard = None if self._slot_guard is None else self._slot_guard()
         if guard is not None:
             several = len(requests) > 1
             guard.check_store(np.concatenate([each.slots for each in requests]) if several else requests[0].slots)
 
     def resolve(self, after: _After) -> Any:
-        """What stands for `after` in several transfers, so that its arrays are asked for their producers once.
+        """A value to pass as `after` of several transfers: its arrays are asked for their producers once, now.
 
-        Call it before taking the lock. Raises what `store` raises for `after`.
+        Call it before you take the lock. Raises what `store` raises for `after`.
         """
         if in_call(self.lock):
             raise_nested("a submission")
         return after if after is NO_WAIT else self._resolve(after)
 
     def _for_each(self, step: Callable[..., _Result], *columns: Sequence[Any], current: bool = False) -> list[_Result]:
-        """`step(shard, ...)` for every shard, with its element of each column. An exception gets its name as a note.
+        """`step(shard, ...)` for every shard, with its element of each column. A note on an exception names the shard.
 
         Args:
-            current: whether the step needs the context of the shard's device.
+            current: make the context of the shard's device current for the step.
         """
         results: list[_Result] = []
         for name, shard, *row in zip(self._names, self._shards, *columns, strict=True):
@@ -463,11 +471,12 @@ class Engine(Generic[_After, _Plan]):
     # the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until no job is unfinished. Failed jobs do not raise here; `poll` reports them.
+        """Wait on the host until all jobs have ended. Failed jobs do not raise here; `poll` reports them.
 
         Raises:
             TimeoutError: `timeout` seconds have passed; the jobs go on.
-            RuntimeError: it is called inside another call in the same thread.
+            RuntimeError: you called it inside another call in the same thread.
+            ClosedError: this is a forked child.
         """
         refuse_nested(self.lock, "drain")
         in_flight = self._in_flight
@@ -481,18 +490,17 @@ class Engine(Generic[_After, _Plan]):
     def close(self, timeout: float | None = None) -> None:
         """Refuse new transfers, drain, unpin the pool, destroy streams and events.
 
-        Idempotent; if it is interrupted, call it again. In a forked child it does nothing. Arrays over `slots` stay
-        valid: the pool is unpinned, and becomes ordinary memory. The results of finished jobs can still be polled.
+        Idempotent; if it is interrupted, call it again. In a forked child it does nothing. Arrays that you took from
+        `slots` stay valid: the pool becomes ordinary memory. `poll` still returns the results of finished jobs.
 
-        Closing one of several devices closes what the engine has there, and the engine then refuses transfers; close
-        it, too.
+        If you close one of several devices, the engine refuses transfers from then on. Close it, too.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
 
         Raises:
             TimeoutError: jobs were still running. Nothing was freed, and the engine accepts transfers again.
-            RuntimeError: it is called inside another call in the same thread; nothing has happened.
+            RuntimeError: you called it inside another call in the same thread; nothing has happened.
         """
         if os.getpid() != self._process:
             return
@@ -514,7 +522,7 @@ class Engine(Generic[_After, _Plan]):
 
     @property
     def closed(self) -> bool:
-        """Whether the engine is closed: by `close`, or with one of its devices. Then nothing can be transferred."""
+        """Whether the engine, or one of its devices, has been closed. Then it refuses transfers."""
         return any(shard.closed for shard in self._shards)
 
     def __enter__(self) -> Self:
@@ -527,7 +535,7 @@ class Engine(Generic[_After, _Plan]):
 
     @property
     def missing_copiers(self) -> dict[str, str]:
-        """The copiers that cannot run for this engine, on one of its devices at least, and why."""
+        """The copiers that cannot run on at least one of the engine's devices, each with the reason."""
         missing: dict[str, str] = {}
         for name, shard in zip(self._names, self._shards, strict=True):
             for copier, reason in shard.limits.missing_copiers.items():
@@ -536,5 +544,4 @@ class Engine(Generic[_After, _Plan]):
         return missing
 
     def __dir__(self) -> list[str]:
-        """Without the names that are for caches and integrations, so that completion shows users theirs."""
         return sorted(set(super().__dir__()) - _FOR_INTEGRATIONS)

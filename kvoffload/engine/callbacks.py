@@ -1,6 +1,6 @@
-"""Waiting, awaiting and callbacks: of jobs, jobs of caches, promotions.
+"""Waiting, awaiting and callbacks for jobs, jobs of caches, and promotions.
 
-Callbacks are called by one thread of an engine, or of the tiers of a cache, while there is something to wait for.
+One thread of an engine, or of the tiers of a cache, makes the callbacks. It exists only while it has jobs to wait for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WhenDone = Callable[[Any, Callable[[Any], object]], None]
 
 
 class Waitable(Generic[_R]):
-    """What a thread waits for, an asyncio task awaits, and callbacks follow. Subclasses say how."""
+    """A handle that a thread can wait for, an asyncio task can await, and callbacks can follow."""
 
     __slots__ = ()
     _when_done: WhenDone
@@ -42,10 +42,11 @@ class Waitable(Generic[_R]):
         return self.wait()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call `callback(self)` once it has ended, successfully or not.
+        """Call `callback(self)` once it has ended, well or not.
 
-        One thread of its engine, or of its cache's tiers, which polls for that, calls it, outside all locks. If it is
-        already known to have ended, the calling thread does so at once. What it raises is logged (logger "kvoffload").
+        If it is already known to have ended, this thread makes the call at once. Otherwise a background thread of the
+        engine, or of the cache's tiers, polls for the end and makes the call, with no lock held. An exception from the
+        callback is logged (logger "kvoffload").
         """
         self._call_when_done(callback)
 
@@ -53,7 +54,7 @@ class Waitable(Generic[_R]):
         self._when_done(self, callback)
 
     def __await__(self) -> Generator[Any, None, _R]:
-        """Wait in an asyncio task until it has ended; as `wait`. The event loop goes on meanwhile."""
+        """`wait` in an asyncio task, while the event loop goes on."""
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -73,15 +74,12 @@ class Waitable(Generic[_R]):
 
 
 class Callbacks:
-    """Calls functions when jobs have ended."""
-
     def __init__(self) -> None:
         self._lock = threading.RLock()  # of the thread's begin and end
         self._waiting: list[tuple[Waitable[Any], Callable[[Any], object]]] = []
         self._thread: threading.Thread | None = None
 
     def add(self, job: Waitable[Any], callback: Callable[[Any], object]) -> None:
-        """Call `callback(job)` once the job has ended, from a thread; now, if it is known to have ended."""
         if not callable(callback):
             raise TypeError(f"callback must be a function of a {type(job).__name__}, got {callback!r:.80}")
         if job.finished:
@@ -96,7 +94,7 @@ class Callbacks:
                 self._thread.start()
 
     def _serve(self) -> None:
-        """Poll until nothing is waited for. Nothing else ends the thread: `await` and all callbacks depend on it."""
+        """Poll until no job is left. Nothing else may end the thread: `await` and all callbacks depend on it."""
         while True:
             with self._lock:
                 if not self._waiting:

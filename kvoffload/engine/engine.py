@@ -1,9 +1,9 @@
 """OffloadEngine: stores blocks to pinned slots and loads them back, ordered on the GPU.
 
 Order. A transfer's stream waits for the caller's streams (`after`), for the previous transfer of its direction, and for
-the latest transfer of the other direction that touches its slots or blocks. The waits are on the GPU, and point to work
-queued earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order; an
-urgent load goes ahead of what waits there.
+the latest transfer of the other direction that touches its slots or blocks. The GPU does the waiting, and only for work
+queued earlier, so waits cannot form a cycle. Copies that do not fit into the driver's queues wait on the host, in
+order; an urgent load goes ahead of them.
 
     caller's stream   ──compute──●after                          ┌─compute (order_before)
     store lane        ───────────┴─wait─[start copy copy end]────┤
@@ -40,43 +40,48 @@ from kvoffload.tuning import Profile
 class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 
-    Usable from any thread; a context manager.
+    On the GPU, transfers of one direction run in the order of submission (except for urgent loads), and a transfer
+    waits for earlier ones of the other direction that touch its slots or blocks. So a load from slots that are still
+    being stored needs no `after` for that. Usable from any thread; a context manager.
 
     Args:
         layout: the KV cache. Its memory must stay allocated until the engine is closed.
         device: the device that holds the planes.
-        num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each; None: 1024. An engine of 0 slots pins
-            nothing, and refuses every slot.
-        host_memory: memory of the caller's for the slots, see `HostMemory`; then `num_slots` is left out.
-        sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels, and compiles none. (The simulated
-            device interprets them, slowly, so it selects none by itself.)
-        prefer: "overlap", for a GPU that computes during transfers: the copy method whose cost (its time, and what the
-            computation loses) is nearest to the lowest, in the worse of two kinds of computation; within 1.1 times of
-            it, the copy engine. "latency": the method that ends soonest on an idle GPU.
-        profile: what transfers cost here, see `kvoffload.tuning`; None: what `kvoffload tune` measured for this GPU,
-            driver, link and bindings, else one that comes with the package.
-        max_in_flight: jobs that may be unfinished at a time.
-        most_queued_bytes: what the driver is given at a time of each direction, in bytes, or one operation if that has
-            more; the rest waits on the host. An urgent load waits for so much at most, and for the rest of a load that
-            has begun. What waits is queued by later calls (`poll`, `drain`, a submission, `done` or `wait` of a job, or
-            the thread of a done callback): give it only if the program calls one of these all the time. None: as much
-            as the driver's queues hold.
+        num_slots: how many slots the pinned pool has, `layout.slot_bytes` bytes each. None: 1024. With 0 slots the
+            engine pins nothing and refuses every slot id.
+        host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots`.
+        sm_limit: how many multiprocessors a copy kernel may use. 0 forbids kernels and compiles none. (The simulated
+            device runs a kernel only if you ask for it, since it interprets kernels slowly.) If kernels cannot be
+            loaded, you get a KVOffloadWarning, and the copy engine carries all transfers.
+        prefer: "overlap", for a GPU that computes during transfers: selects the copy method that costs least, counting
+            its own time and the time that computation loses, in the worse of two kinds of computation. "latency":
+            selects the one that ends soonest on an idle GPU. Either way the copy engine wins over a kernel if it is
+            within 1.1 times of the best.
+        profile: what transfers cost here, see `kvoffload.tuning`. None: the one that `kvoffload tune` measured for this
+            GPU, driver, link and bindings, else one from the package.
+        max_in_flight: how many jobs may be unfinished at a time. The next submission raises CapacityError.
+        most_queued_bytes: how many payload bytes of each direction may be queued on the GPU at a time (one operation
+            may always be); the rest waits on the host. An urgent load waits for that much at most, and for the rest of
+            a load that has begun. The rest is queued by later calls (`poll`, `drain`, a submission, `done` or `wait` of
+            a job) and by the thread of done callbacks, so set this only if your program keeps calling. None: as much as
+            the driver's queues hold.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
-        progress: called with (bytes done, bytes in all) while the pool is pinned.
+        progress: called with (bytes done, bytes in all) while the pool is pinned; not for `host_memory`.
 
     Attributes:
-        layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given.
-        lock: guards the engine; a BlockCache on it shares it. Take it with `with` alone. Inside, calls are refused or
-            answered as inside any call of the engine.
+        layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given, with defaults filled in.
+        lock: guards the engine, and a BlockCache on it. Take it with `with` only. While you hold it, the engine treats
+            calls as calls inside another call: it refuses them, or answers without asking the GPU.
 
     Raises:
-        LayoutError: a plane is not inside one allocation of this device's memory, or inside mapped virtual memory of it
-            without a gap.
-        CapacityError: the pool cannot be pinned; the message says what is free.
-        ValueError: `host_memory` does not fit the layout, overlaps registered memory, or is not registered although it
-            is said to be.
-        ClosedError: the device is closed.
-        ValueError, TypeError: bad arguments.
+        LayoutError: a plane is not memory of this device, or runs past the end of its allocation, or of mapped virtual
+            memory without a gap.
+        CapacityError: the pool, or 2 MiB for tables of kernels, cannot be pinned; the message says what is free.
+        DriverError: the driver failed in another way.
+        ValueError, TypeError: bad arguments; `host_memory` that does not fit the layout, overlaps registered memory, or
+            is not registered although it says so.
+        ClosedError: the device is closed, or this is a forked child.
+        RuntimeError: you called it inside another call of an engine on this device, in the same thread.
     """
 
     def __init__(
@@ -108,7 +113,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         self._plan, self._resolve, self._track = shard.report, shard.resolve, shard.track
 
     def _submit(self, requests: Requests, *, locked: bool = False) -> Job:
-        """A transfer in its five steps; `locked`: for a cache, which holds the lock."""
+        """A transfer in its five steps. `locked`: a cache calls it with the lock held."""
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
         request, shard = requests[0], self._shard
@@ -152,29 +157,22 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         self._shard.order_before(record, stream_handle(streams, "stream"), part, raise_error=True)
 
     def order_all_before(self, stream: int) -> None:
-        """Work queued on `stream` from now on starts after every transfer submitted so far has ended.
-
-        Raises:
-            CapacityError, TransferError: as `Job.order_before`.
-        """
         self._shard.order_all_before(stream)
 
     def wait_stream(self) -> int:
-        """The handle of the export stream: importers of device memory wait for it, and it waits for transfers alone."""
         return self._shard.wait_stream()
 
     @property
     def slots(self) -> UInt8Array:
         """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
 
-        Row `s` holds `blocks_per_slot` blocks, in the order that the group's `slot_order` says (see `KVLayout`); the
-        rest of the row is padding. A row may be read once the store into it has ended, and written when no transfer
-        that uses it is unfinished. In `host_memory` rows are as far apart as its stride; after `close` there are none.
+        Row `s` holds `blocks_per_slot` blocks in the order of the group's `slot_order` (see `KVLayout`), then padding.
+        Read a row only after the store into it has ended; write it only while no unfinished transfer uses it. Rows over
+        `host_memory` are `slot_stride` bytes apart, and after `close` this property has no rows any more.
         """
         return self._parts.slots
 
     def __dir__(self) -> list[str]:
-        """Without "devices" too, which is for caches: users have `device`."""
         return [name for name in super().__dir__() if name != "devices"]
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
-"""Which transfers of the other direction a new one must wait for: last writer and last reader of every slot and block.
+"""Which transfer of the other direction a new one must wait for: the latest that touched its slots or blocks.
 
-Within a direction transfers run in the order of submission, so one number says it all: the sequence number of the
-latest store (or load) that touched a slot or a block. A load waits for the latest store that wrote its slots or read
-its blocks; a store waits for the latest load that read its slots or wrote its blocks.
+Transfers of one direction run in the order of submission, so one sequence number per slot and block is enough. A load
+waits for the latest store that wrote its slots or read its blocks; a store waits for the latest load that read its
+slots or wrote its blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvoffload.planning.transfer_plan import Direction
 class HazardTable:
     """Sequence numbers by slot, and by block for each group; 0 means never touched.
 
-    Groups over the same planes share one table (a hybrid model's groups often do, with block tables of their own).
-    Groups whose memory overlaps otherwise share a single entry: waits that are not needed, never one too few.
+    Groups over the same planes share one table (groups of a hybrid model often have the same planes). Groups whose
+    memory overlaps in another way share a single entry: that costs needless waits, but misses none.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
@@ -45,12 +45,12 @@ class HazardTable:
                 self._divisors[index] = 1 if fine else layout.groups[index].num_blocks
 
     def sharing_memory(self, groups: Iterable[int]) -> list[frozenset[int]]:
-        """The sets of groups that share memory, each with one of `groups` at least; a group alone is such a set."""
+        """The sets of groups that share memory, as far as they contain one of `groups`. A group alone is a set."""
         wanted = set(groups)
         return [members for members in self._clusters if members & wanted]
 
     def alike(self, group: int) -> bool:
-        """Whether all groups that share memory with this one have the same planes: equal ids are the same bytes."""
+        """Whether all groups that share memory with this one have the same planes, so equal ids are equal bytes."""
         return group in self._alike
 
     def latest_on_slots(self, direction: Direction, slots: Int64Array) -> int:
@@ -72,7 +72,7 @@ class HazardTable:
         latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = sequence
 
     def make_room(self, direction: Direction, sequence: int) -> None:
-        """Transfers of `direction` from that sequence number on have a number higher by one from now on."""
+        """Add one to the number of every transfer of `direction` from that number on."""
         for entries in self._entries(direction):
             np.add(entries, 1, out=entries, where=entries >= sequence)
 
@@ -86,18 +86,17 @@ class HazardTable:
             entries[ids] = np.maximum(entries[ids], sequence)
 
     def forget_order(self, direction: Direction, ended: int, latest: int) -> None:
-        """Transfers after number `ended` may have any numbers up to `latest`: all that they touch is the latest's."""
+        """The order after `ended` is unknown: act as if the transfer `latest` had touched all that later ones did."""
         for entries in self._entries(direction):
             np.copyto(entries, latest, where=entries > ended)
 
     def _entries(self, direction: Direction) -> list[Int64Array]:
-        """The tables of a direction, each once."""
         latest = self._stores if direction is Direction.STORE else self._loads
         return list({id(entries): entries for entries in (latest.on_slots, *latest.on_blocks)}.values())
 
 
 class _Latest:
-    """Of one direction: sequence numbers by slot, and by group and block."""
+    """The sequence numbers of one direction: by slot, and by group and block."""
 
     __slots__ = ("on_blocks", "on_slots")
 
@@ -107,7 +106,7 @@ class _Latest:
 
 
 def _overlapping(groups: tuple[Group, ...]) -> list[list[int]]:
-    """Groups clustered so that those of different clusters share no byte range."""
+    """The groups in clusters; groups of different clusters share no byte range."""
     spans = sorted((plane.address, plane.end, index) for index, group in enumerate(groups) for plane in group.planes)
     cluster = list(range(len(groups)))
     end, owner = 0, 0

@@ -66,10 +66,10 @@ class Segment:
     """Operations of one share and one part of a transfer that are queued on one stream together.
 
     Attributes:
-        share, part: which.
+        share, part: their numbers.
         stream: where they are queued.
-        places: of the driver's queue that they take.
-        nbytes: payload bytes, where they are bounded; else 0.
+        places: how many places of the driver's queue they take.
+        nbytes: payload bytes if `most_queued_bytes` is set, else 0.
         table: the pinned table that the GPU reads while they run, if there is one.
         place: in the staging ring, which it shares with the other half of its piece; None without one.
         event: recorded behind them; None until then.
@@ -94,28 +94,28 @@ class Transfer:
     Attributes:
         id: unique within the engine, rising in the order of submission.
         direction, nbytes, num_parts: as `Job` has them.
-        method, reason: what carries it, and why; `method` is None for an empty transfer.
+        method, reason: the copy method, and why it was selected; `method` is None for an empty transfer.
         sequence: counts the transfers of its direction.
-        shares: of its blocks, in the order in which they are queued; they run at the same time.
-        engine: its engine, which is kept alive as long as the transfer is in flight.
+        shares: in the order in which they are queued; they run at the same time.
+        engine: its engine, which it keeps alive while it is in flight.
         source_order: when the driver may read the sources.
         urgent: whether it goes ahead of loads that wait on the host.
         conflict: the latest transfer of the other direction that touches the same slots or blocks, if it was in flight.
         markers: events on the caller's streams, which it waits for.
         start, end: timing events.
         segments: queued, and not known to have ended.
-        share, part, queued: what is queued next: operations of that share and part, from number `queued` on.
+        share, part, queued: the next segment begins with operation `queued` of this share and part.
         ordered: all its waits are queued.
-        enqueued: no more of it will be queued.
-        submitting: a call is submitting it or queueing a segment; still true afterwards if the call was interrupted.
+        enqueued: no more segments will be queued.
+        submitting: a call is submitting it or queueing a segment; stays True if that call is interrupted.
         query_failures: errors in a row when asking whether it has ended.
         seconds: between `start` and `end`, on the GPU's clock; NaN if unknown.
         error: why it failed.
-        trace: the tracer that follows it, and what its `on_submit` returned; None: not followed, or its end was told.
-        forgotten: whether `poll` is not to report it: its caller has waited for it.
+        trace: its tracer and the value that `on_submit` returned; None without a tracer, or once `on_end` is due.
+        forgotten: its caller has waited for it, so `poll` does not report it.
     """
 
-    # What most transfers have when they are made stays in the class: assigning it to each would take 1 us.
+    # Values that most transfers start with stay in the class: assigning them to each would take 1 us.
     simulated = False
     source_order = SourceOrder.STREAM
     method: CopyMethod | None = None
@@ -146,7 +146,7 @@ class Transfer:
         self.segments: deque[Segment] = deque()
 
     def step(self, event: Event) -> None:
-        """Move along the table; an event that is not in it raises AssertionError and changes nothing."""
+        """Move along the table. An event that it does not have raises AssertionError and changes nothing."""
         following = TRANSITIONS[self.state].get(event)
         assert following is not None, f"transfer {self.id}: {event.name} in {self.state.name}"
         self.state = following
@@ -158,7 +158,6 @@ class Transfer:
 
     @property
     def held(self) -> bool:
-        """Whether some of it waits on the host for room in the driver's queues."""
         return not self.enqueued
 
     @property
@@ -166,7 +165,7 @@ class Transfer:
         return "none" if self.method is None else self.method.copier
 
     def fail(self, cause: BaseException) -> None:
-        """Nothing more of it will be queued. It has failed when what is queued has ended."""
+        """Queue no more segments. The transfer has failed when the queued ones have ended."""
         if self.error is None:
             error = TransferError(
                 f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {str(cause) or repr(cause)}"
@@ -178,14 +177,14 @@ class Transfer:
             self.step(Event.ERROR)
 
     def mark_lost(self, cause: BaseException) -> None:
-        """The context is lost, so nothing of it runs any more: it has failed now."""
+        """The context is lost and nothing runs any more, so the transfer has failed now."""
         self.fail(cause)
         self.segments.clear()
         self.seconds = math.nan
         self.step(Event.LOST)
 
     def abandon(self, cause: BaseException) -> None:
-        """It never came into its queue, so it has failed now. May be interrupted and called again."""
+        """Fail a transfer that never came into its queue. May be interrupted and called again."""
         if self.state is State.NEW:
             self.step(Event.SUBMITTED)
         self.seconds = math.nan
@@ -195,26 +194,25 @@ class Transfer:
         self.let_go()
 
     def let_go(self) -> None:
-        """It has ended, so it refers to nothing that it needed while it ran."""
+        """Drop the references that it needed while it ran."""
         self.start = self.end = self.conflict = self.engine = None
         self.markers, self.shares = [], ()
 
     def events(self) -> list[int]:
-        """All events that it refers to."""
         found = [*self.markers, *(segment.event for segment in self.segments), self.start, self.end]
         return [event for event in found if event is not None]
 
 
 class ShardedTransfer:
-    """One submitted store or load on several devices. It has no state of its own: it has ended when all of its
-    transfers have, and has failed if one of them has.
+    """One submitted store or load on several devices. It has ended when all of its transfers have, and has failed if
+    one of them has.
 
     Attributes:
         id, direction, nbytes, num_parts: as `Job` has them.
-        transfers: one for each device, with the same id; none where there is nothing to copy.
+        transfers: one for each device, with the same id; empty if there is nothing to copy.
         names: of the shards, for messages.
         simulated: whether one of the devices is.
-        sequence: counts the transfers of its direction; 0 where there is nothing to copy.
+        sequence: counts the transfers of its direction; 0 if there is nothing to copy.
         trace, forgotten: as `Transfer` has them.
     """
 
@@ -234,7 +232,6 @@ class ShardedTransfer:
 
     @property
     def finished(self) -> bool:
-        """Whether all of it is known to have ended: none of its slots and blocks is touched any more."""
         for transfer in self.transfers:  # noqa: SIM110  (asked often; a generator would be resumed for each)
             if not transfer.finished:
                 return False
@@ -242,7 +239,7 @@ class ShardedTransfer:
 
     @property
     def error(self) -> TransferError | None:
-        """The failure of the first shard that has failed, with its name."""
+        """The failure of the first shard, in their order, that has failed; the message names it."""
         for name, transfer in zip(self.names, self.transfers, strict=False):
             if transfer.error is not None:
                 error = TransferError(f"{name}: {transfer.error}")
@@ -259,18 +256,17 @@ class ShardedTransfer:
 
     @property
     def held(self) -> bool:
-        """Whether some of it waits on the host for room in a driver's queues."""
         return any(transfer.held for transfer in self.transfers)
 
     @property
     def seconds(self) -> float:
-        """Of the shard that took longest; NaN if one is unknown."""
+        """The longest time of a shard; NaN if one is unknown."""
         each = [transfer.seconds for transfer in self.transfers]
         return math.nan if any(map(math.isnan, each)) else max(each, default=0.0)
 
     @property
     def method(self) -> CopyMethod | None:
-        """The copy method of all shards; None where they differ, and where there is nothing to copy."""
+        """The copy method of all shards; None if they differ, or if there is nothing to copy."""
         methods = {transfer.method for transfer in self.transfers}
         return methods.pop() if len(methods) == 1 else None
 
@@ -294,13 +290,14 @@ class TransferResult(NamedTuple):
 
     Attributes:
         job_id: `Job.id`.
-        direction: "store" or "load".
-        nbytes: payload bytes.
-        seconds: from the transfer's start to its end on the GPU's clock, without what it waited for before; NaN if
-            unknown. If a transfer does not fit into the driver's queues, it includes the time that later segments wait
-            to be queued.
-        copier: what copied it: "strided", "gather", "split", "batch", "loop"; "none" for an empty transfer.
-        error: None, or why it failed.
+        direction: `Direction.STORE` or `Direction.LOAD`, which are the strings "store" and "load".
+        nbytes: payload bytes that it was to copy.
+        seconds: from its first copy to the end of its last one, on the GPU's clock. The wait before the first copy does
+            not count, but if the transfer did not fit into the driver's queues, waits of later segments do. NaN if it
+            failed or the driver could not say; 0 if it was empty. For several devices, the longest.
+        copier: "strided", "gather", "split", "batch" or "loop"; "none" for an empty transfer; the names of all, joined
+            by "+", if devices used different ones.
+        error: why it failed, or None.
     """
 
     job_id: int
@@ -312,10 +309,10 @@ class TransferResult(NamedTuple):
 
     @property
     def gb_per_s(self) -> float:
-        """Payload bytes over seconds on the GPU's clock, in 10^9 bytes a second.
+        """`nbytes / seconds`, in 10^9 bytes a second.
 
-        NaN where the seconds are unknown, for an empty or failed transfer, and on the simulated device, whose seconds
-        are invented.
+        NaN for an empty or failed transfer, if the seconds are unknown, and on the simulated device, whose seconds are
+        invented.
         """
         return self.nbytes / self.seconds / 1e9 if self.nbytes and self.seconds > 0 else math.nan
 
@@ -327,19 +324,17 @@ class SimulatedTransferResult(TransferResult):
 
     @property
     def gb_per_s(self) -> float:
-        """NaN: no transfer was timed."""
         return math.nan
 
 
 def result_of(transfer: AnyTransfer) -> TransferResult:
-    """The result of a finished transfer."""
     kind = SimulatedTransferResult if transfer.simulated else TransferResult
     fields = transfer.id, transfer.direction, transfer.nbytes, transfer.seconds, transfer.copier, transfer.error
     return kind(*fields)
 
 
 class JobEngine(Protocol):
-    """What a job needs of its engine."""
+    """The engine, as a job calls it."""
 
     lock: threading.RLock
 
@@ -355,14 +350,13 @@ class JobEngine(Protocol):
 class Job(Waitable[TransferResult]):
     """One submitted transfer; returned by `store` and `load` of an engine. Usable from any thread, and awaitable.
 
-    Until it is done, the caller must not write its blocks (a load's targets, a store's sources) or, for a store, read
-    its slots, except on a stream ordered with `order_before`.
+    Until it is done, its blocks and slots are in use: do not write them, and do not read its targets (a load's blocks,
+    a store's slots), except in work on a stream after `order_before`. This holds for a failed job, too: its `error` may
+    be known before it is done.
 
-    A job of a `ShardedEngine` is the transfer on all of its devices. It is done when the transfers of all devices have
-    ended, and fails if one of them does: until then its blocks and slots are in use on every device, also after its
-    `error` is known. `nbytes` is the sum over the devices, `seconds` of its result the longest, `error` that of the
-    first device, in their order, that has failed, `method` None if the devices use different ones, and `copier` the
-    names of all, joined by "+".
+    A job of a `ShardedEngine` is the transfer on all of its devices. It is done when it has ended on all of them, and
+    fails if it fails on one. `nbytes` sums over the devices. `error` is that of the first device, in their order, that
+    has failed. If devices use different methods, `method` is None, and `copier` has the names of all, joined by "+".
     """
 
     __slots__ = ("__weakref__", "_engine", "_transfer")
@@ -378,7 +372,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def id(self) -> int:
-        """Unique within the engine, increasing in the order of submission."""
+        """Unique within the engine; rises in the order of submission."""
         return self._transfer.id
 
     @property
@@ -388,22 +382,22 @@ class Job(Waitable[TransferResult]):
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes."""
+        """Payload bytes that it copies."""
         return self._transfer.nbytes
 
     @property
     def num_parts(self) -> int:
-        """The number of parts that a load was divided into, else 1; see `parts` of `OffloadEngine.load`."""
+        """How many parts a load has, see `parts` of `OffloadEngine.load`; otherwise 1."""
         return self._transfer.num_parts
 
     @property
     def method(self) -> CopyMethod | None:
-        """How the blocks are copied: the copier, the kernel programs and their share; None for an empty transfer."""
+        """The copy method: copier, programs of the kernel and their share. None for an empty transfer."""
         return self._transfer.method
 
     @property
     def reason(self) -> str:
-        """Why that copy method was selected."""
+        """Why that copy method was selected, for people to read."""
         return self._transfer.reason
 
     @property
@@ -413,27 +407,30 @@ class Job(Waitable[TransferResult]):
 
     @property
     def error(self) -> TransferError | None:
-        """Why the transfer failed; None if it has not failed, or not yet. `wait` raises it."""
+        """Why the transfer failed; None if no failure is known. `wait` raises it."""
         return self._transfer.error
 
     @property
     def finished(self) -> bool:
-        """Whether the transfer is known to have ended, successfully or not. Does not ask the GPU; `done` does."""
+        """Whether the engine already knows that the transfer has ended, well or not. Only `done` asks the GPU."""
         return self._transfer.finished
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not. Asks the GPU, and does not wait for it.
+        """Whether the transfer has ended, well or not. Asks the GPU without waiting for it.
 
-        It takes the engine's lock, and may call a tracer's `on_end` in this thread before it returns. Inside another
-        call in the same thread it says what is known, as `finished` does.
+        It takes the engine's lock for a moment, and may call a tracer's `on_end` in this thread. Inside another call in
+        the same thread it returns `finished`.
+
+        Raises:
+            ClosedError: not known to have ended, and this is a forked child.
         """
         if not self._transfer.finished:
             self._engine.advance()
         return self._transfer.finished
 
     def wait(self, timeout: float | None = None) -> TransferResult:
-        """Wait until the transfer has ended. `poll` of the engine will not report it any more.
+        """Wait on the host until the transfer has ended. The engine's `poll` does not report it afterwards.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
@@ -441,7 +438,8 @@ class Job(Waitable[TransferResult]):
         Raises:
             TransferError: the transfer failed.
             TimeoutError: `timeout` seconds have passed; the transfer goes on.
-            RuntimeError: it is called inside another call in the same thread, such as by a signal handler.
+            RuntimeError: you called it inside another call in the same thread, for example in a signal handler.
+            ClosedError: this is a forked child.
         """
         refuse_nested(self._engine.lock, "wait")
         wait_until(lambda: self.done, timeout, repr(self))
@@ -452,10 +450,10 @@ class Job(Waitable[TransferResult]):
         return result_of(self._transfer)
 
     def outcome(self) -> TransferResult:
-        """The result of a finished transfer, with its `error` if it failed; does not raise that.
+        """The result of a finished transfer. If it failed, the result has the `error`; nothing is raised.
 
         Raises:
-            RuntimeError: the transfer is not known to have ended; `wait` for it, or ask `done`, first.
+            RuntimeError: the transfer is not known to have ended; call `wait()`, or ask `done`, first.
         """
         if not self._transfer.finished:
             raise RuntimeError(f"{self!r} has not ended; call wait(), or ask done, before outcome()")
@@ -465,23 +463,26 @@ class Job(Waitable[TransferResult]):
         self._engine.when_done(self, callback)
 
     def order_before(self, stream: StreamLike | Sequence[StreamLike], *, part: int | None = None) -> None:
-        """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait for that.
+        """Make work that you queue on `stream` from now on start after this transfer has ended.
 
-        (Where the driver's queues are full, it waits up to a second for the transfer, or the part, to be queued.)
-        A transfer that fails on the GPU later does not hold the stream back: check `wait()` or `poll()`.
+        The GPU waits, not the host. (If segments of the transfer, or of the part, still wait on the host, this call
+        waits up to a second until they are queued.) If the transfer fails later, the stream goes on all the same: check
+        `wait()` or `poll()`.
 
         Args:
-            stream: a handle, or anything with `__cuda_stream__`. For a job of a `ShardedEngine` a list or tuple with
-                one stream for each device, in their order. Each waits for its own device alone; a collective operation
-                begins when the streams of all devices have reached it, so it follows the transfer on all of them.
-            part: of a load in parts: wait for this part and all before it. None: for all of the transfer.
+            stream: a handle, or an object with `__cuda_stream__`. For a job of a `ShardedEngine`, a list or tuple with
+                one stream per device, in their order. Each waits for its own device only. A collective operation
+                follows the transfer on all devices, since it starts when all streams have reached it.
+            part: for a load in parts: wait for this part and all before it. None waits for the whole transfer.
 
         Raises:
-            TypeError: `stream` is no stream, or not one for each device.
-            ValueError: the transfer has no such part; CUDA does not know the stream in this context.
-            TransferError: the transfer has failed already, or the stream is being captured.
-            CapacityError: the driver's queues are full, and for a second there was no room for the rest of the
-                transfer, or of the part. Streams of the devices before the one that failed wait all the same.
+            TypeError: `stream` is no stream, or not a list with one per device.
+            ValueError: the transfer has no such part; or CUDA does not know the stream in this context.
+            TransferError: the transfer has failed already, the stream is being captured, or the CUDA context is lost.
+            CapacityError: the transfer, or the part, could not all be queued within a second. With several devices, the
+                streams of the devices before the one that refused wait all the same.
+            ClosedError: the device is closed, or this is a forked child.
+            RuntimeError: you called it inside another call in the same thread.
         """
         number = part
         if part is not None:
@@ -498,7 +499,6 @@ class Job(Waitable[TransferResult]):
         self._engine.order_job_before(self._transfer, stream, number)
 
     def __dir__(self) -> list[str]:
-        """Without `lock`, which is for caches."""
         return sorted(set(super().__dir__()) - {"lock"})
 
     def __repr__(self) -> str:
@@ -506,6 +506,5 @@ class Job(Waitable[TransferResult]):
 
 
 def describe(transfer: AnyTransfer) -> str:
-    """A transfer in words, as the repr of its job."""
     name = f"{transfer.id}, {transfer.direction}, {transfer.nbytes} bytes"
     return f"Job({name}, {transfer.copier}, {transfer.state.name.lower()})"

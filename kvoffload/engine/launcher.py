@@ -1,16 +1,15 @@
 """Queues the segments of transfers on the streams of their lanes, behind everything that they must follow.
 
-A transfer has one share of its blocks, or several that run at the same time, as far as they are on different streams.
-Segments of a share follow each other, on one stream or on several.
+The shares of a transfer run at the same time if they are on different streams. Segments of a share follow each other.
 
     lane's stream for kernels   ─markers, previous, conflict─●start─[kernel's share]──────●
     lane's stream for copies                         wait start ─[segment]─●─[segment]─ wait ●─●end
 
-A load in parts has one share. No segment is of two parts, so a part has ended at the event behind its last segment.
+A load in parts has one share. No segment has two parts, so a part has ended at the event behind its last segment.
 
     lane's stream for copies    ─markers, ...─●start─[part 0]─●─[some of part 1]─●─[the rest]─●─[part 2]─●end
 
-Everything here is called under the engine's lock, with the context current and `InFlight.consistent` False.
+Call everything here under the engine's lock, with the context current and `InFlight.consistent` False.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
 
 
 class Launcher:
-    """Queues the transfers of both directions."""
-
     def __init__(self, driver: Driver, in_flight: InFlight) -> None:
         self._driver = driver
         self._in_flight = in_flight
@@ -37,7 +34,7 @@ class Launcher:
         self._most_bytes = in_flight.most_queued_bytes
 
     def launch(self) -> None:
-        """Queue what the streams have room for, in order within each direction.
+        """Queue segments while the streams have room, in order within each direction.
 
         Raises:
             DriverError: the CUDA context is lost.
@@ -45,52 +42,52 @@ class Launcher:
         stores, loads = self._in_flight.both
         progress = True
         while progress and (stores.waiting or loads.waiting):
-            progress = False  # another round: a transfer of one direction may have waited for one of the other
+            progress = False  # several rounds: a transfer may wait until one of the other direction is queued
             for queue in (stores, loads):
                 while queue.waiting and self.enqueue(queue, queue.waiting[0]):
                     queue.waiting.popleft()
                     progress = True
 
     def enqueue(self, queue: TransferQueue, transfer: Transfer) -> bool:
-        """Queue segments of the first transfer that waits, until one of these stops it:
+        """Queue segments of the first waiting transfer until one of these cases ends it:
 
-        1. The transfer that it must follow is not all queued: a wait for an event that is not recorded yet would pass.
-        2. All of it is queued.
-        3. There is no room: in the driver's queues, in the bound of the caller's, or in a table that kernels read.
-        4. A driver call fails: then the transfer fails, and what was queued of it runs to its end.
-        5. An interrupt: `submitting` stays True, and the repair fails the transfer, as in 4.
+        1. The conflicting transfer is not all queued yet. Its last event is not recorded, and a wait for it would pass.
+        2. All segments are queued.
+        3. There is no room: in the driver's queues, in `most_queued_bytes`, or in the tables that kernels read.
+        4. A driver call fails. The transfer fails; its queued segments run to their end.
+        5. An interrupt. `submitting` stays True, and the repair fails the transfer as in case 4.
 
         Returns:
-            False in cases 1 and 3: some is left for a later call.
+            False in cases 1 and 3: a later call queues the rest.
 
         Raises:
             DriverError: the CUDA context is lost.
         """
         conflict = transfer.conflict
-        if conflict is not None and not (conflict.enqueued or conflict.finished):
+        if conflict is not None and not (conflict.enqueued or conflict.finished):  # 1
             return False
-        transfer.submitting = True
+        transfer.submitting = True  # before the first driver call, so that a repair knows of it (5)
         ahead: dict[int, Staged] = {}
         try:
-            while not transfer.enqueued:
-                if not self._enqueue_segment(queue, transfer, ahead):
+            while not transfer.enqueued:  # 2
+                if not self._enqueue_segment(queue, transfer, ahead):  # 3
                     break
-        except KVOffloadError as error:
+        except KVOffloadError as error:  # 4
             self.fail(transfer, error)
         transfer.submitting = False
         return transfer.enqueued
 
     def _enqueue_segment(self, queue: TransferQueue, transfer: Transfer, ahead: dict[int, Staged]) -> bool:
-        """Queue the next segment: behind what it must follow, before an event. False if there is no room for it. It is
+        """Queue the next segment, then record an event behind it. False if there is no room. Before the segment,
 
-        1. the transfer's first: its stream waits for all that the transfer must follow, and records `start`;
-        2. the first of a later share: its stream waits for `start`, as it runs at the same time as the share before;
-        3. a later one of its share: its stream waits for the segment before it, unless that is on the same stream.
+        1. if it is the transfer's first: the stream waits for all that the transfer follows, and records `start`;
+        2. if it is the first of a later share: the stream waits for `start`, since shares run at the same time;
+        3. else: the stream waits for the segment before it, unless that is on the same stream.
         """
         number, begin = transfer.share, transfer.queued
         share = transfer.shares[number]
         work, copier, size, _ = share
-        # Where it ends: no segment is of two parts, so that the event behind a part's last one is the part's end.
+        # Where it ends: a segment never crosses a part's end, so that the event behind it is the part's.
         stop = min(begin + copier.segment_operations, work.part_ends[transfer.part] if work.part_ends else size)
         nbytes = 0
         if self._most_bytes is not None:
@@ -99,21 +96,28 @@ class Launcher:
                 return False
         if isinstance(copier, PackCopier):
             return self._enqueue_piece(queue, transfer, copier, stop, nbytes)
-        # Room first: with a full queue the driver call would block, under the engine's lock.
+        # Look for room first: with a full queue the driver call would block, under the engine's lock.
         places = copier.queue_cost(stop - begin) + EVENT_COST
         stream = stream_with_room(queue.lane, places, copier.is_kernel)
         if stream is None:
             return False
         first = number == 0 and begin == 0
-        if first and len(transfer.shares) > 1 and self._most_bytes is None:
-            self._stage_ahead(transfer, ahead)
+        if first and self._most_bytes is None:
+            # Stage the later shares now, so that they are ready while the first runs. Kernels come first and are staged
+            # when they are queued; staged copies have no table, and so may be discarded.
+            for later, (rest, carrier, _, _) in enumerate(transfer.shares[1:], start=1):
+                if not carrier.is_kernel:
+                    prepared = carrier.stage(rest.cut(0, carrier.segment_operations), transfer.source_order)
+                    assert prepared is not None
+                    assert prepared.table is None
+                    ahead[later] = prepared
         if ahead and number in ahead:
             staged: Staged | None = ahead.pop(number)
         else:
             staged = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         if staged is None:  # no room in the tables
             return False
-        # On record before any driver call: after an interrupt, the record says what the GPU may be doing.
+        # Record it before any driver call: after an interrupt, the record says which work the GPU may have.
         previous = transfer.segments[-1] if transfer.segments else None
         segment = Segment(number, transfer.part, stream, places)
         segment.table = staged.table
@@ -122,7 +126,7 @@ class Launcher:
         if nbytes:
             segment.nbytes = nbytes
             stream.nbytes += nbytes
-        # What it must follow, then its copies, then the event by which its end is known.
+        # Waits, copies, and the event that tells when it has ended.
         if first:
             self._follow(queue, transfer, stream)
         elif begin == 0:
@@ -220,11 +224,11 @@ class Launcher:
             self._driver.stream_wait_event(stream, segment.event)
 
     def _bounded(self, queue: TransferQueue, share: Share, begin: int, stop: int) -> tuple[int, int]:
-        """Where a segment from `begin` on ends, `stop` at most, and its bytes, under `most_queued_bytes`. Ends at
+        """The end, at most `stop`, and the bytes of a segment from `begin` on, under `most_queued_bytes`. The end is
         `begin` while there is no room.
 
-        Segments have a quarter of the bound at most, or one operation, so that the stream has work while one is queued.
-        All parts of a load are cut at the same blocks, as they share the tables of these.
+        A segment has at most a quarter of the bound, or one operation, so that the stream has work while the next one
+        is queued. All parts of a load are cut at the same blocks, since they share the tables of these blocks.
         """
         assert self._most_bytes is not None
         of_each = max(1, share.nbytes // share.size)
@@ -234,7 +238,7 @@ class Launcher:
         return (begin, 0) if queued and queued + nbytes > self._most_bytes else (stop, nbytes)
 
     def _end_segment(self, transfer: Transfer, segment: Segment, stop: int) -> None:
-        """Record the event behind a segment that ends with operation `stop` of its share, and go on to the next one."""
+        """Record the event behind a segment that ends before operation `stop`, and move on to the next segment."""
         share, handle = transfer.shares[segment.share], segment.stream.handle
         done = stop == share.size
         if done and segment.share == len(transfer.shares) - 1:
@@ -252,22 +256,8 @@ class Launcher:
             ends = share.work.part_ends
             transfer.part, transfer.queued = transfer.part + (bool(ends) and stop == ends[transfer.part]), stop
 
-    def _stage_ahead(self, transfer: Transfer, ahead: dict[int, Staged]) -> None:
-        """Stage the first segment of the shares behind the first one, so that it is ready while that one runs.
-
-        Kernels come first, and are staged when they are queued: what is staged here has no table, so that it may be
-        discarded.
-        """
-        for number, (work, copier, _, _) in enumerate(transfer.shares[1:], start=1):
-            if copier.is_kernel:
-                continue
-            staged = copier.stage(work.cut(0, copier.segment_operations), transfer.source_order)
-            assert staged is not None
-            assert staged.table is None
-            ahead[number] = staged
-
     def _join(self, transfer: Transfer, final: Segment) -> None:
-        """Have the stream of the final segment wait for the end of the transfer's other shares."""
+        """Make the stream of the final segment wait for the transfer's other shares."""
         others = [each for each in transfer.segments if each.share != final.share and each.stream is not final.stream]
         ends = {segment.stream.handle: segment.event for segment in others}
         for event in ends.values():
@@ -297,13 +287,11 @@ class Launcher:
         transfer.ordered = True
 
     def wait_for_transfer(self, stream: int, transfer: Transfer) -> None:
-        """Have `stream` wait for a queued transfer in flight and all transfers before it in its lane.
+        """Make `stream` wait for a queued transfer in flight and all transfers before it in its lane.
 
-        There are two cases:
-
-        1. All of it was queued: its end implies the end of those before it.
-        2. Its submission failed after some of it. It has no end, and may not follow its predecessor: then each segment
-           that was queued is waited for, and the predecessor, which may be of the same kind.
+        1. It was queued whole: its end implies the end of the transfers before it.
+        2. Its submission failed halfway. It has no end event, and may not follow its predecessor. So wait for each of
+           its segments and, unless it was ordered, for the predecessor, which may have failed in the same way.
         """
         queue = self._in_flight.of(transfer.direction)
         last: Transfer | None = transfer
@@ -318,9 +306,8 @@ class Launcher:
             self._driver.stream_wait_event(stream, last.end)
 
     def wait_for_part(self, stream: int, transfer: Transfer, part: int) -> None:
-        """Have `stream` wait for a part of a transfer in flight, all of which is queued, and for all before it.
-
-        The parts of which no segment is left have ended.
+        """Make `stream` wait for a part, which is queued whole, and all parts before it. Parts without a segment have
+        ended.
         """
         last = next((segment for segment in reversed(transfer.segments) if segment.part <= part), None)
         if last is not None:
@@ -338,7 +325,7 @@ class Launcher:
         return event
 
     def fail(self, transfer: Transfer, error: BaseException) -> None:
-        """The submission of a transfer failed or was interrupted. It fails when what was queued has ended.
+        """Fail a transfer whose submission failed or was interrupted. It ends when its queued segments have.
 
         Raises:
             DriverError: `error`, if it says that the CUDA context is lost.

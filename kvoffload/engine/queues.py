@@ -1,8 +1,8 @@
-"""The transfers in flight, by direction, the streams and events that they use, and the results of the others.
+"""The transfers in flight by direction, their streams and events, and the results of ended transfers.
 
-What is true is in two places: the transfers of each queue, and what each transfer refers to (its segments, its events).
-All else (transfers that wait, places taken on streams, idle events, tables in use) follows from that, and is computed
-again after a call was interrupted; see `Tracker.repair`.
+The truth is the transfers in each queue, with the segments and events that each refers to. Everything else (waiting
+transfers, places taken on streams, idle events, tables in use) follows from it, and `Tracker.repair` computes it again
+after an interrupt.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ _Record = TypeVar("_Record")
 
 
 class RecordQueue(Generic[_Record]):
-    """The transfers of one direction that have not ended, in the order of submission, which is that of their ends.
+    """The transfers of one direction that have not ended. They end in this order, that of submission.
 
     Attributes:
         transfers: in flight; their sequence numbers have no gaps.
         submitted: sequence number of the latest transfer.
-        counted: sequence number of the latest transfer that the following count.
-        ended, failed: how many have ended, and how many of them failed.
-        nbytes, seconds: payload bytes and time on the GPU's clock, summed over the transfers that did not fail.
+        counted: sequence number of the latest transfer that the totals include.
+        ended, failed, nbytes, seconds: the totals, see `DirectionTotals`.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,6 @@ class RecordQueue(Generic[_Record]):
 
     @property
     def totals(self) -> DirectionTotals:
-        """What the transfers that have ended add up to."""
         return DirectionTotals(self.ended, self.failed, self.nbytes, self.seconds)
 
 
@@ -54,10 +52,10 @@ class TransferQueue(RecordQueue[Transfer]):
     """The transfers of one direction on one device.
 
     Attributes:
-        lane: the streams that they run on.
+        lane: their streams.
         opposite: the queue of the other direction.
-        waiting: the transfers of which something is still to be queued on the GPU.
-        reordering: a transfer is being put ahead of others, see `put_ahead`; True afterwards if that was interrupted.
+        waiting: the transfers with segments that are not queued on the GPU yet.
+        reordering: `put_ahead` is moving a transfer; stays True if it was interrupted.
     """
 
     opposite: TransferQueue
@@ -69,14 +67,12 @@ class TransferQueue(RecordQueue[Transfer]):
         self.reordering = False
 
     def unfinished(self, sequence: int) -> Transfer | None:
-        """The transfer with that sequence number if it is in flight."""
         transfers = self.transfers
         if not transfers or not transfers[0].sequence <= sequence <= transfers[-1].sequence:
             return None
         return transfers[sequence - transfers[0].sequence]
 
     def renumber(self) -> None:
-        """Give the transfers in flight the sequence numbers of their order."""
         for sequence, transfer in enumerate(self.transfers, self.counted + 1):
             transfer.sequence = sequence
 
@@ -90,8 +86,8 @@ class Queues(Generic[_Queue]):
     Attributes:
         stores, loads, both: the queues.
         max_in_flight: how many transfers may be unfinished.
-        consistent: False while a call changes anything here, and after such a call was interrupted: then the next call
-            repairs before it does anything else.
+        consistent: False while a call changes anything here. If it is False at the beginning of a call, the last one
+            was interrupted, and the call repairs first.
     """
 
     def __init__(self, stores: _Queue, loads: _Queue, max_in_flight: int) -> None:
@@ -100,16 +96,15 @@ class Queues(Generic[_Queue]):
         self.consistent = True
 
     def of(self, direction: Direction) -> _Queue:
-        """The queue of a direction."""
         return self.stores if direction is Direction.STORE else self.loads
 
     @property
     def count(self) -> int:
-        """How many transfers are in flight, as far as is known."""
+        """How many transfers are not known to have ended."""
         return len(self.stores.transfers) + len(self.loads.transfers)
 
     def check_room(self, jobs: int) -> None:
-        """Raise CapacityError if `jobs` more would exceed `max_in_flight`. Ask which have ended before."""
+        """Raise CapacityError if `jobs` more would exceed `max_in_flight`. Find ended transfers first."""
         if self.count + jobs > self.max_in_flight:
             raise CapacityError(
                 f"{self.count} jobs are unfinished (max_in_flight={self.max_in_flight}); poll() until some end"
@@ -120,12 +115,12 @@ class InFlight(Queues[TransferQueue]):
     """The queues of one device, and their events.
 
     Attributes:
-        timers: events that take the time: two for each transfer.
+        timers: timing events, two for each transfer.
         markers: plain events: behind segments, and on the caller's streams.
-        hazards: which transfer touches what.
-        most_queued_bytes: what the driver is given at a time in each direction; None: what its queues hold.
-        lost: the error after which the CUDA context is lost.
-        most_unasked: with so many transfers of its direction in flight, a submission asks which of them have ended.
+        hazards: which transfers touch which slots and blocks.
+        most_queued_bytes: as `OffloadEngine` has it.
+        lost: the error that lost the CUDA context, or None.
+        most_unasked: with this many transfers of its direction in flight, a submission asks which have ended.
     """
 
     def __init__(self, driver: Driver, max_in_flight: int, hazards: HazardTable, most_queued_bytes: int | None) -> None:
@@ -140,13 +135,13 @@ class InFlight(Queues[TransferQueue]):
 
 
 class Reports:
-    """Counts transfers that have ended, and keeps their results until `poll` takes them. Under the engine's lock.
+    """Counts ended transfers, and keeps their results until `poll` takes them. Under the engine's lock.
 
     Attributes:
         most: how many results are kept; 0 for the shards of a ShardedEngine, which reports each job itself.
-        results: by id, what `poll` has still to report, the oldest first. They keep no transfer alive.
-        dropped: how many were dropped because there were more than `most`.
-        notices: what is told once the lock is released, see `tracing`.
+        results: for `poll`, by id, the oldest first. They keep no transfer alive.
+        dropped: how many results were dropped because there were more than `most`.
+        notices: see `tracing`.
     """
 
     def __init__(self, notices: Notices, most: int = MOST_REPORTS) -> None:
@@ -156,7 +151,7 @@ class Reports:
         self.notices = notices
 
     def note(self, queue: RecordQueue[Any], record: AnyTransfer) -> bool:
-        """Count a finished transfer and keep its result for `poll`. Returns False if that has been done before."""
+        """Count a finished transfer and keep its result for `poll`. Returns False if an earlier call did so."""
         new = record.sequence == 0 or record.sequence > queue.counted
         if new:
             result = result_of(record)
@@ -178,25 +173,24 @@ class Reports:
         return new
 
     def take(self) -> list[TransferResult]:
-        """The results that are still to be reported, which are then reported."""
+        """Hand over the results, once."""
         results, self.results = self.results, OrderedDict()
         return list(results.values())
 
     def forget(self, record: AnyTransfer) -> None:
-        """Report a transfer no more, also if its end is noted later: of several devices, all before it must end."""
+        """Do not report a transfer, even if its end is noted later, as with several devices."""
         record.forgotten = True
         self.results.pop(record.id, None)
 
 
 def put_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) -> bool:
-    """Put an urgent load in flight ahead of the loads that wait on the host, except for those that it must follow.
+    """Put an urgent load in flight ahead of loads that wait on the host, but not of loads that it must follow.
 
         loads in flight    |queued on the GPU|begun|held|held|held|
                                                    ^ an urgent one goes here, or further behind
 
-    Sequence numbers say in which order loads end, so those of the loads behind it rise. It is in flight from when it is
-    in its queue. Under the engine's lock, with `InFlight.consistent` False; what an interrupt leaves, `restore_order`
-    mends.
+    Loads end in the order of their sequence numbers, so the loads behind it get higher ones. Under the engine's lock,
+    with `InFlight.consistent` False. After an interrupt `restore_order` cleans up.
 
     Returns:
         False if it may go ahead of none: then nothing has changed.
@@ -220,12 +214,12 @@ def put_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) -> bo
 
 
 def _place_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) -> int:
-    """How many of the loads that wait stay ahead of an urgent one. There are four that do, and those ahead of them:
+    """How many of the waiting loads stay ahead of an urgent one. A load does, with all loads ahead of it,
 
-    1. One that has begun: some of it is queued on the GPU.
-    2. Another urgent one: these keep their order.
-    3. One that writes a block that this one writes, too.
-    4. One that a store follows which this one follows: else each would wait for the next one, in a circle.
+    1. if it has begun: some segments are queued on the GPU;
+    2. if it is urgent, too: urgent loads keep their order;
+    3. if it writes a block that this one writes;
+    4. if a store follows it which this one follows: else all three would wait in a circle.
     """
     waiting = in_flight.loads.waiting
     latest = max(
@@ -245,10 +239,10 @@ def _place_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) ->
 
 
 def restore_order(in_flight: InFlight) -> None:
-    """`put_ahead` was interrupted: number the transfers anew. May be interrupted itself.
+    """Number the transfers anew after an interrupt of `put_ahead`. May be interrupted itself.
 
-    Which of them touches what is not known any more, so all of it counts as touched by the latest: later transfers of
-    the other direction wait for more than they need.
+    It is not known any more which load touches which block, so all count as touched by the latest load: stores wait for
+    more than they need.
     """
     queue = in_flight.loads
     queue.renumber()

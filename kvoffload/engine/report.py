@@ -1,4 +1,4 @@
-"""PlanReport: what a transfer would be, without submitting it."""
+"""PlanReport: how a transfer would be carried, without submitting it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvoffload.tuning import CopyMethod
 
 
 class Alternative(NamedTuple):
-    """Another copy method; `seconds` are expected on the GPU's clock, infinity if unknown."""
+    """Another copy method, and its expected seconds on the GPU's clock; infinity if unknown."""
 
     method: CopyMethod
     seconds: float
@@ -19,20 +19,21 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanReport(HtmlRepresentation):
-    """What `OffloadEngine.store` or `load` would do, from `OffloadEngine.plan`; nothing is submitted or reserved.
+    """How a store or load would be carried; from `OffloadEngine.plan`, which submits and reserves nothing.
 
     Attributes:
         direction: store or load.
-        blocks: how many.
+        blocks: the number of blocks.
         nbytes: payload bytes.
-        operations: strided operations; adjacent blocks of a slot are merged.
-        rows: in all these operations together; a flat batch takes as many copies.
-        method, reason: the copy method, and why it is selected; `method` is None where there is nothing to copy.
-        seconds: expected on the GPU's clock, without what it would wait for: by `prefer="overlap"` while the GPU
-            computes, else on an idle one; infinity if unknown.
+        operations: the number of strided operations, after adjacent blocks of a slot are merged.
+        rows: the rows of all operations together. The batch and loop copiers make one copy per row.
+        method, reason: the copy method, and why it is selected. `method` is None if there is nothing to copy.
+        seconds: expected time on the GPU's clock, from the first copy on; infinity if unknown. With `prefer="overlap"`
+            it is the mean over two kinds of concurrent computation; with "latency", and for a method that could only be
+            asked for, it is that of an idle GPU.
         alternatives: the other methods that could be selected, the best first.
-        profile: where the expected times come from: a real GPU's, also on a simulated device.
-        simulated: whether the device is.
+        profile: the source of the expected times. They are a real GPU's, on the simulated device, too.
+        simulated: whether the device is simulated.
     """
 
     direction: Direction

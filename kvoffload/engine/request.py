@@ -1,4 +1,4 @@
-"""Transfers as asked for, checked: ids in range and copied, as many slots as the blocks need; no target twice."""
+"""The checked arguments of transfers: ids in range and copied, as many slots as the blocks need, no target twice."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _DEFAULT_SOURCES: tuple[Source, ...] = (LEGACY_STREAM,)
 
 
 class Request(NamedTuple):
-    """A checked transfer.
+    """A checked transfer of one group.
 
     Attributes:
-        slots, blocks: ids, int64, (n,) each, copies of what the caller gave.
-        sources: handles of streams that it is to follow; `Array`s, too, if `arrays` is true.
-        parts: planes of each part of a load; None where all are in one.
-        urgent: whether a load goes ahead of those that wait on the host.
+        slots, blocks: copies of the caller's ids, int64, one-dimensional.
+        sources: handles of streams to follow; if `arrays` is True, `Array`s, too.
+        parts: the planes of each part of a load; None if there is one part.
+        urgent: a load goes ahead of loads that wait on the host.
     """
 
     direction: Direction
@@ -60,17 +60,19 @@ class Request(NamedTuple):
 
 
 Requests = tuple[Request, ...]
-"""What one transfer moves, of one group or several: at least one, in one direction, following the same sources."""
+"""One transfer: a request for each group, at least one, all in one direction and with the same sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTransfer:
-    """What a transfer of several groups moves of one group, see `OffloadEngine.store_groups`.
+    """The blocks and slots of one group in a transfer of several, see `OffloadEngine.store_groups`.
+
+    Nothing is checked here; `store_groups` and `load_groups` do that.
 
     Attributes:
-        group: whose block table `blocks` refers to.
+        group: the group whose block table `blocks` refers to.
         blocks, slots: ids, as for `OffloadEngine.store` and `load`; as many slots as `layout.slots_for` says.
-        first_sub_block: where in the first slot to begin.
+        first_sub_block: the sub-block of the first slot to begin with.
     """
 
     group: int
@@ -80,7 +82,7 @@ class GroupTransfer:
 
 
 class Limits(NamedTuple):
-    """What the arguments of an engine's transfers are checked against: its layout, slots, and missing copiers."""
+    """Checks the arguments of an engine's transfers."""
 
     layout: KVLayout
     num_slots: int
@@ -100,10 +102,10 @@ class Limits(NamedTuple):
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
     ) -> Requests:
-        """Check the arguments of `OffloadEngine.store` and `load`. The ids are copied. One request.
+        """Check the arguments of `OffloadEngine.store` and `load`, and copy the ids. Returns one request.
 
         Raises:
-            LayoutError, ValueError, TypeError: the message names the argument, the value and what is right.
+            LayoutError, ValueError, TypeError: the message names the argument, the value and the remedy.
             CapabilityError: the copier asked for cannot run here.
         """
         layout, num_slots, missing_copiers = self
@@ -154,7 +156,7 @@ class Limits(NamedTuple):
         *options: Any,
         urgent: bool = False,
     ) -> Requests:
-        """A request for each element that has blocks, all with the same sources; one without blocks if none has.
+        """A request for each element that has blocks, or a single empty one if none has. All have the same sources.
 
         Args:
             options: `copier` and `source_order`, as `requests` takes them; for all groups.
@@ -180,7 +182,7 @@ class Limits(NamedTuple):
 
 
 def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:
-    """What `after` names; None only where the default stream orders the planes."""
+    """The streams and arrays in `after`. Refuses None unless the default stream orders the planes."""
     if isinstance(after, Followed):
         return after.streams
     if after is None and not layout.on_default_stream:
@@ -193,11 +195,11 @@ def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:
 
 
 def refuse_repeated_targets(requests: Requests, scratch: Int64Array, layout: KVLayout, hazards: HazardTable) -> None:
-    """Raise LayoutError when a target repeats: copies of one transfer have no order among each other.
+    """Raise LayoutError if a target repeats: copies of one transfer have no order among each other.
 
-    1. Within a request, ids are compared.
-    2. Stores of several: a slot holds blocks of one group, so no two may store to one slot.
-    3. Loads of several: two may load to blocks that share no byte, as groups can have planes in common.
+    1. Within a request, no id repeats.
+    2. Two stores never have a slot in common: a slot holds blocks of one group.
+    3. Two loads never write the same byte: groups can have planes in common, so block ids alone do not tell.
 
     Args:
         scratch: any contents, longer than every id of the engine; overwritten.
@@ -237,11 +239,11 @@ def refuse_repeated_targets(requests: Requests, scratch: Int64Array, layout: KVL
         end = np.concatenate([each + plane.block_bytes for each, (plane, _) in zip(starts, pieces, strict=True)])
         order = np.argsort(start)
         if (np.maximum.accumulate(end[order])[:-1] > start[order][1:]).any():
-            raise LayoutError(f"groups {groups} share memory, and the transfers load to the same bytes of it twice")
+            raise LayoutError(f"groups {groups} share memory, and two of the transfers load to the same bytes")
 
 
 def _repeated(ids: Sequence[Int64Array]) -> int | None:
-    """An id that is in two of the arrays, each of which has distinct ones."""
+    """An id that two of the arrays share. Within an array, ids are distinct."""
     ordered = np.sort(np.concatenate(ids))
     again = ordered[1:][ordered[1:] == ordered[:-1]]
     return int(again[0]) if len(again) else None

@@ -1,4 +1,4 @@
-"""What an engine holds of the driver: its pool, streams, events and copiers. Outlives an engine that became garbage."""
+"""An engine's pool, streams, events and copiers. They outlive an engine that becomes garbage."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ _USUAL_SLOTS = 1024
 
 
 class EngineResources:
-    """Made empty, then opened, so that `release` frees all that exists, wherever `open` was interrupted.
+    """Made empty, then opened, so that `release` frees everything that exists, wherever `open` was interrupted.
 
     Attributes:
         memory: the slots.
-        pinning_seconds: what it took to map, touch and register it.
-        slot_addresses: of its slots, for planning.
-        copiers: that carry transfers out.
-        in_flight: the transfers that have not ended.
-        launcher, tracker, wait_streams: what works on them.
+        pinning_seconds: the time to map, touch and register it.
+        slot_addresses: host addresses of the slots, int64, (num_slots,).
     """
 
     def __init__(self, device: Device, in_flight: InFlight, reports: Reports, sm_limit: int, priority: int) -> None:
@@ -77,13 +74,13 @@ class EngineResources:
 
     @property
     def slots(self) -> UInt8Array:
-        """uint8, (num_slots, slot_bytes): views of the memory."""
+        """The slots: uint8, (num_slots, slot_bytes), without a copy."""
         return self.memory.array.reshape(-1, self._slot_bytes)
 
     def release(self) -> None:
-        """Destroy streams and events, free what copiers use, unpin the pool. If it is interrupted, call it again.
+        """Destroy streams and events, free the copiers' memory, unpin the pool. If it is interrupted, call it again.
 
-        After a loss of the context nothing is freed: the GPU may still use it, or the context has taken it along.
+        If the context is lost nothing is freed: the GPU may still use it, or it is gone with the context.
         """
         if self.in_flight.lost is not None:
             for memory in (*self._pinned, *self._callers):
@@ -103,8 +100,7 @@ class EngineResources:
         )
 
     def usage(self) -> tuple[int, int, int, int, int]:
-        """Pinned bytes; streams, those in use; events, those in use. In the middle of a call, what the transfers use,
-        which are the truth."""
+        """Pinned bytes, streams, streams in use, events, events in use. Inside another call, counted from the truth."""
         in_flight = self.in_flight
         lanes = [queue.lane for queue in in_flight.both]
         streams_in_use = sum(lane.in_use for lane in lanes)
@@ -119,7 +115,6 @@ class EngineResources:
 
 
 def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayout) -> int:
-    """How many slots an engine has."""
     if host_memory is not None:
         if not isinstance(host_memory, HostMemory):
             raise TypeError(f"host_memory must be a HostMemory or None, got {host_memory!r:.80}")

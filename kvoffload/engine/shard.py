@@ -1,10 +1,11 @@
-"""Shard: what an engine has on one device. An OffloadEngine has one, a ShardedEngine one for each device.
+"""Shard: an engine's part on one device. An OffloadEngine has one, a ShardedEngine one for each device.
 
 A transfer goes through three calls, under the lock and with the device's context current:
 
-    check      what can be refused now is refused: nothing has happened
-    prepare    its record, the copy method, what it must follow; its markers are recorded, which CUDA may refuse
-    enqueue    it is in flight, and as much of it as there is room for is queued; a driver error fails it
+    check      refuse whatever can be refused: nothing has happened
+    prepare    make its record, select the copy method, find what it must follow, and record markers on the caller's
+               streams, which CUDA may refuse
+    enqueue    put it in flight, and queue as many segments as there is room for; a driver error fails it
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
 from kvoffload.tuning import CopyMethod, Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
-_QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
+QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The arguments of an engine that are the same for each of its devices, as given; `OffloadEngine` explains them."""
+    """The arguments of an engine that all its devices share; see `OffloadEngine`."""
 
     num_slots: int | None
     sm_limit: int
@@ -66,12 +67,12 @@ class EngineOptions:
 
 
 class Shared:
-    """What the shards of an engine share with it.
+    """Shared by an engine and its shards.
 
     Attributes:
-        lock: guards all of them.
+        lock: guards them all.
         closing: a token for each call of `close` that has not returned.
-        notices: what is told once the lock is released, see `tracing`.
+        notices: see `tracing`.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class Shared:
 class Shard:
     """The pool, streams, events and transfers of an engine on one device. It does not refer to the engine.
 
-    For the device it is a `DeviceUser`: it is closed with the device, and followed by exported memory.
+    To the device it is a `DeviceUser`: the device closes it, and exported memory waits for its transfers.
 
     Args:
         most_reports: how many results of transfers to keep for `poll`.
@@ -91,12 +92,12 @@ class Shard:
     Attributes:
         layout, device, num_slots, sm_limit, prefer, profile: as `OffloadEngine` has them.
         lock: the engine's.
-        closed: set when all is freed: by `close`, of the engine or of the device.
-        driver, context: of the device.
+        closed: set once everything is freed, by `close` of the engine or of the device.
+        driver, context: the device's.
         folds: the groups of the layout, folded.
-        limits: what the arguments of transfers are checked against.
-        reports: of its transfers.
-        parts: what it holds of the driver, and what works on that. Outlives the shard until it is freed.
+        limits: checks the arguments of transfers.
+        reports: the results of its transfers.
+        parts: its driver resources. They outlive the shard until they are freed.
     """
 
     def __init__(
@@ -142,14 +143,14 @@ class Shard:
                 raise
             self.limits = Limits(layout, self.num_slots, self.parts.copiers.missing)
             device.register_engine(self)
-        # The record is given no objects of the library, which it could keep alive.
+        # No object of the library goes into the log record, which could keep it alive.
         sizes = self.parts.memory.nbytes, self.parts.pinning_seconds, self.num_slots, device.index
         LOGGER.info("pinned %d bytes in %.3f s: %d slots for device %d; profile: %s", *sizes, self.profile.source)
 
     # the steps of a transfer --------------------------------------------------------------------------------------
 
     def check(self, requests: Requests, streams: tuple[int, ...]) -> None:
-        """Refuse what cannot be submitted now; then take note of what has ended, where that can matter here."""
+        """Raise if the transfer cannot be submitted now. Find ended transfers if that can matter here."""
         in_flight = self.parts.in_flight
         if not in_flight.consistent:
             self.parts.tracker.repair()
@@ -172,9 +173,8 @@ class Shard:
             in_flight.check_room(1 if len(request.blocks) else 0)
 
     def prepare(self, requests: Requests, streams: tuple[int, ...], number: int) -> Transfer:
-        """The record of a checked transfer, with that id, ready to be put in flight. It may still be refused: CUDA does
-        not know a stream, or the driver fails. Nothing is in flight then, and what it has taken is found idle again by
-        the next call, which repairs.
+        """The record of a checked transfer, with id `number`, ready to be put in flight. Raises if CUDA does not know a
+        stream, or if the driver fails: nothing is in flight then, and the next call's repair takes the events back.
         """
         request, in_flight = requests[0], self.parts.in_flight
         direction = request.direction
@@ -219,10 +219,11 @@ class Shard:
         return transfer
 
     def enqueue(self, requests: Requests, transfer: Transfer) -> None:
-        """Put a prepared transfer in flight and queue what has room of it. A driver error fails it from here on.
+        """Put a prepared transfer in flight, and queue as many segments as there is room for. From here on a driver
+        error fails the transfer.
 
-        It is in flight from when it is in its queue. An interrupt before that leaves events, which the next call finds
-        idle; an interrupt after that fails the transfer, see `Tracker.repair`.
+        The append to its queue puts it in flight. After an interrupt before that, the next call takes its events back;
+        after that, `Tracker.repair` fails the transfer.
         """
         in_flight = self.parts.in_flight
         queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
@@ -245,7 +246,6 @@ class Shard:
         in_flight.consistent = True
 
     def _select(self, request: Request, opposed: bool) -> tuple[CopyMethod, str, tuple[Share, ...], int]:
-        """What a request copies, per block, and by the profile how: the method, the reason, its shares, its bytes."""
         plan, copiers = self._plan(request), self.parts.copiers
         method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
         return method, reason, copiers.shares(method, plan), plan.nbytes
@@ -264,7 +264,7 @@ class Shard:
         )
 
     def _source_order(self, requests: Requests) -> SourceOrder:
-        """Of a load: ANY where it is safe. (Of stores STREAM always: reads of device memory would overtake the stream.)
+        """ANY if that is safe for a load. (Stores always use STREAM: else reads of blocks could overtake the stream.)
 
         Raises:
             ValueError: "any" is asked for while a store to one of the slots is unfinished.
@@ -293,7 +293,7 @@ class Shard:
             raise
 
     def report(self, requests: Requests) -> PlanReport:
-        """What a transfer would be, and what else could carry it. Under the lock. Asks nothing of the driver."""
+        """The PlanReport of a transfer. Under the lock. Makes no driver call."""
         self.check_usable()
         request, copiers, profile = requests[0], self.parts.copiers, self.profile
         refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
@@ -319,14 +319,10 @@ class Shard:
             simulated=simulated,
         )
 
-    # what a transfer follows --------------------------------------------------------------------------------------
+    # streams and arrays that a transfer follows -------------------------------------------------------------------
 
     def follow(self, sources: tuple[Source, ...]) -> Followed:
-        """Streams that stand for what a transfer is to follow. The context must be current. The lock must not be held:
-        arrays run code of theirs.
-
-        The wait stream of arrays is reserved as long as the result is referred to.
-        """
+        """`WaitStreams.follow`. The context must be current. Do not hold the lock: arrays run their own code."""
         token = object()
         try:
             with self.lock:
@@ -337,7 +333,7 @@ class Shard:
             self._following.discard(token)
 
     def resolve(self, after: After) -> Followed | NoWait | None:
-        """What stands for `after` in several transfers. Asks arrays for their producers, so not under the lock."""
+        """See `Engine.resolve`. Asks arrays for their producers, so do not hold the lock."""
         if after is NO_WAIT or (after is None and self.layout.on_default_stream):
             return after
         sources = sources_of(after, self.layout)
@@ -347,7 +343,7 @@ class Shard:
         return self.follow_here(sources)
 
     def follow_here(self, sources: tuple[Any, ...], arrays: bool = True) -> Followed:
-        """`follow` with the device's context current, which only arrays need."""
+        """`follow`, which makes the device's context current if there are arrays."""
         if not arrays:
             return Followed(sources)
         try:
@@ -360,7 +356,6 @@ class Shard:
     # what has ended -----------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """See `OffloadEngine.advance`; of this shard's transfers."""
         self.device.check_process()
         if in_call(self.lock):
             return
@@ -376,7 +371,7 @@ class Shard:
             return self.in_flight > 0 or not self.parts.in_flight.consistent
 
     def track(self) -> None:
-        """Take note of what has ended, and queue as much as there is room for; also for a thread that has the lock."""
+        """Find ended transfers, and queue as many segments as there is room for. The caller may hold the lock."""
         try:
             with make_current(self.driver, self.context), self.lock:
                 if not self.closed:
@@ -385,20 +380,16 @@ class Shard:
         except DriverError as error:
             if not error.sticky:
                 raise
-            with self.lock:  # every transfer in flight has failed: that is what there was to find out
+            with self.lock:  # every transfer in flight has failed, so the question is answered
                 self.parts.tracker.mark_lost(error)
 
     def _repair(self) -> None:
-        """If a call was interrupted, put the shard in order. Under the lock, with the context current."""
+        """Repair after an interrupt. Under the lock, with the context current."""
         if not self.parts.in_flight.consistent:
             self.parts.tracker.repair()
 
     def mark_lost(self, error: DriverError) -> None:
-        """If the error says so, the CUDA context is lost, and every transfer in flight has failed.
-
-        Raises:
-            TransferError: in place of the error, if the context is lost.
-        """
+        """If the error says that the CUDA context is lost, fail every transfer in flight and raise TransferError."""
         if error.sticky:
             with self.lock:
                 self.parts.tracker.mark_lost(error)
@@ -412,31 +403,29 @@ class Shard:
             self.parts.tracker.check_alive()
 
     def check_parts(self, parts: PartsLike) -> None:
-        """Raise what a load of some group would raise for these `parts`."""
         for group in self.layout.groups:
             as_parts(parts, len(group.planes))
 
     @property
     def in_flight(self) -> int:
-        """How many of its transfers have not ended."""
+        """How many of its transfers are not known to have ended."""
         return self.parts.in_flight.count
 
     @property
     def submitted(self) -> int:
-        """How many transfers have been submitted here so far."""
         with self.lock:
             return sum(queue.submitted for queue in self.parts.in_flight.both)
 
     # streams that wait for transfers ------------------------------------------------------------------------------
 
     def order_before(self, transfer: Transfer, stream: int, part: int | None = None, *, raise_error: bool) -> None:
-        """Have `stream` wait for a transfer, or for a part of it and all before it. The lock must not be held.
+        """Make `stream` wait for a transfer, or for its parts up to `part`. Do not hold the lock.
 
-        Where the driver's queues are full, the host waits until all of the transfer, or of the part, is queued.
+        If segments of it wait on the host, so does this call, up to a second.
 
         Raises:
-            CapacityError: for a second there was no room.
-            TransferError: the stream is being captured; or with `raise_error`, the transfer has failed.
+            CapacityError: after a second they were not all queued.
+            TransferError: the stream is being captured; or, with `raise_error`, the transfer has failed.
         """
 
         def queued() -> bool:
@@ -445,7 +434,7 @@ class Shard:
             return transfer.enqueued or (part is not None and transfer.part > part) or transfer.finished
 
         try:
-            wait_until(queued, _QUEUEING_SECONDS, "queueing")
+            wait_until(queued, QUEUEING_SECONDS, "queueing")
         except TimeoutError:
             raise CapacityError(
                 f"{describe(transfer)} still waits on the host: the driver's queues are full and do not move; poll() "
@@ -481,14 +470,14 @@ class Shard:
         """
         self.device.check_process()
         refuse_nested(self.lock, "order_all_before")
-        with self.lock:  # those before the latest of a direction end before it
+        with self.lock:  # the latest of a direction ends last
             latest = [queue.transfers[-1] for queue in self.parts.in_flight.both if queue.transfers]
         for transfer in latest:
             self.order_before(transfer, stream, raise_error=False)
 
     def check_stream(self, stream: int, name: str) -> None:
-        """Refuse a stream of another device: it could be made to wait for this one's transfers, but then the stream of
-        this device would not.
+        """Refuse a stream of another device: it could wait for this device's transfers, but this device's own stream
+        would not.
 
         Raises:
             ValueError: this device's context does not know it; the message names it `name`.
@@ -512,19 +501,18 @@ class Shard:
                 in_flight.consistent = True
 
     def wait_stream(self) -> int:
-        """The handle of the export stream: importers of device memory wait for it, and it waits for transfers alone."""
+        """The handle of the export stream. Importers of device memory wait for it; it waits for transfers only."""
         with self.device.current():
             return self.parts.wait_streams.exported()
 
     def touches(self, address: int, nbytes: int) -> bool:
-        """Whether a plane lies, in part at least, in a range of device memory."""
+        """Whether a plane has bytes in a range of device memory."""
         planes = (plane for group in self.layout.groups for plane in group.planes)
         return any(plane.address < address + nbytes and address < plane.end for plane in planes)
 
     # the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None = None) -> None:
-        """See `OffloadEngine.drain`; of this shard's transfers."""
         refuse_nested(self.lock, "drain")
 
         def ended() -> bool:
@@ -534,7 +522,6 @@ class Shard:
         wait_until(ended, timeout, f"{self.in_flight} jobs in flight")
 
     def close(self, timeout: float | None = None) -> None:
-        """See `OffloadEngine.close`; what is on this device."""
         if self.device.foreign:
             return
         refuse_nested(self.lock, "close")

@@ -1,16 +1,16 @@
 """ShardedEngine: one engine over the devices of a process.
 
-A transfer is submitted in three steps, each for all devices before the next one, under one lock that all share:
+A transfer is submitted in three steps, each on all devices before the next one, under one lock that all share:
 
-    check      what can be refused is refused: nothing has happened on any device
-    prepare    the record of each device; its markers are recorded on the caller's streams, which CUDA may refuse
-    launch     the record of the job is published, then each device's is put in flight; a driver error fails the job
+    check      refuse whatever can be refused: nothing has happened on any device
+    prepare    make each device's record, and record markers on the caller's streams, which CUDA may refuse
+    launch     publish the job's record, then put each device's in flight; a driver error fails the job
 
-So a refusal leaves nothing in flight, and what fails later is a job that ends when all devices have done with it.
+So a refusal leaves nothing in flight, and a later failure is a job that ends when all devices are done with it.
 
-The truth is the published records, and what each shard has in flight. A record is published by one append, and its
-transfers are put in flight after that. A call that was interrupted in between leaves a record of which some transfers
-are in no queue: `_repair` fails these, and the job has ended, failed, when the others have.
+The truth is the published records, and the transfers that each shard has in flight. One append publishes a record; its
+transfers are put in flight after that. An interrupt in between leaves a record with transfers that are in no queue:
+`_repair` fails these, and the job has ended, failed, once the others have.
 """
 
 from __future__ import annotations
@@ -43,33 +43,34 @@ from kvoffload.tuning import Profile
 
 
 class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
-    """Moves blocks between the planes of several devices and pinned slots, as one `OffloadEngine` does for one device.
+    """Moves blocks between the planes of several devices and pinned slots, as an `OffloadEngine` does on one device.
 
-    A transfer names blocks and slots once. On each device its blocks are copied between that device's planes and that
-    device's pool. So a slot is one range of pinned memory for each device: row `s` of every array in `slots`. To save a
-    slot elsewhere, copy its row of every array.
+    A transfer names blocks and slots once. Each device copies the blocks between its own planes and its own pinned
+    pool. So a slot has one row per device: row `s` of every array in `slots`. To save a slot elsewhere, copy its row of
+    every array.
 
-    Usable from any thread; a context manager. Each device's transfers are ordered as `OffloadEngine` says; devices do
+    Usable from any thread; a context manager. On each device transfers are ordered as in an `OffloadEngine`; devices do
     not wait for each other.
 
     Args:
         layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`.
-        devices: those that hold the planes, all opened by this process.
-        num_slots: slots, of `layout.slot_bytes` bytes in each device's pool. (It takes no `host_memory`.)
-        sm_limit, prefer, profile, max_in_flight, most_queued_bytes, stream_priority: as for `OffloadEngine`, for
-            each device. `profile` None: that of each device's GPU.
-        progress: called while the pools are pinned, one device after the other, with (bytes done, bytes in all) of
-            that device's pool.
+        devices: the devices that hold the planes, all opened by this process.
+        num_slots: slots in each device's pool, of that layout's `slot_bytes`. (There is no `host_memory` here.)
+        sm_limit, prefer, profile, most_queued_bytes, stream_priority: as for `OffloadEngine`, for each device. With
+            `profile=None` each device has the profile of its GPU.
+        max_in_flight: jobs that may be unfinished at a time, on all devices together.
+        progress: called with (bytes done, bytes in all) of one device's pool while that is pinned; devices follow each
+            other.
 
     Attributes:
         layout: the ShardedLayout.
         devices, num_slots, max_in_flight: as given.
-        lock: guards all devices' engines; as that of `OffloadEngine`.
+        lock: guards the engine on all devices; as that of `OffloadEngine`.
 
     Raises:
-        LayoutError: layouts that do not agree, see `ShardedLayout`; or as `OffloadEngine`.
-        CapacityError, ClosedError, ValueError, TypeError: as `OffloadEngine`, or the number of devices is not
-            that of layouts. Nothing is left pinned.
+        LayoutError: the layouts do not agree, see `ShardedLayout`; or as `OffloadEngine`.
+        ValueError: the number of devices is not that of the layouts; or as `OffloadEngine`.
+        CapacityError, ClosedError, TypeError, RuntimeError: as `OffloadEngine`. Nothing is left pinned.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
     # submitting ---------------------------------------------------------------------------------------------------
 
     def _requests(self, direction: Direction, blocks: Ids, slots: Ids, *more: Any, **options: Any) -> list[Requests]:
-        """As `Limits.requests`, which explains the arguments; `after` is of all devices."""
+        """`Limits.requests` of each device; `after` is for all devices."""
         group, first_sub_block, after, *others = more
         read = blocks, slots
 
@@ -142,9 +143,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         return self._for_each(check, self._after_of_each(after))
 
     def _submit(self, requests: list[Requests], *, locked: bool = False) -> Job:
-        """A transfer in the steps of this file's head; `requests` of each device. `locked`: for a cache, which holds
-        the lock.
-        """
+        """A transfer in the steps that the head of this file lists. `locked`: a cache calls it with the lock held."""
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
         first = requests[0][0]
@@ -211,7 +210,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             self._settle()
 
     def _repair(self) -> None:
-        """Complete an interrupted submission: what it has not put in flight has failed. May be interrupted itself."""
+        """After an interrupted submission: fail the transfers that it did not put in flight. May be interrupted."""
         in_flight = self._in_flight
         if in_flight.consistent:
             return
@@ -225,7 +224,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         in_flight.consistent = True
 
     def _settle(self) -> None:
-        """Take note of what is known to have ended on all devices, without asking them. Under the lock."""
+        """Report the jobs that are known to have ended on all devices, without asking these. Under the lock."""
         for queue in self._in_flight.both:
             transfers = queue.transfers
             while transfers and transfers[0].finished:
@@ -234,7 +233,6 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
 
     @property
     def in_flight(self) -> int:
-        """How many transfers have not ended on all devices."""
         self.check_process()
         with self.lock:
             return sum(not record.finished for queue in self._in_flight.both for record in list(queue.transfers))
@@ -256,7 +254,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             shard.order_before(transfer, handle, part, raise_error=True)
 
     def _after_of_each(self, given: Any) -> Sequence[Any]:
-        """What a transfer is to follow on each device: None or NO_WAIT are for all."""
+        """The `after` of each device. None and NO_WAIT are for all."""
         if given is None or given is NO_WAIT:
             return (given,) * len(self._shards)
         source = ""
@@ -281,7 +279,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
     def slots(self) -> tuple[UInt8Array, ...]:
         """The pinned pool of each device: uint8, (num_slots, layout.layouts[i].slot_bytes), writable.
 
-        Row `s` of each is that device's range of slot `s`; see `OffloadEngine.slots`.
+        Row `s` of array `i` is the part of slot `s` on device `i`; see `OffloadEngine.slots`.
         """
         return tuple(shard.parts.slots for shard in self._shards)
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DirectionTotals:
-    """Transfers of one direction that have ended.
+    """Totals over the transfers of one direction that have ended.
 
     Attributes:
-        jobs, failed: how many ended, and how many of them failed.
-        nbytes: payload bytes of those that did not fail.
-        seconds: their time on the GPU clock, summed.
+        jobs: how many ended, including failed and empty ones.
+        failed: how many failed.
+        nbytes: payload bytes of the others.
+        seconds: their `TransferResult.seconds`, summed; unknown ones are left out.
     """
 
     jobs: int = 0
@@ -23,16 +24,19 @@ class DirectionTotals:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EngineStatistics:
-    """What an engine holds and has done.
+    """An engine's jobs and resources at one moment, and its totals so far.
 
     Attributes:
-        simulated: whether `seconds` are simulated.
-        in_flight: jobs that have not ended.
-        held: those of them that wait on the host, wholly or in part, for room in the driver's queues.
+        simulated: whether a device is simulated, and `seconds` with it.
+        num_slots: slots of the pool.
+        pinned_bytes: bytes of the slots while they are pinned; 0 after `close`.
+        in_flight: jobs that are not known to have ended.
+        held: jobs in flight with copies that wait on the host for room in the driver's queues.
         unreported: ended jobs that `poll` will report.
-        dropped_reports: jobs whose result was not taken (see `poll`) before 65,536 newer ones ended.
-        streams, streams_in_use, events, events_in_use: created, and busy now.
-        pinned_bytes: of the slot pool.
+        dropped_reports: results that `poll` dropped, since 65,536 newer ones were waiting.
+        streams, events: how many the engine has created.
+        streams_in_use, events_in_use: how many of these are busy now.
+        store, load: totals of each direction.
     """
 
     simulated: bool
@@ -50,7 +54,6 @@ class EngineStatistics:
     load: DirectionTotals
 
     def __repr__(self) -> str:
-        """One line: the pool, and what has ended or not. Every count is an attribute."""
         parts = [f"num_slots={self.num_slots}", f"pinned_bytes={self.pinned_bytes}", f"in_flight={self.in_flight}"]
         parts += [f"{name}={count}" for name in ("held", "dropped_reports") if (count := getattr(self, name))]
         parts += [f"{name}: {_described(totals)}" for name, totals in (("store", self.store), ("load", self.load))]

@@ -1,7 +1,7 @@
-"""The hook by which a tracer follows transfers, and what is reported outside the engine's lock: ends, and log lines.
+"""The hook for tracers, and the notices that wait until the engine's lock is released: ends of transfers, log lines.
 
-A tracer's `on_submit` is called in the submission, which is where its span begins. The end of a transfer is found under
-the engine's lock; a notice of it is kept until the call that has found it has released the lock.
+`on_submit` is called inside the submission. The end of a transfer is found under the engine's lock; its notice waits
+until the call that found it has released the lock.
 """
 
 from __future__ import annotations
@@ -18,47 +18,46 @@ MOST_NOTICES = 1 << 16
 
 
 class Tracer(Protocol):
-    """What follows transfers; see `set_tracer`."""
+    """Follows transfers; see `set_tracer`."""
 
     def on_submit(self, job: Job) -> Any:
-        """A transfer is in flight. What this returns is given to `on_end`: a span, a range, a time.
+        """A transfer is in flight. The value that you return comes back as `started` of `on_end`: a span, a time.
 
-        Called by the thread that submits, with the engine's lock held: it must return soon, must not wait for another
-        thread that uses the engine or its cache, and must not submit transfers.
+        The submitting thread calls it with the engine's lock held. Return soon, do not wait for a thread that uses the
+        engine or its cache, and do not submit transfers.
         """
 
     def on_end(self, started: Any, result: TransferResult) -> object:
-        """That transfer was found to have ended, well or not: `result.error` says which.
+        """The transfer has ended, well or not: `result.error` says which.
 
-        Called by the thread that found it, in a call such as `poll` or `wait` of a job, with no lock held. The host
-        finds an end later than it happens; `result.seconds` is the time on the GPU.
+        The thread that found the end calls it, with no lock held, inside a call such as `poll` or `wait` of a job. The
+        host finds an end some time after it happened; `result.seconds` is the time on the GPU.
 
-        Called once for each `on_submit` that has returned. After an interrupt (KeyboardInterrupt, an exception of a
-        signal handler) at any other point, a later call such as `poll` or `drain` delivers it. It can be missing if the
-        interrupt came as `on_submit` returned or as `on_end` was called, or in a submission that lost the CUDA context.
+        Called once for each `on_submit` that has returned. If an interrupt (KeyboardInterrupt, an exception from a
+        signal handler) comes in between, a later call such as `poll` or `drain` delivers it. The call can be missing if
+        the interrupt came just as `on_submit` returned or `on_end` was called, if the submission lost the CUDA context,
+        or if more than 65,536 notices were waiting.
         """
 
 
 class Notice(NamedTuple):
-    """A line for the log."""
-
     level: int
     text: str
 
 
 Notices = deque[AnyTransfer | Notice]
-"""What is to be reported once the lock is released: transfers that a tracer follows and that have ended; log lines."""
+"""Reported once the lock is released: ended transfers that have a tracer, and log lines."""
 
 current: Tracer | None = None  # read by every submission
 
 
 def set_tracer(tracer: Tracer | None) -> Tracer | None:
-    """From now on have `tracer` follow every transfer of every engine of this process; None: no tracer.
+    """From now on `tracer` follows every transfer of every engine in this process; None ends that.
 
-    For each store or load that copies something, `started = tracer.on_submit(job)` is called when it is submitted, and
-    `tracer.on_end(started, result)` when it is found to have ended, well or not; by the tracer that was set when it was
-    submitted. A transfer of a `ShardedEngine` is followed once, not on each device. What a tracer raises is logged
-    (logger "kvoffload") and harms no transfer. Without a tracer this costs nothing.
+    Each store or load that copies something calls `started = tracer.on_submit(job)` when it is submitted, and
+    `tracer.on_end(started, result)` of the same tracer when the engine finds that it has ended. A transfer of a
+    `ShardedEngine` counts once, not per device. An Exception from a tracer is logged (logger "kvoffload") and harms no
+    transfer.
 
     Returns:
         The tracer that was set before.
@@ -76,7 +75,7 @@ def set_tracer(tracer: Tracer | None) -> Tracer | None:
 
 
 def start(tracer: Tracer, job: Job, record: AnyTransfer, notices: Notices) -> None:
-    """Have a tracer follow a transfer that was just put in flight; under the engine's lock."""
+    """Call `on_submit` for a transfer that was just put in flight, under the engine's lock."""
     try:
         started = tracer.on_submit(job)
         record.trace = (tracer, started)  # a plain tuple: an interrupt in the call of a class would lose `started`
@@ -88,7 +87,7 @@ def start(tracer: Tracer, job: Job, record: AnyTransfer, notices: Notices) -> No
 
 
 def deliver(notices: Notices) -> None:
-    """Write log lines, and notify tracers of ends. No lock may be held; several threads may deliver at a time.
+    """Write log lines, and call `on_end` of tracers. Hold no lock; several threads may deliver at a time.
 
     The end of a transfer stays in the queue until its tracer is called, so an interrupt before that only delays it.
     """
@@ -113,9 +112,9 @@ def deliver(notices: Notices) -> None:
 
 
 def _take(notices: Notices, notice: AnyTransfer | Notice) -> bool:
-    """Whether this call has taken the first notice, and no other thread's has.
+    """Take `notice` if it is still the first; False if another thread has taken it.
 
-    Makes no call, after which an interrupt could come or another thread could run; `popleft` would be one.
+    Makes no call (`popleft` would be one): after a call an interrupt could come, or another thread could run.
     """
     if notices and notices[0] is notice:
         del notices[0]

@@ -1,6 +1,6 @@
-"""Finds out which transfers have ended, and repairs what an interrupt left behind.
+"""Finds the transfers that have ended, and repairs the engine after an interrupt.
 
-Everything here is called under the engine's lock, with the context current, and nothing waits for the GPU.
+Call everything here under the engine's lock, with the context current. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ _MOST_QUERY_FAILURES = 8  # errors in a row when asking whether a transfer has e
 
 
 class Tracker:
-    """Completes transfers."""
-
     def __init__(
         self, driver: Driver, in_flight: InFlight, launcher: Launcher, copiers: CopierSet, reports: Reports
     ) -> None:
@@ -33,7 +31,7 @@ class Tracker:
         self._reports = reports
 
     def check_alive(self) -> None:
-        """Raise the one exception that a lost context leaves behind."""
+        """Raise TransferError if the context is lost."""
         lost = self._in_flight.lost
         if lost is not None:
             text = f"the CUDA context is lost and the engine with it: {lost}; restart the process"
@@ -54,7 +52,7 @@ class Tracker:
         in_flight.consistent = True
 
     def _has_ended(self, transfer: Transfer) -> bool:
-        """Whether all of a transfer is over. Segments that have ended make room at once.
+        """Whether a transfer has ended. Its ended segments make room at once.
 
         Raises:
             DriverError: the CUDA context is lost.
@@ -76,7 +74,7 @@ class Tracker:
         return transfer.enqueued and not segments
 
     def _release(self, transfer: Transfer, segment: Segment) -> None:
-        """A segment has ended: free its places, its event, and its table unless a later segment reads that, too."""
+        """Free the places, the event and the table of an ended segment; not a table that a later segment reads."""
         segment.stream.places -= segment.places
         if segment.nbytes:
             segment.stream.nbytes -= segment.nbytes
@@ -88,7 +86,9 @@ class Tracker:
             segment.place.released = True
 
     def _complete(self, queue: TransferQueue) -> None:
-        """The first transfer of a queue has ended. It leaves the queue last, so that an interrupt does not lose it."""
+        """Complete the first transfer of a queue, which has ended. It leaves the queue last: an interrupt cannot lose
+        it.
+        """
         transfer = queue.transfers[0]
         if not transfer.finished:
             seconds = math.nan
@@ -109,12 +109,12 @@ class Tracker:
         queue.transfers.popleft()
 
     def _report(self, queue: TransferQueue, transfer: Transfer) -> None:
-        """Count a finished transfer and keep its result, once. A lost context is one line in the log, not many."""
+        """Count a finished transfer and keep its result, once. Log its failure, but not one per lost transfer."""
         if self._reports.note(queue, transfer) and transfer.error is not None and self._in_flight.lost is None:
             self._reports.notices.append(Notice(logging.WARNING, str(transfer.error)))
 
     def mark_lost(self, error: Exception) -> None:
-        """The context is lost: nothing runs any more, nothing can be freed, every transfer in flight has failed."""
+        """The context is lost and nothing runs any more: fail every transfer in flight."""
         in_flight = self._in_flight
         if in_flight.lost is None:
             text = f"the CUDA context is lost with {in_flight.count} transfers in flight, which fail: {error}"
@@ -131,32 +131,32 @@ class Tracker:
                 queue.transfers.popleft()
 
     def repair(self) -> None:
-        """A call was interrupted: compute everything again from the transfers in flight. May be interrupted itself, and
-        is then called again from the beginning. What it may find, and what becomes of it:
+        """A call was interrupted: compute everything again from the transfers in flight. If an interrupt hits this,
+        too, the next call starts it again. The cases:
 
-        1. The context was lost while transfers were being failed for that: fail the rest.
-        2. A finished transfer that is still in its queue: it was completed but for leaving it, so it leaves.
-        3. Loads that were moved when an urgent one was put ahead: number them anew.
-        4. Places, idle events and tables that were taken or given back halfway: count what the transfers refer to.
-        5. A transfer that a call was submitting, or whose segments it was queueing: it fails, since it is not known
-           whether its last driver call was made. It ends when its segments have, which the GPU may still run.
+        1. The context is lost, and some transfers are not failed yet: fail them.
+        2. A finished transfer is still in its queue. Only that step was missing, so take it out.
+        3. Loads were being moved for an urgent one: number them anew.
+        4. Places, events or tables were taken or given back halfway: count those that the transfers refer to.
+        5. A transfer was being submitted, or its segments queued. Nobody knows whether its last driver call was made,
+           so fail it. It ends when its segments have, which the GPU may still run.
         """
         in_flight = self._in_flight
-        if in_flight.lost is not None:  # 1
+        if in_flight.lost is not None:  # 1; before anything asks the driver, which would fail
             self.mark_lost(in_flight.lost)
         used: set[int] = set()
         tables, places = [], []
         for queue in in_flight.both:
             transfers = queue.transfers
-            if transfers:  # published by an append; the number that follows it may be missing
+            if transfers:  # an append publishes a transfer; the interrupt may have come before the number was raised
                 queue.submitted = max(queue.submitted, transfers[-1].sequence)
             while transfers and transfers[0].finished:  # 2
                 self._report(queue, transfers[0])
                 transfers[0].let_go()
                 transfers.popleft()
-            if queue.reordering:  # 3; after those that have ended, which `counted` says
+            if queue.reordering:  # 3; after 2, since numbers go on from `counted`
                 restore_order(in_flight)
-            for stream in queue.lane.streams:  # 4
+            for stream in queue.lane.streams:  # 4; segments are on record before their driver calls
                 segments = [each for transfer in transfers for each in transfer.segments if each.stream is stream]
                 stream.places = sum(segment.places for segment in segments)
                 stream.nbytes = sum(segment.nbytes for segment in segments)
@@ -167,7 +167,7 @@ class Tracker:
         in_flight.timers.keep_in_use(used)
         in_flight.markers.keep_in_use(used)
         self._copiers.restore(tables, places)
-        for queue in in_flight.both:  # 5; last, as the event behind a segment is taken from the idle ones
+        for queue in in_flight.both:  # 5; last, since it takes idle events for segments without one
             for transfer in queue.transfers:
                 if transfer.submitting:
                     try:

@@ -1,9 +1,8 @@
-"""What a transfer is to follow: streams, and arrays whose producer is asked for.
+"""The streams and arrays that a transfer follows.
 
-Some libraries do not show their streams (JAX), but every array that speaks DLPack can make a stream of ours wait for
-what computes it: `array.__dlpack__(stream=...)`. Such a stream is a *wait stream*: it waits, and a transfer follows it
-as it would follow a stream of the caller's. Each use has a wait stream of its own, on which nothing else waits:
-transfers that have nothing to do with each other never wait for each other's producers.
+Some libraries do not show their streams (JAX), but every array with DLPack can make our stream wait for its producer:
+`array.__dlpack__(stream=...)`. Such a *wait stream* only waits, and a transfer follows it like a caller's stream. Each
+use has its own wait stream, so that unrelated transfers never wait for each other's producers.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.layout.dlpack import CPU, CUDA_HOST
 
 MOST_WAIT_STREAMS = 64
-_WAIT_SECONDS = 1.0  # how long a transfer waits on the host for a wait stream
+WAIT_SECONDS = 1.0  # how long a transfer waits on the host for a wait stream
 
 
 class Array:
-    """An array that a transfer is to follow, as it was given."""
+    """An array to follow, and its name for messages."""
 
     def __init__(self, given: Any, name: str) -> None:
         self.given = given
@@ -38,11 +37,7 @@ Source = int | Array  # a stream handle, or an array
 
 
 class Followed:
-    """Streams that stand for all that a transfer is to follow. While it is referred to, its wait stream is reserved.
-
-    Attributes:
-        streams: handles.
-    """
+    """Handles of streams to follow. While this object exists, its wait stream is reserved."""
 
     __slots__ = ("__weakref__", "streams")
 
@@ -51,32 +46,30 @@ class Followed:
 
 
 After: TypeAlias = StreamLike | GpuArray | Sequence[StreamLike | GpuArray] | NoWait | Followed | None
-"""What a transfer is to follow. A sequence must be a list or a tuple."""
+"""The argument `after` of a transfer. A sequence must be a list or a tuple."""
 
 
 @runtime_checkable
 class FollowedPerDevice(Protocol):
-    """An object that knows what is to be followed on each device, such as `kvoffload.jax.OwnedCache`."""
+    """An object with an `after` value for each device, such as `kvoffload.jax.OwnedCache`."""
 
     def after(self) -> Sequence[After]:
-        """A list or tuple with what a transfer is to follow on each device, in the order of the devices.
+        """A list or tuple with the `after` value of each device, in their order.
 
-        Called when a transfer is submitted, without the engine's lock. What it raises leaves nothing in flight.
+        A submission calls it without the engine's lock. If it raises, nothing is submitted.
         """
 
 
 ShardedAfter: TypeAlias = Sequence[After] | FollowedPerDevice | NoWait | None
-"""A list or tuple with one value for each device, an object that has it, or the same for all devices."""
+"""A list or tuple with one value for each device, an object that has it, or None or NO_WAIT for all devices."""
 
 
 def as_sources(after: After) -> tuple[Source, ...]:
-    """What `after` names: a stream, an array, or a list or tuple of these; nothing for NO_WAIT.
-
-    None is the legacy default stream.
+    """The streams and arrays in `after`. None is the legacy default stream; NO_WAIT gives an empty tuple.
 
     Raises:
-        TypeError: something that is neither.
-        ValueError: an array that was deleted.
+        TypeError: something else is in it.
+        ValueError: an array was deleted.
     """
     if after is None:
         return (LEGACY_STREAM,)
@@ -90,7 +83,12 @@ def as_sources(after: After) -> tuple[Source, ...]:
 def _as_source(given: Any, name: str) -> Source:
     if hasattr(given, "__cuda_stream__"):
         return stream_handle(given, name)
-    if hasattr(given, "__dlpack__") or _has_cuda_array_interface(given):
+    is_array = hasattr(given, "__dlpack__")
+    try:
+        is_array = is_array or hasattr(given, "__cuda_array_interface__")
+    except Exception:  # noqa: BLE001  # PyTorch raises RuntimeError for tensors that need a gradient
+        pass
+    if is_array:
         if hasattr(given, "is_deleted") and given.is_deleted():  # JAX's
             raise ValueError(f"{name} was deleted, or donated to a computation: pass the array that took its place")
         return Array(given, name)
@@ -99,22 +97,10 @@ def _as_source(given: Any, name: str) -> Source:
     return stream_handle(given, name)
 
 
-def _has_cuda_array_interface(given: Any) -> bool:
-    try:
-        return hasattr(given, "__cuda_array_interface__")
-    except Exception:  # noqa: BLE001  # PyTorch raises RuntimeError for tensors that need a gradient
-        return False
-
-
 class WaitStreams:
-    """A pool of streams that wait for what has no stream handle.
+    """A pool of wait streams. The device's context must be current in all methods.
 
-    `follow` calls methods of the arrays given, so it must not be called under a lock that these may want. The device's
-    context must be current in all methods.
-
-    Args:
-        driver: the driver.
-        priority: of the streams.
+    `follow` calls methods of the caller's arrays: hold no lock that these may want.
     """
 
     def __init__(self, driver: Driver, priority: int) -> None:
@@ -131,15 +117,13 @@ class WaitStreams:
         return len(self._handles) + len(self._exported)
 
     def follow(self, sources: tuple[Source, ...]) -> Followed:
-        """Streams that stand for all sources: those given, and a wait stream for the arrays.
-
-        The host waits up to a second if all wait streams are busy, and not otherwise.
+        """The given streams, and one wait stream for all arrays. If all wait streams are busy, the host waits for one.
 
         Raises:
-            TypeError: an array in host memory (on a simulated device: one that is not).
+            TypeError: an array is in host memory (on a simulated device: is not).
             TransferError: a stream is being captured.
-            RuntimeError: it is called in the middle of another call of it in the same thread.
-            CapacityError: 64 other transfers follow arrays that are still being computed.
+            RuntimeError: it was called inside another call of it in the same thread.
+            CapacityError: for a second, 64 other transfers followed arrays that were still being computed.
             Whatever an array raises when it is asked for its producer.
         """
         streams = [source for source in sources if isinstance(source, int)]
@@ -150,12 +134,32 @@ class WaitStreams:
         followed = Followed(())
         wait_stream = self._reserve(followed)
         for array in arrays:
-            self._follow_array(wait_stream, array)
+            given, name = array.given, array.name
+            # 1. Without DLPack: the array names a stream, or none if there is nothing to wait for.
+            if not hasattr(given, "__dlpack__"):
+                stream = given.__cuda_array_interface__.get("stream")
+                if stream:
+                    handle = stream_handle(stream, name)
+                    refuse_capturing(self._driver, handle, name)
+                    with self._lock:  # between record and wait no other thread may record the event again
+                        if not self._event:
+                            self._driver.create("cuEventCreate", self._event, DISABLE_TIMING)
+                        self._driver.event_record(int(self._event[0]), handle)
+                        self._driver.stream_wait_event(wait_stream, int(self._event[0]))
+                continue
+            kind = int(given.__dlpack_device__()[0])
+            if (kind in (CPU, CUDA_HOST)) is not self._driver.simulated:
+                where = "host memory" if kind in (CPU, CUDA_HOST) else "a GPU's memory, but the device is simulated"
+                raise TypeError(f"{name}: the {type(given).__name__} given is in {where}, where no stream produces it")
+            if self._driver.simulated:  # 2. A host array returns when the bytes are there.
+                given.__dlpack__()
+            else:  # 3. An array on the GPU makes the stream wait.
+                given.__dlpack__(stream=wait_stream)
         followed.streams = (*streams, wait_stream)
         return followed
 
     def exported(self) -> int:
-        """A stream for importers of our memory to wait for. It is made to wait for transfers, and for nothing else."""
+        """The export stream, see `Shard.wait_stream`."""
         refuse_nested(self._lock, "wait_stream")
         with self._lock:
             if self._closed:
@@ -165,7 +169,7 @@ class WaitStreams:
             return int(self._exported[0])
 
     def _reserve(self, user: Followed) -> int:
-        """A stream that nothing waits on; reserved until `user` is garbage."""
+        """An idle wait stream, reserved until `user` is garbage."""
         begin = time.perf_counter()
         while True:
             with self._lock:
@@ -181,36 +185,12 @@ class WaitStreams:
                 if handle:
                     self._users[handle] = weakref.ref(user)
                     return handle
-            if time.perf_counter() - begin > _WAIT_SECONDS:
+            if time.perf_counter() - begin > WAIT_SECONDS:
                 raise CapacityError(
                     f"{MOST_WAIT_STREAMS} transfers follow arrays that are not computed yet: wait until some are, or "
                     "pass the streams that compute them"
                 )
             time.sleep(1e-4)
-
-    def _follow_array(self, wait_stream: int, array: Array) -> None:
-        """Have `wait_stream` wait for what computes an array."""
-        given, name = array.given, array.name
-        if not hasattr(given, "__dlpack__"):
-            stream = given.__cuda_array_interface__.get("stream")
-            if not stream:  # its owner says that there is nothing to wait for
-                return
-            handle = stream_handle(stream, name)
-            refuse_capturing(self._driver, handle, name)
-            with self._lock:  # between record and wait no other thread may record the event again
-                if not self._event:
-                    self._driver.create("cuEventCreate", self._event, DISABLE_TIMING)
-                self._driver.event_record(int(self._event[0]), handle)
-                self._driver.stream_wait_event(wait_stream, int(self._event[0]))
-            return
-        kind = int(given.__dlpack_device__()[0])
-        if (kind in (CPU, CUDA_HOST)) is not self._driver.simulated:
-            where = "host memory" if kind in (CPU, CUDA_HOST) else "a GPU's memory, but the device is simulated"
-            raise TypeError(f"{name}: the {type(given).__name__} given is in {where}, where no stream produces it")
-        if self._driver.simulated:
-            given.__dlpack__()  # host arrays: returns when the bytes are there
-        else:
-            given.__dlpack__(stream=wait_stream)
 
     def close(self) -> None:
         """Destroy the streams; nothing may wait on them. If it is interrupted, call it again."""

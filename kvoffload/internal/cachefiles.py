@@ -1,4 +1,4 @@
-"""Files in the user's cache folder: compiled kernels and measured profiles. All of them can be generated again."""
+"""Files in the user's cache folder: compiled kernels and measured profiles. All can be generated again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.internal.log import LOGGER
 
 FOLDER_VARIABLE = "KVOFFLOAD_CACHE"
 
-_warned: set[str] = set()
+warned: set[str] = set()  # the causes that `warn_once` has warned of in this process
 
 
 def cache_folder() -> Path:
@@ -27,10 +27,7 @@ def cache_folder() -> Path:
 
 
 def read(path: Path) -> bytes | None:
-    """The content of a regular file, or None if there is no such file, or it cannot be read. The content is unchecked.
-
-    A FIFO or a device file in its place is not read, and never blocks.
-    """
+    """The unchecked content of a regular file; None if it cannot be read. A FIFO or a device file never blocks."""
     return _read(path, trusted=False)
 
 
@@ -55,10 +52,8 @@ def _read(path: Path, *, trusted: bool) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> bool:
-    """Write a file whole or not at all, also if other processes write it; False, with one warning a process, if that
-    fails.
-
-    Missing folders are created with access for this user alone.
+    """Write a file whole or not at all, even if other processes write it, too. False if that fails, with one warning
+    per process. Missing folders are created with access for this user only.
     """
     try:
         _make_folder(path.parent)
@@ -74,7 +69,7 @@ def write(path: Path, content: bytes) -> bool:
 
 
 def why_not_writable() -> str | None:
-    """Why no file can be written to the cache folder, or None if one can: tried with an empty file."""
+    """Why no file can be written to the cache folder; None if an empty one can."""
     import tempfile  # takes 3 ms to import, with what it imports
 
     try:
@@ -88,8 +83,8 @@ def why_not_writable() -> str | None:
 
 def warn_once(text: str, *, cause: str) -> None:
     """Warn, and log it, unless this process has warned about `cause` before."""
-    if cause not in _warned:
-        _warned.add(cause)
+    if cause not in warned:
+        warned.add(cause)
         LOGGER.warning("%s", text)
         warnings.warn(text, KVOffloadWarning, stacklevel=2)
 

@@ -63,7 +63,6 @@ def as_timeout(timeout: float | None) -> float | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Raise ValueError unless `value` is True or False."""
     if value is not True and value is not False:
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
     return value

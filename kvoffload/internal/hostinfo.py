@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-_PROC = Path("/proc")
-_SYS = Path("/sys")
+PROC, SYS = Path("/proc"), Path("/sys")  # tests have trees of their own
 
 
 def _read(path: Path) -> str | None:
@@ -20,7 +19,7 @@ def _read(path: Path) -> str | None:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be taken without swapping: MemAvailable, or what the cgroup still allows if that is less."""
+    """Memory that can be taken without swapping: MemAvailable, or the cgroup's headroom if that is less."""
     cgroup = tightest_cgroup()
     candidates = (_meminfo("MemAvailable"), None if cgroup is None else cgroup.headroom_bytes)
     return min((value for value in candidates if value is not None), default=None)
@@ -32,7 +31,7 @@ def total_bytes() -> int | None:
 
 
 def _meminfo(field: str) -> int | None:
-    for line in (_read(_PROC / "meminfo") or "").splitlines():
+    for line in (_read(PROC / "meminfo") or "").splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return None
@@ -55,8 +54,6 @@ class Cgroup(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """The file names of a cgroup version."""
-
     limit: str
     usage: str
     inactive_file: str
@@ -70,12 +67,12 @@ _NO_LIMIT = 1 << 60  # version 1 writes a huge number for none
 def tightest_cgroup() -> Cgroup | None:
     """The memory cgroup (version 1 or 2) of this process, or its parent, with the least headroom; None: no limit."""
     limits = []
-    for line in (_read(_PROC / "self/cgroup") or "").splitlines():
+    for line in (_read(PROC / "self/cgroup") or "").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
-            root, names = _SYS / "fs/cgroup", _VERSION_2
+            root, names = SYS / "fs/cgroup", _VERSION_2
         elif "memory" in controllers.split(","):
-            root, names = _SYS / "fs/cgroup/memory", _VERSION_1
+            root, names = SYS / "fs/cgroup/memory", _VERSION_1
         else:
             continue
         parts = [part for part in path.split("/") if part]
@@ -116,7 +113,6 @@ class PciDevice:
 
     @property
     def generation(self) -> int | None:
-        """PCIe generation of the current link."""
         return generation_of(self.link_speed)
 
 
@@ -128,7 +124,7 @@ def generation_of(speed: str | None) -> int | None:
 
 def pci_device(address: str) -> PciDevice:
     """Look up a PCI address such as "0000:00:06.0" in sysfs."""
-    folder = _SYS / "bus/pci/devices" / address.lower()
+    folder = SYS / "bus/pci/devices" / address.lower()
 
     def number(name: str) -> int | None:
         text = _read(folder / name)
@@ -146,7 +142,7 @@ def pci_device(address: str) -> PciDevice:
 
 def numa_node_cpus(node: int | None) -> frozenset[int]:
     """CPUs of a NUMA node that this process may run on; empty if Linux does not list them."""
-    text = None if node is None else _read(_SYS / f"devices/system/node/node{node}/cpulist")
+    text = None if node is None else _read(SYS / f"devices/system/node/node{node}/cpulist")
     cpus: set[int] = set()
     for part in (text or "").split(","):
         first, _, last = part.partition("-")
@@ -156,5 +152,4 @@ def numa_node_cpus(node: int | None) -> frozenset[int]:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))

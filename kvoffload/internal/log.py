@@ -2,10 +2,10 @@
 
     INFO      a device was opened, a pool pinned, a profile chosen; an engine is closed with transfers in flight
     WARNING   a transfer failed; a measured profile is ignored; the driver lacks what fast copies need
-    ERROR     a CUDA context is lost; code of the caller's raised: a done callback, a tracer
+    ERROR     a CUDA context is lost; the caller's code raised: a done callback, a tracer
 
-Errors are printed to stderr where no logging is configured, since nothing else tells of them. Nothing is logged for a
-transfer that succeeds, and nothing while the engine's lock is held. Passwords in a record are masked.
+Without configured logging, errors are printed to stderr, since nothing else reports them. Successful transfers are not
+logged, and nothing is logged while the engine's lock is held. Passwords in a record are masked.
 """
 
 from __future__ import annotations

@@ -14,17 +14,17 @@ ROUNDING_BYTES = 16  # scaled block sizes are multiples of this
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """What the paged KV cache of a model looks like on one GPU.
+    """The paged KV cache of a model on one GPU.
 
     Attributes:
         name: of the model, as `--model` takes it.
         layers: layers with a KV cache.
         kv_heads: KV heads on this GPU; 1 for a latent that all heads share.
-        head_dim: elements of one head; of the latent and its rotary part together for MLA.
-        kv_split: whether K and V are tensors of their own, and so two planes a layer.
+        head_dim: elements of one head; for MLA, of the latent with its rotary part.
+        kv_split: K and V are separate tensors, so a layer has two planes.
         tokens_per_block: tokens that a block holds.
         dtype_bytes: bytes of an element.
-        groups: the block tables, by the attention that uses them; each has an equal number of the layers.
+        groups: names of the block tables, by kind of attention; each has as many layers.
         scale: 1, or the factor by which `block_bytes` was shrunk.
     """
 
@@ -40,7 +40,6 @@ class ModelGeometry:
 
     @property
     def planes(self) -> int:
-        """Device tensors indexed by block, of all groups."""
         return self.layers * (2 if self.kv_split else 1)
 
     @property
@@ -50,13 +49,11 @@ class ModelGeometry:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in one plane."""
         exact = self.tokens_per_block * self.kv_heads * self.head_dim * self.dtype_bytes
         return exact if self.scale == 1 else math.ceil(exact * self.scale / ROUNDING_BYTES) * ROUNDING_BYTES
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all planes of all groups."""
         return self.planes * self.block_bytes
 
     def scaled(self, factor: float) -> ModelGeometry:

@@ -1,8 +1,8 @@
-"""Calls inside calls: a signal handler, a finalizer, a policy or a hook calls the library while a call of it runs.
+"""Calls inside calls: a signal handler, a finalizer, a policy or a hook calls the library in the middle of a call.
 
-Such a call comes in the thread that already holds the lock, and a reentrant lock lets it in, in the middle of a change.
-So every public call first asks whether its own thread holds the lock. Then it answers from the truth, is put off, or is
-refused; ARCHITECTURE.md says which. Where one part of the library calls another under the lock, it does not ask.
+Such a call comes in the thread that holds the lock, and a reentrant lock would let it in, in the middle of a change. So
+every public call first asks whether its own thread holds the lock. If so, it answers from the truth, is put off, or is
+refused; ARCHITECTURE.md says which. Parts of the library that call each other under the lock do not ask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def refuse_nested(lock: threading.RLock, call: str) -> None:
 
 
 def raise_nested(call: str) -> NoReturn:
-    """Raise RuntimeError: `call` is made inside another call, of which the message says where it was interrupted."""
+    """Raise RuntimeError: `call` was made inside another call. The message says where that was interrupted."""
     inner = sys._getframe(1)
     caller = _up(inner, inside=False)
     interrupted = _up(caller, inside=True)

@@ -1,6 +1,6 @@
 """HTML representations in notebooks: `kvoffload.observability.notebook` registers a function for each class.
 
-A class derives from `HtmlRepresentation`. What it shows is decided above it, so no floor imports the one that draws.
+A class derives from `HtmlRepresentation`, and knows nothing of its card, so no floor imports the one that draws it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several steps of which each may fail, and all must be tried."""
+"""Run several steps even if some fail."""
 
 from __future__ import annotations
 

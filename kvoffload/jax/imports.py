@@ -14,11 +14,7 @@ from kvoffload.layout.dtypes import NARROW_BYTES
 
 
 def import_jax() -> Any:
-    """The package `jax`.
-
-    Raises:
-        CapabilityError: it cannot be imported; says what to install.
-    """
+    """The package `jax`; CapabilityError says what to install if it cannot be imported."""
     try:
         import jax
         import jax.numpy
@@ -30,17 +26,17 @@ def import_jax() -> Any:
 
 
 def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
-    """Device memory as a `jax.Array`, without a copy. Computations with it wait, on the GPU, for the transfers in
-    flight that touch the memory.
+    """Import device memory as a `jax.Array`, without a copy. JAX's computations with it wait, on the GPU, for all
+    transfers that are in flight now and touch the memory.
 
-    DLPack exports neither "bfloat16" nor types of 8 bits. They are imported as unsigned integers and reinterpreted by a
-    jitted function whose argument is donated; that copies nothing.
+    DLPack exports neither "bfloat16" nor types of 8 bits. They are imported as unsigned integers, and a jitted function
+    with a donated argument reinterprets them; that copies nothing.
 
-    On a simulated device the array is a copy: JAX on the CPU does not reinterpret or update imported memory in place.
+    On a simulated device the array may be a copy: JAX on the CPU does not reinterpret imported memory in place.
 
     Args:
-        memory: from `Device.empty`, of a device that JAX uses.
-        after: a `jax.Array` whose computation must have ended, too.
+        memory: from `Device.empty`, on a device that JAX uses.
+        after: a `jax.Array`; computations with the new array wait for its computation, too.
 
     Raises:
         CapabilityError: JAX is not installed.
@@ -61,15 +57,15 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
 
 
 def address_of(array: Any) -> int:
-    """Device address of a `jax.Array` that is on one device, bytes."""
+    """Address of a `jax.Array` that is on one device."""
     return int(array.unsafe_buffer_pointer())
 
 
 def wait_for_computations(array: Any) -> None:
-    """Return when everything that JAX was given so far for the devices of `array` has ended.
+    """Wait until JAX has ended everything that it was given so far for the devices of `array`.
 
-    JAX computes on one stream per device, in the order in which it was called; so it is enough to wait for one more
-    computation on each. `array` itself may be deleted.
+    JAX computes on one stream per device, in the order of its calls, so waiting for one more computation on each is
+    enough. `array` itself may be deleted.
     """
     jax = import_jax()
     last = [jax.device_put(np.int32(0), device) + 1 for device in array.sharding.device_set]
@@ -94,13 +90,13 @@ class _Export:
 
 
 def follow(array: Any, stream: int | None) -> Any:
-    """Have a stream wait for the computation of a `jax.Array`; without one, the host waits. Returns the capsule."""
+    """Make a stream wait for the computation of a `jax.Array`; None: the host waits. Returns the capsule."""
     return array.__dlpack__() if stream is None else array.__dlpack__(stream=stream)
 
 
 @lru_cache
 def _reinterpret(dtype: str, place: Any) -> Any:
-    """Elements of another type in the same memory. `place`: the sharding of argument and result, on one device."""
+    """A function that reinterprets memory in place as `dtype`. `place`: the sharding of its argument and result."""
     jax = import_jax()
     target = jax.numpy.dtype(dtype)
     return jax.jit(

@@ -1,4 +1,4 @@
-"""The arrays of a cache: what a caller asks for, as records, and what is refused before anything is allocated."""
+"""The arrays of a cache, as records, and all checks that come before anything is allocated."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Leaf(NamedTuple):
     Attributes:
         name: for messages: "array", or in a tree "arrays[3]" or "arrays['k'][3]".
         shape, dtype: of the whole array; dtype is a name.
-        sharding: a NamedSharding; None: it is on one device, whole.
-        shard_shape: of the part on each device.
-        offset: where that part begins in the cache's memory on each device, bytes.
-        nbytes: of that part.
+        sharding: a NamedSharding; None: whole, on one device.
+        shard_shape: shape of the part on each device.
+        offset: where this part begins in the cache's memory on each device, bytes.
+        nbytes: bytes of this part.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Leaf(NamedTuple):
     nbytes: int
 
     def check_update(self, array: Any) -> None:
-        """Raise LayoutError unless it is a `jax.Array` that has memory, of this shape, dtype and sharding."""
+        """Raise LayoutError unless `array` is a `jax.Array` with memory, and has this shape, dtype and sharding."""
         remedy = "set it to the updated cache"
         jax = import_jax()
         if not is_jax_array(array) or not isinstance(array, jax.Array):
@@ -79,10 +79,10 @@ class Leaf(NamedTuple):
 
 
 def as_leaves(shapes: Any, dtype: DTypeLike | None, sharding: Any, *, several: bool) -> tuple[tuple[Leaf, ...], Any]:
-    """The arrays that a caller asks for, and the structure of their tree; for arguments see `OwnedCache`.
+    """The wanted arrays, and the structure of their tree; for arguments see `OwnedCache`.
 
     Args:
-        several: whether devices were given as a list, so that each array needs a NamedSharding.
+        several: devices were given as a list, so each array needs a NamedSharding.
     """
 
     def is_shape(node: Any) -> bool:  # and no list or tuple of shapes
@@ -112,8 +112,6 @@ def as_leaves(shapes: Any, dtype: DTypeLike | None, sharding: Any, *, several: b
 
 
 class Description(NamedTuple):
-    """What a caller says of the layout; see `OwnedCache`."""
-
     plane_axis: SupportsIndex | None
     block_axis: SupportsIndex
     dtype: DTypeLike | None
@@ -123,7 +121,7 @@ class Description(NamedTuple):
     slot_order: SlotOrder | None
 
     def check(self, leaves: Sequence[Leaf], num_devices: int) -> None:
-        """Raise LayoutError for what no layout of these arrays can be, or where a sharding divides blocks."""
+        """Raise LayoutError if these arrays cannot have such a layout, or a sharding divides blocks."""
         whole = [leaf._replace(shard_shape=leaf.shape, offset=leaf.offset * num_devices) for leaf in leaves]
         some_address = 1 << 20
         num_blocks = self.layout(whole, some_address, None).groups[0].num_blocks
@@ -134,7 +132,7 @@ class Description(NamedTuple):
             )
 
     def layout(self, leaves: Sequence[Leaf], address: int, owner: object) -> KVLayout:
-        """The layout of the part on one device, whose memory begins at `address`; its planes keep `owner` alive."""
+        """The layout of one device's part, which begins at `address`; its planes keep `owner` alive."""
         planes: list[Plane] = []
         blocks: list[tuple[int, ...]] = []
         for leaf in leaves:
@@ -169,7 +167,7 @@ class Description(NamedTuple):
 
 
 def jax_devices(devices: Sequence[Device], leaves: Sequence[Leaf]) -> tuple[Any, ...]:
-    """JAX's device for each of ours; none without a sharding. Raises LayoutError if a sharding is over others."""
+    """JAX's device for each of ours; () without a sharding. LayoutError if a sharding is over other devices."""
     if leaves[0].sharding is None:
         return ()
 
@@ -193,12 +191,12 @@ def jax_devices(devices: Sequence[Device], leaves: Sequence[Leaf]) -> tuple[Any,
 
 
 def shards_of(array: Any) -> dict[Any, Any]:
-    """The shard of a `jax.Array` on each device of JAX's, as an array on that device; nothing waits."""
+    """The shard of a `jax.Array` on each of its devices, as an array there. Does not wait."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def _divided(shape: tuple[int, ...], sharding: Any, *, several: bool) -> tuple[Any, tuple[int, ...]]:
-    """The NamedSharding of an array, and the extents on each device; None for one that is on one device without one."""
+    """The NamedSharding of an array (None: it is on one device), and the shape of its part on each device."""
     shardings = import_jax().sharding
     if not several and (sharding is None or isinstance(sharding, shardings.SingleDeviceSharding)):
         return None, shape

@@ -1,4 +1,4 @@
-"""A cache in kvoffload's memory, which JAX imports, updates in place, and reads after transfers."""
+"""OwnedCache: a KV cache in kvoffload's memory that JAX imports and updates in place."""
 
 from __future__ import annotations
 
@@ -25,68 +25,68 @@ from kvoffload.layout.sharded import ShardedLayout
 
 
 class OwnedCache:
-    """A KV cache in memory that kvoffload allocates and JAX imports: a `jax.Array`, or a tree of them, initially zero.
+    """A KV cache in memory that kvoffload allocates and JAX imports: a `jax.Array` or a tree of arrays, first zeros.
 
-    A tree is what JAX takes for one (a list, a dict, nested in any way), with an array for each layer, say. All arrays
-    have as many blocks. A step is given `arrays` as a donated argument, and `arrays` is set to its result:
+    A tree is any nesting of lists, dicts and tuples that JAX accepts, with one array a layer, say. All arrays have the
+    same number of blocks. Pass `arrays` to your step as a donated argument, and set `arrays` to the result:
 
         cache = OwnedCache(device, [(pages, 16, 8, 128)] * 64, jnp.bfloat16, block_axis=0, plane_axis=None)
         cache.arrays, logits = step(cache.arrays, tokens)       # jitted with donate_argnums=0
         engine.store(blocks, slots, after=cache)                # on the GPU it follows the step
         cache.arrays, logits = step(cache.arrays, tokens)       # this step follows the store
 
-    After a transfer `arrays` are new arrays in the same memory: the import makes JAX wait, on the GPU, for the
-    transfer. The arrays from before are deleted, so that using them raises. The host waits for nothing.
+    Reading `arrays` after a transfer gives new arrays in the same memory, and deletes the old ones, so using those
+    raises. JAX's computations with the new arrays wait on the GPU for the transfer. The host does not wait.
 
-    What you must do:
+    Your part:
 
-    - Donate the cache to every update, and set `arrays` to the result. The result must lie where the cache lies, which
-      is checked on every device. On several devices compute with `jax.shard_map`, or give `jax.jit` the cache's
+    - Donate the cache to every update, and set `arrays` to the result. The setter checks on every device that the
+      result lies in the cache's memory. On several devices compute with `jax.shard_map`, or give `jax.jit` the cache's
       shardings: `out_shardings=cache.sharding`.
-    - Give transfers `after=cache`. If other computations have read the arrays since their last update, name their
-      results, too: `after=cache.after(logits)`.
-    - Keep no array across a transfer, except to use it as `unordered` says.
+    - Give transfers `after=cache`. If other computations read the arrays since their last update, name their results,
+      too: `after=cache.after(logits)`.
+    - Keep no array across a transfer, except as `unordered` allows.
 
-    If a step was given the arrays and its result was not set, because the step raised or was interrupted, reading
-    `arrays` waits on the host until JAX has ended all computations, imports the memory again and warns. The memory has
-    what the step wrote.
+    If a step took the arrays and you did not set its result, because it raised or was interrupted, reading `arrays`
+    waits on the host until JAX has ended all computations, imports the memory again and warns (KVOffloadWarning). The
+    memory then holds whatever the step has written.
 
-    On each device all arrays lie in one allocation. If they are alike, a block of all of them is one strided copy. A
+    On each device all arrays lie in one allocation. If they are alike, one strided copy moves a block of all arrays. A
     block of one block-major array `(blocks, planes, ...)` is one contiguous copy.
 
     JAX takes three quarters of the GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE); the cache needs room in
     the rest.
 
-    On a simulated device JAX computes on the CPU. Setting `arrays` copies them to the device: the bytes are those that
-    a GPU would have, but no order is tested. An update to which the cache was not donated is refused there, too.
+    On a simulated device JAX computes on the CPU, and setting `arrays` copies them to the device. You get the same
+    bytes as on a GPU, but no order is tested. An update without donation is refused there, too.
 
     Args:
-        devices: the device, or a list of devices, in the order of the engine's. Opened with the primary context (the
+        devices: the device, or a list of devices in the order of the engine's. Open them with the primary context (the
             default), which JAX uses.
-        shapes: the shape of the whole array, or a tree with a shape for each; or with a `jax.ShapeDtypeStruct`, or an
-            array, whose shape, dtype and sharding count (its contents are not copied).
-        dtype: of the elements of arrays that `shapes` gives as bare shapes, such as `jnp.bfloat16`. It is also the
-            dtype of the layout, which keys depend on; None: that of the arrays, if all have the same.
-        sharding: for a list of devices a `jax.sharding.NamedSharding` over the same devices in any order, all of this
-            process; of all arrays. None: `shapes` says it for each. Heads may be divided (tensor parallel), or planes
-            (pipeline), or nothing (replicated), but not blocks. JAX's device for a GPU is the one whose
-            `local_hardware_id` is the GPU's index; for a simulated device, the CPU device whose `id` is that index.
+        shapes: the shape of the whole array, or a tree with a shape for each array. Instead of a shape you may give a
+            `jax.ShapeDtypeStruct` or an array: shape, dtype and sharding count, contents are not copied.
+        dtype: dtype of arrays that `shapes` gives as bare shapes, such as `jnp.bfloat16`. It is also the dtype of the
+            layout, on which keys depend. None: the arrays' own, if all have the same.
+        sharding: for a list of devices a `jax.sharding.NamedSharding` of all arrays, over the same devices in any
+            order, all in this process. None: `shapes` has one for each. It may divide heads (tensor parallel), planes
+            (pipeline) or nothing (replicated), but not blocks. A GPU is JAX's device with the GPU's index as
+            `local_hardware_id`; a simulated device is the CPU device with its index as `id`.
         block_axis: the axis of each array that counts blocks.
         plane_axis: the axis of each array that counts planes (K and V, or a layer's K, a layer's V, the next layer's
-            K, ...). None: each array is one plane. Always named: the shape does not tell the axes apart.
+            K, ...). None: each array is one plane. You must name it: the shape does not tell the axes apart.
         tokens_per_block: tokens in a block; needed for keys (`chain_keys`, `layout.fingerprint`), not for transfers.
-        block_axes: the names of the axes of one block of one plane, the slowest first, such as
-            `("tokens", "heads", "dim")`; needed for keys.
+        block_axes: the axes of one block of one plane, slowest first, such as `("tokens", "heads", "dim")`; needed for
+            keys.
         blocks_per_slot, slot_order: as for `KVLayout`.
 
     Attributes:
-        layout: one group with the planes of all arrays, in the order of the tree. For one device a `KVLayout`, for an
-            `OffloadEngine`; for a list a `ShardedLayout`, for a `ShardedEngine`.
+        layout: one group with the planes of all arrays, in the order of the tree: a `KVLayout` for an `OffloadEngine`,
+            or for a list of devices a `ShardedLayout` for a `ShardedEngine`.
         devices: a tuple.
-        shapes: the tree, with a `jax.ShapeDtypeStruct` for each array, as for `step.lower(cache.shapes)`.
-        sharding: the tree, with the sharding of each array; None on one device, if none was given.
+        shapes: the tree with a `jax.ShapeDtypeStruct` for each array, for `step.lower(cache.shapes)`.
+        sharding: the tree with the sharding of each array; None for each array of one device.
         memories: a `DeviceBuffer` on each device.
-        nbytes: of the arrays on all devices.
+        nbytes: bytes of the arrays on all devices together.
 
     Raises:
         CapabilityError: JAX is not installed.
@@ -94,11 +94,11 @@ class OwnedCache:
         ValueError: `shapes` has no shape or a wrong one, or a dtype is missing.
         LayoutError: a sharding is over other devices, divides blocks, divides an axis unevenly, or is for another kind
             of memory; or as `KVLayout.from_stacked`.
-        CapacityError: as `Device.allocate`. Nothing stays allocated after any of these.
+        CapacityError: too little GPU memory. After any error nothing stays allocated.
     """
 
     # Truth: `memories`, which no interrupt can lose. Derived: `_latest`, `_followed` and `_replaced`, changed together
-    # by assignments between which no interrupt comes. An import that is interrupted before them is done again.
+    # by assignments that no interrupt can separate. An import that is interrupted before these is done again.
 
     def __init__(
         self,
@@ -153,14 +153,14 @@ class OwnedCache:
 
     @property
     def arrays(self) -> Any:
-        """The cache in JAX: an array, or the tree of them. What JAX computes with it follows all transfers submitted so
-        far. After a transfer the arrays are new, and the previous ones are deleted: using those raises.
+        """The cache in JAX: an array or the tree of arrays. JAX's computations with it wait for all transfers that were
+        submitted before you read it. If there are new ones, the arrays are new, and the previous ones are deleted.
 
-        Set it to the result of every update, to which the arrays were given as a donated argument.
+        Set it to the result of every update, which must have taken the arrays as a donated argument.
 
         Raises:
-            LayoutError: what is set is another tree; or an array of it has another address, shape, dtype or sharding,
-                was deleted, or is no `jax.Array`. The cache is as it was.
+            LayoutError: you set another tree; or an array in it has another address, shape, dtype or sharding, was
+                deleted, or is no `jax.Array`. The cache stays as it was.
         """
         return self._structure.unflatten(self._ordered())
 
@@ -173,26 +173,26 @@ class OwnedCache:
 
     @property
     def unordered(self) -> Any:
-        """The arrays, for computing concurrently with transfers: what JAX computes with them does not wait for
-        transfers that were submitted since `arrays` was read last. Such a computation must not read or write blocks
-        that are being loaded, nor write blocks that are being stored. `arrays`, read later, waits for them.
+        """The arrays, for computing concurrently with transfers: JAX does not wait for transfers that were submitted
+        since you last read `arrays`. Such a computation must not touch blocks that are being loaded, nor write blocks
+        that are being stored. On a simulated device it is the same as `arrays`.
         """
         return self._structure.unflatten(self._ordered() if self._simulated or self.is_deleted() else self._latest)
 
     def is_deleted(self) -> bool:
-        """Whether an array was donated, and no result has been set."""
+        """Whether an array was donated, and its result has not been set."""
         return any(array.is_deleted() for array in self._latest)
 
     def after(self, *results: Any) -> tuple[Any, ...]:
-        """What a transfer is to follow: the cache's arrays, and `results`. An engine takes it as `after`; `after=cache`
-        is the same without results.
+        """Arrays for the argument `after` of a transfer, which then follows the cache's last update and `results`.
+        Without results it is the same as `after=cache`.
 
         Args:
-            results: `jax.Array`s of computations that have read the cache since its last update, such as logits,
-                sharded or replicated. One that is on some of the devices only is followed there.
+            results: `jax.Array`s of computations that read the cache since its last update, such as logits, sharded or
+                replicated. A result on some of the devices is followed there.
 
         Returns:
-            The arrays. For a cache on a list of devices, for each device in their order a tuple of what is there.
+            The arrays. For a cache on a list of devices a tuple of arrays for each device, in their order.
 
         Raises:
             ValueError: the cache was donated and no result was set, or a result was deleted or is on none of the
@@ -231,7 +231,7 @@ class OwnedCache:
         return int(kind), int(index)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        """For `after=cache`: makes a stream wait for the computations that made the arrays."""
+        """For `after=cache`: make a stream wait for the computations that made the arrays."""
         capsules = [follow(array, stream) for array in self._latest]
         return capsules[-1]
 
@@ -266,8 +266,8 @@ class OwnedCache:
         self._replaced = ()
 
     def _import(self, previous: Sequence[Any] | None) -> Sequence[Any]:
-        """The memory as new arrays, whose computations follow the transfers so far, and on the same device the
-        computations of `previous`, if that is not None."""
+        """The memory as new arrays. Computations with them follow the transfers so far, and on each device the
+        computations of `previous`, unless that is None."""
         arrays = []
         for index, leaf in enumerate(self._leaves):
             after = [None] * len(self.devices) if previous is None else self._shards(previous[index])
@@ -298,12 +298,11 @@ class OwnedCache:
         return [address_of(shard) for shard in self._shards(array)]
 
     def _engines(self) -> list[DeviceUser]:
-        """The engines over this memory."""
         found = (memory.device.engines_over(memory.address, memory.nbytes) for memory in self.memories)
         return [engine for engines in found for engine in engines]
 
     def _transfers(self) -> frozenset[tuple[weakref.ref[Any], int]]:
-        """For each engine over this memory, how many transfers it was given: changes with each submitted transfer."""
+        """How many transfers each engine over this memory was given; differs after each submitted transfer."""
         return frozenset((weakref.ref(engine), count) for engine in self._engines() if (count := engine.submitted))
 
     # setting
@@ -336,7 +335,7 @@ class OwnedCache:
         return arrays
 
     def _write_back(self, arrays: Sequence[Any]) -> None:
-        """Give simulated devices what JAX computed on the CPU, where it updates no imported memory in place."""
+        """Copy JAX's results to simulated devices, since JAX on the CPU updates no imported memory in place."""
         if self._transfers() != self._followed:
             raise TransferError("array was computed concurrently with transfers, which a simulated device cannot do")
         for engine in self._engines():

@@ -8,7 +8,6 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvoffload.errors import CapabilityError
@@ -29,8 +28,8 @@ class Compiled(NamedTuple):
         ptx: the assembly that it was assembled from.
         name: of the kernel in both.
         shared_bytes: dynamic shared memory of a block.
-        parameter_count: of the machine code: the kernel's own, then some of Triton's, whose number depends on its
-            version, and for which a launch passes 0.
+        parameter_count: of the machine code: the kernel's own, then Triton's, whose number depends on its version; a
+            launch passes 0 for these.
         threads: of a block.
     """
 
@@ -58,9 +57,19 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Com
             require_triton()
             try:
                 built = _build(spec, compute_capability)
-            except OSError:  # Triton keeps what it compiles in a folder under the home directory; that may be read-only
-                with _temporary_folder():
-                    built = _build(spec, compute_capability)
+            except OSError:  # Triton keeps compiled kernels in a folder under the home directory; that may be read-only
+                import tempfile
+
+                variable = "TRITON_CACHE_DIR"
+                before = os.environ.get(variable)
+                with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
+                    os.environ[variable] = folder
+                    try:
+                        built = _build(spec, compute_capability)
+                    finally:
+                        os.environ.pop(variable)
+                        if before is not None:
+                            os.environ[variable] = before
             return _describe(built)
         except CapabilityError:
             raise
@@ -94,7 +103,6 @@ def require_triton() -> None:
 
 
 def no_triton() -> str:
-    """The message for where `triton_version` is None."""
     return f"kernels need Triton, which is not installed; {_INSTALL}"
 
 
@@ -115,22 +123,6 @@ def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
         source = ASTSource(function, signature=signature, constants=constants)
     target = GPUTarget("cuda", 10 * compute_capability[0] + compute_capability[1], THREADS_PER_WARP)
     return triton.compile(source, target=target, options={"num_warps": spec.warps, **OPTIONS})
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[None]:
-    import tempfile
-
-    variable = "TRITON_CACHE_DIR"
-    before = os.environ.get(variable)
-    with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
-        os.environ[variable] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop(variable)
-            if before is not None:
-                os.environ[variable] = before
 
 
 def _describe(built: Any) -> Compiled:

@@ -19,7 +19,7 @@ _FREE_SHARED_BYTES = 48 << 10
 
 
 def why_not(capabilities: Capabilities) -> str | None:
-    """The reason why a device can launch no kernel, as far as known before one is loaded; None if none is known."""
+    """Why a device can launch no kernel; None if no reason is known before one is loaded."""
     if not capabilities.kernels:
         return capabilities.missing["kernels"]
     return no_triton() if triton_version() is None else None
@@ -39,12 +39,12 @@ def load_kernel(
         driver, capabilities: of the device whose context is current.
         spec: names the kernel.
         cache_folder: instead of the user's cache folder.
-        modules: the module's handle is appended to it, and stays the caller's to unload. None: the kernel's `close`
-            unloads it.
+        modules: the module's handle is appended here, and the caller unloads it, also after an error. None: the
+            kernel's `close` unloads it, and after an error nothing stays loaded.
 
     Raises:
-        CapabilityError: the device cannot launch it; the message says what is missing, or which call CUDA refused.
-        DriverError: the context is lost, or memory ran out. Nothing stays loaded after either error.
+        CapabilityError: the device cannot launch it; the message says why, or which call CUDA refused.
+        DriverError: the context is lost, or memory ran out.
     """
     if not capabilities.kernels:
         raise CapabilityError(capabilities.missing["kernels"])
@@ -70,10 +70,7 @@ def load_kernel(
 def machine_code(
     driver: Driver, capabilities: Capabilities, spec: KernelSpec, cache_folder: Path | None = None
 ) -> Compiled:
-    """A kernel as this driver loads it; the arguments are those of `load_kernel`.
-
-    The simulated driver's machine code is the name of the kernel, which Triton's interpreter executes.
-    """
+    """A kernel as this driver loads it. For the simulated driver that is its name: Triton's interpreter runs it."""
     if not driver.simulated:
         return compiled_kernel(spec, capabilities.compute_capability, cache_folder)
     from kvoffload.simulator.kernels import IMAGE_SHARED_BYTES, pack
@@ -115,7 +112,6 @@ class LoadedKernel:
         self._pointers_address = address_of(self._pointers)
 
     def launch(self, stream: int, grid: int, arguments: Sequence[int]) -> None:
-        """`pack`, then `queue`."""
         self.pack(arguments)
         self.queue(stream, grid)
 

@@ -33,12 +33,11 @@ class KernelSpec(NamedTuple):
         return self.warps * THREADS_PER_WARP
 
     def constant(self, name: str) -> int:
-        """The value of a constant."""
         return dict(self.constants)[name]
 
     @property
     def arguments(self) -> struct.Struct:
-        """Packs the arguments, 8 bytes for each; struct.error for a wrong number of them and for one out of range."""
+        """Packs the arguments, 8 bytes each. Raises struct.error for a wrong number, and for one out of range."""
         return struct.Struct("<" + "".join(_FORMATS[kind] for _, kind in self.parameters))
 
     def __str__(self) -> str:

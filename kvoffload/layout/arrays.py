@@ -98,10 +98,8 @@ def _axis(name: str, axis: SupportsIndex, shape: tuple[int, ...]) -> int:
 
 
 def view_of(array: Any, name: str) -> ArrayView:
-    """Where a device array lies.
-
-    The array says so itself, if it is one of kvoffload's; or through `__cuda_array_interface__`, unless it is JAX's,
-    which calls every array read-only; or through DLPack.
+    """Where a device array lies. In this order: an array of kvoffload's says so itself; `__cuda_array_interface__`,
+    unless it is JAX's, which calls every array read-only; DLPack.
 
     Raises:
         LayoutError: not an array in GPU memory, or read-only; the message begins with `name`.
@@ -121,7 +119,14 @@ def view_of(array: Any, name: str) -> ArrayView:
         address, read_only = interface["data"]
         view = ArrayView(int(address), shape, in_bytes, itemsize, bool(read_only))
     elif hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        view = _from_dlpack(array, name)
+        try:
+            kind = int(array.__dlpack_device__()[0])
+            found = view_dlpack(array, None if is_jax_array(array) else -1) if kind in (CUDA, MANAGED) else None
+        except Exception as error:  # each library raises its own; the user needs its text
+            raise LayoutError(f"{name}: its {type(array).__name__} gives no access to its memory: {error}") from error
+        if found is None:
+            raise LayoutError(f"{name} is not in GPU memory (DLPack device type {kind}); planes are GPU memory")
+        view = found
     else:
         raise LayoutError(
             f"{name} must be an array in GPU memory, with __cuda_array_interface__ or __dlpack__ (CuPy, JAX, Numba, "
@@ -132,16 +137,6 @@ def view_of(array: Any, name: str) -> ArrayView:
     if 0 in view.shape:
         raise LayoutError(f"{name} is empty: shape {view.shape}")
     return view
-
-
-def _from_dlpack(array: Any, name: str) -> ArrayView:
-    try:
-        kind = int(array.__dlpack_device__()[0])
-        if kind in (CUDA, MANAGED):
-            return view_dlpack(array, None if is_jax_array(array) else -1)
-    except Exception as error:  # each library raises its own; the user needs its text
-        raise LayoutError(f"{name}: its {type(array).__name__} gives no access to its memory: {error}") from error
-    raise LayoutError(f"{name} is not in GPU memory (DLPack device type {kind}); planes are GPU memory")
 
 
 def _plane(view: ArrayView, block_axis: int, name: str, owner: object) -> Plane:

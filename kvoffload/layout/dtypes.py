@@ -19,11 +19,11 @@ _ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def dtype_name(dtype: DTypeLike | None) -> str:
-    """The one spelling of an element's type: numpy's name of it, with ">" before it if it is big-endian.
+    """The one spelling of an element's type: numpy's name, with ">" before it if it is big-endian.
 
     Args:
-        dtype: what numpy takes for a dtype, or an object or a string with a name that numpy does not know, such as
-            "bfloat16" without ml_dtypes, or PyTorch's dtypes: the last component of its text, in lower case.
+        dtype: anything that numpy takes as a dtype. For another object or string ("bfloat16" without ml_dtypes,
+            PyTorch's dtypes), the name is the last component of its text, in lower case.
 
     Raises:
         LayoutError: `dtype` is None, or not the type of one element.

@@ -30,7 +30,7 @@ MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far; 
 
 
 class HasGroups(Protocol):
-    """What of a `KVLayout` folding depends on."""
+    """The part of a `KVLayout` that folding needs."""
 
     @property
     def groups(self) -> Sequence[Group]: ...
@@ -109,14 +109,14 @@ class FoldClass(NamedTuple):
 
 
 class FoldedGroup(NamedTuple):
-    """A group, folded: all that planning a transfer needs of it.
+    """A group, folded, with all that planning a transfer needs.
 
     Attributes:
         classes: the folds, by width and steps.
-        planes: how many the group has.
-        bytes_per_block: of one block over all planes.
+        planes: how many planes the group has.
+        bytes_per_block: bytes of one block over all planes.
         parts: indices of the planes of each part.
-        num_parts: 1 for a group that is folded with all planes together.
+        num_parts: 1 if all planes are folded together.
         folds: operations for a block that does not merge with a neighbour.
     """
 

@@ -18,8 +18,7 @@ _INT = frozenset((int,))
 def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
     """A copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
 
-    The result never shares memory with `ids`: a transfer may read it long after the call has returned, while the caller
-    may reuse its own ids at once.
+    The result never shares memory with `ids`: a transfer may read it long after the call has returned.
 
     Args:
         name: the argument's name, for messages.

@@ -1,4 +1,4 @@
-"""What a paged KV cache looks like in GPU memory, and where its blocks lie in a host slot. No device is touched here.
+"""Where the blocks of a paged KV cache lie in GPU memory and in a host slot. No device is touched here.
 
 A *plane* is one device tensor indexed by block. A *group* is the planes that share one block table. A *slot* of the
 host pool holds `f = blocks_per_slot` blocks of one group, payload only, in one of two orders:
@@ -191,11 +191,11 @@ class KVLayout(HtmlRepresentation):
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that are equal for two layouts if one cache can load what the other has stored.
+        """16 bytes that are equal for two layouts if one cache can load blocks that the other has stored.
 
         It depends on `dtype`, `block_axes`, `tokens_per_block`, `blocks_per_slot`, and for every group on the order of
-        its slots and on the `block_bytes` of each plane. It does not depend on where the planes lie, how many blocks
-        they have, or padding. docs/keys.md says how it is computed.
+        its slots and on the `block_bytes` of each plane, but not on addresses, padding, or the number of blocks.
+        docs/keys.md says how it is computed.
 
         Raises:
             LayoutError: `dtype`, `block_axes` or `tokens_per_block` is None, or `dtype` is not the type of one element.

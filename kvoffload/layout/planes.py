@@ -1,4 +1,4 @@
-"""Device tensors indexed by block, and groups of them."""
+"""Device tensors indexed by block, and groups of such planes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ class Plane:
             )
 
     def disowned(self) -> Plane:
-        """The same plane without its owner."""
         sizes = {"num_blocks": self.num_blocks, "block_stride": self.block_stride}
         return Plane(self.address, block_bytes=self.block_bytes, **sizes)
 
@@ -136,7 +135,7 @@ def _refuse_shared_bytes(planes: Sequence[Plane], cluster: list[int], name: str)
 
 
 def _interleaved(planes: Sequence[Plane]) -> bool:
-    """True if all planes have one stride and use different bytes of it. False proves nothing."""
+    """True if all planes have the same stride and use different bytes in it. False proves nothing."""
     stride = planes[0].block_stride
     if any(plane.block_stride != stride for plane in planes):
         return False
@@ -221,7 +220,6 @@ class Group:
         self.host_steps: Int64Array = np.array(steps, dtype=np.int64)
 
     def disowned(self) -> Group:
-        """The same group, which keeps nothing alive: planes without their owners."""
         group = copy.copy(self)
         group.planes = tuple(plane.disowned() for plane in self.planes)
         return group

@@ -17,11 +17,11 @@ from kvoffload.layout.planes import Group, Plane, share_bytes
 
 
 class ShardedGroup(NamedTuple):
-    """A group of a sharded layout: planes of every device that share a block table.
+    """A group of a sharded layout: planes on every device that share a block table.
 
     Attributes:
-        num_blocks: of each of its planes.
-        members: the group of each device.
+        num_blocks: how many blocks each plane has.
+        members: the `Group` of each device.
     """
 
     num_blocks: int
@@ -29,21 +29,21 @@ class ShardedGroup(NamedTuple):
 
 
 class ShardedLayout:
-    """The layouts of one KV cache on several devices, one for each: heads of every layer, or some of the layers.
+    """One KV cache spread over several devices: each has some heads of every layer, or some of the layers.
 
-    Block `b` of a group is block `b` on every device. Planes, their number and their block bytes may differ.
+    Block `b` of a group is block `b` on every device. Devices may have different numbers and sizes of planes.
 
     Args:
-        layouts: one for each device, in the order of the devices. They must agree in `num_groups`, `num_blocks` of
-            every group, `blocks_per_slot`, `tokens_per_block`, `dtype` and `block_axes`.
+        layouts: one per device, in the order of the devices. They must agree in `num_groups`, `num_blocks` of each
+            group, `blocks_per_slot`, `tokens_per_block`, `dtype` and `block_axes`.
 
     Attributes:
-        layouts: as given.
-        groups: tuple of `ShardedGroup`.
-        blocks_per_slot, tokens_per_block, dtype: of all of them.
+        layouts: a tuple of them.
+        groups: a tuple of `ShardedGroup`.
+        blocks_per_slot, tokens_per_block, dtype: the values that all layouts have.
 
     Raises:
-        LayoutError: they do not agree, planes of two of them share bytes, or there is none.
+        LayoutError: the layouts do not agree, planes of two layouts share bytes, or the list is empty.
         TypeError: one is no KVLayout.
     """
 
@@ -64,7 +64,18 @@ class ShardedLayout:
                         f"layouts[{index}] has {what} {mine}, layouts[0] has {other}; a block and a slot have one "
                         "number on all devices, so make them the same"
                     )
-        _refuse_shared_planes(self.layouts)
+        # Planes of two layouts share no bytes: the engines of two devices do not wait for each other.
+        spread = ((plane, at) for at, layout in enumerate(layouts) for group in layout.groups for plane in group.planes)
+        active: list[tuple[Plane, int]] = []  # planes that may reach into the following ones
+        for plane, index in sorted(spread, key=lambda each: (each[0].address, each[1])):
+            active = [each for each in active if each[0].end > plane.address]
+            for low, owner in active:
+                if owner != index and share_bytes(low, plane):
+                    raise LayoutError(
+                        f"layouts[{owner}] and layouts[{index}] share bytes of device memory, {low} and {plane}; the "
+                        "planes of each device must be its own"
+                    )
+            active.append((plane, index))
         self.blocks_per_slot = first.blocks_per_slot
         self.tokens_per_block = first.tokens_per_block
         self.dtype = first.dtype
@@ -77,11 +88,11 @@ class ShardedLayout:
     def from_stacked(
         cls, arrays: Sequence[GpuArray], *, plane_axis: SupportsIndex, block_axis: SupportsIndex, **options: Any
     ) -> ShardedLayout:
-        """A layout of one group from an array on each device, without a copy. It keeps the arrays alive.
+        """A layout of one group from one array per device. Nothing is copied; the layout keeps the arrays alive.
 
         Args:
-            arrays: a list or tuple with one array for each device, in the order of the devices, each as
-                `KVLayout.from_stacked` takes it. All have as many blocks; heads or planes may differ.
+            arrays: a list or tuple of arrays for `KVLayout.from_stacked`, in the order of the devices. All must have as
+                many blocks; heads or planes may differ.
             plane_axis, block_axis, options: as for `KVLayout.from_stacked`; the same for all arrays.
 
         Raises:
@@ -105,9 +116,10 @@ class ShardedLayout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that say what a key's bytes mean, over the number of layouts and the fingerprint of each in order.
+        """16 bytes that are equal for two layouts if one cache can load blocks that the other has stored.
 
-        So keys of a sharded cache are others than those of one of its shards alone; docs/keys.md has the byte layout.
+        It depends on the number of layouts and, in order, on the fingerprint of each, so it never equals that of a
+        shard alone. docs/keys.md says how it is computed.
 
         Raises:
             LayoutError: as `KVLayout.fingerprint`.
@@ -117,7 +129,7 @@ class ShardedLayout:
         return blake2b(message, digest_size=16, person=b"kvoffload shards").digest()
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
-        """As `KVLayout.slots_for`; the same on every device."""
+        """As `KVLayout.slots_for`, for every device."""
         return self.layouts[0].slots_for(num_blocks, first_sub_block=first_sub_block)
 
     def __repr__(self) -> str:
@@ -125,7 +137,7 @@ class ShardedLayout:
 
 
 def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object, object]]:
-    """What two layouts must have in common: its name, and both values."""
+    """The properties that two layouts must have in common: name, and both values."""
     yield "num_groups", layout.num_groups, first.num_groups
     for number, (mine, other) in enumerate(zip(layout.groups, first.groups, strict=True)):
         yield f"groups[{number}].num_blocks", mine.num_blocks, other.num_blocks
@@ -137,20 +149,3 @@ def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object
 
 def _name_of_dtype(layout: KVLayout) -> str | None:
     return None if layout.dtype is None else dtype_name(layout.dtype)
-
-
-def _refuse_shared_planes(layouts: tuple[KVLayout, ...]) -> None:
-    """Raise LayoutError if planes of two layouts share bytes: the engines of two devices do not wait for each other."""
-    planes = [
-        (plane, index) for index, layout in enumerate(layouts) for group in layout.groups for plane in group.planes
-    ]
-    active: list[tuple[Plane, int]] = []  # that may reach into the following
-    for plane, index in sorted(planes, key=lambda each: (each[0].address, each[1])):
-        active = [each for each in active if each[0].end > plane.address]
-        for other, owner in active:
-            if owner != index and share_bytes(other, plane):
-                raise LayoutError(
-                    f"layouts[{owner}] and layouts[{index}] share bytes of device memory, {other} and {plane}; the "
-                    "planes of each device must be its own"
-                )
-        active.append((plane, index))

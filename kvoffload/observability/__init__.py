@@ -1,6 +1,6 @@
-"""Engines and caches as others see them: HTML cards in notebooks, metrics for Prometheus.
+"""Engines and caches shown to others: HTML cards in notebooks, metrics for Prometheus, events for routers.
 
 notebook       a card for each class; registered when kvoffload is imported
 prometheus     a collector for prometheus_client, an optional package
-router_events  what a cache holds, as messages that routers read
+router_events  the keys of a cache, as messages that routers read
 """

@@ -1,7 +1,7 @@
-"""How layouts, engines, caches and plans are shown in a notebook: as cards with tables and small bars.
+"""Layouts, engines, caches and plans in a notebook: as cards with tables and small bars.
 
-A card is HTML with inline styles; it loads nothing and has no script. Text and background keep the page's colours, so a
-card can be read in light and dark themes; only bars have colours. All text is escaped. Nothing here asks the driver.
+A card is HTML with inline styles; it loads nothing and has no script. Text and background keep the page's colours, so
+that it can be read in light and dark themes; only bars have colours. All text is escaped. Nothing here asks the driver.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIMULATED = "simulated: no GPU, times mean nothing"
 
 
 def register_cards() -> None:
-    """Have notebooks show these classes as cards. Called when `kvoffload` is imported."""
+    """Make notebooks show these classes as cards. Called when `kvoffload` is imported."""
     register(KVLayout, layout_card)
     register(OffloadEngine, engine_card)
     register(BlockCache, cache_card)
@@ -42,7 +42,7 @@ class Markup(str):
 
 
 class Band(NamedTuple):
-    """One of the lengths that a bar consists of; `text` is its legend, "" for none."""
+    """A part of a bar; `text` is its legend, "" for none."""
 
     text: str
     amount: int
@@ -178,10 +178,8 @@ def engine_card(
     """The pool of an engine, its transfers, and the copiers that it can use.
 
     Args:
-        engine: shown from its public attributes, and from the other arguments.
         folded: how its groups fold inside their allocations.
         copiers: for each name None, or why that copier cannot run.
-        closed: whether the engine is closed.
     """
     device, layout = engine.device, engine.layout
     statistics = None if device.foreign else engine.statistics()
@@ -234,13 +232,11 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 def cache_card(
     cache: BlockCache, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
 ) -> Markup:
-    """The slots of a block cache, and what it has found and stored.
+    """The slots of a block cache, and its counts.
 
     Args:
-        cache: shown from the other arguments and its engine's device.
-        statistics: its counts, read without asking the driver; None in a forked process.
+        statistics: read without asking the driver; None in a forked process.
         described: its index in one line, the policy included.
-        tenants: with their quotas and priorities.
     """
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:
@@ -277,7 +273,7 @@ def _residency(statistics: CacheStatistics) -> list[Band]:
 
 
 def plan_card(report: PlanReport) -> Markup:
-    """A transfer that was planned: its size, the copy method selected for it, and the alternatives."""
+    """A planned transfer: its size, the copy method selected for it, and the alternatives."""
     rows = [
         ("transfer", f"{report.direction} of {plural(report.blocks, 'block')}, {size(report.nbytes)}"),
         ("operations", f"{report.operations:,} if strided, {report.rows:,} if flat"),

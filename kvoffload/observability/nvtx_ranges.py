@@ -25,10 +25,10 @@ class _NvtxTracer:
 
 
 def nvtx_tracer(domain: str = "kvoffload") -> Tracer:
-    """A tracer for `set_tracer` that makes an NVTX range of each transfer, which Nsight Systems shows.
+    """A tracer for `set_tracer` that makes an NVTX range for each transfer, which Nsight Systems shows.
 
-    A range lasts from the submission until the host has found the transfer's end, in a call such as `poll` or `wait`
-    of a job; that is later than its end on the GPU.
+    A range lasts from the submission until the host finds the transfer's end, in a call such as a job's `poll` or
+    `wait`. That is later than its end on the GPU.
 
     Args:
         domain: of the ranges: a row of its own in the profiler.

@@ -1,9 +1,9 @@
-"""Statistics of block caches, and of the engines and tiers below them, as Prometheus metrics; needs prometheus_client.
+"""Statistics of block caches, their engines and their tiers as Prometheus metrics. Needs prometheus_client.
 
     collector = prometheus.register(cache, gpu="0")     the registry's exporters now export this cache
     collector.add(another, gpu="1")                     more caches of one registry go into the same collector
 
-Statistics are read at each scrape. A collector does not keep a cache alive. A cache that is garbage, whose engine is
+Each scrape reads the statistics. A collector does not keep a cache alive. A cache that is garbage, whose engine is
 closed, or that belongs to the parent of a forked process, has no metrics.
 """
 
@@ -22,7 +22,7 @@ from kvoffload.errors import CapabilityError, ClosedError
 
 
 class Cache(Protocol):
-    """What a collector needs of a cache. If it has an `engine`, or `tier_statistics()`, these are exported as well."""
+    """A cache as a collector sees it. If it has an `engine`, or `tier_statistics()`, these are exported as well."""
 
     def statistics(self) -> CacheStatistics: ...
 
@@ -33,7 +33,7 @@ class _Metric(NamedTuple):
     Attributes:
         kind: "Gauge", "Counter" or "Histogram".
         label: its own label besides those of the cache; "" for none.
-        read: its values in some statistics, by the values of that label. One without a value is left out.
+        read: returns its values from some statistics, by the values of that label; None is left out.
     """
 
     kind: str
@@ -172,10 +172,11 @@ class CacheCollector:
         """Export another cache as well.
 
         Args:
-            labels: the names that the first cache has, with other values.
+            labels: the same names as for the first cache, with other values.
 
         Raises:
-            ValueError: the names differ from those of the first cache, or another living cache has these values.
+            ValueError: the names differ from the first cache's, or another living cache has these values.
+            TypeError: a value is not a string.
         """
         if tuple(sorted(labels)) != self._label_names:
             raise ValueError(f"labels must be {list(self._label_names)} as for the first cache, got {sorted(labels)}")
@@ -186,7 +187,7 @@ class CacheCollector:
         self._caches = [*living, (weakref.ref(cache), values)]
 
     def describe(self) -> Iterator[Any]:
-        """The metrics without values: a registry refuses two collectors of the same ones."""
+        """The metrics without values: with these, a registry refuses a second collector."""
         for name in _METRICS:
             yield self._family(name)
 
@@ -212,7 +213,7 @@ class CacheCollector:
         return make(f"kvoffload_{name}", metric.text, labels=[*self._label_names, *own])
 
     def _arguments(self, value: float | Histogram) -> dict[str, Any]:
-        """Arguments for `add_metric` of a family, whose buckets are cumulative."""
+        """Arguments for a family's `add_metric`; its buckets are cumulative."""
         if not isinstance(value, Histogram):
             return {"value": value}
         bounds = [self._client.utils.floatToGoString(bound) for bound in (*value.bounds, float("inf"))]
@@ -231,7 +232,7 @@ def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheColle
 
     Raises:
         ValueError: the registry has a collector of these metrics already.
-        What CacheCollector raises.
+        The errors of CacheCollector.
     """
     collector = CacheCollector(cache, **labels)
     chosen = _client().core.REGISTRY if registry is None else registry
@@ -245,7 +246,7 @@ def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheColle
 
 
 def _statistics(cache: Any) -> list[tuple[Any, Mapping[str, _Metric]]]:
-    """The statistics of a cache, its engine and its tiers, with the metrics of each; none of a cache that is closed."""
+    """The statistics of a cache, its engine and its tiers, with the metrics of each; empty if the cache is closed."""
     engine = getattr(cache, "engine", None)
     if cache is None or getattr(engine, "closed", False):
         return []
@@ -261,8 +262,8 @@ def _checked(labels: dict[str, str]) -> dict[str, str]:
     for name, value in labels.items():
         if name in _OWN_LABELS or not re.fullmatch("(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name):
             raise ValueError(
-                f"label {name!r} must be letters, digits and underscores, not two of them first, and none of "
-                f"{sorted(_OWN_LABELS)}"
+                f"label {name!r} must be letters, digits and underscores, without a digit or two underscores at the "
+                f"beginning, and none of {sorted(_OWN_LABELS)}"
             )
         if not isinstance(value, str):
             raise TypeError(f"label {name} must be a string, got {value!r:.80}")

@@ -1,10 +1,9 @@
-"""Cache events as the messages that routers read, so that a request is sent to the host that holds its beginning.
+"""Cache events as the messages that routers read, so that a request goes to the host that holds its beginning.
 
-The messages are those that vLLM publishes (vllm/distributed/kv_events.py: BlockStored, BlockRemoved and
-AllBlocksCleared) and that the routers of Dynamo, llm-d and AIBrix subscribe to. They are plain data: packing them with
-msgpack and sending them is left to the caller. On the wire vLLM sends three frames over a ZeroMQ PUB socket: a topic,
-the sequence number in 8 bytes, big-endian, and the payload. A subscriber that has missed a number asks for what follows
-it over a ROUTER socket.
+vLLM publishes these messages (vllm/distributed/kv_events.py: BlockStored, BlockRemoved and AllBlocksCleared), and the
+routers of Dynamo, llm-d and AIBrix subscribe to them. They are plain data: you pack them with msgpack and send them. On
+the wire vLLM sends three frames over a ZeroMQ PUB socket: a topic, the sequence number in 8 bytes, big-endian, and the
+payload. A subscriber that has missed a number asks for the later ones over a ROUTER socket.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Batch(NamedTuple):
     """Messages that are sent together.
 
     Attributes:
-        sequence: the number of the batch, from 0 on. A number that is left out stands for messages that were lost.
-        payload: what msgpack packs: lists, tuples, dicts, strings, numbers and None.
+        sequence: the number of the batch, from 0 on. A missing number stands for messages that were lost.
+        payload: for msgpack: lists, tuples, dicts, strings, numbers and None.
     """
 
     sequence: int
@@ -40,7 +39,7 @@ class Batch(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What a message says of a key besides its hash."""
+    """The data of a key in messages, besides its hash."""
 
     parent: bytes | None
     token_ids: tuple[int, ...]
@@ -55,32 +54,32 @@ class RouterEvents:
         events.describe(keys, token_ids)            # for each request, before its keys are stored or promoted
         batch = events.take()                       # from time to time; send it
 
-    A key's hash in messages is its last 8 bytes as an unsigned integer, as vLLM shortens its own. The cache does not
-    know the tokens of a key, and routers need them: keys that were not described are left out of "BlockStored".
+    A key's hash in messages is its last 8 bytes as an unsigned integer, as vLLM shortens its own. Routers need the
+    tokens of a key, which the cache does not know: keys not described are left out of "BlockStored".
 
-    Routers skip a block whose parent, the block of the tokens before, they do not know of. So a key whose parent was
-    described, and is in no medium yet, is reported right after its parent.
+    Routers skip a block if they do not know its parent, the block of the tokens before. So a key whose parent was
+    described, but is in no medium yet, is reported right after its parent.
 
-    Routers hash the tokens themselves, and do not see the salt of `chain_keys`: prefixes that differ by salt alone
-    are the same prefix to them. Adapters differ by `lora_name`.
+    Routers hash the tokens themselves, and do not see the salt of `chain_keys`: prefixes that differ only by salt are
+    the same prefix to them. Adapters differ by `lora_name`.
 
     Args:
-        tokens_per_key: tokens that a key covers: `layout.tokens_per_block * layout.blocks_per_slot`. The block size
-            that routers are configured with must be the same.
+        tokens_per_key: tokens that a key covers: `layout.tokens_per_block * layout.blocks_per_slot`. Configure routers
+            with the same block size.
         medium: the name that routers are given for the slots of the cache.
         rank: the data-parallel rank of this server.
-        form: "array" for messages as arrays without names of fields, as vLLM has sent them from the beginning; "map"
-            for dicts, as later versions of vLLM send them. Dynamo's router reads events of both.
-        remembered: number of keys whose tokens are kept, those described last.
-        most_pending: number of messages that are kept for `take`; one more, and all of them are lost.
-        most_batches: number of batches that are kept for `since`.
+        form: "array": messages are arrays without names of fields, as vLLM has always sent them; "map": dicts, as later
+            versions of vLLM send them. Dynamo's router reads both.
+        remembered: the number of keys whose tokens are kept, those described last.
+        most_pending: the number of messages that are kept for `take`; one more, and all of these are lost.
+        most_batches: the number of batches that are kept for `since`.
         clock: returns seconds since the epoch.
 
     Attributes:
-        not_described: number of stored keys that were left out, because `describe` was not called for them, or more
-            than `remembered` keys were described since.
-        lost: number of messages that were lost, because `take` was not called in time. Each loss leaves a number out
-            of the sequence, by which subscribers notice it.
+        not_described: how many stored keys were left out, because `describe` was not called for them, or more than
+            `remembered` keys were described since.
+        lost: how many messages were lost, because `take` was not called in time. Each loss leaves a number out of the
+            sequence, by which subscribers notice.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -123,11 +122,11 @@ class RouterEvents:
     def describe(
         self, keys: Sequence[bytes], token_ids: Any, *, parent: bytes | None = None, lora_name: str | None = None
     ) -> None:
-        """Say which tokens keys stand for. To be called before they are stored or promoted, for every request.
+        """Say which tokens keys stand for. Call it for every request before its keys are stored or promoted.
 
         Args:
-            keys: of one request, as `chain_keys` has returned them.
-            token_ids: the tokens of the request, as given to `chain_keys`; those after the last whole key are ignored.
+            keys: of one request, as `chain_keys` returned them.
+            token_ids: the tokens of the request, as given to `chain_keys`; tokens after the last key are ignored.
             parent: the key of the tokens before these; None: these begin the request.
             lora_name: name of the adapter; None: the model without one.
 
@@ -159,9 +158,10 @@ class RouterEvents:
             self.removed(event.keys, self.medium)
 
     def stored(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """These keys can be loaded from that medium from now on. The cache reports its slots itself, by `on_event`.
+        """These keys can be loaded from that medium from now on. For the slots, the cache reports this itself, by
+        `on_event`.
 
-        A key is reported when its parent has been: a promotion brings keys in any order.
+        A key is reported after its parent, since a promotion brings keys in any order.
         """
         refuse_nested(self._lock, "stored")
         with self._lock:
@@ -180,11 +180,21 @@ class RouterEvents:
                 self._add(self._stored(together, last))
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """These keys can no longer be loaded from that medium. The cache reports its slots itself, by `on_event`."""
+        """These keys can no longer be loaded from that medium. For the slots, the cache reports this itself, by
+        `on_event`.
+        """
         refuse_nested(self._lock, "removed")
         with self._lock:
-            gone = [key for key in keys if not self._stops_waiting(key, medium)]
-            for key in gone:
+            gone = list[bytes]()
+            for key in keys:
+                parent = self._parent_of.pop((key, medium), None)
+                if parent is not None:  # it has waited for its parent: routers do not know it
+                    siblings = self._waiting[parent]
+                    del siblings[key, medium]
+                    if not siblings:
+                        del self._waiting[parent]
+                    continue
+                gone.append(key)
                 media = self._present.get(key, set())
                 media.discard(medium)
                 if not media:
@@ -203,7 +213,7 @@ class RouterEvents:
     # sending ------------------------------------------------------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """The messages since the previous call, as a batch to be sent; None if there are none."""
+        """The messages since the previous call, as a batch for you to send; None if there are none."""
         refuse_nested(self._lock, "take")
         with self._lock:
             if not self._pending:
@@ -217,14 +227,14 @@ class RouterEvents:
             return batch
 
     def since(self, sequence: int) -> list[Batch]:
-        """The batches with this number and later ones, as `take` returned them: for subscribers that missed some."""
+        """The kept batches with this number and later ones: for subscribers that missed some."""
         with self._lock:
             return [batch for batch in self._batches if batch.sequence >= sequence]
 
     # parents before children --------------------------------------------------------------------------------------
 
     def _reportable(self, keys: Sequence[bytes], medium: Medium) -> Iterator[tuple[bytes, Medium]]:
-        """Those keys whose parents routers know of, each followed by the keys that have waited for it."""
+        """The keys whose parents routers know, each followed by the keys that have waited for it."""
         rest = [(key, medium) for key in reversed(keys)]
         while rest:
             key, where = rest.pop()
@@ -242,17 +252,6 @@ class RouterEvents:
             for child in self._waiting.pop(key, {}):
                 del self._parent_of[child]
                 rest.append(child)
-
-    def _stops_waiting(self, key: bytes, medium: Medium) -> bool:
-        """Whether a key has waited for its parent, so that routers do not know of it; it waits no longer."""
-        parent = self._parent_of.pop((key, medium), None)
-        if parent is None:
-            return False
-        siblings = self._waiting[parent]
-        del siblings[key, medium]
-        if not siblings:
-            del self._waiting[parent]
-        return True
 
     # messages -----------------------------------------------------------------------------------------------------
 

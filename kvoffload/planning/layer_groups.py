@@ -23,11 +23,11 @@ _WANTED = "parts must be None, a number of parts, or for each part the indices o
 
 
 def as_parts(parts: PartsLike, num_planes: int) -> Parts | None:
-    """The planes of each part; None where all of them are in one.
+    """The planes of each part; None if there is only one part.
 
     Args:
-        parts: None; or a number of equal parts, planes in their order; or for each part the indices of its planes.
-        num_planes: of the group.
+        parts: None; or a number of equal parts, in the order of the planes; or the indices of the planes of each part.
+        num_planes: how many the group has.
 
     Raises:
         LayoutError: parts of unequal size, or not every plane in exactly one part.
@@ -84,14 +84,11 @@ def _check_planes(parts: Parts, num_planes: int) -> None:
 
 
 class Folds:
-    """The groups of a layout, folded.
-
-    Args:
-        layout, allocations: as for `kvoffload.layout.fold.fold`.
+    """The groups of a layout, folded. Arguments as for `kvoffload.layout.fold.fold`.
 
     Attributes:
-        groups: each with all of its planes together.
-        of: called with the index of a group and with parts, returns the group folded in these parts.
+        groups: each group with all planes in one part.
+        of: `of(index of a group, parts)` is the group folded in these parts.
     """
 
     def __init__(self, layout: KVLayout, allocations: Sequence[Sequence[int]]) -> None:

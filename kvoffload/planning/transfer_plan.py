@@ -1,12 +1,11 @@
-"""What a transfer must copy, as numpy arrays: merge adjacent blocks, flatten what must be flat.
+"""The copies of a transfer, as numpy arrays. No device is touched here.
 
-A transfer is a `BlockPlan`: blocks, and where each lies in a slot. That is all that a copy kernel needs. `operations()`
-gives it as strided operations, n x k of them for n blocks over k folds (`kvoffload.layout.fold`), computed by
-broadcasting; `flat()` of those as copies of one row each. Pure numpy: no device is seen here.
+A `BlockPlan` has the blocks and their places in slots, which is enough for a copy kernel. Its `operations()` are
+strided copies: n x k for n blocks over k folds (`kvoffload.layout.fold`), before adjacent blocks merge. `flat()` splits
+those into copies of one row each.
 
-Every transfer passes through `build`, `count` and `operations`. For an ordinary group they call no Python function but
-each other, and no numpy function that is written in Python (`concatenate`, `any`, `full`, ...): ufuncs, `arange`,
-`empty` and methods written in C do the work.
+Every transfer passes through `build`, `count` and `operations`. For an ordinary group these call only each other and
+numpy functions written in C, not `concatenate`, `any` or `full`.
 """
 
 from __future__ import annotations
@@ -32,24 +31,22 @@ class Direction(enum.StrEnum):
 
     @property
     def opposite(self) -> Direction:
-        """The other direction."""
         return Direction.LOAD if self is Direction.STORE else Direction.STORE
 
 
 class BlockPlan:
-    """What a transfer moves: block `blocks[i]` of a group's planes, and sub-block `sub_block[i]` of a slot.
-
-    Never changed after it is built; `cut` shares its arrays.
+    """Copies between block `blocks[i]` of a group's planes and sub-block `sub_block[i]` of the slot at
+    `slot_address[i]`. Immutable; `cut` shares its arrays.
 
     Attributes:
-        direction: of the transfer.
+        direction: store or load.
         group: the group's folds.
-        group_index: of the group in its layout.
+        group_index: its index in the layout.
         blocks: device block ids, int64, (n,).
-        slot_address: host address of the slot of each block, int64, (n,), bytes.
-        sub_block: position of each block in its slot, int64, (n,); None where a slot holds one block.
-        nbytes: payload.
-        part_ends: empty, since every block has planes of all parts; `operations()` has the parts.
+        slot_address: host addresses, int64, (n,).
+        sub_block: int64, (n,); None if a slot holds one block.
+        nbytes: payload bytes.
+        part_ends: empty, since a block has planes of all parts; see `TransferPlan.part_ends`.
     """
 
     __slots__ = ("_merged", "blocks", "direction", "group", "group_index", "nbytes", "slot_address", "sub_block")
@@ -77,7 +74,7 @@ class BlockPlan:
         return len(self.blocks)
 
     def cut(self, start: int, stop: int) -> BlockPlan:
-        """Blocks `[start, stop)` as a plan of their own, sharing memory."""
+        """The plan of blocks `[start, stop)`; it shares memory."""
         if start == 0 and stop >= len(self.blocks):
             return self
         cut = slice(start, stop)
@@ -87,7 +84,7 @@ class BlockPlan:
         )
 
     def count(self) -> tuple[int, int]:
-        """The number of strided operations, and of rows in them, that `operations` returns."""
+        """How many strided operations `operations` returns, and how many rows these have together."""
         operations = rows = 0
         for each in self.group.classes:
             starts = len(self.blocks)
@@ -98,13 +95,13 @@ class BlockPlan:
         return operations, rows
 
     def operations(self) -> TransferPlan:
-        """As strided operations, one for each fold and block, in the order of the parts; adjacent blocks of a slot
-        merge into wider rows.
+        """Strided operations, one for each fold and block, in the order of the parts. Adjacent blocks of a slot merge
+        into wider rows.
         """
         classes = self.group.classes
         if len(classes) == 1 and self.group.num_parts == 1:
             folds = classes[0]
-            # 1. One fold, one block a slot: what most transfers are. Few numpy calls, no reshaping.
+            # 1. One fold, one block a slot, as in most transfers. Few numpy calls, no reshaping.
             if self.sub_block is None and len(folds.address) == 1:
                 device = folds.block_addresses[self.blocks]
                 host = self.slot_address + folds.first_offset if folds.has_offset else self.slot_address
@@ -131,7 +128,7 @@ class BlockPlan:
         return TransferPlan(self.direction, *columns, part_ends=tuple(counts.sum(axis=0).cumsum().tolist()))
 
     def _columns(self, folds: FoldClass) -> list[UInt64Array]:
-        """The six columns of a plan for the folds of one class: fold after fold, blocks ascending in each."""
+        """The six columns for the folds of one class: fold after fold, each with all blocks in their order."""
         blocks, slot_address, sub_block = self.blocks, self.slot_address, self.sub_block
         width = folds.width_column
         if sub_block is not None:
@@ -152,10 +149,10 @@ class BlockPlan:
         return columns
 
     def _merge(self, sub_block: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where runs of blocks that are adjacent on both sides start, and how many blocks each run has.
+        """The start and the length of each run of blocks that are adjacent on both sides.
 
-        Blocks of two slots never merge, even if both slots are full and adjacent: the pool may have been registered in
-        several ranges, the driver refuses a copy across two of them, and a plan does not know them.
+        Blocks of two slots never merge, even if the slots are full and adjacent: the driver refuses a copy across two
+        registered ranges of the pool, and a plan does not know the ranges.
         """
         blocks = self.blocks
         is_start = np.empty(len(blocks), dtype=np.bool_)
@@ -175,14 +172,14 @@ class BlockPlan:
 
 
 class TransferPlan:
-    """Strided operations: `height` rows of `width` bytes, at `*_address + row * *_pitch`.
+    """Strided operations: `height` rows of `width` bytes, at `*_address + row * *_pitch`. Immutable.
 
-    Addresses are uint64, (n,); the other columns uint64, (n,), or (1,) where all operations have one value. Operations
-    of a part have no order among each other and no two write the same byte. Never changed after it is built.
+    Addresses are uint64, (n,); the other columns are uint64, (n,), or (1,) if all operations have the same value. The
+    operations of a part have no order among each other, and no two write the same byte.
 
     Attributes:
-        part_ends: how many operations the first part has, the first two, ...; empty where there is one part.
-        source, target: the addresses of the device and of the host, by direction.
+        part_ends: the number of operations in the first part, the first two, ...; empty if there is one part.
+        source, target: the device and host addresses, by direction.
     """
 
     __slots__ = (
@@ -230,11 +227,10 @@ class TransferPlan:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every operation is a single row."""
         return bool(np.logical_and.reduce(self.height == 1))
 
     def cut(self, start: int, stop: int) -> TransferPlan:
-        """Operations `[start, stop)` as a plan of their own, of one part, sharing memory."""
+        """The plan of operations `[start, stop)` of one part; it shares memory."""
         if start == 0 and stop >= len(self.device_address):
             return self
         cut = slice(start, stop)
@@ -272,7 +268,7 @@ class TransferPlan:
 
 
 def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
-    """The operations of plans of one direction and one part each, one plan's after the other's."""
+    """The operations of several plans in a row. All have one part and the same direction."""
     sizes = [len(plan) for plan in plans]
 
     def column(name: str) -> UInt64Array:
@@ -292,10 +288,10 @@ def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
 def addresses_of_slots(
     layout: KVLayout, pool_address: int, num_slots: int, slot_stride: int | None = None
 ) -> Int64Array:
-    """Host addresses of the slots of a pool, int64, (num_slots,). A look-up takes a fifth of the arithmetic's time.
+    """Host addresses of the slots, int64, (num_slots,). A look-up takes a fifth of the arithmetic's time.
 
     Args:
-        slot_stride: bytes from slot to slot; None: they follow each other.
+        slot_stride: bytes from slot to slot; None: `slot_bytes`.
     """
     stride = layout.slot_bytes if slot_stride is None else slot_stride
     return pool_address + np.arange(num_slots, dtype=np.int64) * stride
@@ -316,8 +312,8 @@ def build(
 
     Args:
         group, group_index: the group's folds, and its index in the layout.
-        slot_addresses: of every slot of the pool, see `addresses_of_slots`.
-        slots, blocks: valid ids, int64, which the plan keeps and which must not change while it is used;
+        slot_addresses: from `addresses_of_slots`.
+        slots, blocks: valid ids, int64, that must not change while the plan is used;
             `len(slots) == layout.slots_for(len(blocks), first_sub_block=...)`.
     """
     factor = layout.blocks_per_slot

@@ -54,7 +54,15 @@ def add_parser(commands: Any) -> None:
     add("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
     add("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
     add("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
-    _add_disk(parser)
+    on_disk = parser.add_argument_group("a disk below the cache").add_argument  # None tells `_check` what was not given
+    on_disk("--disk-slots", type=numbers, metavar="N[,N...]", help="hash ids the disk holds")
+    on_disk("--disk-path", type=Path, metavar="FOLDER", help="where its file is made, with bytes; removed at the end")
+    writes = (*WRITES, "all")
+    on_disk("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
+    reads = "reads that a write must bring (default 0.22)"
+    on_disk("--least-hits", type=saving.not_negative, metavar="X", help=reads)
+    on_disk("--disk-policy", choices=policies[:-1], metavar="NAME", help=", ".join(policies[:-1]))
+    on_disk("--disk-gb-per-s", type=saving.positive, metavar="X", help="its speed, to compute the time saved")
     add("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
     add("--scale", type=scale, default=1.0, metavar="X", help="shrink blocks to X of their bytes, 0 < X <= 1")
     add("--blocks-per-hash", type=whole(1), default=1, metavar="N", help="device blocks per hash id (default 1)")
@@ -66,7 +74,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
-    """The options for a trace or a workload, and for the seed of what `seeded` names."""
+    """The options for a trace or a workload, and `--seed` for the things that `seeded` names."""
     traffic = parser.add_mutually_exclusive_group()  # one is required: see `check_traffic`
     traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
     names = tuple(WORKLOADS)
@@ -74,20 +82,6 @@ def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
     most = f"how many (default: all; {DEFAULT_REQUESTS} of a workload)"
     parser.add_argument("--requests", type=whole(1, 10_000_000), metavar="N", help=most)
     add_seed(parser, seeded)
-
-
-def _add_disk(parser: argparse.ArgumentParser) -> None:
-    """`--disk-slots`, and the options that need it; their default is None so that `_check` knows who gave them."""
-    add = parser.add_argument_group("a disk below the cache").add_argument
-    add("--disk-slots", type=numbers, metavar="N[,N...]", help="hash ids the disk holds")
-    add("--disk-path", type=Path, metavar="FOLDER", help="where its file is made, with bytes; removed at the end")
-    writes = (*WRITES, "all")
-    add("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
-    reads = "reads that a write must bring (default 0.22)"
-    add("--least-hits", type=saving.not_negative, metavar="X", help=reads)
-    policies = tuple(sorted(POLICIES))
-    add("--disk-policy", choices=policies, metavar="NAME", help=", ".join(policies))
-    add("--disk-gb-per-s", type=saving.positive, metavar="X", help="its speed, to compute the time saved")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -319,7 +313,7 @@ def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "  found and loaded", f"{fields['blocks_hit']:,} ({mib(fields['bytes_loaded'])})"
     if disk is not None:
         read = f"{mib(disk['bytes_read'])} read, {disk['promotion_seconds']:,.1f} s of promotions"
-        yield "    of them from disk", f"{disk['blocks_promoted']:,} ({read})"
+        yield "    from disk", f"{disk['blocks_promoted']:,} ({read})"
     yield "  not found: stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"
     yield "  not found: not worth storing", f"{fields['blocks_declined']:,}"
     if beyond:
@@ -331,7 +325,7 @@ def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "corrupt records on disk", f"{disk['corrupt_records']:,}"
     verified = f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)"
     yield "loaded blocks verified, every byte", verified
-    yield "  of them corrupt", f"{fields['corrupt_blocks']:,}"
+    yield "  corrupt", f"{fields['corrupt_blocks']:,}"
 
 
 def _times(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ def require(path: Path) -> None:
 
 
 def seen_before(requests: Sequence[Request]) -> float:
-    """Percent of the blocks asked for that an earlier request had: what a cache without bounds finds."""
+    """Percent of the blocks asked for that an earlier request had: the hits of a cache without bounds."""
     seen: set[bytes] = set()
     found = 0
     for request in requests:
@@ -40,11 +40,7 @@ def seen_before(requests: Sequence[Request]) -> float:
 
 
 def draw(results: Sequence[PolicyResult], requests: Sequence[Request], title: str, path: Path) -> None:
-    """Write the figure.
-
-    Args:
-        results: by policy and slots.
-        requests: the traffic that they are of.
+    """Write the figure of these results; `requests`: the traffic behind them.
 
     Raises:
         CommandError: it cannot be written.

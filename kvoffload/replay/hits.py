@@ -1,11 +1,4 @@
-"""What a host pool would find, and the tiers below it: the cache's own indexes and policies, without bytes.
-
-HostPool, Disk         serve one request after another                           `serve`
-Through, ...              what is written to a disk at the end of a request         `make_writes`
-hits_of_policies          a result for each capacity and policy, and the optimum    `PolicyResult`
-hits_with_disk            a result for each host, disk and way to write             `TierResult`
-belady_hits               the most that any cache of a capacity can find
-"""
+"""Hits of a host pool, and of tiers below it, with the cache's own indexes and policies, without bytes."""
 
 from __future__ import annotations
 
@@ -79,7 +72,7 @@ class SecondSighting(Through):
 
 
 class RandomShare(Through):
-    """Writes all blocks of a random share of the requests: whole requests, as a block needs those before it."""
+    """Writes all blocks of a random share of the requests: whole requests, as a block needs the ones before."""
 
     def __init__(self, share: float, seed: int) -> None:
         super().__init__()
@@ -107,12 +100,7 @@ def make_writes(name: str, disk_slots: int, *, least_hits: float, share: float =
 
 
 class Below(Protocol):
-    """A tier as the host above it sees it.
-
-    Attributes:
-        keys: what it holds now; the same object as long as the tier is used.
-        num_slots: keys that it can hold.
-    """
+    """A tier as the host above it sees it; `keys`, the keys in it now, is always the same object."""
 
     @property
     def keys(self) -> Container[bytes]: ...
@@ -121,10 +109,10 @@ class Below(Protocol):
     def num_slots(self) -> int: ...
 
     def read(self, keys: Sequence[bytes]) -> None:
-        """The host reads these keys. The tier holds all of them."""
+        """The host reads these keys, all of which the tier holds."""
 
     def write(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The host writes these keys. Returns those that the tier took; it skips keys that it has."""
+        """The host writes these keys. Returns the keys that the tier took; it skips keys that it has."""
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -160,9 +148,9 @@ class Served(NamedTuple):
     """The result of one request.
 
     Attributes:
-        hits: leading blocks found in the host, then in each tier below it.
+        hits: leading blocks found in the host, then in each tier.
         written: keys written to each tier.
-        refused: whether some keys were not stored, because too few others could be evicted.
+        refused: whether keys were not stored because too few others could be evicted.
     """
 
     hits: tuple[int, ...]
@@ -173,16 +161,16 @@ class Served(NamedTuple):
 class HostPool:
     """A host pool, and tiers below it if there are any.
 
-    A request takes its leading keys from the host, or from the first tier that has them: then they are promoted, which
-    means read into the host, and stay in the tier. The remaining keys are computed and stored in the host. When the
-    request ends, `writes` says which of its keys go to every tier that lacks them. Only the host's copy can be written,
-    so a key that the host declined is written nowhere.
+    A request takes its leading keys from the host, or from the first tier that has them. Keys from a tier are promoted:
+    read into the host, and kept in the tier. The remaining keys are computed and stored in the host. When the request
+    ends, `writes` chooses the keys that go to every tier that lacks them. Only the host's copy can be written, so a key
+    that the host declined is written nowhere.
 
     Args:
         slots: keys that the host holds.
-        policy: what the host evicts by. A name stands for a policy that declines nothing: see `host_policy`.
-        tiers: the tier that is asked first comes first.
-        writes: what is written to them.
+        policy: of the host. A name stands for a policy that declines nothing: see `host_policy`.
+        tiers: in the order in which they are asked.
+        writes: chooses the keys written to them.
     """
 
     def __init__(
@@ -196,9 +184,9 @@ class HostPool:
         self.host = CacheIndex(slots, policy=policy, on_event=self._on_event)
 
     def serve(self, keys: Request) -> Served:
-        """Serve one request. A request longer than the host uses its first keys.
+        """Serve one request. If it is longer than the host, only its first keys are used.
 
-        All of its keys are given to `reserve` together, so that none of them is evicted for another.
+        `reserve` gets all of its keys together, so that no key is evicted for another.
         """
         used = keys[: self.host.capacity]
         places = self._places(used)
@@ -208,7 +196,22 @@ class HostPool:
         with self.host.reserve(unique) as reservation:
             arrived, refused = list(reservation.keys), reservation.short
         self.keys.update(arrived)
-        written = self._pass_on(unique, arrived, place_of) if self.tiers else ()
+        written: tuple[int, ...] = ()
+        if self.tiers:
+            for number, tier in enumerate(self.tiers, start=1):
+                tier.read([key for key, place in place_of.items() if place == number])
+            self.writes.promoted([key for key in arrived if place_of.get(key)])
+            stored = [key for key in arrived if not place_of.get(key)]
+            self.writes.stored(stored)
+            lacking = {key for key in unique if not any(key in held for held in self._below)}
+            self.writes.written([key for key in stored if key not in lacking])
+            self.writes.left_disk(lacking)
+            chosen = self.writes.ended(unique)
+            assert self.keys.issuperset(chosen), "only keys in the host can be written"
+            written = tuple(len(tier.write(chosen)) if chosen else 0 for tier in self.tiers)
+            self.writes.written([key for key in chosen if any(key in held for held in self._below)])
+            for tier in self.tiers:
+                tier.touch(unique)
         self.host.touch(unique)
         return Served(tuple(map(places.count, range(len(self.tiers) + 1))), written, refused)
 
@@ -222,24 +225,6 @@ class HostPool:
             places.append(place)
         return places
 
-    def _pass_on(self, keys: list[bytes], arrived: list[bytes], place_of: dict[bytes, int]) -> tuple[int, ...]:
-        """Tell the tiers and `writes` of a request that ends; how many of its keys each tier took."""
-        for number, tier in enumerate(self.tiers, start=1):
-            tier.read([key for key, place in place_of.items() if place == number])
-        self.writes.promoted([key for key in arrived if place_of.get(key)])
-        stored = [key for key in arrived if not place_of.get(key)]
-        self.writes.stored(stored)
-        lacking = {key for key in keys if not any(key in held for held in self._below)}
-        self.writes.written([key for key in stored if key not in lacking])
-        self.writes.left_disk(lacking)
-        chosen = self.writes.ended(keys)
-        assert self.keys.issuperset(chosen), "only what is in the host can be written"
-        taken = tuple(len(tier.write(chosen)) if chosen else 0 for tier in self.tiers)
-        self.writes.written([key for key in chosen if any(key in held for held in self._below)])
-        for tier in self.tiers:
-            tier.touch(keys)
-        return taken
-
     def _on_event(self, event: CacheEvent) -> None:
         if event.kind == "evicted":
             self.keys.difference_update(event.keys)
@@ -247,7 +232,7 @@ class HostPool:
 
 
 def host_policy(name: str, slots: int) -> Policy:
-    """As `make_policy`, but "prefix" admits all: what the host declines can never be written to a disk."""
+    """As `make_policy`, but "prefix" admits all: a key that the host declines can never be written to a disk."""
     return Prefix(slots, declines=False) if name == "prefix" else make_policy(name, slots)
 
 
@@ -281,17 +266,16 @@ def rate_of(hits: int, requests: Sequence[Request]) -> float:
 
 
 class PolicyResult(NamedTuple):
-    """What a cache did with all the requests. Blocks are the cache's, one per key.
+    """The counts of a cache over all requests. Blocks are the cache's, one per key.
 
     Attributes:
         policy: its name, or `OPTIMUM`, for which only the hits are known.
         slots: keys that the cache holds.
-        hit_rate: hits as a share of all blocks that were requested.
-        requests_refused: requests that were not stored, or only in part, because too few keys could be evicted.
-        seconds: host time of this machine for all requests.
-        share_of_optimum: (hits - LRU's hits) / (optimum - LRU's hits). None if LRU was not replayed, or reaches the
-            optimum.
-        blocks_beyond_slots: blocks that were not tried, in requests longer than the cache. None for the optimum.
+        hit_rate: hits as a share of all requested blocks.
+        requests_refused: requests not stored, or only in part, because too few keys could be evicted.
+        seconds: host time of this machine.
+        share_of_optimum: (hits - LRU's hits) / (optimum - LRU's hits). None if LRU was not replayed, or is as good.
+        blocks_beyond_slots: blocks not tried, in requests longer than the cache. None for the optimum.
     """
 
     policy: str
@@ -348,8 +332,8 @@ def hits_of_policies(
 def belady_hits(requests: Sequence[Request], capacity: int) -> int:
     """The most leading hits that any cache of this capacity can have. Belady's rule: it knows the future.
 
-    It evicts, or does not store, the keys whose next use is last. Nothing finds more if a key is always preceded by the
-    same keys, as hashes of prefixes are, and no request repeats a key.
+    It evicts, or does not store, the keys whose next use is last. Nothing finds more if a key always follows the same
+    keys, as hashes of prefixes do, and no request repeats a key.
 
     Args:
         requests: in the order of their arrival.
@@ -362,10 +346,10 @@ def belady_hits(requests: Sequence[Request], capacity: int) -> int:
 
 
 def belady_hits_by_request(requests: Sequence[Request], capacity: int) -> list[int]:
-    """The same for each request.
+    """`belady_hits` for each request.
 
-    Among keys that the same request uses next, the deepest goes first. So the cache holds whole prefixes at any time,
-    all of which count as hits, and the rule that maximises hits of any kind maximises leading ones.
+    Among keys that the same request uses next, the deepest goes first. So the cache always holds whole prefixes, which
+    all count as hits, and the rule that maximises hits of any kind maximises leading ones.
     """
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -396,18 +380,18 @@ def belady_hits_by_request(requests: Sequence[Request], capacity: int) -> list[i
 
 
 class TierResult(NamedTuple):
-    """What a host pool and a disk below it did with all the requests. Blocks are the cache's, one per key.
+    """The counts of a host pool and a disk below it over all requests. Blocks are the cache's, one per key.
 
     Attributes:
-        write: what was written, one of `WRITES`.
+        write: one of `WRITES`.
         slots, disk_slots: keys that the host and the disk hold.
         host_hits, disk_hits: leading blocks found in the host, and on the disk alone.
-        hit_rate: both, as a share of all blocks that were requested.
+        hit_rate: both, as a share of all requested blocks.
         blocks_written, blocks_evicted: by the disk.
-        blocks_read: from the disk: its hits.
-        hits_per_written: blocks read from the disk for each block written; None if none was.
+        blocks_read: the disk's hits.
+        hits_per_written: None if no block was written.
         share: the share of the requests that "random" wrote; None for others.
-        seconds: host time of this machine for all requests.
+        seconds: host time of this machine.
     """
 
     write: str
@@ -449,12 +433,11 @@ def hits_with_disk(
 
 
 class Survey(NamedTuple):
-    """What is replayed with a disk.
+    """A replay with a disk, over every pair of `slots` and `disk_slots`.
 
     Attributes:
-        slots, disk_slots: every pair of them.
-        writes: names from `WRITES`. "random" writes as large a share of the requests as "admitted" writes of what
-            "through" does, so these two are replayed first.
+        writes: names from `WRITES`. "random" writes that share of the requests which "admitted" writes of the blocks
+            that "through" does; so these two are replayed first.
         least_hits: for "admitted".
         seed: for "random".
     """

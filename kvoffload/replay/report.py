@@ -1,4 +1,4 @@
-"""What `kvoffload replay --metadata-only` prints: hits by policy, or with a disk, and the time that they save."""
+"""The output of `kvoffload replay --metadata-only`: hits by policy, or with a disk, and the time that they save."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Output, counted
 
 _MEANINGS = {
-    "admitted": "admitted: what is worth its write.",
+    "admitted": "admitted: blocks worth their write.",
     "through": "through: all.",
-    "second": "second: what is used a second time.",
-    "random": "random: all blocks of some requests, as large a share as admitted writes of what through does.",
+    "second": "second: blocks used a second time.",
+    "random": "random: all blocks of some requests, about as many as admitted writes.",
     "none": "none: no disk.",
 }
 
@@ -132,7 +132,7 @@ def print_policies(results: Sequence[PolicyResult], title: str, rates: Rates | N
         if beyond:
             output.line(f"not tried with {slots:,} slots: {beyond:,} blocks beyond the first {slots:,} of a request.")
     if any(result.blocks_declined for result in results):
-        output.line("declined: not stored, since the policy rates what they would displace higher.")
+        output.line("declined: not stored, since the policy rates the blocks that they would displace higher.")
     if with_share:
         output.line(f"LRU to optimum: 0% is as many hits as lru, 100% as many as {OPTIMUM}.")
     output.line(f"{OPTIMUM}: the most hits possible; it knows the future.")

@@ -18,9 +18,7 @@ class Rates:
     """Rates that turn hits into seconds.
 
     Attributes:
-        model: whose blocks are loaded, at their full size.
-        tokens_per_hash: tokens that a key covers.
-        prefill_tokens_per_second: what the model computes.
+        model: its blocks are loaded, at full size.
         load_gb_per_s: host to GPU; None while it is not known.
         measured: whether `load_gb_per_s` was measured in this replay, on the GPU's clock; else it was given.
     """
@@ -36,7 +34,7 @@ class Rates:
         return hits * self.tokens_per_hash / self.prefill_tokens_per_second
 
     def load_bytes(self, hits: int) -> int:
-        """Bytes of the blocks that hold those tokens, in all planes."""
+        """Bytes of the blocks that hold the tokens of `hits` hits, in all planes."""
         return hits * self.tokens_per_hash * self.model.bytes_per_block // self.model.tokens_per_block
 
     def load_seconds(self, hits: int) -> float | None:
@@ -47,13 +45,11 @@ class Rates:
 
     @property
     def fields(self) -> dict[str, object]:
-        """For JSON."""
         names = ("tokens_per_hash", "prefill_tokens_per_second", "load_gb_per_s")
         known = {name: getattr(self, name) for name in names}
         return {"model": self.model.name, **known, "load_gb_per_s_measured": self.measured}
 
     def fields_of(self, hits: int) -> dict[str, object]:
-        """For JSON, of `hits` hits."""
         return {
             "prefill_seconds_saved": self.prefill_seconds(hits),
             "load_bytes": self.load_bytes(hits),

@@ -1,4 +1,4 @@
-"""Reading a trace: JSON lines, each with `hash_ids`, one id per prefix block of a request."""
+"""Reads a trace: JSON lines, each with `hash_ids`, one id per prefix block of a request."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _refused(path: Path) -> Iterator[None]:
 
 
 def _parse(line: bytes, where: str) -> tuple[Request, Any]:
-    """The keys of a request, and its timestamp, whatever that is."""
+    """The keys of a request, and its timestamp, of any type."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -92,17 +92,16 @@ def _parse(line: bytes, where: str) -> tuple[Request, Any]:
     ids = record["hash_ids"]
     if not isinstance(ids, list):
         raise CommandError(f'{where}: "hash_ids" must be a list of integers, got {_shown(ids)}')
-    keys = tuple(_key(each, f'{where}: "hash_ids"[{position}]') for position, each in enumerate(ids))
-    return keys, record.get("timestamp")
-
-
-def _key(hash_id: Any, where: str) -> bytes:
-    if not isinstance(hash_id, int) or isinstance(hash_id, bool):
-        raise CommandError(f"{where} must be an integer, got {_shown(hash_id)}")
-    try:
-        return hash_id.to_bytes(KEY_BYTES, "big", signed=True)
-    except OverflowError:
-        raise CommandError(f"{where} must fit into {8 * KEY_BYTES} bits, got {_shown(hash_id)}") from None
+    keys = list[bytes]()
+    for position, each in enumerate(ids):
+        if not isinstance(each, int) or isinstance(each, bool):
+            raise CommandError(f'{where}: "hash_ids"[{position}] must be an integer, got {_shown(each)}')
+        try:
+            keys.append(each.to_bytes(KEY_BYTES, "big", signed=True))
+        except OverflowError:
+            fits = f"must fit into {8 * KEY_BYTES} bits"
+            raise CommandError(f'{where}: "hash_ids"[{position}] {fits}, got {_shown(each)}') from None
+    return tuple(keys), record.get("timestamp")
 
 
 def _shown(value: Any) -> str:

@@ -49,12 +49,12 @@ _T = TypeVar("_T")
 
 @dataclass
 class Counts:
-    """What has been served so far; blocks are the cache's, one per key.
+    """Counts of requests served so far; blocks are the cache's, one per key.
 
     `store_seconds` and `load_seconds` are on the device's clock, added up: where transfers overlap, more than the time
     that passed. `promotion_seconds` (of promotions, from begin to end) and `call_seconds` (inside the cache's calls, by
-    request) are the host's. `requests_refused` had blocks that could not be stored, because too few blocks could be
-    evicted for them.
+    request) are the host's. `requests_refused` counts requests with blocks that were not stored, because too few others
+    could be evicted.
     """
 
     requests: int = 0
@@ -95,14 +95,11 @@ class VerifiedCache:
         device: allocates the planes; stays open.
         geometry: of the planes.
         capacity: keys that the cache holds.
-        longest: keys of the longest request; the device gets so many blocks, not more than `capacity`, for each request
-            that may be unfinished.
+        longest: keys of the longest request; each lane has device blocks for so many, at most `capacity`.
         blocks_per_key: device blocks that a key covers.
-        policy: of the cache, by name.
-        in_flight: requests that may be unfinished at a time.
+        in_flight: requests that may be unfinished at a time, each in a lane of its own.
         seed: of the patterns and of where blocks lie.
-        make_tier: called with the bytes of a record; a tier below the slots, for the cache to own. None: none.
-        write: what is written to it; see `BlockCache`.
+        make_tier: returns a tier for the cache to own, given the bytes of a record. None: no tier.
         deadline: seconds of a promotion.
         progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
@@ -161,7 +158,7 @@ class VerifiedCache:
         self.counts = Counts()
 
     def fields(self) -> dict[str, Any]:
-        """What was served, for JSON; on a GPU with the bandwidth of stores and loads on its clock."""
+        """The counts for JSON; on a GPU with the bandwidth of stores and loads on its clock."""
         counts, done = self.counts, self.cache.statistics()
         fields: dict[str, Any] = {
             "blocks_requested": counts.blocks_requested,
@@ -180,18 +177,17 @@ class VerifiedCache:
         return fields
 
     def serve(self, keys: Sequence[bytes]) -> int:
-        """One request: load and verify what leads and is present, store the rest, touch all. The number of hits."""
+        """Serve one request: load and verify the leading keys that are present, store the rest, touch all. Returns the
+        hits.
+        """
         before = self.counts.blocks_hit
         for job in self.steps(keys):
             job.wait()
         return self.counts.blocks_hit - before
 
     def serve_all(self, requests: Sequence[Sequence[bytes]], progress: Progress) -> None:
-        """Serve requests in order, up to `in_flight` at a time.
-
-        Args:
-            requests: their keys.
-            progress: called with (requests that have ended, requests in all).
+        """Serve requests in order, up to `in_flight` at a time. `progress`: called with (requests ended, requests in
+        all).
         """
         done = 0
 
@@ -203,8 +199,9 @@ class VerifiedCache:
         overlap(self.steps, requests, self._lanes, ended)
 
     def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob | Promotion]:
-        """One request, on the device blocks of a lane: yields the jobs that it waits for, and goes on when they have
-        ended. Others may be served meanwhile, on other lanes."""
+        """One request, on the device blocks of a lane. Yields the jobs that it waits for; resume it when they have
+        ended. Others may be served meanwhile, on other lanes.
+        """
         counts, clock = self.counts, _Clock()
         counts.requests += 1
         counts.blocks_requested += len(keys)
@@ -225,7 +222,7 @@ class VerifiedCache:
     def _promote(
         self, keys: Sequence[bytes], places: Int64Array, found: int, clock: _Clock
     ) -> Generator[CacheJob | Promotion, None, int]:
-        """Load the leading keys that are in slots or come from the tier, of which there are `found` now; how many."""
+        """Load the leading keys that are in slots (`found`, now) or come from the tier; returns how many."""
         begin = time.perf_counter()
         unique = list(dict.fromkeys(keys))
         promotion = clock.call(self.cache.promote, unique, deadline=self._deadline)
@@ -254,8 +251,9 @@ class VerifiedCache:
             self._verify(keys[section], places[section])
 
     def _store(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:
-        """Store the keys that are absent and not being stored for another request. All keys are named, so that none
-        of them is evicted for another."""
+        """Store the keys that are absent and not being stored for another request. The call names all keys, so that no
+        key of the request is evicted for another.
+        """
         position = {key: index for index, key in reversed(list(enumerate(keys)))}
         unique = list(dict.fromkeys(keys))
         known = zip(unique, self.cache.status(unique), strict=True)
@@ -369,14 +367,11 @@ def overlap(
     """Start requests in order, at most `lanes` at a time, and resume each when the job that it waits for has ended.
 
     Args:
-        start: called with a request and the number of a lane that no other unfinished request has; yields the jobs that
-            the request waits for, and is resumed when they have ended, well or not.
-        requests: what to serve.
-        lanes: how many requests may be unfinished at a time.
+        start: called with a request and the number of a free lane; yields the jobs that the request waits for.
         ended: called after each request.
 
     Raises:
-        What `start` and its steps raise; the other unfinished requests are not resumed.
+        The errors of `start` and its steps; the other unfinished requests are not resumed.
     """
     free = deque(range(lanes))
     waiting: dict[int, tuple[Iterator[Ending], Ending]] = {}  # by lane, a request and the job that it waits for

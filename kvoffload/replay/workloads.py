@@ -1,6 +1,6 @@
-"""Synthetic traffic of several kinds, as requests of keys, to see how a cache serves each.
+"""Synthetic traffic of several kinds, as requests of keys.
 
-A block's key stands for the block and everything before it, so a key is always preceded by the same keys.
+A block's key stands for the block and everything before it, so a key always follows the same keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Workload(NamedTuple):
 
     Attributes:
         summary: a description, one line.
-        sources: endless sources of requests; each gives an equal share of them, one after the other.
+        sources: endless sources of requests; each gives an equal share, one source after the other.
     """
 
     summary: str
@@ -150,7 +150,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def _between(random: np.random.Generator, least: int, most: int) -> int:
-    """A whole number, every one from `least` to `most` equally likely."""
+    """A whole number from `least` to `most`, all equally likely."""
     return int(random.integers(least, most + 1))
 
 

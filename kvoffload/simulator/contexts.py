@@ -87,9 +87,9 @@ class StreamState(Enum):
 class Operation:
     """An entry of a stream's queue. It runs once all `dependencies`, (stream, operation number) pairs, are done.
 
-    `places` is what it takes of the queue's depth. As measured on driver 580 with CUDA 13.0: waits and records of plain
-    events none, records of timing events one, every operation of a strided batch one, about 23 copies of a flat batch
-    one. (There, all streams of a context share four queues for each direction; here, each stream has its own.)
+    It takes `places` of the queue's depth, as measured on driver 580 with CUDA 13.0: waits and records of plain events
+    none, records of timing events one, every operation of a strided batch one, about 23 copies of a flat batch one.
+    (There, all streams of a context share four queues per direction; here, each stream has its own.)
     """
 
     __slots__ = ("dependencies", "regions")
@@ -164,7 +164,7 @@ class Capture:
             raise RefusedError(INVALIDATED)
 
     def refuse(self, status: Any) -> NoReturn:
-        """A call that cannot be part of it fails and invalidates it."""
+        """Fail a call that a capture cannot contain, and invalidate the capture."""
         self.invalidated = True
         raise RefusedError(status)
 
@@ -253,7 +253,6 @@ class Context:
         self._per_thread: dict[int, Stream] = {}
 
     def per_thread(self) -> Stream:
-        """The calling thread's default stream."""
         thread = threading.get_ident()
         stream = self._per_thread.get(thread)
         if stream is None:
@@ -262,7 +261,6 @@ class Context:
         return stream
 
     def all_streams(self) -> list[Stream]:
-        """Every stream that may have work."""
         known = [*self.streams.values(), *self.blocking.values(), *self.draining.values(), self.legacy]
         return list(dict.fromkeys(known))
 

@@ -1,7 +1,7 @@
 """Driver calls that copy and fill memory: their arguments decoded, checked and queued.
 
-Structures are read from their memory, as the driver reads them, so that an object made with `_ptr=` over a caller's
-array stands for what the array holds at the call.
+Structures are read from their memory, as the driver reads them: an object made with `_ptr=` over a caller's array has
+the values that are in the array at the call.
 """
 
 # ruff: noqa: N802, N803 (names and signatures are CUDA's)
@@ -190,7 +190,6 @@ def memcpy_batch_async_v2(
     num_attrs: int,
     stream: int,
 ) -> Any:
-    """Every array by its address."""
     queue = _batch_stream(driver, stream, "cuMemcpyBatchAsync_v2")
     targets, sources, widths = (space.view(each, 8 * count).view(np.uint64) for each in (dsts, srcs, sizes))
     given = [order_at(attrs + k * ATTRIBUTES_BYTES) for k in range(num_attrs)]
@@ -259,7 +258,7 @@ def _submit_linear(driver: SimulatedDriver, stream: Stream, target: int, source:
 
 
 def _submit_batch(driver: SimulatedDriver, stream: Stream, columns: Descriptors, orders: Indices) -> None:
-    """Check a call's copies against memory, all of them, before anything is queued. `orders`: of access, for each."""
+    """Check all copies of a call against memory before anything is queued. `orders`: each copy's access order."""
     source = columns.source, columns.source_pitch, columns
     target = columns.target, columns.target_pitch, columns
     targets = _spans(*target)
@@ -304,7 +303,6 @@ def _spans(first: Indices, pitch: Indices, columns: Descriptors) -> Spans:
 
 
 def _row_spans(first: Indices, pitch: Indices, columns: Descriptors) -> Spans:
-    """Every row of every copy."""
     height = columns.height
     copy_index = np.repeat(np.arange(len(first)), height)
     row = np.arange(len(copy_index)) - np.repeat(np.cumsum(height) - height, height)
@@ -329,7 +327,7 @@ def _any_meets(some: Spans, others: Spans) -> bool:
 
 
 def require_list(values: Any, kind: type, argument: str, count: int) -> Sequence[Any]:
-    """What the bindings require of a list argument: every element of one type, at least `count` of them."""
+    """A list argument as the bindings require it: every element of one type, at least `count` elements."""
     values = [] if values is None else values
     if not set(map(type, values)) <= {kind} and not all(isinstance(value, kind) for value in values):
         name = kind.__name__ if kind is int else f"cydriver.{kind.__name__},"

@@ -199,7 +199,6 @@ def _destroy(driver: SimulatedDriver, context: Context) -> None:
 
 
 def _padded(text: bytes, length: int) -> bytes:
-    """A C string in a buffer of `length` bytes, as the bindings return it."""
     if length <= len(text):
         raise RefusedError(INVALID_VALUE)
     return text + b"\0" + b" " * (length - len(text) - 1)

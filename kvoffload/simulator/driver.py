@@ -146,7 +146,6 @@ def integer(value: Any, *, signed: bool = False) -> int:
 
 
 def size(value: Any) -> int:
-    """A size_t argument."""
     if value is None:
         raise TypeError("an integer is required")
     return integer(value)
@@ -170,37 +169,37 @@ class Pool(NamedTuple):
 
 
 class SimulatedDriver:
-    """One simulated driver: what a process sees when it loads CUDA. It has the functions of `cuda.bindings.driver`.
+    """One simulated CUDA driver for `open_device(backend=...)`. It has the functions of `cuda.bindings.driver`.
 
     Args:
-        seed: an integer; decides every choice that CUDA leaves open, so that the same calls from one thread have the
-            same results in the same order.
+        seed: an integer. It decides every choice that CUDA leaves open, so the same calls from one thread have the same
+            results in the same order.
         driver_version: below (12, 8) there are no batch calls; the 13.x bindings need (13, 0) for them.
         bindings_version: below (13, 0) batch calls return a fail index and cuCtxCreate takes two arguments;
             from (13, 5) on there is `raw`.
-        memory_bytes: of each device.
-        device_count: how many devices there are.
-        queue_depth: places of a stream's queue; a submission that needs more than are left blocks.
-        strict: raise SimulatorError for undefined behaviour at once, and not only collect it in `violations`.
-        max_register_bytes: the most that one cuMemHostRegister takes.
-        pinnable_bytes: the most that is pinned in all.
-        deadlock_seconds: how long a call waits for other threads before a wait without end is an error.
+        memory_bytes: memory of each device.
+        device_count: how many devices it has.
+        queue_depth: places of a stream's queue. A submission that finds too few free blocks.
+        strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`.
+        max_register_bytes: the most that one cuMemHostRegister takes; None: any.
+        pinnable_bytes: the most that can be pinned in all; None: any.
+        deadlock_seconds: how long a wait that nothing queued can end waits for other threads before it raises.
 
     Attributes:
-        faults: failures that a test asks for, and call counts.
+        faults: planned failures, see `Faults`.
         call_count: calls so far, by the driver function's name.
-        device_faults: why contexts were lost, as text; CUDA reports only the error's number.
+        device_faults: why contexts were lost, as text; CUDA only reports a number.
         scheduler: `scheduler.drift_probability` is the chance that something runs before a submission returns: 1 is
             an eager device, 0 the laziest.
-        violations: undefined behaviour seen so far, as text.
-        pageable_copies: copies from or to host memory that is not pinned.
-        blocked_submissions: how often a full queue held a submission up.
+        violations: undefined behaviour so far, as text.
+        pageable_copies: how many copies had unpinned host memory.
+        blocked_submissions: how often a submission waited for a full queue.
         attributes: device attributes by number; tests may change them.
-        staged_copies: whether cuMemcpyHtoD returns before the device has the bytes of pageable memory, as CUDA may.
+        staged_copies: whether cuMemcpyHtoD from pageable memory returns before the device has the bytes, as CUDA may.
         raw: None, or the raw-address calls of the 13.5 bindings.
-        device_ordinal_works: whether CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is right; False: 0, as several releases of
-            the bindings answer for all memory.
-        pools_report_their_device: whether pools have the attributes CU_MEMPOOL_ATTR_LOCATION_TYPE and _ID, of CUDA 13.
+        device_ordinal_works: False: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is 0 for all memory, as with several releases
+            of the bindings.
+        pools_report_their_device: whether pools have CU_MEMPOOL_ATTR_LOCATION_TYPE and _ID, of CUDA 13.
     """
 
     simulated = True
@@ -283,11 +282,14 @@ class SimulatedDriver:
     ) -> None:
         """Queue a Python function as if it were a kernel; it runs when the stream gets there.
 
-        `reads` and `writes` are (address, nbytes) pairs. One that a GPU could not reach when the function is due, such
-        as host memory that is not pinned, is an illegal address: the function does not run and the context is lost.
-        The function runs under the driver's lock: it must not wait for another thread that calls the driver.
+        It runs under the driver's lock, so it must not wait for another thread that calls the driver.
 
-        Raises DriverError where a launch would return an error.
+        Args:
+            reads, writes: its (address, nbytes) pairs. If a GPU could not reach one when the function is due, such as
+                unpinned host memory, the context is lost and the function does not run.
+
+        Raises:
+            DriverError: the simulator's; a launch would return this error.
         """
         with self.lock:
             try:
@@ -298,16 +300,15 @@ class SimulatedDriver:
             self.scheduler.drift()
 
     def view(self, address: Any, nbytes: int) -> space.Bytes:
-        """Device or pinned memory as a writable uint8 array, with no copy and no order with queued work.
-
-        It does not keep the memory alive. Raises ValueError for other addresses.
+        """Device or pinned memory as a writable uint8 array, without a copy. It does not wait for queued work, and does
+        not keep the memory alive. Raises ValueError for other addresses.
         """
         self._holding(address, nbytes)
         return space.view(int(address), nbytes)
 
     def exported(self, address: Any, nbytes: int, owner: object) -> space.Bytes:
-        """Like `view`, but the array keeps `owner`, and the memory itself, alive: after a free it reads the bytes that
-        freed memory is filled with, and no other allocation's.
+        """Like `view`, but the array keeps `owner` and the memory alive. After a free it reads the fill of freed
+        memory, never another allocation's bytes.
         """
         return space.held_view(int(address), nbytes, (owner, self._holding(address, nbytes).storage))
 
@@ -319,16 +320,16 @@ class SimulatedDriver:
         return region
 
     def pending_operations(self) -> int:
-        """Operations queued in all streams, of all contexts."""
+        """How many operations are queued, in all contexts."""
         return self.scheduler.pending
 
     def run_all(self) -> None:
-        """Run every queued operation that does not wait for the host."""
+        """Run all queued operations, except those behind a wait for the host."""
         with self.lock:
             self.scheduler.run_all()
 
     def check_guards(self) -> None:
-        """Report every allocation whose neighbouring bytes were overwritten as a violation."""
+        """Report a violation for every allocation with overwritten neighbouring bytes."""
         with self.lock:
             for region in self.memory.live():
                 self.check_guards_of(region)
@@ -336,7 +337,7 @@ class SimulatedDriver:
     def leaks(self) -> dict[str, int]:
         """How many streams, events, allocations and so on exist now, by kind: all 0 if everything was freed.
 
-        What a primary context still held when its last reference was released stays counted.
+        Objects that a primary context still had at its last release stay counted.
         """
         with self.lock:
             contexts = self.contexts.values()
@@ -348,7 +349,7 @@ class SimulatedDriver:
             return {kind: count + self.left_in_contexts.get(kind, 0) for kind, count in counts.items()}
 
     def contents(self, context: Context | None = None) -> dict[str, int]:
-        """How many objects of each kind there are in a context, or in all."""
+        """How many objects of each kind a context has, or all contexts have."""
         kinds = [region.kind for region in self.memory.live(context)]
 
         def count(table: HandleTable[Any]) -> int:
@@ -378,15 +379,15 @@ class SimulatedDriver:
     ) -> list[int]:
         """Allocate device memory as another library does, at addresses that follow each other. Returns the addresses.
 
-        No copy may cross from one allocation to the next. Free each with `free_outside`; of "mapped" memory, one that
-        is freed leaves a gap.
+        No copy may cross from one allocation to the next. Free each with `free_outside`; in "mapped" memory that leaves
+        a gap.
 
         Args:
-            sizes: bytes of each.
-            devices: the GPU that each is on.
-            allocator: what makes them.
-            readers: of "own pool": other devices that can access it.
-            handle_bytes: of "mapped": what each handle maps, the last one what is left; by default one maps all.
+            sizes: bytes of each allocation.
+            devices: the GPU of each.
+            allocator: an `Allocator`.
+            readers: for "own pool": other devices that can access it.
+            handle_bytes: for "mapped": bytes per handle, the last one maps the rest; None: one handle maps all.
         """
         with self.lock:
             made_by = Allocator(allocator)
@@ -421,7 +422,6 @@ class SimulatedDriver:
 
     @property
     def context_stack(self) -> list[Context]:
-        """The calling thread's stack of current contexts."""
         try:
             return self._local.stack  # type: ignore[no-any-return]
         except AttributeError:
@@ -433,7 +433,7 @@ class SimulatedDriver:
         return stack[-1] if stack else None
 
     def require(self, needs: Needs) -> Context | None:
-        """The current context, if it is needed; raises RefusedError where something that is needed is not there."""
+        """The current context, if it is needed. Raises RefusedError if a need is not met."""
         if needs == Needs.NOTHING:
             return None
         if not self.initialized:
@@ -441,7 +441,7 @@ class SimulatedDriver:
         return self.context() if needs == Needs.CONTEXT else None
 
     def context(self) -> Context:
-        """The current context; raises RefusedError without one, with a destroyed one, and with a lost one."""
+        """The current context; RefusedError if there is none, or if it is destroyed or lost."""
         stack = self.context_stack
         if not stack:
             raise RefusedError(INVALID_CONTEXT)
@@ -465,7 +465,6 @@ class SimulatedDriver:
         return self._healthy(self.events, integer(handle), "event")
 
     def _healthy(self, table: HandleTable[Item], number: int, what: str) -> Item:
-        """A live stream or event, unless its context is lost."""
         if table.is_stale(number):
             self.violate(f"{what} {number:#x} used after it was destroyed")
         item = table.get(number)
@@ -481,7 +480,7 @@ class SimulatedDriver:
         return handle
 
     def violate(self, text: str) -> None:
-        """Note something that CUDA leaves undefined; under `strict` it ends the call."""
+        """Note undefined behaviour; under `strict` it ends the call."""
         self.violations.append(text)
         if self.strict:
             raise SimulatorError(text)
@@ -489,7 +488,7 @@ class SimulatedDriver:
     # Submission
 
     def submission_stream(self, handle: Any) -> Stream:
-        """The stream of a call that works in the current context: it must belong to that."""
+        """The stream of a call, which must belong to the current context."""
         stream = self.stream(handle)
         if stream.context is not self.context():
             raise RefusedError(INVALID_HANDLE)
@@ -526,13 +525,14 @@ class SimulatedDriver:
     # Memory and modules
 
     def drop_module(self, module: Module) -> None:
-        """Unload a module: its handle and those of its functions become invalid."""
         for function in module.functions:
             self.functions.remove(function.handle)
         self.modules.remove(module.handle)
 
     def free_region(self, region: Region) -> None:
-        """Free an allocation or unregister a range. Queued copies of it, or changed bytes beyond it, are violations."""
+        """Free an allocation or unregister a range. It is a violation if queued copies use it, or if neighbouring bytes
+        changed.
+        """
         if region.pending:
             self.violate(f"freed while a queued copy uses it: {region.nbytes} bytes at {region.base:#x}")
         self.check_guards_of(region)

@@ -1,4 +1,4 @@
-"""What the simulator raises: its own verdicts, and look-alikes of what the CUDA bindings raise."""
+"""The simulator's exceptions: its own verdicts, and look-alikes of the CUDA bindings' exceptions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INVALID_VALUE = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
 class SimulatorError(AssertionError):
-    """A program did what CUDA leaves undefined, or waits for something that can never happen.
+    """A program used behaviour that CUDA leaves undefined, or waits for something that can never happen.
 
-    An AssertionError, so that no handler for the errors of a driver or of a library swallows it.
+    An AssertionError, so that no handler for driver or library errors swallows it.
     """
 
 
@@ -30,7 +30,7 @@ class DeadlockError(SimulatorError):
 
 
 class DriverError(Exception):
-    """What the raw-address functions raise, like `cuda.bindings._v2.driver.DriverError`: `status` is CUDA's number."""
+    """The raw-address functions raise it, like `cuda.bindings._v2.driver.DriverError`. `status`: CUDA's number."""
 
     def __init__(self, status: int) -> None:
         self.status = int(status)

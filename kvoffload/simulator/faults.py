@@ -1,4 +1,4 @@
-"""Failures that a test asks for: of a call, of a copy on the device, of a context; delays; and call counts."""
+"""Failures on demand: of a call, of a copy on the device, of a context; delays; and call counts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class PlannedFault:
 
 
 class Faults:
-    """The faults of one simulated driver. All counting starts at the moment of the request, with 1.
+    """The planned faults of one simulated driver. A count such as `nth=1` means the next call or copy from now on.
 
     Attributes:
         call_count: calls so far, by the driver function's name.
-        total_calls: their sum.
-        calls: set it to an empty list to have every call's name and arguments appended.
+        total_calls: calls so far.
+        calls: None; set it to a list, and every call appends (name, arguments).
     """
 
     def __init__(self) -> None:
@@ -39,17 +39,21 @@ class Faults:
         self.clear()
 
     def fail_call(self, name: str, nth: int = 1, *, error: Any = None, after: bool = False) -> None:
-        """Make the nth call of `name` return `error` without doing its work; with `after`, having done it."""
+        """Make the nth call of `name` return `error` without doing its work; with `after=True`, after doing it.
+
+        Args:
+            error: a CUresult or its number; None: CUDA_ERROR_UNKNOWN.
+        """
         self._plan(name, nth, error, after=after)
 
     def fail_nth(self, n: int, *, error: Any = None, after: bool = False) -> None:
-        """Make the nth call of any name return `error`."""
+        """`fail_call` for the nth driver call of any name."""
         self._plan(_ANY, n, error, after=after)
 
     def sticky(self, at_call: int | None = None) -> None:
-        """Lose a context to an illegal address: the context of the next operation that executes, or of the nth call.
-
-        From then on every call in that context returns CUDA_ERROR_ILLEGAL_ADDRESS, until the context is destroyed.
+        """Lose a context to an illegal address: that of the next operation that executes, or, with `at_call`, of the
+        driver call with that number from now on. From then on every call in that context returns
+        CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed.
         """
         if at_call is None:
             self._sticky_soon = True
@@ -57,11 +61,11 @@ class Faults:
             self._plan(_ANY, at_call, cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, sticky=True)
 
     def fail_operation(self, nth: int = 1) -> None:
-        """Make the nth executed copy fault in the middle; its context is lost, as with `sticky`."""
+        """Make the nth copy that executes fault halfway; its context is lost, as with `sticky`."""
         self._copy_countdown = nth
 
     def delay(self, name: str, seconds: float) -> None:
-        """Make every call of `name` take `seconds` longer; no lock is held meanwhile."""
+        """Make every call of `name` sleep `seconds` first, without the driver's lock."""
         self.delays[name] = seconds
 
     def clear(self) -> None:
@@ -73,7 +77,7 @@ class Faults:
 
     @property
     def pending(self) -> int:
-        """How many planned failures have not happened yet."""
+        """How many planned failures have not happened yet. Delays do not count."""
         return len(self._planned) + bool(self._copy_countdown) + self._sticky_soon
 
     def _plan(self, name: str, nth: int, error: Any, after: bool = False, sticky: bool = False) -> None:
@@ -106,12 +110,10 @@ class Faults:
         return due
 
     def next_operation(self) -> bool:
-        """Whether the operation about to execute takes its context down."""
         lost, self._sticky_soon = self._sticky_soon, False
         return lost
 
     def next_copy(self) -> bool:
-        """Whether the copy about to execute faults."""
         if not self._copy_countdown:
             return False
         self._copy_countdown -= 1

@@ -31,15 +31,13 @@ _ABSENT = object()
 
 
 class Memory(Protocol):
-    """What a kernel's addresses are checked against, before each load and store."""
+    """Checks a kernel's addresses before each load and store."""
 
     def check(self, addresses: NDArray[np.int64], nbytes: int, *, writes: bool) -> None:
         """Raise DeviceFaultError unless the kernel may touch `nbytes` at each address; never called with none."""
 
 
 class Interpreted:
-    """A kernel that can be run; made by `load`."""
-
     def __init__(self, rewritten: Callable[..., None], name: str) -> None:
         self._rewritten = rewritten
         self._name = name

@@ -111,7 +111,6 @@ class LaunchOperation(Operation):
         self.function.module.pending -= 1
 
     def check(self, addresses: NDArray[np.int64], nbytes: int, *, writes: bool) -> None:
-        """See `interpreter.Memory`."""
         device = self.function.module.context.device
         if not self.memory.reachable(addresses, nbytes, device):
             each = addresses.reshape(-1, 1)
@@ -123,5 +122,4 @@ class LaunchOperation(Operation):
 
 
 def pack(*, shared_bytes: Any = IMAGE_SHARED_BYTES, **fields: Any) -> bytes:
-    """An image; the fields are those of `Code`."""
     return MAGIC + json.dumps(fields | {"shared_bytes": shared_bytes}).encode()

@@ -43,10 +43,10 @@ class Kind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A known range `[base, end)`, within which copies may be. `pending` counts the queued operations that refer to it.
+    """A known range `[base, end)`; a copy must not leave it. `pending` counts the queued operations that refer to it.
 
-    Mapped virtual memory is one region as far as it goes without a gap: copies may cross from handle to handle.
-    `handle_bytes` is then what each of its handles maps, the last one what is left; it is 0 for other memory.
+    Mapped virtual memory without a gap is one region: copies may cross from handle to handle. Then each handle maps
+    `handle_bytes`, the last one the rest; for other memory `handle_bytes` is 0.
     """
 
     kind: Kind
@@ -155,12 +155,10 @@ class MemoryTable:
             self._drop(oldest)
 
     def live(self, context: Any = None) -> list[Region]:
-        """All regions that are not freed, of one context or of all."""
         found = [region for region in list(self._regions) if region.kind is not Kind.FREED]
         return found if context is None else [region for region in found if region.context is context]
 
     def at(self, address: int) -> Region | None:
-        """The live region that contains an address."""
         region = self._zone(address)
         inside = region is not None and region.kind is not Kind.FREED and region.base <= address < region.end
         return region if inside else None

@@ -162,11 +162,10 @@ class Copy:
         self.done = False
 
     def snapshot(self) -> None:
-        """Read the source now; `run` then writes these bytes."""
         raise NotImplementedError
 
     def run(self, fault: bool) -> None:
-        """Write the target; with `fault` only a part of it, as a copy that is cut off."""
+        """Write the target; with `fault` only a part, like a copy that is cut off."""
         raise NotImplementedError
 
 

@@ -187,17 +187,13 @@ class Scheduler:
         stream.completed += 1
         operation.end()
         if stream.waiters:
-            self._wake(stream)
-        if stream.destroyed and not stream.queue:
-            stream.context.remove(stream)
-
-    def _wake(self, stream: Stream) -> None:
-        ready = [waiter for serial, waiter in stream.waiters if serial <= stream.completed]
-        if ready:
+            ready = [waiter for serial, waiter in stream.waiters if serial <= stream.completed]
             stream.waiters = [entry for entry in stream.waiters if entry[0] > stream.completed]
             for waiter in ready:
                 if waiter.state is StreamState.BLOCKED:
                     self._make_runnable(waiter)
+        if stream.destroyed and not stream.queue:
+            stream.context.remove(stream)
 
     def _make_runnable(self, stream: Stream) -> None:
         stream.state = StreamState.RUNNABLE

@@ -1,8 +1,8 @@
-"""The process's memory as one numpy array, and what of it is mapped.
+"""The process's memory as one numpy array, and its mapped ranges.
 
-Simulated device memory is ordinary memory, so an address is enough to read or write it. One array that begins at
-address 4096 (numpy refuses to start at 0) and spans all user addresses makes a copy a slice assignment of 0.4 us, with
-no object per allocation. Nothing may ever touch it whole: only slices of it are real.
+Simulated device memory is ordinary memory, so an address is enough to read or write it. One array from address 4096 on
+(numpy refuses to start at 0) spans all user addresses, so a copy is a slice assignment of 0.4 us, with no object per
+allocation. Never touch the array whole: only mapped slices are real.
 """
 
 from __future__ import annotations
@@ -48,12 +48,10 @@ class _Held:
 
 
 def held_view(address: int, nbytes: int, owner: object) -> Bytes:
-    """Like `view`, but the array keeps `owner` alive."""
     return np.asarray(_Held(address, nbytes, owner))
 
 
 def rows(address: int, width: int, height: int, pitch: int) -> Bytes:
-    """`height` rows of `width` bytes, `pitch` bytes from row to row."""
     return np.ndarray((height, width), np.uint8, _everything, address - _ORIGIN, (pitch, 1))
 
 

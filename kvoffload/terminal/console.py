@@ -1,6 +1,6 @@
-"""What the commands share: standard output and standard error, and the device.
+"""Standard output, standard error, and the device, for all commands.
 
-Standard output carries the result alone: tables, or one JSON object. Notes and progress bars go to standard error, bars
+Standard output carries only the result: tables, or one JSON object. Notes and progress bars go to standard error, bars
 only to a terminal.
 """
 
@@ -34,7 +34,7 @@ class OutputError(Exception):
 
 
 class ReaderEndedError(OutputError):
-    """The process that read standard output wants no more of it, as after `| head`."""
+    """The process that reads standard output has closed it, as after `| head`."""
 
 
 def write_out(text: str) -> None:
@@ -62,7 +62,7 @@ def require_out() -> None:
 
 
 def discard_out() -> None:
-    """Send what is still buffered for standard output nowhere; else the interpreter tries again at its exit."""
+    """Drop text still buffered for standard output; else the interpreter tries to write it again at its exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -123,8 +123,8 @@ class Output:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """A bar on stderr: call what this yields with (done, in all). Nothing when stderr is no terminal,
-        or without rich.
+        """A bar on stderr: call the yielded function with (done, in all). Nothing without rich, or if stderr is not a
+        terminal.
         """
         if not (self._rich and sys.stderr is not None and sys.stderr.isatty()):
             yield lambda done, total: None  # noqa: ARG005
@@ -138,12 +138,11 @@ class Output:
 
 
 def as_json(fields: dict[str, Any]) -> str:
-    """One line."""
     return json.dumps(_plain(fields))
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has: no NaN, no infinity, no tuples."""
+    """A value for JSON: no NaN, no infinity, no tuples."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -154,9 +153,9 @@ def _plain(value: Any) -> Any:
 
 
 def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *, note: bool = True) -> Device:
-    """The device that was asked for; with `auto`, the simulated one if CUDA has none to offer.
+    """The device that was asked for; with `auto`, the simulated one if CUDA offers none.
 
-    Writes one line to standard error if it is the simulated device, and `note`.
+    With `note`, it writes one line to standard error if it is the simulated device.
 
     Raises:
         CommandError: there is no such device.
@@ -187,7 +186,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def verified_text(verified: int, corrupt: int) -> str:
-    """What a verdict says of the loaded blocks: how many were compared, and how many of them were wrong."""
+    """The verdict on the loaded blocks: how many were wrong, or whether any were compared."""
     if corrupt:
         return f"{corrupt:,} loaded blocks WRONG"
     return "every loaded byte verified, 0 wrong" if verified else "nothing was loaded"
@@ -201,5 +200,5 @@ def mib(nbytes: float) -> str:
 
 
 def bandwidth(nbytes: int, seconds: float) -> float | None:
-    """GB/s, or None where nothing was moved."""
+    """GB/s, or None if nothing was moved."""
     return round(nbytes / seconds / 1e9, 2) if seconds > 0 else None

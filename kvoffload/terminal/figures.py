@@ -1,4 +1,4 @@
-"""What all figures of the command line share: matplotlib's settings, panels, and labels at the ends of lines.
+"""Common parts of all figures: matplotlib's settings, panels, and labels at the ends of lines.
 
 matplotlib is imported when a figure is drawn.
 """

@@ -12,7 +12,9 @@ from kvoffload.terminal.console import CommandError
 
 
 def require_writable(option: str, path: Path) -> None:
-    """CommandError now, not after minutes of measuring, if a file cannot be written. What it holds is left alone."""
+    """Raise CommandError now, not after minutes of measuring, if a file cannot be written. Its content is left
+    alone.
+    """
     with _refused(option, path):
         if path.is_dir() or _is_special(path):
             path.open("ab").close()
@@ -22,7 +24,7 @@ def require_writable(option: str, path: Path) -> None:
 
 
 def write_whole(option: str, path: Path, content: bytes) -> None:
-    """Write a file whole, or leave what was there; CommandError if that fails."""
+    """Write a file whole, or leave the old content; CommandError if that fails."""
     with _refused(option, path):
         if _is_special(path):  # such as /dev/stdout
             path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What commands say of the device at hand: its description, and which copiers can run on it."""
+"""The device at hand in words: its description, and which copiers can run on it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def missing_copiers(device: Device, sm_limit: int = 1) -> dict[str, str | None]:
 
 
 def describe_device(device: Device) -> dict[str, Any]:
-    """What a figure was measured on; versions are None of the simulated device, which has no driver."""
+    """The machine behind a figure; versions are None for the simulated device, which has no driver."""
     capabilities, pci = device.capabilities, device.pci
     return {
         "simulated": device.simulated,

@@ -28,7 +28,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return wrap(text, width=width).splitlines()  # argparse would break words at hyphens
 
     def _format_action(self, action: argparse.Action) -> str:
-        """Of sub-commands their list alone: argparse puts a line with their metavar above it."""
+        """For sub-commands just their list: argparse puts a line with their metavar above it."""
         listed = [action]
         if isinstance(action, argparse._SubParsersAction):
             listed = list(action._get_subactions())
@@ -41,11 +41,11 @@ def add_command(
     """The parser of a command, whose help shows every option, in lines of 80 columns.
 
     Args:
-        commands: what `add_subparsers` has returned.
+        commands: the result of `add_subparsers`.
         name, summary: as the list of commands shows them.
-        text: what the command does, in a line or two.
+        text: describes the command, in a line or two.
         example: a command line without the program's name.
-        common: the options that `add_common_options` adds, to be named in a line; "" for none.
+        common: the options of `add_common_options`, to be named in a line; "" for none.
         usage: the arguments after the command's name.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -65,7 +65,7 @@ COMMON = "--json, --backend auto|cuda|simulated, --device N"
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `COMMON` names: the simulated device is taken by `auto` if there is no usable GPU."""
+    """The options that `COMMON` names. With `auto`, the simulated device is used if there is no usable GPU."""
     hidden = argparse.SUPPRESS
     parser.add_argument("--json", action="store_true", help=hidden)
     parser.add_argument("--backend", choices=("auto", "cuda", "simulated"), default="auto", help=hidden)
@@ -73,12 +73,12 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_wide(parser: argparse.ArgumentParser, more: str) -> None:
-    """The option `--wide`; `more` names what it adds."""
+    """`--wide`; `more` names the additional output."""
     parser.add_argument("--wide", action="store_true", help=f"also {more}; no limit of 80 columns")
 
 
 def add_seed(parser: argparse.ArgumentParser, use: str) -> None:
-    """The option `--seed`; `use` names what is random."""
+    """`--seed`; `use` names the random things."""
     parser.add_argument("--seed", type=whole(0, (1 << 63) - 1), default=0, metavar="N", help=f"for {use} (default 0)")
 
 

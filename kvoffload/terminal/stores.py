@@ -1,6 +1,6 @@
 """`--store KIND NAME=VALUE ...` of `doctor` and `bench remote`: a tier over a remote store, and its client alone.
 
-KIND and the names are those of `load_tier`. A VALUE is JSON, "env:VARIABLE" for what should not be in the list of
+KIND and the names are for `load_tier`. A VALUE is JSON, "env:VARIABLE" for secrets that should not be in the list of
 processes, or else text.
 """
 
@@ -60,13 +60,13 @@ _MEANINGS = (
     (
         ("timed out", "timeout", "unreachable", "no route", "deadline"),
         "it does not answer in time",
-        "see that the server runs and that this machine reaches it, or give a longer timeout",
+        "check that the server runs and that this machine reaches it, or give a longer timeout",
     ),
 )
 
 
 class StoreError(CommandError):
-    """A store cannot be used: `problem` is what is wrong, `remedy` what to do about it."""
+    """A store cannot be used: the `problem`, and its `remedy`."""
 
     def __init__(self, store: Store, problem: str, remedy: str) -> None:
         super().__init__(f"{store}: {problem}; {remedy}")
@@ -74,7 +74,7 @@ class StoreError(CommandError):
 
 
 class Store:
-    """What `--store` names.
+    """The store that `--store` names.
 
     Args:
         kind, arguments: for `load_tier`.
@@ -89,15 +89,16 @@ class Store:
         """A tier over it, without a pool.
 
         Raises:
-            TypeError: it is no `RemoteTier`; and what `load_tier` raises.
+            TypeError: not a `RemoteTier`.
+            The errors of `load_tier`.
         """
         tier = load_tier(self.kind, **(self.arguments | {"identity": identity, "prefix": prefix}))
         if not isinstance(tier, RemoteTier):
-            raise TypeError(f"{self.kind} is no tier over a remote store; try its folder with --path")
+            raise TypeError(f"{self.kind} is not a tier over a remote store; try its folder with --path")
         return tier
 
     def client(self) -> tuple[Any, Callable[[], None]]:
-        """A client without a tier, for the calls of its package, and what closes it; its errors are its own.
+        """A client without a tier, for the calls of its package, and a function that closes it. Its errors are its own.
 
         Raises:
             StoreError: the tier is of another package.
@@ -123,7 +124,7 @@ class Store:
             raise self.explained(error) from error
 
     def explained(self, error: Exception) -> StoreError:
-        """What an error means, and what to do about it."""
+        """The meaning of an error, and its remedy."""
         if isinstance(error, StoreError):
             return error
         if self.kind == "valkey" and "timed out" in str(error):  # glide says so of all that is wrong with connections
@@ -155,13 +156,13 @@ def store_of(words: Sequence[str]) -> Store:
     """The store of one `--store`.
 
     Raises:
-        ValueError: an argument.
+        ValueError: a bad argument.
     """
     return Store(words[0], dict(map(argument, words[1:])))
 
 
 def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str, Any]:
-    """A tier's argument from "name=value"; ValueError if it is none, or its variable is not set."""
+    """A tier's argument from "name=value"; ValueError if it is malformed, or its variable is not set."""
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
         raise ValueError(f"--store takes arguments as name=value, got {shown(word)}")
@@ -209,7 +210,7 @@ def _addresses(given: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _tried_connection(given: Mapping[str, Any]) -> Exception | None:
-    """What is wrong with a connection to the first server, or with TLS on it; None if nothing is."""
+    """The trouble with a connection to the first server, or with TLS on it; None if there is none."""
     address, wanted, speaks = _addresses(given)[0], bool(given.get("tls")), True
     try:
         connection = socket.create_connection(address, _HANDSHAKE_SECONDS)

@@ -22,7 +22,7 @@ def wrap(text: str, indent: str = "", width: int = WIDTH) -> str:
 def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
     """Widths of a table's columns, whose lines fit `width` if their words do; the first line is the headings.
 
-    The widest column is narrowed first, and none below its longest word. Headings are broken before cells are.
+    The widest column is narrowed first, and none below its longest word. Headings are broken before cells.
     """
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -39,8 +39,8 @@ def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
 
 
 def render(columns: Sequence[str], rows: Sequence[Sequence[object]], *, wide: bool, left: Collection[str] = ()) -> str:
-    """A table as text: the first column and those named in `left` to the left, the others to the right, two spaces
-    between them.
+    """A table as text: the first column and those named in `left` aligned left, the others right, two spaces
+    between.
     """
     cells = [[str(cell) for cell in line] for line in (columns, *rows)]
     widths = column_widths(cells, WIDE if wide else WIDTH)

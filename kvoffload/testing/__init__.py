@@ -1,12 +1,12 @@
 """Testing tools, for users too: the simulated driver, a naive transfer, byte patterns, leak checks, conformance.
 
     device = kvoffload.open_device(backend=SimulatedDriver(seed=7)) # a GPU that is not there
-    device.simulator.faults.fail_call("cuMemcpyAsync")              # what it does wrong, on demand
+    device.simulator.faults.fail_call("cuMemcpyAsync")              # its faults, on demand
     kvoffload.testing.check_copier_conformance(device)              # every copier against a loop; on a GPU too
-    kvoffload.testing.check_tier(lambda: MyTier(...))               # whether a tier keeps what `Tier` promises
+    kvoffload.testing.check_tier(lambda: MyTier(...))               # does a tier keep the promises of `Tier`?
     kvoffload.testing.FaultyTier(TierFaults(fail=0.1), seed=7)      # a tier that fails on demand
 
-`naive_transfer` says in ten lines what `store` and `load` do; everything else in the library only does it faster.
+`naive_transfer` is the meaning of `store` and `load` in ten lines; everything else in the library only does it faster.
 """
 
 from kvoffload.simulator import Faults, SimulatedDriver, SimulatorError

@@ -1,4 +1,4 @@
-"""FaultyTier: a tier that fails as media do, by seeded chance or on demand. For tests of what uses tiers."""
+"""FaultyTier: a tier that fails as media do, by seeded chance or on demand. For tests of code above tiers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvoffload.tiers.threaded import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFaults:
-    """How often a call of a tier's methods does what, 0.0 to 1.0 of all calls.
+    """The rate of each fault, 0.0 to 1.0 of all calls of a tier's methods.
 
     Attributes:
         fail: FAILED; a read leaves half a record of other bytes in its entry.
-        error: OSError in a method, which `ThreadedTier` makes FAILED.
+        error: OSError in a method, which `ThreadedTier` turns into FAILED.
         delay: the call takes longer, by up to `longest_delay` seconds.
         hang: the call returns only after `FaultyTier.release_hung` or `heal`, and then does its work.
-        decline: of writes: DECLINED.
-        drop: of writes: DONE, but there is no record afterwards.
-        tear: of writes: DONE, but half of the record is not written. A read finds it, leaves these bytes in its entry,
+        decline: writes only: DECLINED.
+        drop: writes only: DONE, but there is no record afterwards.
+        tear: writes only: DONE, but half of the record is not written. A read notices, leaves other bytes in its entry,
             and is MISSING.
-        wrong_bytes: of reads: DONE with one byte that is not what was put. No tier that verifies does so: only for
-            tests of verification above tiers.
+        wrong_bytes: reads only: DONE with one byte that differs from the bytes put. No tier that verifies does so: use
+            it only to test verification above tiers.
     """
 
     fail: float = 0.0
@@ -51,14 +51,14 @@ class TierFaults:
 
 
 class FaultyTier(ThreadedTier):
-    """Another tier's methods, with faults. What it does is determined by the seed if there is one thread.
+    """Another tier's methods, with faults. With one thread, the seed determines its behaviour.
 
-    Records are never wrong unless `wrong_bytes` says so: what was lost or torn is a miss.
+    Records are never wrong unless `wrong_bytes` says so: a lost or torn record is a miss.
 
     Args:
-        faults: how often; by default none, as for `fail_all` and `hang_all` alone.
+        faults: the rates; by default none, for use with `fail_all` and `hang_all`.
         inner: a tier without a pool, whose methods are called; its own threads are not started. Default: a MemoryTier.
-        seed: of chance.
+        seed: of the faults.
         limits: see `Limits`; one thread by default.
 
     Attributes:
@@ -108,13 +108,13 @@ class FaultyTier(ThreadedTier):
             self._all_hang = True
 
     def release_hung(self) -> None:
-        """Have the calls that hang now go on; a read then writes to its entry, and a write reads from it."""
+        """Let the calls that hang now go on; a read then writes to its entry, and a write reads from it."""
         with self._state:
             self._releases += 1
             self._state.notify_all()
 
     def heal(self) -> None:
-        """No faults from now on: `faults` is TierFaults(), and what hangs goes on."""
+        """No faults from now on: `faults` is TierFaults(), and hanging calls go on."""
         with self._state:
             self.faults = TierFaults()
             self._all_fail = self._all_hang = False
@@ -201,7 +201,7 @@ class FaultyTier(ThreadedTier):
             raise OSError(errno.EIO, "a fault of FaultyTier")
 
     def _disturb(self) -> bool:
-        """Take long, hang, or raise, as chance has it; whether the call is to fail."""
+        """Take long, hang, or raise, as chance has it; returns whether the call is to fail."""
         faults = self.faults
         with self._state:
             fail, error, delay, hang, seconds = (self._random.random() for _ in range(5))

@@ -1,7 +1,4 @@
-"""check_tier: what the docstrings of `Tier` promise, tried on tiers with pools of host memory.
-
-One function a check: what is refused, the bytes of records, how jobs end, and what outlives a tier.
-"""
+"""check_tier: tries the promises of `Tier` on tiers with pools of host memory. One function a check."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _MOST_TO_FILL = 4096  # records
 
 
 def refused(what: str, error: type[Exception], names: str, call: Callable[[], object]) -> None:
-    """A call must raise this error, whose message has this word."""
+    """A call must raise this error, and its message must contain `names`."""
     try:
         result = call()
     except error as raised:
@@ -71,7 +68,7 @@ def only_one_pool(setup: TierSetup) -> None:
 
 
 def unsuitable_pools_are_refused(setup: TierSetup) -> None:
-    """And after a refusal the tier still takes another pool."""
+    """After a refusal the tier still takes another pool."""
     pools = setup.new_pools()
     first = pools.arrays[0]
     read_only, bytewise = first.view(), setup.new_pools().arrays[0].reshape(-1)
@@ -254,7 +251,7 @@ def cleared_records_are_gone(setup: TierSetup) -> None:
 
 
 def what_removes_overtakes_no_put(setup: TierSetup) -> None:
-    """Puts that were called before are gone, whether they wait or have begun."""
+    """Puts called before are gone, whether they wait or have begun."""
     for number in range(20):
         with_clear = number % 2 == 0
         with setup.session() as session:
@@ -343,7 +340,7 @@ def many_threads_at_once(setup: TierSetup) -> None:
 
 
 def outcomes_are_set_once(setup: TierSetup) -> None:
-    """And entries are not touched afterwards."""
+    """Entries are not touched afterwards."""
     with setup.session() as session:
         numbers = list(range(setup.entries))
         session.put_all(numbers)
@@ -410,7 +407,7 @@ class _OnPurposeError(Exception):
 
 
 def the_caller_is_notified(setup: TierSetup) -> None:
-    """Once all keys of a job have ended; and what `notify` raises hurts nothing."""
+    """Once all keys of a job have ended. An exception of `notify` does no harm."""
 
     def fail() -> None:
         raise _OnPurposeError
@@ -543,24 +540,25 @@ def check_tier(
     seed: int = 0,
     timeout: float = 60.0,
 ) -> list[str]:
-    """Check that a tier keeps what `Tier` promises: bytes, outcomes, removals, refusals, closing. A few seconds.
+    """Check that a tier keeps the promises of `Tier`: bytes, outcomes, removals, refusals, closing. Takes a few
+    seconds.
 
     Args:
-        make: a new tier without a pool, each time. Durable tiers are all over the same store, which loses its records;
-            the others are empty. It must have room for four times `entries` records and no reason to decline them.
-            Whether it stays within `max_bytes` is checked if that is at most 4096 records.
-        entries: of the pool that the tier gets, 8 at least.
+        make: returns a new tier without a pool, each time. If the tiers are durable, let all use the same store; the
+            check clears it. Others begin empty. A tier must have room for four times `entries` records and no reason to
+            decline them. Whether it stays within `max_bytes` is checked if that is at most 4096 records.
+        entries: of the pool that the tier gets, at least 8.
         row_bytes: of an entry on each device, a multiple of 4096.
-        pools: devices, for each of which there is one array; check a tier with 1 and with 2. A durable tier needs
+        pools: the number of devices, with one array for each. Check a tier with 1 and with 2; a durable one needs
             another store for another number.
         seed: of the contents and the order.
-        timeout: seconds that a job may take; a check, four times as long.
+        timeout: seconds that a job may take; a check may take four times as long.
 
     Returns:
         The names of the checks.
 
     Raises:
-        AssertionError: a promise is broken; the message has the name of the check and what was expected.
+        AssertionError: the tier breaks a promise; the message names the check and the expected result.
     """
     at_least("entries", entries, 8)
     setup = TierSetup(make, entries, row_bytes, at_least("pools", pools, 1), seed, to_wait("timeout", timeout))
@@ -577,7 +575,9 @@ def check_tier(
 
 
 def _errors_of(works: Sequence[Callable[[], object]], name: str, timeout: float) -> list[BaseException] | None:
-    """What these raise, each in a thread of its own; None if one has not ended after `timeout` seconds."""
+    """The exceptions of these functions, each run in a thread of its own; None if one takes longer than `timeout`
+    seconds.
+    """
     errors: list[BaseException] = []
 
     def run(work: Callable[[], object]) -> None:

@@ -17,11 +17,11 @@ _KEYS_PER_JOB = 8
 
 
 class FuzzReport(NamedTuple):
-    """What `fuzz_tier` did.
+    """The work of `fuzz_tier`.
 
     Attributes:
         operations: keys that were put, fetched, asked for and removed.
-        outcomes: how many had which, such as ("get", "done").
+        outcomes: how many keys had each, such as ("get", "done").
     """
 
     operations: int
@@ -29,7 +29,7 @@ class FuzzReport(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A job that was not looked at yet. Attributes: versions: the content that each key was put with."""
+    """A job not looked at yet. `versions`: the content that each key was put with."""
 
     kind: str
     job: TierJob
@@ -37,7 +37,7 @@ class _Pending(NamedTuple):
 
 
 class TierModel:
-    """What each key may hold, from the outcomes so far; no two jobs of one key at a time.
+    """The records that each key may have, from the outcomes so far; no two jobs of one key at a time.
 
     Args:
         lossless: the tier neither fails, declines nor evicts: a miss is as wrong as wrong bytes.
@@ -84,12 +84,7 @@ class TierModel:
 
 
 class TierFuzz:
-    """One series of random operations on a tier with a pool.
-
-    Args:
-        while_waiting: called again and again while a job has not ended: `FaultyTier.release_hung`.
-        timeout: seconds that a job may take.
-    """
+    """One series of random operations on a tier with a pool; see `fuzz_tier`."""
 
     def __init__(
         self,
@@ -167,7 +162,7 @@ class TierFuzz:
             job.cancel()
 
     def _take(self, count: int) -> list[int]:
-        """Entries that no job has. Each is still poisoned: late writes of ended jobs are found here."""
+        """Entries that no job has. Each must still be poisoned: this finds late writes of ended jobs."""
         while len(self._entries) < count:
             self._finish(0)
         self._random.shuffle(self._entries)
@@ -227,11 +222,11 @@ def fuzz_tier(
     """Put, fetch, ask for, remove and cancel random keys, several jobs at a time, and compare every byte with a model.
 
     Args:
-        tier: without a pool; gets one, and is closed afterwards.
-        operations: at least as many, counted in keys.
+        tier: without a pool; it gets one, and is closed afterwards.
+        operations: the least number, counted in keys.
         entries, row_bytes, pools: of its pool: one array for each of `pools` devices.
         keys: how many different ones.
-        lossless: it has room for all keys and no faults: a miss is an error, too.
+        lossless: the tier has room for all keys and no faults: a miss is an error, too.
         seed: of the operations.
         while_waiting: called while a job has not ended; `FaultyTier.release_hung` for a tier that hangs.
         timeout: seconds that one job may take.

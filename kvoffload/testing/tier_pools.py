@@ -1,4 +1,4 @@
-"""What tiers are tested with: pools in host memory with numbered contents, and one tier with such a pool."""
+"""Tools for tests of tiers: pools in host memory with numbered contents, and one tier with such a pool."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TierPools:
             array[entry, :8] = np.frombuffer(version.to_bytes(8, "little"), dtype=np.uint8)
 
     def version(self, entry: int) -> int | None:
-        """The number of an entry's content, of which every byte is compared; None if it is no content."""
+        """The number of an entry's content, if every byte is right; None otherwise."""
         version = int.from_bytes(self.arrays[0][entry, :8].tobytes(), "little")
         for array, rows in zip(self.arrays, self._rows, strict=True):
             number, content = array[entry, :8].tobytes(), array[entry, 8:]
@@ -67,7 +67,7 @@ class TierPools:
             array[entry] = POISON
 
     def poisoned(self, entry: int) -> bool:
-        """Whether nothing has been written to an entry since it was poisoned."""
+        """Whether an entry was not written to since it was poisoned."""
         return all(bool((array[entry] == POISON).all()) for array in self.arrays)
 
     def check_guards(self) -> None:
@@ -79,7 +79,7 @@ class TierPools:
 
 @dataclass(frozen=True)
 class TierSetup:
-    """What `check_tier` was called with; see there."""
+    """The arguments of `check_tier`."""
 
     make: Callable[[], Tier]
     entries: int
@@ -107,10 +107,7 @@ class TierSetup:
 
 
 class TierSession:
-    """A tier, and pools for it.
-
-    Records are named by numbers: record `n` has the key `key(n)` and the content with that number.
-    """
+    """A tier, and pools for it. Record `n` has the key `key(n)` and content number `n`."""
 
     def __init__(self, tier: Tier, pools: TierPools, timeout: float) -> None:
         self.tier, self.pools, self.timeout = tier, pools, timeout
@@ -131,14 +128,14 @@ class TierSession:
         return [self.key(number) for number in numbers]
 
     def outcomes(self, job: TierJob) -> list[Outcome]:
-        """Of a job that ends."""
+        """Outcomes of a job that ends."""
         outcomes = job.wait(self.timeout)
         assert len(outcomes) == len(job.keys), f"{len(outcomes)} outcomes of {len(job.keys)} keys"
         assert job.done, "wait has returned, and done is False"
         return outcomes
 
     def fill(self, numbers: Sequence[int]) -> list[int]:
-        """The entries 0, 1, ... hold these records' contents, the others are poisoned."""
+        """Put these records' contents into the entries 0, 1, ..., and poison the others."""
         for entry in range(self.count):
             self.pools.poison(entry)
         for entry, number in enumerate(numbers):
@@ -186,7 +183,7 @@ class TierSession:
             assert found == wanted, f"get of {keys[part]}: contents {found}, instead of {wanted}"
 
     def expect_none(self, keys: Sequence[bytes], why: str) -> None:
-        """None of these has a record, by `get`, `exists` and `contains`."""
+        """None of these keys has a record, by `get`, `exists` and `contains`."""
         for start in range(0, len(keys), self.count):
             part = keys[start : start + self.count]
             found = self.get(part)

@@ -1,4 +1,4 @@
-"""What transfers mean, byte by byte: patterns, a naive transfer, leak checks, the conformance of copiers."""
+"""Transfers byte by byte: patterns, a naive transfer, leak checks, the conformance of copiers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulat
 
 
 def pattern(key: object, nbytes: int) -> UInt8Array:
-    """`nbytes` bytes, uint8, (nbytes,), that depend on `repr(key)` alone: the same in every process and everywhere.
+    """`nbytes` bytes, uint8, (nbytes,), that depend only on `repr(key)`: the same in every process and on every
+    machine.
 
     Different keys give unrelated bytes, so that a block in the wrong place shows at once.
     """
@@ -39,12 +40,12 @@ def pattern(key: object, nbytes: int) -> UInt8Array:
 
 
 def poison(array: UInt8Array, *, value: int = POISON) -> None:
-    """Overwrite a host array, so that bytes which no transfer writes afterwards are recognised."""
+    """Overwrite a host array with one byte, so that you can tell which bytes later transfers leave unwritten."""
     array[...] = value
 
 
 def scramble(buffer: DeviceBuffer, seed: int) -> UInt8Array:
-    """Fill GPU memory with random bytes, and return them: uint8, (nbytes,). They are there when it returns."""
+    """Fill GPU memory with random bytes, and return them: uint8, (nbytes,). They are there when this returns."""
     content = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
     buffer.copy_from(content)
     return content
@@ -64,11 +65,11 @@ def naive_transfer(
     group: int = 0,
     first_sub_block: int = 0,
 ) -> None:
-    """The reference for a transfer: a loop over blocks and planes that does on host copies, in place, what it does.
+    """The reference for a transfer: a loop over blocks and planes that makes the same copies in host arrays, in place.
 
     Args:
         layout, direction, blocks, slots, group, first_sub_block: as for `OffloadEngine.store` and `load`.
-        memory: device memory: the base address of each allocation to its bytes, uint8, 1-D.
+        memory: device memory: for the base address of each allocation its bytes, uint8, 1-D.
         pool: the slots, uint8, (num_slots, layout.slot_bytes).
     """
     factor = layout.blocks_per_slot
@@ -96,14 +97,14 @@ def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -
 
 
 class Mirror:
-    """Host copies of an engine's slots and of device memory, to which `naive_transfer` does what the engine does.
+    """Host copies of an engine's slots and of device memory, on which `naive_transfer` repeats each transfer.
 
-    Created while the engine is idle. `expect` after (or before) each transfer, `check` when the engine is idle again:
-    every byte is compared, padding and guard bytes included.
+    Create it while the engine is idle. Call `expect` after (or before) each transfer, and `check` when the engine is
+    idle again: it compares every byte, padding and guard bytes included.
 
     Args:
         engine: its pool is copied.
-        buffers: all device memory that the layout lies in, and whatever else must stay as it is.
+        buffers: all device memory of the layout, and any other that must not change.
     """
 
     def __init__(self, engine: OffloadEngine, buffers: Sequence[DeviceBuffer]) -> None:
@@ -121,7 +122,7 @@ class Mirror:
         group: int = 0,
         first_sub_block: int = 0,
     ) -> None:
-        """Carry out a transfer on the copies."""
+        """Repeat a transfer on the copies."""
         naive_transfer(
             self._engine.layout,
             direction,
@@ -156,11 +157,11 @@ def _check_same(what: str, actual: UInt8Array, expected: UInt8Array) -> None:
 
 @contextmanager
 def leak_check(device: Device) -> Iterator[None]:
-    """Fail if there is more of anything after the block than before it.
+    """Fail if more resources are in use after the block than before.
 
-    Counted: what the device owns, open file descriptors (where /proc lists them), threads; on a simulated device also
-    streams, events, allocations, registered ranges and contexts. Engines created inside the block must be closed or
-    garbage by its end.
+    Counted: objects that the device owns, open file descriptors (where /proc lists them), threads; on a simulated
+    device also streams, events, allocations, registered ranges and contexts. Engines created inside the block must be
+    closed or garbage by its end.
 
     Raises:
         AssertionError: something is left over; the message has both counts.
@@ -190,7 +191,7 @@ def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
     """Close a simulated device; check that nothing undefined happened, no guard byte changed, and nothing is left.
 
     Raises:
-        AssertionError: one of these is not so.
+        AssertionError: one of these checks failed, or the device is not simulated.
         TimeoutError: transfers were still running after `timeout` seconds.
     """
     simulator = device.simulator
@@ -206,7 +207,7 @@ def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
 
 
 class ConformanceCase(NamedTuple):
-    """One check that `check_copier_conformance` made."""
+    """One check that `check_copier_conformance` made; `nbytes`: payload moved in both directions."""
 
     layout: str
     blocks_per_slot: int
@@ -219,16 +220,16 @@ def check_copier_conformance(
 ) -> list[ConformanceCase]:
     """Store and load through every copier, over layouts of every kind, and compare every byte with a naive loop.
 
-    Takes about a second and 8 MiB on a GPU, longer the first time, when kernels are compiled, and on a simulated
+    Takes about a second and 8 MiB on a GPU; longer the first time, when kernels are compiled, and on a simulated
     device, where they are interpreted.
 
     Args:
         device: any open device.
-        copiers: names; None means all that can run on this device.
-        seed: of the bytes and the ids.
+        copiers: names; None: all that can run on this device.
+        seed: for the bytes and the ids.
 
     Returns:
-        What was checked.
+        The checks made.
 
     Raises:
         AssertionError: a copier moved other bytes than the loop, or touched a byte that it should not have.

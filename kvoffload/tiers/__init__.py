@@ -1,6 +1,6 @@
-"""Tiers below the pinned pool: where records go that it has no room for. See `Tier` for what every one promises.
+"""Tiers below the pinned pool: they keep records that the pool has no room for. `Tier` is the contract of all.
 
-Limits                      how much a tier does at a time                            options.py
+Limits                      threads and queue of a tier                               options.py
 ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, workers.py, memory.py
 RemoteTier                  records in a store that machines share                    remote.py
 MooncakeTier                Mooncake Store                                            mooncake.py
@@ -10,8 +10,8 @@ load_tier                   a tier by its name, of this package or of another   
 DiskTier                    records on disks                                          disk.py
 DiskIndex                   the records of a disk: policies, tenants, restart         disk_index.py
 SlotFiles                   the files of a set as an array of verified slots          slot_files.py
-open_set                    whether files are a set; creating one                     sets.py
-Member                      one file: superblock, headers, what is durable            member.py
+open_set                    finds, refuses or creates the files of a set              sets.py
+Member                      one file: superblock, headers, durability                 member.py
 format                      superblocks and headers, byte by byte                     format.py
 Checksum                    xxh3_128, or keyed blake2b                                checksums.py
 FileOperations              the system calls, behind which tests put failures         files.py

@@ -1,8 +1,8 @@
 """Checksums of payloads and headers: 16 bytes, over several ranges of memory as if they were one.
 
-xxh3_128 finds accidents. It is no signature: who can write the files can compute it. blake2b with a key of the user's
-finds that, too. For 2 MiB it takes 15 times as long where they come from memory, and 55 times where they are in the
-CPU's cache (xxhash 4.1 with AVX-512, one core, medians). Both release the GIL.
+xxh3_128 finds accidents. It is no signature: anybody who can write the files can compute it. blake2b with the user's
+key finds that, too. For 2 MiB it takes 15 times as long if they come from memory, and 55 times if they are in the CPU's
+cache (xxhash 4.1 with AVX-512, one core, medians). Both release the GIL.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _KEY_BYTES = range(16, 65)  # 64: the longest key of BLAKE2b
 
 
 class Checksum(NamedTuple):
-    """A checksum algorithm with its key, if it has one.
+    """A checksum algorithm, with its key if it has one.
 
     Attributes:
         algorithm: its id in the format.
-        key_check: 16 bytes that tell keys apart and do not reveal them; zeros without a key.
-        of: the digest of several ranges, 16 bytes. Releases the GIL for long ones.
-        of_bytes: the digest of one range; the faster one for headers.
+        key_check: 16 bytes that tell keys apart without revealing them; zeros without a key.
+        of: digest of several ranges, 16 bytes. Releases the GIL for long ones.
+        of_bytes: digest of one range; faster for headers.
     """
 
     algorithm: int
@@ -36,13 +36,10 @@ class Checksum(NamedTuple):
 
 
 def make_checksum(key: bytes | None = None) -> Checksum:
-    """xxh3_128; with a key, blake2b.
-
-    Args:
-        key: 16 to 64 secret bytes, the same in every process that opens the files.
+    """xxh3_128; with a key of 16 to 64 secret bytes, blake2b.
 
     Raises:
-        CapabilityError: without a key, and xxhash cannot be imported.
+        CapabilityError: there is no key, and xxhash cannot be imported.
         TypeError, ValueError: `key`. The message does not show it.
     """
     begin: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""DiskTier: records in preallocated files, verified when they are read, and still there after a restart."""
+"""DiskTier: records in preallocated files, verified at each read, and still there after a restart."""
 
 from __future__ import annotations
 
@@ -26,36 +26,38 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskTier(ThreadedTier):
-    """Records in one preallocated file for each path. Nothing is written beyond `nbytes`, whatever is put.
+    """Records in one preallocated file for each path. The files never grow beyond `nbytes`.
 
-    A record is found only if its header, its key and the checksum of its bytes say so; what a crash, a torn write or a
-    failing disk leaves is a miss. `remove` and `clear` are durable when their jobs have ended. The format is specified
-    in docs/disk-format.md, which also says what is not promised: the default checksum is no signature, and the bytes of
-    prompts rest on the disk unencrypted.
+    Every read compares header, key and checksum, so anything that a crash, a torn write or a failing disk leaves is a
+    miss. `remove` and `clear` are durable when their jobs have ended, puts after `drain`. docs/disk-format.md specifies
+    the format, and its limits: the default checksum is no signature, and prompts lie on the disk unencrypted.
 
     Args:
-        path: a file, or several, best on different disks: records are spread over them. Created if there is none; the
-            folder must exist, and not be open to every user, unless it has the sticky bit as `/tmp`, which the system
-            may clean. Files get the mode 0600.
-        nbytes: of all files together, allocated at once.
-        identity: what the bytes depend on besides the layout: model and revision, adapter, quantisation, positions,
-            shard. Files of another identity are refused.
-        policy, tenants: what is evicted when it is full, and quotas; as for `BlockCache`. A tenant that is not named
-            here is put under "".
-        key: 16 to 64 secret bytes: records are verified by keyed blake2b, which finds deliberate changes, too, and
-            takes at least 15 times as long; see `checksums`. None: xxh3_128, which finds accidents.
-        reset: lose what the files hold where it is of another layout, identity, size or set, instead of refusing it.
-        read_only: read what another process writes; records that it adds later are not seen.
-        direct: transfer around the page cache where the file system can; see `direct_io`.
+        path: a file, or several, best on different disks, over which records are spread. Missing files are created with
+            mode 0600. The folder must exist. Only its owner may write it, unless it has the sticky bit, as `/tmp` has,
+            which the system may clean.
+        nbytes: size of all files together, allocated at once. Required, unless `read_only`.
+        identity: a text for everything but the layout that the bytes depend on: model and revision, adapter,
+            quantisation, positions, shard. Files of another identity are refused.
+        policy, tenants: how a full tier evicts, and quotas, as for `BlockCache`. Records of tenants that are not named
+            here count for "".
+        key: 16 to 64 secret bytes. Keyed blake2b then verifies records: it also finds deliberate changes, and takes at
+            least 15 times as long (see `checksums`). None: xxh3_128, which finds accidents.
+        reset: if the files have another layout, identity, size, key or set, drop their records instead of refusing
+            them. Files that are no disk tier's stay refused.
+        read_only: read the files while another process writes them. Puts are DECLINED, removals FAILED, and records
+            that the other process adds after `attach` are not found.
+        direct: bypass the page cache where the file system can; see `direct_io`.
         name: for metrics and messages.
-        limits: see `Limits`. 4 threads by default transfer records; one more computes checksums meanwhile.
+        limits: see `Limits`. 4 threads transfer by default; one more computes checksums meanwhile.
         operations: the system calls, for tests.
 
     Raises:
         CapabilityError: xxhash is missing (`pip install 'kvoffload[disk]'`).
-        By `attach`, which opens the files: LayoutError: they are not what was asked for. CapacityError: too little
-        space. BlockingIOError: another process has them open for writing. PermissionError: a folder or file is open to
-        other users. OSError: a system call failed.
+        TypeError, ValueError: an argument.
+        From `attach`, which opens the files: LayoutError, they have another layout, identity, size, key or set, or are
+        no disk tier's. CapacityError, too little space. BlockingIOError, they are open for writing elsewhere.
+        PermissionError, other users may write a folder or access a file. OSError, a system call failed.
     """
 
     bytes_per_call = 4 << 20  # small records: the bookkeeping of several at once
@@ -105,12 +107,12 @@ class DiskTier(ThreadedTier):
 
     @property
     def direct_io(self) -> tuple[bool, ...]:
-        """Of each file whether records go around the page cache; empty before it has a pool."""
+        """For each file whether transfers bypass the page cache; () before `attach`."""
         return () if self._disk is None else self._disk.files.direct
 
     @property
     def num_slots(self) -> int:
-        """Records that fit; 0 before it has a pool."""
+        """How many records fit; 0 before `attach`."""
         return 0 if self._disk is None else self._disk.files.num_slots
 
     # for ThreadedTier ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""DiskIndex: which records a disk holds, with the policies, tenants and quotas of a cache, and what a restart finds.
+"""DiskIndex: the records of a disk, with the policies, tenants and quotas of a cache, restored after a restart.
 
-An entry of the `CacheIndex` is a slot of the files. The header table is the index between two processes: it is read
-when a set is opened, and each record's place in the order of requests is in its header.
+An entry of the `CacheIndex` is a slot of the files. Opening a set reads the index of the process before from the header
+table; each header has its record's place in the order of requests.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class DiskPut:
     """Slots for the new keys of one put call; from `DiskIndex.reserve`, until `DiskIndex.finish`.
 
     Attributes:
-        slots: of each key that is to be written. Keys that were present or declined have none.
+        slots: for each key to write. Keys that were present or declined have none.
         declined: as in `Reservation`.
-        written: keys whose records have been written.
-        positions: where each of these keys stood in the put call.
+        written: keys whose records are written.
+        positions: place of each key in the put call.
     """
 
     def __init__(self, reservation: Reservation, sequence: int) -> None:
@@ -43,7 +43,7 @@ class DiskPut:
 
 
 class DiskIndex:
-    """The records of a `SlotFiles`. Usable from any thread; owns the files.
+    """The records of a `SlotFiles`. Usable from any thread; owns the files, unless the constructor raises.
 
     Args:
         files: just opened.
@@ -54,7 +54,7 @@ class DiskIndex:
 
     Raises:
         OSError: the header table cannot be read.
-        ValueError, TypeError: bad arguments. The files stay open in these cases.
+        ValueError, TypeError: bad arguments.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DiskIndex:
     # asking -------------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key has a record, as far as known without the disk. Takes no lock: a hint."""
+        """Whether each key has a record, without asking the disk. Takes no lock: a hint."""
         table = self.index._state.table
         of, pending = table.of, table.pending
         if not pending:
@@ -91,7 +91,6 @@ class DiskIndex:
         ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Record that a request has read these keys: see `CacheIndex.touch`."""
         self.index.touch(keys)
 
     def __len__(self) -> int:
@@ -100,7 +99,7 @@ class DiskIndex:
     # writing ------------------------------------------------------------------------------------------------------
 
     def reserve(self, keys: Sequence[bytes], tenant: str = "") -> DiskPut:
-        """Reserve slots for the keys of a put call that have no record yet. Other records are evicted for them.
+        """Reserve slots for those keys of a put call that have no record yet, evicting others.
 
         Raises:
             LayoutError, ValueError: keys or tenant.
@@ -117,13 +116,13 @@ class DiskIndex:
         return put
 
     def write(self, put: DiskPut, keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
-        """Write records of `put.slots`, which can be read from now on. Threads may write different keys.
+        """Write records into `put.slots`, readable when this returns. Threads may write different keys of a put.
 
         Args:
             payloads: see `SlotPut`.
 
         Returns:
-            Of each key whether it has a record: False if it was removed meanwhile. Or what failed.
+            For each key True, False if it was removed meanwhile, or the error that left it without a record.
         """
         puts = [
             SlotPut(put.slots[key], key, put.positions[key], views) for key, views in zip(keys, payloads, strict=True)
@@ -135,9 +134,9 @@ class DiskIndex:
         return results
 
     def finish(self, put: DiskPut) -> None:
-        """Every `write` of this put has returned, or will not be called: keys without a record are missing again.
+        """End a put: keys that were not written are missing again.
 
-        A write that has not returned would change a slot that has another key by now.
+        Every `write` of this put must have returned. A late one would change a slot that has another key by now.
         """
         with self._lock:
             mine = [key for key in put.slots if self._writing.get(key) is put]
@@ -152,14 +151,11 @@ class DiskIndex:
     # reading ------------------------------------------------------------------------------------------------------
 
     def read(self, keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]) -> list[ReadResult]:
-        """Read records and verify them. A record that cannot be read or verified is removed.
-
-        Args:
-            keys: no repeats.
+        """Read records and verify them; `keys` has no repeats.
 
         Returns:
-            Of each key what `ReadResult` says; unless it is True, the key is missing from now on, and the payload holds
-            any bytes.
+            A `ReadResult` for each key. Unless it is True, the payload may hold anything and the key's record is
+            removed.
         """
         results: dict[bytes, ReadResult] = dict.fromkeys(keys, False)
         of = dict(zip(keys, payloads, strict=True))
@@ -175,7 +171,7 @@ class DiskIndex:
         return [results[key] for key in keys]
 
     def _read_finished(self, of: dict[bytes, Sequence[Buffer]]) -> dict[bytes, ReadResult]:
-        """`read` for keys whose puts are finished: each one's payload by key."""
+        """`read` for keys whose puts are finished: payload by key."""
         keys = list(of)
         try:
             lease = self.index.acquire(keys)
@@ -201,11 +197,11 @@ class DiskIndex:
     # removing -----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove records, durably; of each key whether it was known. A put of these keys goes on without them.
+        """Remove records, durably; for each key whether it was known. A put of these keys goes on without them.
 
         Raises:
-            OSError: they are misses now, and after a crash some may come back; call it again.
-            CapabilityError: the files are open for reading only. The keys are misses of this object from now on.
+            OSError: they are misses now, but a crash may bring some back; call it again.
+            CapabilityError: the files are open for reading only. For this object the keys are misses from now on.
         """
         with self._lock:
             found = [state is not Status.MISS for state in self.index.status(keys)]
@@ -217,11 +213,7 @@ class DiskIndex:
         return found
 
     def clear(self) -> None:
-        """Remove all records, durably.
-
-        Raises:
-            OSError, CapabilityError: as `remove`.
-        """
+        """Remove all records, durably. Raises as `remove` does."""
         with self._lock:
             self.index.clear()
             self._writing.clear()
@@ -233,7 +225,7 @@ class DiskIndex:
         self.files.sync()
 
     def close(self) -> None:
-        """Sync and close the files. No other call may be running. Idempotent."""
+        """Sync and close the files. No other call may run. Idempotent."""
         self.files.close()
 
     def __repr__(self) -> str:
@@ -241,7 +233,7 @@ class DiskIndex:
 
     def _check_writes(self) -> None:
         if self.files.read_only:
-            raise CapabilityError(f"{self.files!r} is open for reading only; put and remove by the process that writes")
+            raise CapabilityError(f"{self.files!r} is open for reading only; put and remove in the process that writes")
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:

@@ -1,7 +1,4 @@
-"""The system calls of the disk tier, and reads and writes of whole records by them.
-
-All offsets and sizes are in bytes. Python retries a call that a signal has interrupted (EINTR).
-"""
+"""The system calls of the disk tier, and reads and writes of whole records with them. Offsets and sizes are bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _MOST_RANGES = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one call of preadv or p
 
 
 class FileOperations:
-    """The calls of `os`, one method each, so that a test can record them or have them fail. OSError where they fail."""
+    """The calls of `os`, one method each, so that a test can record them or make them fail."""
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         return os.open(path, flags, mode)
@@ -60,17 +57,15 @@ SYSTEM = FileOperations()
 
 
 class OpenFile:
-    """One file, opened for direct I/O where that works, and for buffered I/O.
+    """One file, opened for buffered I/O, and for direct I/O if that works. Usable from any thread.
 
-    Headers and superblocks go through the page cache, payloads around it: they never share a page. Usable from any
-    thread.
+    Headers and superblocks go through the page cache, payloads around it: they never share a page.
 
     Attributes:
-        direct: whether payloads are read and written around the page cache.
+        direct: whether payloads bypass the page cache.
     """
 
     def __init__(self, path: str, operations: FileOperations, flags: int) -> None:
-        """Open `path`; `flags` as of `os.open`."""
         self.path = path
         self.operations = operations
         self._writes = flags & os.O_ACCMODE != os.O_RDONLY
@@ -90,9 +85,9 @@ class OpenFile:
         return self.operations.fstat(self._buffered).st_size
 
     def try_direct(self, offset: int) -> None:
-        """Use direct I/O for payloads if a page at `offset` can be read, and written back, around the page cache.
+        """Try direct I/O by reading a page at `offset` and writing it back; use it for payloads if that works.
 
-        File systems differ (tmpfs, overlays), so it is tried, on this file. Call it while no other thread writes there.
+        File systems differ (tmpfs, overlays). No other thread may write there meanwhile.
         """
         access = os.O_RDWR if self._writes else os.O_RDONLY
         try:
@@ -114,7 +109,7 @@ class OpenFile:
                 self.operations.close(file)
 
     def read(self, views: Sequence[Buffer], offset: int) -> bool:
-        """Fill `views` with the bytes from `offset` on, through the page cache; False where the file ends before."""
+        """Fill `views` with the bytes from `offset` on, through the page cache; False if the file ends before."""
         return self._transfer(self.operations.preadv, self._buffered, views, offset)
 
     def write(self, views: Sequence[Buffer], offset: int) -> None:
@@ -123,11 +118,11 @@ class OpenFile:
             raise OSError(errno.EIO, "pwritev wrote nothing", self.path)
 
     def read_payload(self, views: Sequence[Buffer], offset: int) -> bool:
-        """The same as `read`, around the page cache where that works and the addresses allow it."""
+        """`read`, around the page cache if the addresses allow it."""
         return self._transfer_payload(self.operations.preadv, views, offset)
 
     def write_payload(self, views: Sequence[Buffer], offset: int) -> bool:
-        """The same as `write`, around the page cache where that works and the addresses allow it; returns True."""
+        """`write`, around the page cache if the addresses allow it; returns True."""
         if not self._transfer_payload(self.operations.pwritev, views, offset):
             raise OSError(errno.EIO, "pwritev wrote nothing", self.path)
         return True
@@ -136,12 +131,12 @@ class OpenFile:
         """Make all writes before this call durable.
 
         Raises:
-            OSError: it may not be, and a later call would not say so: the kernel reports a lost write once.
+            OSError: a write may be lost. A later call would not say so: the kernel reports a lost write once.
         """
         self.operations.fdatasync(self._buffered)
 
     def close(self) -> None:
-        """End the lock, and close the descriptors. Idempotent."""
+        """Unlock, and close the descriptors. Idempotent."""
         files = [file for file in (self._direct, self._buffered) if file is not None and file >= 0]
         if self._writes and self._buffered >= 0:  # a forked child has the same lock, and may go on for long
             self.operations.flock(self._buffered, fcntl.LOCK_UN)
@@ -160,7 +155,7 @@ class OpenFile:
 
     @staticmethod
     def _transfer(call: Transfer, file: int, views: Sequence[Buffer], offset: int) -> bool:
-        """Repeat a call until all bytes are transferred; False where it transfers none."""
+        """Repeat a call until all bytes are transferred; False if it transfers none."""
         left = views[0].nbytes if len(views) == 1 else sum(view.nbytes for view in views)
         while left:
             count = call(file, views if len(views) <= _MOST_RANGES else views[:_MOST_RANGES], offset)
@@ -188,7 +183,7 @@ def _after(views: Iterable[Buffer], count: int) -> list[Buffer]:
 def in_runs(
     call: Callable[[int, Sequence[Buffer]], bool], slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]
 ) -> list[bool | OSError]:
-    """Transfer payloads, consecutive slots with one `call`. If that call fails, transfer its slots one by one."""
+    """Transfer payloads, consecutive slots with one `call`. If that fails, transfer its slots one by one."""
     results: list[bool | OSError] = []
     begin = 0
     for end in range(1, len(slots) + 1):

@@ -4,9 +4,8 @@
     from page 2 on       the header table: 192 bytes for each slot
     from `data_offset`   the payloads: `slot_bytes` for each slot, the beginning of a page
 
-A header is valid in one place only. It holds the number of its slot and the *member digest*, which covers the layout,
-the identity, the set's id and the member's number, and its checksum covers both. So a header that was copied from
-another slot, file or set, or written by another format, is not valid. Its payload digest binds the payload to it.
+A header is valid in one place only: its checksum covers the number of its slot and the *member digest*, which covers
+layout, identity, the set's id and the member's number. Its payload digest binds the payload to it.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ class Superblock(NamedTuple):
 
     Attributes:
         slot_bytes: payload bytes of a slot, a multiple of 4096.
-        slots: of this member.
+        slots: number of slots in this member.
         member, members: its number in the set, and how many there are.
-        epoch: the headers of this epoch are valid; `clear` begins another.
+        epoch: only headers of this epoch are valid; `clear` begins another.
         algorithm, key_check: see `Checksum`.
         set_id: 16 random bytes, the same in all members.
         layout_digest: 16 bytes.
-        identity: what the bytes depend on besides the layout; in the file its digest, and the first 256 bytes of it.
+        identity_digest, identity_text: digest of the identity, and its first 256 bytes for messages.
     """
 
     slot_bytes: int
@@ -88,7 +87,6 @@ class Superblock(NamedTuple):
 
     @property
     def data_offset(self) -> int:
-        """Where the payloads begin."""
         return -(-(TABLE_OFFSET + self.slots * HEADER_BYTES) // PAGE) * PAGE
 
     @property
@@ -96,7 +94,6 @@ class Superblock(NamedTuple):
         return self.data_offset + self.slots * self.slot_bytes
 
     def pack(self) -> bytes:
-        """The 512 bytes."""
         text = self.identity_text
         body = _SUPERBLOCK.pack(
             MAGIC, VERSION, HEADER_BYTES, self.slot_bytes, self.slots, self.data_offset, self.member, self.members,
@@ -106,13 +103,12 @@ class Superblock(NamedTuple):
         return body + _digest(body, person=b"kvoffload super").digest()
 
     def member_digest(self) -> bytes:
-        """What the member's headers name: 16 bytes over all but the epoch."""
+        """The 16 bytes that each header of the member contains: a digest of everything but epoch and text."""
         packed = self.pack()
         return _digest(b"".join(packed[part] for part in _FIXED), person=b"kvoffload member").digest()
 
 
 def check_identity(identity: str) -> str:
-    """The identity; TypeError if it is no string."""
     if not isinstance(identity, str):
         raise TypeError(f'identity must be a string such as "llama-3.1-8b@0e9e39f/bf16", got {identity!r:.80}')
     return identity
@@ -125,14 +121,14 @@ def identity_fields(identity: str) -> tuple[bytes, bytes]:
 
 
 def tenant_digest(tenant: str) -> bytes:
-    """What headers hold for a tenant: zeros for "", else a digest, so that a name may have any length."""
+    """The 16 bytes for a tenant in headers: a digest, so that names may have any length; zeros for ""."""
     if not tenant:
         return bytes(DIGEST_BYTES)
     return _digest(tenant.encode("utf-8", "surrogatepass"), person=b"kvoffload tenant").digest()
 
 
 def unpack_superblock(data: bytes) -> Superblock | None:
-    """A superblock of this version; None if these 512 bytes are none, or damaged."""
+    """The superblock in these 512 bytes; None if they are damaged, or of another version."""
     body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if len(data) != SUPERBLOCK_BYTES or _digest(body, person=b"kvoffload super").digest() != checksum:
         return None
@@ -172,10 +168,10 @@ class Headers(NamedTuple):
     """Valid headers, by column, n rows each.
 
     Attributes:
-        keys, key_bytes: uint8, (n, most bytes of a key), padded with zeros; and the length of each.
+        keys, key_bytes: uint8, (n, longest key), padded with zeros; and the length of each.
         slots: int64, numbers in the member.
-        digests, tenants: of payload and tenant, 16 bytes each.
-        sequences, positions: which put call wrote a record, and where its key stood in that call.
+        digests, tenants: digests of payload and tenant, 16 bytes each.
+        sequences, positions: number of the put call that wrote the record, and the key's place in that call.
     """
 
     keys: UInt8Array
@@ -187,7 +183,6 @@ class Headers(NamedTuple):
     positions: npt.NDArray[np.uint32]
 
     def key_list(self) -> list[bytes]:
-        """The keys as objects."""
         lengths = np.flatnonzero(np.bincount(self.key_bytes)).tolist()
         if len(lengths) == 1:
             return _objects(self.keys[:, : lengths[0]])
@@ -199,13 +194,12 @@ class Headers(NamedTuple):
         return keys
 
     def take(self, places: Int64Array) -> Headers:
-        """These rows, in this order."""
         columns: list[Any] = [column[places] for column in self]
         return Headers(*columns)
 
 
 def parse_headers(data: memoryview, superblock: Superblock, first_slot: int, checksum: Checksum) -> Headers:
-    """Parse consecutive headers, beginning with the member's slot `first_slot`; the valid ones."""
+    """Parse consecutive headers from the member's slot `first_slot` on. Returns the valid ones."""
     table = np.frombuffer(data, dtype=HEADER_DTYPE)
     slots = np.arange(first_slot, first_slot + len(table), dtype=np.uint64)
     member = as_pairs(superblock.member_digest())[0]
@@ -233,7 +227,6 @@ def parse_headers(data: memoryview, superblock: Superblock, first_slot: int, che
 
 
 def join_headers(segments: Sequence[Headers]) -> Headers:
-    """All of their rows, in this order."""
     width = max((segment.keys.shape[1] for segment in segments), default=0)
     keys = [np.pad(each.keys, ((0, 0), (0, width - each.keys.shape[1]))) for each in segments]
     columns = [np.concatenate(column) for column in zip(*(segment[1:] for segment in segments), strict=True)]
@@ -246,6 +239,5 @@ def as_pairs(digests: bytes) -> Pairs:
 
 
 def _objects(keys: UInt8Array) -> list[bytes]:
-    """Each row as an object."""
     rows: list[bytes] = np.ascontiguousarray(keys).view(f"V{keys.shape[1]}").ravel().tolist()
     return rows

@@ -1,4 +1,4 @@
-"""load_tier: a tier by its name, from this package or from one that has an entry point in the group kvoffload.tiers."""
+"""load_tier: make a tier by its name, from this package or from any with an entry point in group kvoffload.tiers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _CONNECTIONS: dict[str, type[Any]] = {"mooncake": MooncakeConnection, "valkey": 
 
 
 def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
-    """Make a tier whose class is named in a configuration.
+    """Make a tier whose class a configuration names.
 
     Args:
-        kind: "disk", "memory", "mooncake", "objects", "valkey", for `DiskTier`, `MemoryTier`, `MooncakeTier`,
-            `ObjectStoreTier`, `ValkeyTier`; or the name of an entry point in the group `kvoffload.tiers`, which is a
-            subclass of `Tier`, or a function that returns a tier. Its package is imported; no other package is.
-        arguments, options: passed to that class or function. For this package's tiers what `Limits`,
-            `ValkeyConnection` and `MooncakeConnection` hold may be given flat, as configurations have it: `threads=8`.
+        kind: "disk", "memory", "mooncake", "objects" or "valkey", for `DiskTier`, `MemoryTier`, `MooncakeTier`,
+            `ObjectStoreTier` and `ValkeyTier`. Or the name of an entry point in the group `kvoffload.tiers`: a subclass
+            of `Tier`, or a function that returns a tier. Only the package of that entry point is imported.
+        arguments, options: passed to that class or function. For this package's tiers you may give the fields of
+            `Limits`, `ValkeyConnection` and `MooncakeConnection` flat, as in configurations: `threads=8`.
 
     Raises:
-        ValueError: there is no tier of that name, or several packages have one.
-        TypeError: the entry point does not make a `Tier`.
-        And what the class or function raises.
+        ValueError: no package has a tier of that name, or several have.
+        TypeError: the entry point does not make a `Tier`, or an options object and one of its fields were given.
+        Any error of the class or function.
     """
     if kind in _OWN:
         groups: dict[str, type[Any]] = {"limits": Limits, "connection": _CONNECTIONS.get(kind, Limits)}

@@ -1,33 +1,32 @@
-"""Member: one file of a set, with what its headers hold, and which older headers a crash could bring back.
+"""Member: one file of a set, its headers, and the older headers that a crash could bring back.
 
-A crash may lose any of the writes since the last sync, each sector by itself. It may leave
+A crash may lose any write since the last sync, each sector by itself. It may leave
 
-1. a header without its payload, or with parts of it: the digests differ, a miss;
-2. a payload without its header: the header is the older one, whose digest differs, or none, a miss;
-3. parts of a header that crosses sectors: its checksum differs, a miss;
-4. an older header with its older payload, whole: a hit with the right bytes, unless its key was removed since.
+1. a header without its payload, or with a part: the digests differ, a miss;
+2. a payload without its header: the slot has its older header, whose digest differs, or none, a miss;
+3. a part of a header that crosses sectors: its checksum differs, a miss;
+4. an older header with its whole older payload: a hit with the right bytes, unless its key was removed since.
 
-So `remove` has to know of headers that the file may hold after a crash. There are three kinds:
+So `remove` has to know which headers may be in the file after a crash. There are three kinds:
 
-- in the file as this process sees it: `hashes` has the key of every slot, also of those that an index has evicted and
-  nothing has overwritten yet. They are overwritten with zeros;
-- overwritten since the last sync: `_older` has their keys. The file is synced. If there are many, or the process has
-  just started and cannot know, every removal syncs;
-- in a slot whose header could not be written, or read at the start, `_uncertain`: the next sync writes zeros. If the
-  slot is used before that, every removal syncs.
+- Headers that the file has now. `hashes` has the key of every slot, even if an index evicted it, until another header
+  overwrites it. `remove` overwrites them with zeros.
+- Headers that were overwritten since the last sync. `_older` has their keys; removing one of them syncs. If there are
+  many, or the process has just started and cannot know, every removal syncs.
+- Headers that could not be written, or read at the start: slots in `_uncertain`. The next sync writes zeros there. If
+  such a slot is used before, every removal syncs.
 
-The process before may have been killed after a sync that failed. Then the page cache shows writes that the disk lost,
-as if they were durable. So the first removal of a process writes the header table again before it syncs, `_inherited`.
+The process before may have been killed after a failed sync. Then the page cache shows writes that the disk lost as if
+they were durable. So the first removal of a process writes the header table again before it syncs, `_inherited`.
 
-A header is written to the file when no record is being written, and at the latest with 512 others: an ordinary write
-waits for all direct I/O on the file, and holds it up meanwhile. Until then this process has it in `_waiting`; a kill
-leaves what the slot's older header says, whose payload digest differs. Every sync, which forgets `_older`, writes those
-that wait before it does so.
+Headers go to the file when no record is being written, and at the latest 512 at a time: an ordinary write waits for all
+direct I/O on the file, and holds it up meanwhile. Until then they are in `_waiting`. A kill leaves the slot's older
+header, whose payload digest differs. A sync clears `_older`, so it writes the waiting headers first.
 
-Where a sync fails, or zeros cannot be written, the kernel may have dropped any write, and says so once. Then another
-epoch begins, which makes every header so far invalid as soon as a superblock can be written; until then syncs fail.
-The upper half of an epoch counts. The lower half is random, because an epoch that was begun and could not be recorded
-must not begin again after a restart: headers in the file have it.
+If a sync fails, or zeros cannot be written, the kernel may have dropped any write, and reports that once. Then another
+epoch begins: every header so far is invalid as soon as a superblock can be written; until then syncs fail. The upper
+half of an epoch counts. The lower half is random, because an epoch that could not be recorded must not begin again
+after a restart: headers in the file have it.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ _EPOCH_COUNT = 1 << 32  # the upper half of an epoch counts
 _NO_HEADER = memoryview(bytes(HEADER_BYTES))
 
 ReadResult: TypeAlias = bool | OSError | None
-"""True: it was read. False: there is no such record. None: its bytes are not those of its header. Or what failed."""
+"""True: read and verified. False: no such record. None: the bytes do not match the header. Or the error."""
 
 
 class Peek(NamedTuple):
-    """A valid header as the file had it at one moment, and the epoch of that moment."""
+    """A valid header as the file had it at one moment, and the epoch then."""
 
     header: bytes
     epoch: int
@@ -76,12 +75,12 @@ class Peek(NamedTuple):
 
 
 class SlotPut(NamedTuple):
-    """A record that is to be written.
+    """A record to write.
 
     Attributes:
-        slot: gets it.
+        slot: where.
         key: 1 to 64 bytes.
-        position: of the key in its put call.
+        position: the key's place in its put call.
         views: the payload, `slot_bytes` together; for direct I/O each range starts and ends at a multiple of 4096.
     """
 
@@ -95,11 +94,11 @@ class Member:
     """One file of a set. Usable from several threads; slots are numbered from 0 in each member.
 
     Args:
-        gate: held while payloads are transferred.
+        gate: held during transfers of payloads.
 
     Attributes:
-        hashes: of the key in each slot's header as the file has it, or will have it, 0 for none; see `hash_of`.
-        digests: of the payload that belongs to each header.
+        hashes: `hash_of` the key in each slot's header as the file has it, or will have it; 0 for none.
+        digests: digest of the payload that belongs to each header.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Member:
         self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
 
     def load(self) -> list[Headers]:
-        """Read the header table: the valid headers, in segments. Call `adopt` with the headers that are records."""
+        """Read the valid headers of the table, in segments. Call `adopt` with them."""
         segments: list[Headers] = []
         for first, data in self._table():
             if not self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
@@ -142,7 +141,7 @@ class Member:
             yield first, buffer[: min(_HEADERS_AT_ONCE, self.superblock.slots - first) * HEADER_BYTES]
 
     def adopt(self, slots: Int64Array, hashes: Int64Array, digests: Pairs) -> None:
-        """The file has valid headers in these slots, whatever an index makes of them."""
+        """Note the valid headers that the file has in these slots, whether or not an index keeps them."""
         self.hashes[slots] = hashes
         self.digests[slots] = digests
 
@@ -168,11 +167,11 @@ class Member:
 
         Args:
             tenant: its digest.
-            wanted: called with each key under the lock that `erase` takes, too: so a key that is unwanted from some
-                moment on, and erased after that moment, is not in the file.
+            wanted: called with each key under the lock that `erase` takes, too. So a key that became unwanted and was
+                erased afterwards is not in the file.
 
         Returns:
-            For each record whether it was wanted; if not, nothing has changed. Or why its slot holds no record.
+            For each record whether it was wanted; if not, its slot's header is unchanged. Or why its slot holds none.
         """
         with self._headers:
             self._writes += len(puts)
@@ -218,7 +217,7 @@ class Member:
     def read(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """Read the payloads of keys. This object has put each of them into its slot, or found it there by `load`."""
+        """Read the payloads of keys that this object wrote into these slots, or found there by `load`."""
         results: list[ReadResult] = [False] * len(slots)
         digests = {
             at: bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES])
@@ -233,9 +232,9 @@ class Member:
     def read_shared(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """As `read`, while another process may write: the header must be the same before and after the payload is read.
+        """As `read`, while another process may write: the header must be the same before and after reading the payload.
 
-        A payload that is being replaced, whose new header waits, cannot be told from damage.
+        A payload that is being replaced, and whose new header waits, looks like damage.
         """
         results: list[ReadResult] = []
         for slot, key, views in zip(slots, keys, payloads, strict=True):
@@ -266,19 +265,19 @@ class Member:
     # what is forgotten, and what is durable -----------------------------------------------------------------------
 
     def erase(self, slots: Iterable[int]) -> None:
-        """Clear the headers of these slots. The next `sync` that succeeds makes this durable.
+        """Clear the headers of these slots. The next successful `sync` makes this durable.
 
-        If a write fails, `sync` tries it again; nothing is raised here.
+        If a write fails, `sync` retries it; nothing is raised here.
         """
         with self._headers:
             for slot in slots:
                 self._erase(slot)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """No header of these keys is in the file, now or after a crash, when it returns.
+        """Clear all headers of these keys, so that none is in the file when this returns, even after a crash.
 
         Raises:
-            OSError: that is not certain.
+            OSError: a crash may bring some back.
         """
         hashes = {hash_of(key) for key in keys}
         with self._headers:
@@ -292,10 +291,10 @@ class Member:
                 self._sync(with_inherited=self._inherited)
 
     def clear(self) -> None:
-        """No header is valid when it returns, now or after a crash.
+        """Make all headers invalid, even after a crash.
 
         Raises:
-            OSError: that is not certain.
+            OSError: a crash may bring some back.
         """
         with self._headers:
             self._begin_epoch()
@@ -306,7 +305,7 @@ class Member:
         """Make all writes so far durable.
 
         Raises:
-            OSError: it may not be. Another epoch has begun; see above.
+            OSError: some may be lost. Another epoch has begun; see above.
         """
         with self._syncing:
             self._sync()
@@ -325,8 +324,10 @@ class Member:
             if unwritten:
                 write_superblocks(self.file, self.superblock._replace(epoch=epoch))
             else:
-                if with_inherited:
-                    self._write_inherited()
+                for first, data in self._table() if with_inherited else ():
+                    with self._headers:  # written as it is read, for this sync to make it durable
+                        if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
+                            self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
                 self.file.sync()
         except OSError:
             with self._headers:
@@ -339,13 +340,6 @@ class Member:
             if self._epoch == epoch:
                 self._epoch_unwritten = False
                 self._inherited = self._inherited and not with_inherited
-
-    def _write_inherited(self) -> None:
-        """Write the header table as it can be read, so that the next sync makes it durable."""
-        for first, data in self._table():
-            with self._headers:
-                if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
-                    self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
 
     def _begin_epoch(self) -> None:
         self._epoch = (self._epoch // _EPOCH_COUNT + 1) * _EPOCH_COUNT + secrets.randbits(32)
@@ -380,7 +374,7 @@ class Member:
                 self._older, self._any_older = set(), True
 
     def _write_waiting(self) -> dict[int, OSError]:
-        """Write the headers that wait, neighbours in one call. Returns slots that hold no record, as that failed."""
+        """Write the waiting headers, neighbours in one call. Returns the slots for which that failed, and why."""
         waiting, self._waiting = self._waiting, {}
         failed: dict[int, OSError] = {}
         run: list[int] = []
@@ -397,12 +391,12 @@ class Member:
         return failed
 
     def _write_headers(self, first: int, headers: Sequence[memoryview]) -> None:
-        """Write headers of consecutive slots, which are in `_uncertain`; they are not, afterwards."""
+        """Write headers of consecutive slots, and take these slots out of `_uncertain`."""
         self.file.write(headers, TABLE_OFFSET + first * HEADER_BYTES)
         self._uncertain.difference_update(range(first, first + len(headers)))
 
     def _peek(self, slot: int) -> Peek | None:
-        """A slot's header in the file now, for a process that does not write the file; None if it is not valid."""
+        """A slot's header in the file now, for a read-only process; None if it is not valid."""
         found = [each for each in read_superblocks(self.file) if each is not None]
         current = max(found, key=lambda each: each.epoch, default=None)
         if current is None or current.member_digest() != self._digest:
@@ -417,7 +411,7 @@ class Member:
 
 
 def hash_of(key: bytes) -> int:
-    """A number for a key, not 0; of this process alone, as Python's hashes of bytes are salted."""
+    """A number for a key, not 0. It differs from process to process, because Python salts hashes of bytes."""
     return hash(key) or 1
 
 
@@ -429,7 +423,6 @@ def hashes_of(keys: Sequence[bytes]) -> Int64Array:
 
 
 def read_superblocks(file: OpenFile) -> list[Superblock | None]:
-    """Both copies; None for one that is not valid."""
     found: list[Superblock | None] = []
     for offset in SUPERBLOCK_OFFSETS:
         data = bytearray(SUPERBLOCK_BYTES)
@@ -438,7 +431,7 @@ def read_superblocks(file: OpenFile) -> list[Superblock | None]:
 
 
 def write_superblocks(file: OpenFile, superblock: Superblock) -> None:
-    """Write both copies, and sync after each: so one is whole at any moment, and none is an older one afterwards."""
+    """Write both copies and sync after each, so that one is whole at any moment."""
     page = memoryview(superblock.pack().ljust(PAGE, b"\0"))
     for offset in SUPERBLOCK_OFFSETS:
         file.write([page], offset)

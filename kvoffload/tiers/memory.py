@@ -1,4 +1,4 @@
-"""MemoryTier: records in ordinary host memory. The reference for the interface, and for tests without a disk."""
+"""MemoryTier: records in ordinary host memory, for tests without a disk, and as the shortest example of a tier."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 
 
 class MemoryTier(ThreadedTier):
-    """A bounded number of records in host memory that is not pinned. Evicts what was not used for longest.
+    """Records in unpinned host memory. A full tier evicts the record that was written or read longest ago.
 
     Args:
-        nbytes: of all records; while records are written, one more for each thread.
+        nbytes: bytes of all records. During puts each thread takes one record more.
         name: for metrics and messages.
         limits: see `Limits`; 2 threads by default.
 
     Raises:
-        CapacityError: by `attach`, if `nbytes` holds no record.
+        ValueError: `nbytes` is less than 1. From `attach`: CapacityError, `nbytes` holds no record.
     """
 
     threads = 2

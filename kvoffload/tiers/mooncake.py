@@ -1,4 +1,4 @@
-"""MooncakeTier: records in a Mooncake Store, the memory of several machines, through the client that needs no torch."""
+"""MooncakeTier: records in a Mooncake Store, the memory of several machines, through its client without torch."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class MooncakeConnection:
     """How `MooncakeTier` reaches the master and the other machines.
 
     Attributes:
-        metadata_server: of Mooncake's transfer engine, the same on all machines; "P2PHANDSHAKE": none is needed. Not in
-            the repr, as it may have a password.
-        hostname: by which other machines reach this one; None: the address from which it reaches the master.
-        protocol: "rdma" or "tcp", the same on all machines of a store. None: "rdma" if this one has a device that is
-            active.
-        devices: names of the RDMA devices to use, separated by commas; "": all that suit the pool.
+        metadata_server: the address for Mooncake's transfer engine, the same on all machines; "P2PHANDSHAKE": none. The
+            repr leaves it out, as it may contain a password.
+        hostname: the name by which other machines reach this one. None: the address from which it reaches the master.
+        protocol: "rdma" or "tcp", the same on all machines of a store. None: "rdma" if this machine has an active RDMA
+            device, else "tcp".
+        devices: names of the RDMA devices to use, separated by commas; "": Mooncake chooses.
 
     Raises:
-        ValueError: `protocol` is none of these.
+        ValueError: `protocol` is another value.
     """
 
     metadata_server: str = field(default="P2PHANDSHAKE", repr=False)
@@ -73,36 +73,37 @@ class MooncakeConnection:
 class MooncakeTier(RemoteTier):
     """Records in a Mooncake Store: memory that processes on several machines contribute. Its master evicts.
 
-    The client copies records between slots, which `attach` registers with it, and the store's memory, in one call for
-    several keys; Python copies nothing. `attach` tries to connect, in a child process first, as the client holds the
-    interpreter's lock meanwhile. If no master answers, it warns, and each later call tries again; keys are FAILED until
-    one connects. The client finds a master that has restarted by itself; the
-    records are gone then, unless the masters are set up for high availability. A record in the memory of a process
-    that has died is FAILED until the master has noticed, and MISSING afterwards, or read from another replica. A
-    removal does not wait for the leases of readers; what they read meanwhile is verified, too.
+    `attach` registers the pool with Mooncake's client, which copies several records in a call between pool and store;
+    Python copies nothing. `attach` also tries to connect, first in a child process, because the client holds the
+    interpreter's lock while it waits. If no master answers, `attach` warns and does not raise: keys are FAILED, and
+    each later call tries again.
 
-    The client is configured by environment variables, which are those of the process. A tier sets these unless they
-    are set: MC_LOG_LEVEL=ERROR, MC_STORE_CLIENT_SETUP_RETRIES=1, and for `timeout` MC_RPC_TIMEOUT_MS,
-    MC_RPC_CONNECT_TIMEOUT_MS, MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC.
+    A restarted master is found again, but its records are gone, unless the masters are set up for high availability.
+    Records in the memory of a dead process are FAILED until the master notices, then read from another replica, or
+    MISSING. A removal does not wait for readers.
+
+    Mooncake's client reads environment variables, for the whole process. If these are not set, the tier sets them:
+    MC_LOG_LEVEL=ERROR, MC_STORE_CLIENT_SETUP_RETRIES=1, and by `timeout` MC_RPC_TIMEOUT_MS, MC_RPC_CONNECT_TIMEOUT_MS,
+    MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC.
 
     Attributes:
-        protocol: "rdma" or "tcp": what transfers use.
+        protocol: "rdma" or "tcp", as transfers use it.
 
     Args:
-        master: "host:port", or where masters in high availability register: "etcd://host:port;host:port".
+        master: "host:port", or the servers where masters in high availability register: "etcd://host:port;host:port".
         identity, prefix, key, name: see `RemoteTier`.
         connection: addresses and protocol; None: `MooncakeConnection()`.
-        segment_bytes: memory that this process contributes to the store; its records are lost when the process ends.
+        segment_bytes: bytes of memory that this process contributes. The records in it are lost when the process ends.
         replicas: copies of each record, in different processes; fewer if there is no room.
-        soft_pin: seconds for which a record is evicted only if no other can be; None: no such preference.
-        timeout: seconds that a request to the master may take, and that a transfer may make no progress. A call for
-            several keys makes up to three requests and one transfer.
-        limits: see `Limits`; 4 threads by default, but 1 over TCP if the process may use fewer than 8 CPUs, as each
-            thread that waits for a transfer keeps a CPU busy.
+        soft_pin: for so many seconds a record is evicted only if no other can be. None: no such preference.
+        timeout: seconds that a request to the master may take, and that a transfer may stall. A call for several keys
+            makes up to three requests and one transfer.
+        limits: see `Limits`. 4 threads by default, but 1 over TCP with fewer than 8 usable CPUs, because each thread
+            that waits for a transfer keeps a CPU busy.
 
     Raises:
-        CapabilityError: the package is missing (`pip install 'kvoffload[mooncake]'`), a library that it needs
-            (`libibverbs1`), xxhash, or an active RDMA device for "rdma".
+        CapabilityError: missing are the package (`pip install 'kvoffload[mooncake]'`), its library `libibverbs1`,
+            xxhash, or for "rdma" an active device. From `attach`: the pool cannot be registered.
         TypeError, ValueError: an argument.
     """
 
@@ -124,11 +125,16 @@ class MooncakeTier(RemoteTier):
         limits: Limits | None = None,
     ) -> None:
         connection = given_or_default("connection", connection, MooncakeConnection)
-        self.protocol = _protocol_to_use(connection.protocol)
-        # More threads verify records while others are carried. But over TCP a call polls: on 2 CPUs, 16 MiB each way
-        # took 19 ms of CPU by bare calls, 24 with one thread, 32 with two and 47 with four, and one thread was the
-        # fastest. On 16 CPUs, 8 records of 2 MiB at a time, gets of 2 and 4 threads had 0.84 and 1.00 of the bandwidth
-        # of bare calls.
+        ports = () if connection.protocol == "tcp" else Path("/sys/class/infiniband").glob("*/ports/*/state")
+        active = any("ACTIVE" in state.read_text() for state in ports)
+        if connection.protocol == "rdma" and not active:  # the client would be set up, and its transfers fail
+            raise CapabilityError(
+                'protocol="rdma" needs a device with an active port in /sys/class/infiniband; use "tcp"'
+            )
+        self.protocol: Protocol = connection.protocol or ("rdma" if active else "tcp")
+        # More threads verify records while others are carried. But over TCP a call polls. On 2 CPUs, 16 MiB each way
+        # took 19 ms of CPU by bare calls, 24, 32 and 47 by 1, 2 and 4 threads; one was the fastest. On 16 CPUs, gets of
+        # 8 records of 2 MiB by 2 and 4 threads reached 0.84 and 1.00 of the bandwidth of bare calls.
         self.threads = 4 if self.protocol == "rdma" or len(os.sched_getaffinity(0)) >= 8 else 1
         super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, limits=limits)
         self._masters = _addresses(master)
@@ -226,11 +232,7 @@ class MooncakeTier(RemoteTier):
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _connected(self) -> Any:
-        """The client.
-
-        Raises:
-            ConnectionError: no master answers, or another thread is waiting for its answer.
-        """
+        """The client; ConnectionError if no master answers, or another thread still waits for its answer."""
         if self._client is None:
             if not self._connecting.acquire(blocking=False):
                 raise ConnectionError("the Mooncake master has not answered yet")
@@ -285,7 +287,6 @@ def _address(array: UInt8Array) -> int:
 
 
 def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses and bytes of all parts of each record."""
     return [[_address(part) for part in record] for record in parts], [[p.nbytes for p in record] for record in parts]
 
 
@@ -307,7 +308,6 @@ def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
 
 
 def _import_store() -> Any:
-    """The module mooncake.store; CapabilityError with a remedy if it cannot be imported."""
     try:
         from mooncake import store
     except ImportError as error:
@@ -322,10 +322,10 @@ def _import_store() -> Any:
 
 
 def _set_environment(milliseconds: int) -> None:
-    """Set what configures clients that are made from here on, and all transfers, unless the user has set it.
+    """Set the variables that configure new clients and all transfers, except the user's own.
 
     Args:
-        milliseconds: that a request or a transfer without progress may take; for transfers in whole seconds.
+        milliseconds: limit of a request, and of a transfer without progress, which is rounded to seconds.
     """
     transfers = str(max(1, round(milliseconds / 1000)))
     settings = {
@@ -345,18 +345,8 @@ def _variables_of_user() -> frozenset[str]:
     return frozenset(os.environ)
 
 
-def _protocol_to_use(protocol: Protocol | None) -> Protocol:
-    """The protocol, chosen if it is None; CapabilityError for "rdma" if no port of a device is active."""
-    if protocol == "tcp":
-        return protocol
-    active = any("ACTIVE" in state.read_text() for state in Path("/sys/class/infiniband").glob("*/ports/*/state"))
-    if protocol == "rdma" and not active:  # Mooncake's client would be set up, and its transfers fail
-        raise CapabilityError('protocol="rdma" needs a device with an active port in /sys/class/infiniband; use "tcp"')
-    return "rdma" if active else "tcp"
-
-
 def _addresses(master: str) -> list[tuple[str, int]]:
-    """Host and port of a master, or of each server where masters register; ValueError if it is no such string."""
+    """Host and port of a master, or of each server where masters register; ValueError for another string."""
     found: list[tuple[str, int]] = []
     for address in (master.rpartition("://")[2] if isinstance(master, str) else "").split(";"):
         host, _, port = address.rpartition(":")
@@ -367,10 +357,10 @@ def _addresses(master: str) -> list[tuple[str, int]]:
 
 
 def can_set_up(setup: Mapping[str, str], timeout: float) -> bool:
-    """Whether a client can be set up as `setup` says, tried in a child process for at most `timeout` seconds.
+    """Try in a child process whether a client can be set up so, for at most `timeout` seconds.
 
-    `setup` of the client holds the interpreter's lock until the master has answered, or its own time is over: with a
-    silent master no thread of this process would run meanwhile. The child contributes no memory to the store.
+    The client's `setup` holds the interpreter's lock until the master answers or its time is over: with a silent master
+    no thread of this process would run. The child contributes no memory to the store.
     """
     given = json.dumps([{**setup, "global_segment_size": "0"}, sys.path])
     child = [get_executable(), "-c", _SET_UP]
@@ -381,7 +371,7 @@ def can_set_up(setup: Mapping[str, str], timeout: float) -> bool:
 
 
 def _own_address(remote: tuple[str, int]) -> str:
-    """Of this machine, as another one sees it; no packet is sent."""
+    """This machine's address as `remote` sees it. Sends no packet."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(*remote, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -18,25 +18,25 @@ _NETWORK = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "h
 
 
 class ObjectStoreTier(RemoteTier):
-    """Records in an object store, or in a folder: each is one object, header first. An object is never overwritten.
+    """Records in an object store or a folder. Each is one object, header first; a put never overwrites one.
 
-    A put sends the bytes of the slot without a copy; a fetch copies once, as obstore returns memory of its own.
-    `attach` makes no request: a store that cannot be reached, or refuses the credentials, makes keys FAILED, and the
-    logger "kvoffload" warns. Old records stay until a lifecycle rule of the store deletes them; give it the `prefix`.
+    The tier evicts nothing: let a lifecycle rule of the store delete old objects below `prefix`. `attach` makes no
+    request. If the store cannot be reached, or refuses the credentials, keys are FAILED, and the logger "kvoffload"
+    warns. A put sends the slot's bytes without a copy; a fetch copies once, because obstore returns its own memory.
 
     Args:
-        store: the URL of a bucket, or of a folder in it, that exists: "s3://bucket/folder", "gs://bucket",
-            "az://container", "file:///folder". Or a store made by `obstore.store`; its timeouts and retries are yours.
+        store: the URL of an existing bucket or folder in one: "s3://bucket/folder", "gs://bucket", "az://container",
+            "file:///folder". Or a store that you made with `obstore.store`, with your timeouts and retries.
         identity, prefix, key, name, limits: see `RemoteTier`; 8 threads by default.
-        config: with a URL, options of obstore for this kind of store, such as `endpoint`, `region`, `access_key_id`.
-            Others come from environment variables, and from the role of the machine.
-        client_options: with a URL, options of obstore for connections, such as `root_certificate`, `proxy_url`,
-            `allow_http`.
-        timeout: seconds that a request may take, with a URL.
+        config: only with a URL: obstore's options for this kind of store, such as `endpoint`, `region`,
+            `access_key_id`. Others come from environment variables and the machine's role.
+        client_options: only with a URL of a network store: obstore's options for connections, such as
+            `root_certificate`, `proxy_url`, `allow_http`.
+        timeout: only with a URL of a network store: seconds that a request may take. Requests are not retried.
 
     Raises:
         CapabilityError: obstore or xxhash is missing (`pip install 'kvoffload[objectstore]'`).
-        TypeError, ValueError, obstore.exceptions.BaseError: a bad argument, or a folder that does not exist.
+        TypeError, ValueError, obstore.exceptions.BaseError: a bad argument, or the folder does not exist.
     """
 
     threads = 8

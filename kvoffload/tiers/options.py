@@ -1,4 +1,4 @@
-"""What constructors of tiers share: `Limits`, options objects that may be left out, and packages that some need."""
+"""Shared by the constructors of tiers: `Limits`, options objects with a default, and optional packages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _Options = TypeVar("_Options")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much a tier does at a time; every tier of this package takes one.
+    """How many threads and queued keys a tier may have. Every tier of this package takes one.
 
     Attributes:
-        threads: that call the medium. None: the tier's own number, see its class.
-        max_queued: keys that may wait to be put, and as many to be fetched; what goes beyond is DECLINED.
+        threads: threads that call the medium. None: the number that its class names.
+        max_queued: keys of puts that may wait, and as many keys of `get` and `exists` together. Further keys are
+            DECLINED. Removals are never declined.
 
     Raises:
         ValueError: one is not an integer of at least 1.
@@ -33,18 +34,14 @@ class Limits:
 
 
 def given_or_default(name: str, value: _Options | None, kind: type[_Options]) -> _Options:
-    """The options that were given, `kind()` if none were; TypeError if they are of another type."""
+    """`value`, or `kind()` if it is None; TypeError if it is of another type."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be a kvoffload.tiers.{kind.__name__}, or None, got {shown(value)}")
     return kind() if value is None else value
 
 
 def import_package(name: str, *, needs: str, extra: str) -> Any:
-    """A package that only some tiers need; `needs` says which, as in "ValkeyTier needs the package x".
-
-    Raises:
-        CapabilityError: it cannot be imported; says which `extra` of kvoffload to install.
-    """
+    """Import a package that only some tiers need. CapabilityError names it by `needs`, and the `extra` to install."""
     try:
         return __import__(name)
     except ImportError as error:

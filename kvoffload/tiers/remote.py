@@ -1,16 +1,15 @@
-"""RemoteTier: records in a store that other machines use, too, behind the blocking calls of its client.
+"""RemoteTier: records in a store that several machines share, behind the blocking calls of its client.
 
-A subclass carries *parts* under names, and knows nothing of keys, headers and checksums:
+A subclass moves *parts* under names, and knows nothing of keys, headers and checksums:
 
     a record    [header, range of device 0, range of device 1, ...]: uint8, one-dimensional
-    its name    as `RecordFormat.name` forms it
+    its name    from `RecordFormat.name`
 
-The header has 192 bytes; docs/remote-format.md specifies it. It is valid for one name only: it holds the key and the
-digest of the name space, and its checksum covers both. The payload digest in it binds the payload to it. So a header
-and a payload of different puts are a miss.
+docs/remote-format.md specifies the header of 192 bytes. Its checksum covers the key and the digest of the name space,
+so it is valid for one name only. It also holds the payload's digest: header and payload of different puts are a miss.
 
-A remote tier has no thread, retry or breaker of its own. Its calls end within the client's own timeout, and raise what
-the client raises; the keys are FAILED then, and the breaker above the tier decides whether it is asked again.
+A remote tier has no retries and no breaker. Its calls end within the client's own timeout. If the client raises, keys
+are FAILED, and the breaker above the tier decides whether to ask it again.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ class RecordFormat:
 
     Args:
         prefix, identity: see `RemoteTier`.
-        layout: its digest, 16 bytes.
-        row_bytes: of each range of a record: one for each device.
-        checksum: of headers and payloads.
+        layout: 16 bytes, as for `Tier.attach`.
+        row_bytes: bytes of a record on each device.
+        checksum: for headers and payloads.
 
     Attributes:
-        folder: all names begin with it, and no others do: prefix, version, layout digest, space digest. The latter
-            stands for identity, sizes of the ranges and checksum key.
+        folder: all names begin so, and no others: prefix, version, layout, and a digest of identity, `row_bytes` and
+            checksum key.
     """
 
     def __init__(self, prefix: str, layout: bytes, identity: str, row_bytes: Sequence[int], checksum: Checksum) -> None:
@@ -73,7 +72,7 @@ class RecordFormat:
         self.folder = f"{prefix}/{VERSION}/{layout.hex()}/{self._space.hex()}/"
 
     def name(self, key: bytes) -> str:
-        """The name of a key's record, at most 300 characters: the prefix, then letters and digits."""
+        """The name of a key's record, at most 300 characters: the folder, then the key's hex digits."""
         return self.folder + key.hex()
 
     def pack(self, key: bytes, rows: Sequence[UInt8Array]) -> bytes:
@@ -91,7 +90,7 @@ class RecordFormat:
 
 
 class _Question:
-    """What was asked for one job. Attributes: asking: taken meanwhile; found: keys that the store has, None before."""
+    """The question for one job. `asking` is held while it is asked; then `found` has the keys that the store has."""
 
     def __init__(self) -> None:
         self.asking = threading.Lock()
@@ -100,13 +99,13 @@ class _Question:
 
 
 class Questions:
-    """Which keys of each put the store has. Usable from any thread.
+    """Asks once for each put which of its keys the store has. Usable from any thread.
 
-    One question for all keys of a put, before any of their bytes are on the way: a store with one thread, such as
-    Valkey, answers questions that come later behind the values that it is receiving.
+    The question comes before any bytes: a store with one thread, such as Valkey, would answer a later one behind the
+    values that it is receiving.
 
     Args:
-        ask: asks the store which of these keys it has; may raise.
+        ask: asks the store for these keys; may raise.
     """
 
     def __init__(self, ask: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
@@ -115,9 +114,9 @@ class Questions:
         self._of: dict[TierJob, _Question] = {}
 
     def has(self, keys: Sequence[bytes], job: TierJob) -> list[bool]:
-        """Whether the store had each of these keys of the job, when the first call for the job asked for all of them.
+        """Return whether the store has each of these keys. The first call for a job asks for all keys of the job.
 
-        Calls at the same time wait for its answer. They raise ConnectionError if `ask` raises, so that no call lasts
+        Calls at the same time wait for its answer. If `ask` raises, they raise ConnectionError, so that no call lasts
         longer than one question; the next call asks again.
         """
         with self._lock:
@@ -136,40 +135,39 @@ class Questions:
         return [key in question.found for key in keys]
 
     def forget(self, job: TierJob) -> None:
-        """The job has ended."""
+        """Drop the answer for a job that has ended."""
         with self._lock:
             self._of.pop(job, None)
 
     def forget_all(self) -> None:
-        """Records have been deleted: puts that are under way ask again."""
+        """Drop all answers, since records were deleted. Puts under way ask again."""
         with self._lock:
             self._of.clear()
 
 
 class RemoteTier(ThreadedTier):
-    """Records in a store that several machines share. Base class: a subclass has the calls of the store's client.
+    """Base class for records in a store that several machines share. A subclass has the calls of the store's client.
 
-    A record is fetched as it was put, or is a miss: its header has the key, the layout, the identity and the checksum
-    of its bytes, and is compared before the record is used. A record that differs is counted as corrupt, and deleted. A
-    record's name contains digests of layout, identity and checksum key. So records of tiers with others are not
-    found, stay where they are, and are not deleted by `clear`. A record that the store has evicted is a miss. While
-    the store does not answer, keys are FAILED; when it answers again, they are found.
+    You get the bytes that were put, or a miss. Every fetch compares key, layout, identity and checksum in the record's
+    header; a record that differs counts as corrupt and is deleted. Names contain digests of layout, identity and
+    checksum key, so tiers that differ in one of these do not see each other's records, and `clear` does not delete
+    them. While the store does not answer, keys are FAILED; when it answers again, its records are found again.
 
-    A put that FAILED may have reached the store nevertheless, or may reach it later. So a record that is removed just
-    after such a put may come back, with the bytes that were put.
+    A FAILED put may still reach the store later. So if you remove a key just after such a put, its record may come back
+    with the bytes that were put.
 
     Args:
-        identity: names what the bytes depend on besides tokens, salt and layout: model and revision, adapter,
-            quantisation, positions, shard. Machines that share records have the same one.
-        prefix: with which all names in the store begin, 1 to 100 characters, such as "kvoffload/production".
-        key: 16 to 64 secret bytes, the same on all machines, for checksums by keyed BLAKE2b: records of programs that
-            do not have the key are misses. None: xxh3_128, which finds accidents alone; see `DiskTier`.
-        name: of the tier, in metrics, messages and what `BlockCache.locate` returns.
-        durable: whether records outlive the store's processes.
-        limits: see `Limits`; None: `Limits()`.
+        identity: a text for everything but tokens, salt and layout that the bytes depend on: model and revision,
+            adapter, quantisation, positions, shard. Give machines that share records the same one.
+        prefix: begins all names in the store: 1 to 100 characters, such as "kvoffload/production".
+        key: 16 to 64 secret bytes, the same on all machines. Keyed BLAKE2b then makes records of programs without the
+            key misses. None: xxh3_128, which finds only accidents; see `DiskTier`.
+        name: for metrics, messages and the answers of `BlockCache.locate`.
+        durable: records outlive the store's processes.
+        limits: None: `Limits()`.
 
     Attributes:
-        format: forms names and headers; set by `attach`.
+        format: makes names and headers; set by `attach`.
 
     Raises:
         CapabilityError: xxhash is missing, and there is no `key`.
@@ -178,7 +176,7 @@ class RemoteTier(ThreadedTier):
 
     format: RecordFormat
     asks_for_all_keys = True
-    """Whether `have_names` is one call of the client for several names: then a put asks once, before it writes."""
+    """`have_names` is one call of the client, however many names. Then a put asks once, for all its keys."""
 
     def __init__(
         self,
@@ -207,70 +205,65 @@ class RemoteTier(ThreadedTier):
 
     @abstractmethod
     def connect(self) -> None:
-        """Make the client. `attach` calls it, with `self.pools` set. Does not raise if the store does not answer."""
+        """Make the client. `attach` calls this with `self.pools` set. Do not raise if the store does not answer."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Close the client. All other calls have returned, and no more will be made."""
+        """Close the client. All other calls have returned, and none will follow."""
 
     @abstractmethod
     def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        """Read records from the store into `parts`, as long as the call runs, not afterwards.
+        """Read records from the store into `parts`. Do not touch `parts` after returning.
 
         Args:
             names: of the records.
-            parts: of each record, uint8 arrays to be filled: of header and ranges. Their bytes are verified by the
-                caller; they may be left half written unless the record is DONE.
+            parts: for each record the uint8 arrays to fill: header, then ranges. The caller verifies them. They may be
+                left half written unless the record is DONE.
 
         Returns:
-            For each record DONE, MISSING or FAILED; if what is stored has other sizes, the result of `reject(name)`.
+            For each record DONE, MISSING or FAILED; `reject(name)` if the stored bytes have another size.
         """
 
     @abstractmethod
     def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        """Write records to the store; `parts` may be read as long as the call runs, not afterwards.
+        """Write records to the store. Do not read `parts` after returning.
 
         Args:
             names: of the records.
-            parts: of each record, its header and ranges.
+            parts: for each record its header and ranges.
 
         Returns:
-            For each record DONE, DECLINED (the store has no room) or FAILED. A record that is there already may be
-            replaced or kept; both are DONE.
+            For each record DONE, DECLINED (the store has no room) or FAILED. If the store already has the record, keep
+            or replace it; both are DONE.
         """
 
     @abstractmethod
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        """Ask the store whether it has all parts of each record. A hint: they may be evicted a moment later."""
+        """Ask the store whether it has all parts of each record. A hint: it may evict them a moment later."""
 
     @abstractmethod
     def delete_names(self, names: Sequence[str]) -> list[bool]:
-        """Delete records. On return none of them is found.
-
-        Returns:
-            For each record whether it was there, or a part of it.
-        """
+        """Delete records, so that none is found when you return. Return for each whether it, or a part, was there."""
 
     @abstractmethod
     def delete_folder(self, folder: str) -> None:
         """Delete all records whose names begin with `folder`, which ends with "/"."""
 
     def describe(self) -> dict[str, str | int]:
-        """What `kvoffload doctor` shows of the store, such as `version`, `used_bytes`, `max_bytes`; may be empty."""
+        """Facts for `kvoffload doctor`, such as `version`, `used_bytes`, `max_bytes`; {} by default."""
         return {}
 
     def new_headers(self, count: int) -> UInt8Array:
-        """Memory for the headers of one call of `fetch_parts` or `store_parts`: (count, 192), uint8.
+        """Return memory for the headers of one call of `fetch_parts` or `store_parts`: (count, 192), uint8.
 
-        To be overridden where the client needs registered memory. The same memory may be returned to the thread's next
-        call, but not to another thread.
+        Override it if the client needs registered memory. The same thread's next call may get the same memory again.
         """
         return np.empty((count, HEADER_BYTES), np.uint8)
 
     def reject(self, name: str) -> Outcome:
         """Count a record as corrupt, delete it so that it can be put again, and return MISSING.
 
-        Raises nothing: a record that cannot be deleted is logged, and stays a miss.
+        Never raises: if the record cannot be deleted, that is logged, and it stays a miss.
         """
         self.count_corrupt()
         LOGGER.warning("%r: the record %s is not what was put; it is deleted", self, name)

@@ -1,18 +1,18 @@
-"""The files of a set together: whether they are one, and when a set is created, refused, or formatted again.
+"""The files of a set together: do they belong together, and is the set opened, created, refused or formatted again?
 
 There are six cases:
 
-1. All files are valid members of the set that is wanted: it is opened.
-2. No file exists, or those that exist are blank: a set is created.
-3. A file is blank, damaged, half made or of another version, and the others agree with what is wanted: a writer formats
-   the set again, a reader sees an empty one.
-4. A valid member differs from what is wanted, or a file is missing while others are valid: refused, unless `reset`.
-5. `reset`, and the files are not the set that is wanted: they are formatted again.
-6. A file is something else: refused, also with `reset`.
+1. All files are valid members of the wanted set: it is opened.
+2. No file exists, or all existing ones are blank: a set is created.
+3. A file is blank, damaged, half made or of another version, and the others are of the wanted set: a writer formats the
+   set again, a reader sees an empty one.
+4. A valid member is not of the wanted set, or a file is missing while others are valid: refused, unless `reset`.
+5. Case 4 with `reset`: a writer formats the files again.
+6. A file is something else: refused, even with `reset`.
 
-A set is formatted so that a crash leaves case 1, 2 or 3: the magic alone replaces superblocks, so a file of any size
-is known as ours; space is allocated and synced; superblocks are written. Headers of before are of another set then, as
-the new one has another id.
+Formatting leaves case 1, 2 or 3 after a crash: first the magic alone replaces superblocks, so that a file of any size
+is known as ours; then space is allocated and synced; then superblocks are written. The new set has another id, so
+headers from before are invalid.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ Opened = list[tuple[OpenFile, Superblock]]  # by number of the member
 
 
 class State(enum.Enum):
-    """What a member's path leads to."""
-
     VALID = "valid"
     MISSING = "missing"
-    BLANK = "blank"  # empty, or zeros in a file of the size that is wanted
+    BLANK = "blank"  # empty, or zeros in a file of the wanted size
     OTHER_VERSION = "of another version"
     DAMAGED = "damaged or half made"  # no superblock has its checksum
     FOREIGN = "not a file of a disk tier"
@@ -67,11 +65,11 @@ class Found(NamedTuple):
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Raise unless these are different files in folders that are trusted.
+    """Raise unless these are different files in folders that other users cannot change.
 
     Raises:
         ValueError: two paths are the same file.
-        PermissionError: a folder is a symbolic link; or every user may write it, and remove files of others.
+        PermissionError: a folder is a symbolic link, or every user may write it and remove other users' files.
         OSError: there is no such folder.
     """
     real = [os.path.realpath(path) for path in paths]
@@ -102,14 +100,11 @@ def open_set(
     reset: bool,
     read_only: bool,
 ) -> Opened:
-    """Open the members of a set, or create them; empty where there is nothing for a reader.
+    """Open the members of a set, or create them. Returns [] if there is nothing for a reader. Raises as `SlotFiles`.
 
     Args:
-        wanted: the superblock of member 0; its epoch and set id do not matter, and with `read_only` not its slots.
-        undo: gets what closes the files.
-
-    Raises:
-        As `SlotFiles`.
+        wanted: the superblock of member 0. Epoch and set id do not matter, nor with `read_only` the number of slots.
+        undo: gets callbacks that close the files.
     """
     check_paths(paths)
     found: list[Found] = []
@@ -143,7 +138,7 @@ def _described(found: Sequence[Found]) -> str:
 
 
 def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -> str | None:
-    """How the valid members differ from one set that is wanted; None if they do not."""
+    """How the valid members differ from the wanted set; None if they do not."""
     members = [(each.path, each.superblock) for each in found if each.superblock is not None]
     for path, superblock in members:
         if (superblock.algorithm, superblock.key_check) != (wanted.algorithm, wanted.key_check):
@@ -172,13 +167,10 @@ def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -
 
 
 def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: bool) -> Found:
-    """Open and lock the file at `path`, if there is one, and find out what it is.
-
-    Args:
-        wanted: its size decides what is blank to a writer.
+    """Open the file at `path`, if there is one, lock it if this process `writes`, and tell its state.
 
     Raises:
-        BlockingIOError: another process has it open for writing, and `writes`.
+        BlockingIOError: it is open for writing elsewhere.
         PermissionError: it belongs to another user, or others may read or write it, or may have put it there.
         ValueError: it is no regular file.
         OSError: it cannot be opened or read.
@@ -191,15 +183,15 @@ def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: 
     try:
         status = operations.fstat(file.descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"path must be a regular file, or none yet, got {path!r}")
+            raise ValueError(f"path must be a regular file, or must not exist yet, got {path!r}")
         everyone = os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH
         theirs = status.st_uid not in ((os.geteuid(),) if everyone else (os.geteuid(), 0))
         if theirs or stat.S_IMODE(status.st_mode) & 0o077 or (everyone and status.st_nlink != 1):
             raise PermissionError(
                 errno.EPERM,
-                "the file must be this user's with mode 600, under one name if every user may write the folder, and "
-                f"has owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o} and {status.st_nlink} names; its "
-                "content decides what the model continues from. chown and chmod 600 it if you trust it",
+                f"the file has owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o} and {status.st_nlink} "
+                "names; it must belong to this user with mode 600, and have one name if every user may write the "
+                "folder, because the model continues from its bytes. If you trust it, chown and chmod 600 it",
                 path,
             )
         if writes:
@@ -212,20 +204,19 @@ def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: 
 
 
 def _lock(file: OpenFile) -> None:
-    """Make this process the only writer of a file until it is closed."""
     try:
         file.operations.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise BlockingIOError(
             error.errno,
             "another process, or another object of this one, has the file open for writing; close that first, give "
-            "another path, or open it with read_only=True",
+            "another path, or use read_only=True",
             file.path,
         ) from None
 
 
 def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[State, Superblock | None]:
-    """The state of a file; a writer heals it: a copy of the superblock that is not the newest one is written again."""
+    """The state of a file. A writer replaces a copy of the superblock that is not the newest one."""
     copies = read_superblocks(file)
     valid = [each for each in copies if each is not None]
     if valid:
@@ -235,7 +226,7 @@ def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[Stat
         return State.VALID, newest
     starts = [_beginning(file, offset) for offset in SUPERBLOCK_OFFSETS]
     if not any(map(any, starts)):
-        # A writer may format it if it is empty; or of the size that is wanted, and zeros up to the payloads.
+        # A writer may format it if it is empty, or of the wanted size with zeros up to the payloads.
         blank = not writes or file.nbytes == 0
         if not blank and file.nbytes == wanted.file_bytes:
             table = range(0, wanted.data_offset, PAGE)
@@ -249,7 +240,7 @@ def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[Stat
 
 
 def _beginning(file: OpenFile, offset: int) -> bytes:
-    """A page of the file; less if the file ends in it."""
+    """A page of the file, or less if the file ends there."""
     size = max(0, min(PAGE, file.nbytes - offset))
     data = bytearray(size)
     file.read([memoryview(data)], offset)
@@ -260,7 +251,6 @@ def _beginning(file: OpenFile, offset: int) -> bytes:
 
 
 def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperations, undo: ExitStack) -> Opened:
-    """Make the files a new, empty set."""
     if not {each.state for each in found} <= {State.MISSING, State.BLANK}:
         LOGGER.warning("the disk set is formatted again, its records are gone: %s", _described(found))
     set_id = secrets.token_bytes(DIGEST_BYTES)
@@ -296,7 +286,7 @@ def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperatio
 
 
 def _allocate(file: OpenFile, nbytes: int) -> None:
-    """Give a file all of its space now, so that no write fails for want of it, and none that it does not need."""
+    """Give a file exactly its space now, so that no later write runs out of space."""
     try:
         file.operations.fallocate(file.descriptor, nbytes)
     except OSError as error:

@@ -1,7 +1,7 @@
 """SlotFiles: the files of a set as an array of slots, each with a key and a payload whose checksum is verified.
 
-A payload is written before its header, and neither is synced: the header's digest decides what is a record, after a
-crash as before. `remove` and `clear` are durable when they return; `member` says why nothing comes back.
+A payload is written before its header, and neither is synced: after a crash as before, a slot holds a record only if
+the header's digest matches. `remove` and `clear` are durable when they return; `member` says why nothing comes back.
 
 Slot `s` is slot `s // n` of member `s % n` of n members, so neighbours are on different disks.
 """
@@ -40,13 +40,13 @@ _T = TypeVar("_T")
 
 
 class Records(NamedTuple):
-    """The records of a set when it is opened, by column.
+    """The records of a set when it is opened, by column, in the order in which they were put.
 
     Attributes:
-        keys: in the order in which they were put.
-        slots: of each key, int64, (keys,).
-        tenants: their digests, (keys, 2).
-        sequences: the number of each key's put call, which rises.
+        keys: the keys.
+        slots: int64, (keys,).
+        tenants: digests, (keys, 2).
+        sequences: number of each key's put call; it rises.
     """
 
     keys: list[bytes]
@@ -56,34 +56,31 @@ class Records(NamedTuple):
 
 
 class SlotFiles:
-    """The slots of a set of files. Writes and reads of different slots may be called by several threads at a time.
+    """The slots of a set of files. Several threads may read and write different slots at a time.
 
-    One object at a time may have a set open for writing. Objects with `read_only` see what it does: their reads look
-    at the file's header before and after the payload.
+    One object at a time may have a set open for writing. `read_only` objects follow its changes: their reads compare
+    the file's header before and after the payload.
 
     Args:
-        paths: a file for each disk. They are created where none exists, in folders that exist.
+        paths: a file for each disk. Missing files are created, in existing folders.
         slot_bytes: payload bytes of a slot, a multiple of 4096.
-        nbytes: of all files together, allocated at once. With `read_only` not used.
+        nbytes: size of all files together, allocated at once. Not used with `read_only`.
         layout_digest: 16 bytes, `layout.fingerprint`.
-        identity: what else the bytes depend on: model and revision, adapter, quantisation, positions, shard.
+        identity, reset: see `DiskTier`.
         key: see `make_checksum`.
-        reset: lose what the files hold where it is of another set, layout, identity or size.
-        read_only: change nothing; several processes may.
-        direct: transfer payloads around the page cache where that works.
-        io_threads: payloads that are transferred at a time; more calls may compute checksums meanwhile. None: no limit.
+        read_only: change nothing. Several processes may read at a time.
+        direct: transfer payloads around the page cache if that works.
+        io_threads: most payload transfers at a time with direct I/O; further calls may compute checksums meanwhile.
+            None: no limit.
         operations: the system calls.
 
     Attributes:
-        num_slots: of all members; 0 with `read_only` if there is nothing that can be read.
+        num_slots: slots of all members; 0 with `read_only` if there is nothing to read.
 
     Raises:
-        ValueError: an argument; or the files are not what was asked for: the message says which and what differs.
+        ValueError: an argument; or the files are of another set, and the message says which and what differs.
         CapacityError: too little space on a disk, or `nbytes` has no room for a slot.
-        CapabilityError: xxhash is missing.
-        BlockingIOError: the set is open for writing elsewhere.
-        PermissionError: a folder or file that other users may write.
-        OSError: a system call failed.
+        Others as `DiskTier` and its `attach`.
     """
 
     def __init__(
@@ -142,15 +139,15 @@ class SlotFiles:
 
     @property
     def direct(self) -> tuple[bool, ...]:
-        """Of each file whether payloads go around the page cache."""
+        """For each file whether payloads bypass the page cache."""
         return tuple(member.file.direct for member in self._members)
 
     # records ------------------------------------------------------------------------------------------------------
 
     def load(self) -> Records:
-        """All records, each key once, in the order in which they were written. Called once, before other calls.
+        """All records, each key once, in the order in which they were written. Call it once, before other methods.
 
-        Their payloads are not read: one that was lost in a crash is found by `read`.
+        It reads no payloads: `read` finds out if a crash lost one.
         """
         count = len(self._members)
         segments = [
@@ -181,16 +178,16 @@ class SlotFiles:
         sequence: int,
         wanted: Callable[[bytes], bool] = lambda _: True,
     ) -> list[bool | OSError]:
-        """Make slots hold records; not durable before `sync`.
+        """Write records into slots; durable after `sync`.
 
-        The caller gives a slot to one call at a time, and does not change the payloads before it has returned.
+        Give a slot to one call at a time, and leave the payloads unchanged until it returns.
 
         Args:
-            tenant, sequence: of the put call; the sequence rises.
-            wanted: asked of each key when its payload has been written; False leaves the slot without this record.
+            tenant, sequence: tenant and number of the put call; numbers rise.
+            wanted: called with each key after its payload is written. False: the slot does not get this record.
 
         Returns:
-            Of each what `wanted` said; or what failed, and the slot holds no record that this object would read.
+            For each record the answer of `wanted`; or the error that left its slot without a record.
 
         Raises:
             ValueError: a key or payload; nothing has changed.
@@ -209,9 +206,7 @@ class SlotFiles:
     def read(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """Read the payloads of keys, each expected in its slot.
-
-        Unless the result is True, the payload holds any bytes.
+        """Read the payloads of keys, each from its slot. Unless the result is True, the payload may hold anything.
 
         Raises:
             ValueError: a payload, as for `write`.
@@ -228,37 +223,33 @@ class SlotFiles:
         return self._by_member(slots, read)
 
     def erase(self, slots: Iterable[int]) -> None:
-        """Make slots hold no record, soon: a crash may bring them back. Raises nothing of the system's."""
+        """Clear slots. A crash before the next `sync` may bring their records back. Raises no OSError."""
         for slot in slots:
             place, number = divmod(slot, len(self._members))
             self._members[number].erase([place])
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Make no slot hold these keys. Durable when it returns.
+        """Remove the records of these keys, durably.
 
         Raises:
-            OSError: a crash may bring keys back; no key is read before that. Call it again, or `clear`.
+            OSError: a crash may bring keys back; until then they are misses. Call it again, or `clear`.
         """
         run_all(partial(member.remove, keys) for member in self._members)
 
     def clear(self) -> None:
-        """Make no slot hold a record. Durable when it returns.
-
-        Raises:
-            OSError: as `remove`.
-        """
+        """Remove all records, durably. Raises as `remove` does."""
         run_all(member.clear for member in self._members)
 
     def sync(self) -> None:
         """Make all writes so far durable.
 
         Raises:
-            OSError: it may not be; records so far may be missing after a restart.
+            OSError: records so far may be missing after a restart.
         """
         run_all(member.sync for member in self._members)
 
     def close(self) -> None:
-        """Sync, and give the files back. No other call may be running. Idempotent."""
+        """Sync, and close the files. No other call may run. Idempotent."""
         members, self._members = self._members, []
         try:
             if not self.read_only:
@@ -267,7 +258,6 @@ class SlotFiles:
             run_all(member.file.close for member in members)
 
     def check_key(self, key: bytes) -> None:
-        """Raise ValueError for a key that no header can hold."""
         if not 0 < len(key) <= MOST_KEY_BYTES:
             raise ValueError(f"key must have 1 to {MOST_KEY_BYTES} bytes on a disk, got {len(key)}; hash longer ones")
 
@@ -278,7 +268,7 @@ class SlotFiles:
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _by_member(self, slots: Sequence[int], call: Callable[[Member, list[int]], Sequence[_T]]) -> list[_T]:
-        """`call` each member that has some of the slots with their positions in `slots`; the results of all slots."""
+        """Call each member that has some of the slots, with their positions in `slots`. Returns all results."""
         results: dict[int, _T] = {}
         for number, member in enumerate(self._members):
             mine = [at for at, slot in enumerate(slots) if slot % len(self._members) == number]
@@ -293,7 +283,6 @@ class SlotFiles:
 
 
 def _slots_of(nbytes: int, members: int, slot_bytes: int) -> int:
-    """How many slots fit in each of the files."""
     space = at_least("nbytes", nbytes, 1) // members - TABLE_OFFSET
     slots = space // (HEADER_BYTES + slot_bytes)
     if slots > 0 and -(-slots * HEADER_BYTES // PAGE) * PAGE + slots * slot_bytes > space:

@@ -1,8 +1,4 @@
-"""ThreadedTier: a tier whose methods may block. Threads of its own call them; queues are bounded, reads come first.
-
-A removal cancels the writes of its keys that wait, and waits for the writes that have begun; writes that are put
-afterwards wait for the removal. So no record that was put before comes back after it.
-"""
+"""ThreadedTier: a tier whose methods may block, because its own threads call them. See `workers` for the order."""
 
 from __future__ import annotations
 
@@ -43,11 +39,11 @@ _WHOLE_TIER = (b"",)  # the key of jobs that concern all records
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a record that is put comes from.
+    """The call of `Tier.put` that a record belongs to.
 
     Attributes:
-        tenant: whose it is.
-        job: the `put`, with all of its keys.
+        tenant: as given to `put`.
+        job: the job of that call, with all its keys.
     """
 
     tenant: str
@@ -55,24 +51,30 @@ class Origin:
 
 
 class ThreadedTier(Tier):
-    """A tier over methods that may block: a subclass has `read_record`, `write_record` and the others below.
+    """A tier whose methods may block. A subclass sets `name` and `capabilities`, and has the methods below.
 
-    A medium that transfers several records in a call has `read_records`, `write_records` and `have_records` instead,
-    and says by the class attribute `bytes_per_call` how many it wants at a time.
+    Per record: `read_record`, `write_record`, `has_record`. If one call of your medium transfers several records, have
+    `read_records`, `write_records`, `have_records` instead, and set `bytes_per_call`. Always: `remove_records` and
+    `remove_all`. The others do nothing unless you override them.
 
-    Whatever such a method raises makes its keys FAILED, and so does a result of another type; the thread goes on. A
-    method that never returns keeps one thread, and its keys without an outcome. Methods are called at the same time by
-    several threads, except two writes of one key, and a write of a key with what removes that key.
+    Several threads call the methods at a time. Two calls never write one key at a time, and none writes a key while
+    another removes it. Reads come before writes, except that a write follows 16 reads. Whatever a method raises makes
+    its keys FAILED, and so does a result of a wrong type or length; the thread goes on. A method that never returns
+    blocks its thread and leaves its keys without an outcome.
 
     Args:
-        limits: see `Limits`; None: `Limits()`.
+        limits: None: `Limits()`.
 
     Attributes:
-        threads: that call the methods. A class attribute says how many suit the medium; `limits` may say otherwise.
-        bytes_per_call: of the records that `read_records` or `write_records` is given at most, if they are more than
-            one. A job that is smaller is divided among the threads.
-        pools: as given to `attach`.
-        record_bytes: of one record, over all pools.
+        threads: how many call the methods. Set it in the class; `limits` overrides it.
+        bytes_per_call: most bytes of the records in one call of `read_records` or `write_records`; a single record may
+            be larger. The keys of a job are first divided among the threads. 0, the default: one record a call.
+        max_queued: as in `Limits`.
+        pools: as given to `attach`; () before.
+        record_bytes: bytes of one record, over all pools; 0 before `attach`.
+
+    Raises:
+        TypeError: a method is missing, or `limits` is no `Limits`.
     """
 
     threads = 4
@@ -97,77 +99,80 @@ class ThreadedTier(Tier):
     # what a subclass does -----------------------------------------------------------------------------------------
 
     def read_record(self, key: bytes, rows: Rows) -> Outcome:
-        """Copy a record to the rows, and verify it: DONE, MISSING or FAILED.
+        """Copy a record to the rows and verify it. Return DONE, MISSING or FAILED.
 
-        If its bytes are not those that were put: `count_corrupt`, and MISSING. Unless it returns DONE the rows may hold
-        any bytes. It must not use them after it has returned.
+        If its bytes differ from the ones that were put, call `count_corrupt` and return MISSING. Unless you return
+        DONE, the rows may hold anything. Do not touch them after returning.
         """
         raise NotImplementedError(f"{type(self).__name__} must have read_record, or read_records")
 
     def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
-        """Copy the rows to a record: DONE, DECLINED or FAILED. If it has the key: DONE, and nothing is copied.
+        """Copy the rows to a record. Return DONE, DECLINED or FAILED; DONE without a copy if the key has a record.
 
-        It must not write to the rows, nor use them after it has returned.
+        Do not write to the rows, and do not read them after returning.
         """
         raise NotImplementedError(f"{type(self).__name__} must have write_record, or write_records")
 
     def has_record(self, key: bytes) -> bool:
-        """Whether there is a record, as far as can be said without reading it.
+        """Return whether there is a record, without reading it.
 
-        With a local index `contains` calls it in the caller's thread, also while `start` or `release` runs: it must
-        not block there, and what it raises counts as False.
+        With a local index `contains` calls this in the caller's thread, even while `release` runs. So it must not
+        block; if it raises, `contains` says False.
         """
         raise NotImplementedError(f"{type(self).__name__} must have has_record, or have_records")
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
-        """`read_record` for neighbouring keys of a job, and the rows of each."""
+        """`read_record` for several keys of one job. Return an outcome for each."""
         return [self._guarded(partial(self.read_record, *each)) for each in zip(keys, rows, strict=True)]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
-        """`write_record` for neighbouring keys of a job, and the rows of each."""
+        """`write_record` for several keys of one job. Return an outcome for each."""
         return [self._guarded(partial(self.write_record, *each, origin)) for each in zip(keys, rows, strict=True)]
 
     def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """`has_record` for neighbouring keys of a job; `contains` calls it, too. What it raises is FAILED."""
+        """`has_record` for several keys. If it raises, `exists` asks `has_record` for each; without one all FAILED.
+
+        With a local index `contains` calls this, too, as `has_record` describes.
+        """
         return [bool(self.has_record(key)) for key in keys]
 
     @abstractmethod
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget records, durably on return; of each key whether there was one."""
+        """Remove records, durably when you return. Return for each key whether there was one."""
 
     @abstractmethod
     def remove_all(self) -> None:
-        """Forget all records, durably on return."""
+        """Remove all records, durably when you return."""
 
     def put_ended(self, job: TierJob) -> None:
-        """Every key of a `put` has its outcome: `write_record` will not be called for it. Must not block or raise."""
+        """Called when every key of a `put` has its outcome, so no write of it will begin. Must not block or raise."""
 
     def get_ended(self, job: TierJob) -> None:
-        """Every key of a `get` has its outcome. Must not block or raise."""
+        """Called when every key of a `get` has its outcome. Must not block or raise."""
 
     def flush(self) -> None:
-        """Make durable what was written."""
+        """Make all written records durable. `drain` calls it."""
 
     def start(self, layout: bytes | None) -> None:
-        """The pools are known (`self.pools`): open what is needed. What it raises leaves `attach`, which may be called
-        again.
+        """Open files or connections; `self.pools` is set. If this raises, close them yourself: `attach` passes the
+        error on, and `release` is not called.
         """
 
     def release(self) -> None:
-        """Close what `start` has opened. All calls of other methods but `has_record` have returned. May block, as it is
-        called by a thread of the tier's.
+        """Close what `start` opened. All other calls but `has_record` have returned. May block: a tier's thread calls
+        it, or `close` if none runs.
         """
 
     def num_records(self) -> int | None:
-        """How many records it holds; None if it does not know at once. Must not block; called until after `release`."""
+        """How many records there are; None if unknown. Must not block. Called at any time, even after `release`."""
         return None
 
     def count_corrupt(self, records: int = 1) -> None:
-        """For `read_record`: the record had other bytes than were put."""
+        """Count records as corrupt. `read_record` calls it when bytes differ from the ones that were put."""
         self._workers.count(corrupt=records)
 
     def warn(self, error: BaseException) -> None:
-        """Log why a key is FAILED or DECLINED, unless another one was logged in the 10 seconds before."""
+        """Log why a key is FAILED or DECLINED, at most once in 10 seconds."""
         self._workers.warn(error)
 
     # the interface ------------------------------------------------------------------------------------------------
@@ -315,7 +320,7 @@ class ThreadedTier(Tier):
         return f"{type(self).__name__}({self.name!r})"
 
     def _release(self) -> None:
-        """By the last thread, so that `close` does not wait longer than it was asked to; once."""
+        """Call `release` once. The last thread does it, so that `close` waits no longer than its timeout."""
         if in_call(self._releasing):
             return  # the call that has not returned sees to it
         with self._releasing:
@@ -369,7 +374,7 @@ class ThreadedTier(Tier):
         return job
 
     def _calls(self, job: TierJob, *, bounded: bool = True) -> list[range]:
-        """The positions of each call for a job: about the same number for each thread, `bounded` by bytes."""
+        """The positions of each call for a job: divided evenly among the threads, then `bounded` by bytes."""
         keys = -(-len(job.keys) // self.threads)
         if bounded:
             keys = min(keys, self.bytes_per_call // self.record_bytes)
@@ -382,7 +387,7 @@ class ThreadedTier(Tier):
         return [[pool[job.entries[at]] for pool in self.pools] for at in positions]
 
     def _guarded(self, call: Callable[[], Outcome]) -> Outcome:
-        """Make one key FAILED if its call raises, and not the others."""
+        """FAILED if the call for one key raises; the others go on."""
         try:
             return call()
         except Exception as error:  # noqa: BLE001  # a medium may raise anything

@@ -1,4 +1,4 @@
-"""ValkeyTier: records in a Valkey or Redis server, or a cluster of them, through valkey-glide-sync."""
+"""ValkeyTier: records in a Valkey or Redis server or cluster, through valkey-glide-sync."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class _OutOfStepError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class ValkeyConnection:
-    """How `ValkeyTier` connects: login, encryption, and what else its client takes.
+    """How `ValkeyTier` connects. The repr shows neither `password` nor `options`.
 
     Attributes:
-        username, password: for AUTH; without a username the server's user "default". In the server's ACL the user needs
-            "~{<prefix>/*", +mget +set +strlen +unlink +scan, and for the client itself +info +client +ping, in a
-            cluster +cluster|slots +cluster|myid. The password is not in the repr.
+        username, password: for AUTH. With a password alone: the server's user "default". The server's ACL must give the
+            user "~{<prefix>/*", +mget +set +strlen +unlink +scan, for the client itself +info +client +ping, and in a
+            cluster +cluster|slots +cluster|myid.
         tls: encrypt connections, and verify the servers' certificates.
         ca_file: PEM file with the certificates to trust instead of the system's.
-        cert_file, key_file: PEM files with this client's certificate and its key, for servers that ask for one.
-        options: further arguments of `GlideClientConfiguration` of valkey-glide, or in a cluster of
-            `GlideClusterClientConfiguration`. They are not in the repr.
+        cert_file, key_file: PEM files with this client's certificate and key, for servers that ask for one.
+        options: further arguments for valkey-glide's `GlideClientConfiguration`, or `GlideClusterClientConfiguration`
+            in a cluster. They override the ones that the tier sets.
 
     Raises:
         ValueError: there is a username and no password, or `tls` is neither True nor False.
@@ -60,25 +60,24 @@ class ValkeyTier(RemoteTier):
     """Records in Valkey or Redis: one server with its replicas, or a cluster.
 
     The server evicts by its own `maxmemory-policy`. A record is several values in one hash slot: the header, and the
-    bytes of each device. They are read by one command, straight into the slots of the pool. A record of which a value
-    was evicted is a miss. So is a mixture of two puts of one key at the same time, as a header is valid for one
-    payload.
+    bytes of each device. One command reads them straight into the pool. If the server evicted one of the values, or two
+    machines put the key at the same time and their values are mixed, the record is a miss.
 
-    Each thread of the tier has a connection, which it makes at its first call; `attach` does not connect. A server that
-    cannot be reached, or refuses the password, raises nothing: keys are FAILED, and the logger "kvoffload" warns.
-    `kvoffload doctor --store valkey addresses=HOST:PORT` tries it.
+    `attach` does not connect: each thread connects at its first call. If the server cannot be reached, or refuses the
+    password, keys are FAILED, and the logger "kvoffload" warns; nothing raises. `kvoffload doctor --store valkey
+    addresses=HOST:PORT` tries a server.
 
     Args:
-        addresses: "host:port", or a list: any nodes of the cluster; without `cluster` a primary and its replicas.
-        identity, prefix, key, name, limits: see `RemoteTier`.
-        cluster: whether the servers are a cluster.
+        addresses: "host:port", or a list of them: a primary and its replicas, or any nodes of a cluster.
+        identity, prefix, key, name, limits: see `RemoteTier`; 4 threads by default.
+        cluster: the servers are a cluster.
         connection: login, encryption and further options of the client; None: `ValkeyConnection()`.
-        expiry: seconds after a put at which the server deletes a record; None: it does not.
-        timeout: seconds that a command may take: half of them to connect, half until the answer is there.
+        expiry: the server deletes a record so many seconds after its put, even if it is read. None: it does not.
+        timeout: seconds for a command, at least 0.002: one half to connect, the other half until the answer is there.
 
     Raises:
         CapabilityError: valkey-glide-sync or xxhash is missing (`pip install 'kvoffload[valkey]'`).
-        TypeError, ValueError: a bad argument. Of the connection's `options`, and OSError of files, by `attach`.
+        TypeError, ValueError: a bad argument. From `attach`: errors of the connection's `options` and files.
     """
 
     bytes_per_call = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
@@ -153,7 +152,7 @@ class ValkeyTier(RemoteTier):
                     break
 
     def describe(self) -> dict[str, str | int]:
-        """Version, memory and what happens when it is full; of a cluster, of one node."""
+        """Version, memory and eviction policy of the server; in a cluster, of one node."""
         route = self._glide.RandomNode() if self.cluster else None
         answer = self._command("INFO", "server", "memory", route=route)
         lines = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)
@@ -165,17 +164,17 @@ class ValkeyTier(RemoteTier):
         }
 
     def reject(self, name: str) -> Outcome:
-        """As `RemoteTier.reject`; closes the thread's connection, which may be what has changed the bytes."""
+        """As `RemoteTier.reject`. Also closes the thread's connection, which may have changed the bytes."""
         self._drop_client()
         return super().reject(name)
 
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Any]:
-        """To each primary of the cluster, which together have all slots. Raises if one cannot be reached.
+        """A route to each primary of the cluster. Raises if one cannot be reached, or slots are missing.
 
-        Glide's scan of a cluster is not bounded by the timeout, and its route to all primaries leaves out those that it
-        has no connection with.
+        The timeout does not bound glide's own scan of a cluster, and its route to all primaries leaves out primaries
+        without a connection.
         """
         ranges = self._command("CLUSTER", "SLOTS", route=self._glide.RandomNode())
         if sum(last - first + 1 for first, last, *_ in ranges) != _SLOTS:
@@ -188,10 +187,10 @@ class ValkeyTier(RemoteTier):
 
     @contextmanager
     def _connected(self) -> Iterator[Any]:
-        """The thread's client. After `_ERRORS` in a row it is closed, and the next call makes another one.
+        """The thread's client. After `_ERRORS` errors in a row it is closed, and the next call makes another one.
 
-        A client of glide connects again by itself, but it never leaves a connection whose answers are out of step. One
-        of a cluster is kept longer: while it connects, its timeout does not bound each of its steps.
+        A client of glide connects again by itself, but it never leaves a connection whose answers are out of step. A
+        cluster's client is kept longer, because its timeout does not bound each step of connecting.
         """
         client = getattr(self._own, "client", None)
         if client is None:
@@ -245,12 +244,12 @@ class ValkeyTier(RemoteTier):
         return configuration(**arguments | dict(given.options))
 
     def _groups(self, names: Sequence[str]) -> list[slice]:
-        """Records that are carried by one command: all, but in a cluster one, as each may be on another server."""
+        """Records for one command: all; in a cluster one by one, since each may be on another server."""
         step = 1 if self.cluster else len(names)
         return [slice(at, at + step) for at in range(0, len(names), step)]
 
     def _part_names(self, name: str) -> list[str]:
-        """The names of the header and of each range. The text in braces decides which slot of a cluster they are in."""
+        """The names of header and ranges. The text in braces puts them all into one slot of a cluster."""
         return [f"{{{name}}}:{part}" for part in range(1 + len(self.pools))]
 
     def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
@@ -279,10 +278,11 @@ class ValkeyTier(RemoteTier):
         return outcomes
 
     def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        """`_fetch` without values longer than their parts: one of them fails the whole command. [] if all fit.
+        """`_fetch` without values that are longer than their parts, since one of these fails the whole command. [] if
+        all fit.
 
-        The error is no argument: a frame in its own traceback would hold it, and the garbage collector crash on the
-        buffers in glide's frames.
+        The error is no argument: a frame of its own traceback would hold it, and the garbage collector would crash on
+        the buffers in glide's frames.
         """
         looks = dict(zip(names, self._look(names), strict=True))
         outcomes = {name: self.reject(name) for name in names if looks[name] is None}
@@ -295,7 +295,7 @@ class ValkeyTier(RemoteTier):
         return [outcomes[name] for name in names]
 
     def _look(self, names: Sequence[str]) -> list[bool | None]:
-        """Whether all parts of each record are there; None if one is no string of its size."""
+        """For each record whether all parts are there; None if a part is no string of the right size."""
         sizes = [HEADER_BYTES, *(pool.shape[1] for pool in self.pools)]
         batch = self._batch()
         for name in names:
@@ -325,7 +325,7 @@ class ValkeyTier(RemoteTier):
         return Outcome.DONE
 
     def _counts(self, batch: Any) -> list[int | None]:
-        """The counts that a batch of commands returns; None for a value that is no string."""
+        """Send a batch of commands and return their counts; None for a value that is no string."""
         with self._connected() as client:
             answer = client.exec(batch, False)
             if not isinstance(answer, list):
@@ -333,7 +333,6 @@ class ValkeyTier(RemoteTier):
             return [_count(each) for each in answer]
 
     def _batch(self) -> Any:
-        """For commands that are sent together; no transaction."""
         return (self._glide.ClusterBatch if self.cluster else self._glide.Batch)(False)
 
 

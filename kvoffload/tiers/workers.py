@@ -1,12 +1,13 @@
-"""The threads of a tier, and what they do next. One lock for all of it; none is held while work is done.
+"""The threads of a tier, and the order of their work. One lock guards all state; none is held during the work.
 
-    what waits       begins when
+    waiting work     begins when
     a read           at once; reads, questions and flushes are one queue
-    a removal        no write of its keys is being carried out; before reads
-    a write          no write of its key is being carried out, and no removal of its key waits or is being carried out
+    a removal        no write of its keys runs; before reads
+    a write          no write of its key runs, and no removal of its key waits or runs
 
-Reads come before writes, but after 16 of them comes a write: entries that are put stay occupied until they are
-written. Work whose keys have all ended may begin at any time: it does nothing.
+Reads come before writes, but a write follows 16 reads, because entries stay occupied until they are written. A removal
+also cancels waiting writes of its keys. So no record that was put before comes back after it. Work whose keys have all
+ended may begin at any time: it does nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
 
 Run = Callable[[Sequence[int]], Sequence[Outcome]]
-"""Does the work of some positions of a job, and returns the outcome of each."""
+"""Does the work for some positions of a job, and returns the outcome of each."""
 
 READS_PER_WRITE = 16  # as long as both wait
 _MOST_OLD_KEYS = 4096
@@ -32,12 +33,7 @@ _MOST_OLD_KEYS = 4096
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Keys of a job that are worked on together, neighbours in it.
-
-    Attributes:
-        job, positions: the keys.
-        run: does it, given those positions that have no outcome when it begins.
-    """
+    """Neighbouring keys of a job, for one call of `run` with those positions that have no outcome when it begins."""
 
     job: TierJob
     positions: range
@@ -45,14 +41,11 @@ class Work:
 
     @property
     def waits(self) -> bool:
-        """Whether a key has no outcome yet."""
         return None in self.job.outcomes[self.positions.start : self.positions.stop]
 
 
 @dataclass(slots=True, eq=False)
 class Write(Work):
-    """Keys that are put."""
-
     @property
     def keys(self) -> tuple[bytes, ...]:
         return self.job.keys[self.positions.start : self.positions.stop]
@@ -60,28 +53,22 @@ class Write(Work):
 
 @dataclass(slots=True, eq=False)
 class Removal(Work):
-    """Attributes: keys: that are removed; None: all."""
+    """Keys to remove; None: all."""
 
     keys: frozenset[bytes] | None
 
     def concerns(self, write: Write) -> bool:
-        """Whether it removes a key that is put."""
+        """Whether it removes a key of this write."""
         return self.keys is None or not self.keys.isdisjoint(write.keys)
 
     def concerned(self, write: Write) -> list[int]:
-        """Positions of the keys of a write that it removes."""
+        """Positions of the keys of this write that it removes."""
         keys = write.job.keys
         return [at for at in write.positions if self.keys is None or keys[at] in self.keys]
 
 
 class WorkQueues:
-    """The work that waits, and the work that threads are doing.
-
-    Attributes:
-        reads, writes, removals: what waits, oldest first.
-        read_keys, write_keys: of how many keys.
-        running: taken and not finished: one for each busy thread.
-    """
+    """Waiting work by kind, oldest first, with its number of keys, and `running` work, one for each busy thread."""
 
     def __init__(self) -> None:
         self.reads = deque[Work]()
@@ -93,7 +80,6 @@ class WorkQueues:
         self._written_keys = set[bytes]()  # those of all writes that wait, and of some that did
 
     def add(self, works: Sequence[Work]) -> None:
-        """Queue works of one kind."""
         if len(self._written_keys) > 2 * self.write_keys + _MOST_OLD_KEYS:
             self._written_keys = {key for work in self.writes for key in work.keys}
         for work in works:
@@ -108,7 +94,7 @@ class WorkQueues:
                 self.read_keys += len(work.positions)
 
     def take(self) -> Work | None:
-        """The work that may begin now, which counts as running from here on; None if none may. In this order:
+        """Take the work that may begin now, which runs from here on; None if none may. In this order:
 
         1. A removal, unless a write of its keys is running.
         2. After many reads in a row a write.
@@ -135,27 +121,23 @@ class WorkQueues:
         return work
 
     def finish(self, work: Work) -> None:
-        """It is not being carried out any more."""
         self.running = [each for each in self.running if each is not work]
 
     def waiting_writes(self, concerned: Removal) -> list[Write]:
-        """Writes that wait, of the keys of a removal."""
+        """Waiting writes of keys of this removal."""
         if concerned.keys is not None and self._written_keys.isdisjoint(concerned.keys):
             return []
         return [work for work in self.writes if concerned.concerns(work)]
 
     def drop_ended(self) -> None:
-        """Forget reads and writes that wait and whose keys have ended."""
         self.reads = deque(work for work in self.reads if work.waits)
         self.writes = deque(work for work in self.writes if work.waits)
         self.read_keys, self.write_keys = _keys_of(self.reads), _keys_of(self.writes)
 
     def jobs(self) -> list[TierJob]:
-        """The jobs of all that waits, each once."""
         return list(dict.fromkeys(each.job for queue in (self.removals, self.reads, self.writes) for each in queue))
 
     def clear(self) -> None:
-        """Forget all that waits."""
         self.reads.clear()
         self.writes.clear()
         self.removals.clear()
@@ -188,21 +170,17 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a medium that fails does so for every key
 
 
 class Workers:
-    """Threads that carry out work. Nothing that work or a caller's function raises ends one.
+    """Threads that do the work, and its queues, bounded by `max_queued` keys of reads and as many of writes.
 
-    Args:
-        max_queued: reads that may wait, and as many writes.
-
-    Attributes:
-        closed: no work is taken any more.
+    No exception of the work or of a caller's function ends a thread.
     """
 
     def __init__(self, max_queued: int) -> None:
         self.closed = False
         self._max_queued = max_queued
         self._label = ""
-        # Re-entrant, as a signal handler may cancel a job anywhere; entered as itself, as an interrupt in the __exit__
-        # of the Condition would leave it locked.
+        # Re-entrant: a signal handler may cancel a job anywhere. Never entered through the Condition: an interrupt in
+        # its __exit__ would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queues = WorkQueues()
@@ -217,11 +195,7 @@ class Workers:
         )
 
     def start(self, count: int, label: str, at_end: Callable[[], None]) -> None:
-        """Start the threads, named after the tier's name; ClosedError if closed.
-
-        Args:
-            at_end: called by the last thread, when it is about to end.
-        """
+        """Start threads named after the tier. The last one calls `at_end` before it ends. ClosedError if closed."""
         with self._lock:
             if self.closed:
                 raise ClosedError(f"{label} was closed while it got its pool: make another one")
@@ -235,10 +209,10 @@ class Workers:
     # queues -------------------------------------------------------------------------------------------------------
 
     def queue(self, works: Sequence[Work], *, bounded: bool = True) -> int:
-        """Queue works of one job and one kind; if `bounded` and there is no room for all keys, the first ones.
+        """Queue works of one job and one kind; if `bounded`, only the first keys, as far as there is room.
 
-        What removes keys first cancels the writes of these keys that wait. They end before it is queued: else it could
-        be over before, and a write begin after it.
+        A removal first cancels waiting writes of its keys. They end before it is queued; else it could be over first,
+        and a write begin after it.
 
         Returns:
             How many keys were queued; 0 if closed.
@@ -250,27 +224,23 @@ class Workers:
                 for write in writes:
                     write.job.settle_waiting(Outcome.CANCELLED, removal.concerned(write))
         with self._lock:
-            taken = [] if self.closed else self._fitting(works) if bounded else works
+            taken = [] if self.closed else works
+            if taken and bounded:
+                queues, queued = self._queues, "write_keys" if isinstance(taken[0], Write) else "read_keys"
+                if getattr(queues, queued) + _end_of(taken) > self._max_queued:
+                    self._drop_ended()
+                room = max(0, self._max_queued - getattr(queues, queued))
+                if _end_of(taken) > room:  # the last work may be cut
+                    cut = [replace(one, positions=one.positions[: max(0, room - one.positions.start)]) for one in taken]
+                    taken = [one for one in cut if one.positions]
             self._queues.add(taken)
             self._changed.notify(len(taken))
         return _end_of(taken)
 
     def unfinished_writes(self) -> list[TierJob]:
-        """The jobs of all writes that wait or are being carried out."""
         with self._lock:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
-
-    def _fitting(self, works: Sequence[Work]) -> Sequence[Work]:
-        """The works for which there is room, the last of them cut if needed; under the lock."""
-        writes, queues = bool(works) and isinstance(works[0], Write), self._queues
-        if (queues.write_keys if writes else queues.read_keys) + _end_of(works) > self._max_queued:
-            self._drop_ended()
-        room = max(0, self._max_queued - (queues.write_keys if writes else queues.read_keys))
-        if _end_of(works) <= room:
-            return works
-        cut = (replace(work, positions=work.positions[: max(0, room - work.positions.start)]) for work in works)
-        return [work for work in cut if work.positions]
 
     def _drop_ended(self) -> None:
         if self._any_ended_early:
@@ -280,13 +250,11 @@ class Workers:
     # counts -------------------------------------------------------------------------------------------------------
 
     def count(self, **more: int) -> None:
-        """Add to counts of `TierStatistics`."""
         with self._lock:
             for name, number in more.items():
                 self._counts[name] += number
 
     def count_ended(self, outcomes: Sequence[Outcome]) -> None:
-        """Keys of a job have these outcomes."""
         unusual = [outcome for outcome in outcomes if outcome in _COUNT_OF]
         if unusual:
             with self._lock:
@@ -297,7 +265,7 @@ class Workers:
                     self._changed.notify_all()
 
     def figures(self) -> dict[str, Any]:
-        """All fields of `TierStatistics` but `records`."""
+        """The fields of `TierStatistics` except `records`."""
         now = time.monotonic()
         with self._lock:
             self._drop_ended()
@@ -313,7 +281,7 @@ class Workers:
     # threads ------------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> bool:
-        """Cancel what waits, and wait for the threads; whether all have ended. May be called again."""
+        """Cancel waiting work, and wait for the threads. Returns whether all have ended."""
         end = time.monotonic() + timeout
         with self._lock:
             self.closed = True
@@ -333,7 +301,13 @@ class Workers:
             try:
                 positions = work.job.begin(work.positions)
                 if positions:
-                    outcomes = self._outcomes(work, positions)
+                    try:
+                        outcomes = list(work.run(positions))
+                        if len(outcomes) != len(positions) or not all(isinstance(each, Outcome) for each in outcomes):
+                            raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
+                    except BaseException as error:  # noqa: BLE001  # nothing ends the thread: the tier would be dead
+                        self.warn(error)
+                        outcomes = [Outcome.FAILED] * len(positions)
                     with self._lock:
                         self._calls.pop(number, None)
                     work.job.settle(positions, outcomes)
@@ -351,7 +325,7 @@ class Workers:
             self._at_end()
 
     def _take(self, number: int) -> Work | None:
-        """The thread's next work, once there is some; None when closed."""
+        """Wait for the thread's next work; None when closed."""
         with self._lock:
             while not self.closed:
                 work = self._queues.take()
@@ -361,18 +335,8 @@ class Workers:
                 self._changed.wait()
         return None
 
-    def _outcomes(self, work: Work, positions: Sequence[int]) -> list[Outcome]:
-        try:
-            outcomes = list(work.run(positions))
-            if len(outcomes) != len(positions) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
-                raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
-        except BaseException as error:  # noqa: BLE001  # nothing ends the thread: the tier would be dead without a word
-            self.warn(error)
-            return [Outcome.FAILED] * len(positions)
-        return outcomes
-
     def warn(self, error: BaseException) -> None:
-        """Log it, unless there was one a moment ago."""
+        """Log an error, at most once in `_SECONDS_BETWEEN_WARNINGS`."""
         now = time.monotonic()
         with self._lock:
             due = now - self._warned >= _SECONDS_BETWEEN_WARNINGS
@@ -385,5 +349,5 @@ class Workers:
 
 
 def _end_of(works: Sequence[Work]) -> int:
-    """How many keys of their job the works reach to, if they begin with the first."""
+    """How many keys the works have, which begin with the first of their job."""
     return works[-1].positions.stop if works else 0

@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
     Attributes:
         blocks: device blocks.
-        plane_blocks: blocks x planes: what the gather kernel copies one by one.
+        plane_blocks: blocks x planes; the gather kernel copies them one by one.
         operations: strided operations, after adjacent blocks of a slot were merged.
         rows: rows of all operations together. Each is one contiguous copy.
         nbytes: bytes to copy.
@@ -91,7 +91,7 @@ FIELD = (*CONCURRENT_COMPUTE, Situation.BOTH_DIRECTIONS)
 
 
 class HostCosts(NamedTuple):
-    """Host seconds of a submission: a fixed part, and a part for each copy that the driver is given.
+    """Host seconds of a submission: a fixed part, and a part for each copy that the driver gets.
 
     Such a copy is an operation for "strided", a row for "batch" and "loop", a block for "gather" and "split".
     """
@@ -101,7 +101,6 @@ class HostCosts(NamedTuple):
 
 
 def driver_copies(copier: CopierName, shape: Shape) -> int:
-    """How many copies the driver is given; see `HostCosts`."""
     return shape.operations if copier == "strided" else shape.rows if copier in ("batch", "loop") else shape.blocks
 
 

@@ -27,21 +27,19 @@ LEAST_STRETCH = 0.8  # less would be noise: kernel and copy engine together are 
 
 
 class Sample(NamedTuple):
-    """One measured transfer."""
-
     method: CopyMethod
     shape: Shape
     seconds: float
 
 
 def fit(link: float, samples: Sequence[Sample]) -> Costs:
-    """The costs of one direction from samples of it.
+    """The costs of one direction from samples.
 
     Args:
         link: bytes per second of one large contiguous copy.
-        samples: of "strided" with at least two heights (rows per operation) for each row size, else the price of an
-            operation stays zero there; of "batch" and "loop" with rows, and of "gather" with plane blocks, of one size;
-            of "split" with the share that was used.
+        samples: "strided" needs two heights (rows per operation) for each row size, else the price of an operation
+            stays zero there. All rows of a "batch" or "loop" sample, and all plane blocks of a "gather" sample, have
+            one size. "split" samples have the share that was used.
     """
     by_copier: dict[str, dict[CopyMethod, None]] = {}  # each method once, without its share
     for each in samples:
@@ -106,7 +104,11 @@ def fit_split(costs: Costs, samples: Sequence[Sample]) -> SplitCosts:
 
     If one transfer was timed with several shares, only the fastest sample is used.
     """
-    samples = _fastest(samples)
+    best: dict[Shape, Sample] = {}
+    for each in samples:
+        if each.shape not in best or each.seconds < best[each.shape].seconds:
+            best[each.shape] = each
+    samples = list(best.values())
     sizes = sorted({_width(each) for each in samples})
     leans = []
     for size in sizes:  # by the largest transfer, since its shares have the smallest steps
@@ -122,15 +124,6 @@ def fit_split(costs: Costs, samples: Sequence[Sample]) -> SplitCosts:
     prices = solve(columns, np.array([each.seconds for each in samples]))
     stretch = _floats(np.maximum(prices[1:], LEAST_STRETCH))
     return SplitCosts(float(prices[0]), tuple(sizes), stretch, tuple(leans))
-
-
-def _fastest(samples: Sequence[Sample]) -> list[Sample]:
-    """The fastest sample of each transfer."""
-    best: dict[Shape, Sample] = {}
-    for each in samples:
-        if each.shape not in best or each.seconds < best[each.shape].seconds:
-            best[each.shape] = each
-    return list(best.values())
 
 
 def solve(columns: Float64Array, seconds: Float64Array) -> Float64Array:

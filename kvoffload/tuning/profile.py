@@ -275,7 +275,6 @@ def _defaults() -> tuple[Profile, Profile]:
 
 
 def profile_path(key: ProfileKey) -> Path:
-    """The file of the measured profile for `key`."""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cachefiles.cache_folder() / "profiles" / f"{digest[:32]}.json"
 
@@ -313,7 +312,7 @@ def parse(content: bytes) -> Profile:
     """The profile that `render` wrote.
 
     Raises:
-        ValueError: `content` is not a profile, or has another format; the message says what is wrong.
+        ValueError: `content` is not a profile, or has another format; the message says why.
     """
     try:
         fields = json.loads(content)

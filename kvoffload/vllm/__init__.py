@@ -1,20 +1,20 @@
-"""kvoffload inside vLLM: an out-of-tree OffloadingSpec, and a connector that also survives failed transfers.
+"""kvoffload inside vLLM: an out-of-tree OffloadingSpec, and a connector that survives failed transfers, too.
 
     --kv-transfer-config '{"kv_connector": "KVOffloadConnector", "kv_connector_module_path": "kvoffload.vllm",
                            "kv_role": "kv_both", "kv_connector_extra_config": {
                                "spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.vllm",
                                "cpu_bytes_to_use": 68719476736}}'
 
-    spec.py       KVOffloadSpec: what vLLM makes, in the scheduler's process and in each worker's
+    spec.py       KVOffloadSpec: one in the scheduler's process and one in each worker's
     manager.py    KVOffloadManager: the scheduler's side, a CacheIndex
     worker.py     KVOffloadWorker: a worker's side, an OffloadEngine over its KV cache
-    connector.py  KVOffloadConnector: vLLM's OffloadingConnector, which also reports transfers that failed
+    connector.py  KVOffloadConnector: vLLM's OffloadingConnector, which also reports failed transfers
     options.py    kv_connector_extra_config, checked
-    requests.py   what the manager keeps for each request of vLLM, and how often a key was offered
+    requests.py   the manager's state for each request of vLLM, and counts of offered keys
     events.py     events of the index as vLLM's
     metrics.py    statistics of the index as vLLM's
     tiers.py      tiers below the workers' host memory: promotions.py, identity.py
-    releases.py   the releases of vLLM that were tested
+    releases.py   the tested releases of vLLM
 
 Nothing else in the package imports it; it imports vLLM, and for the current stream torch. See docs/guides/vllm.md.
 """

@@ -1,7 +1,7 @@
-"""KVOffloadConnector: vLLM's OffloadingConnector, which also reports transfers that have failed.
+"""KVOffloadConnector: vLLM's OffloadingConnector, which also reports failed transfers.
 
-A worker's failed slots travel to the scheduler in the metadata that vLLM sends back after each step, and requests
-whose loads failed in `failed_recving`, which vLLM computes again or fails, as kv_load_failure_policy says.
+Failed slots travel from a worker to the scheduler in the metadata that vLLM sends back after each step. Requests whose
+loads failed travel in `failed_recving`: vLLM computes them again or fails them, by kv_load_failure_policy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ from kvoffload.vllm.worker import KVOffloadWorker
 
 @dataclass
 class WorkerMetadata(OffloadingWorkerMetadata):
-    """What workers tell the scheduler.
-
-    Attributes:
-        failed_slots: slots of transfers that have failed, in any worker.
-    """
+    """A worker's message to the scheduler; `failed_slots` are the slots of its failed transfers."""
 
     failed_slots: set[int] = field(default_factory=set)
 
@@ -40,7 +36,12 @@ class WorkerMetadata(OffloadingWorkerMetadata):
 
 
 class KVOffloadConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector for a KVOffloadSpec; see the module. Arguments as there."""
+    """vLLM's OffloadingConnector, with the same arguments, for a `KVOffloadSpec`. If a store fails, its keys stay
+    missing. If a load fails, vLLM computes the request again or fails it, by kv_load_failure_policy.
+
+    Raises:
+        TypeError: from `register_kv_caches`, if the configured spec is not `KVOffloadSpec`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with making_connector(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]):

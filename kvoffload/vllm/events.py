@@ -11,7 +11,7 @@ from kvoffload.cache.statistics import CacheEvent
 
 
 class EventLog:
-    """Keeps what vLLM is to hear of, until it asks. `note` is the hook of a CacheIndex."""
+    """Keeps events until vLLM asks for them. `note` is the hook of a CacheIndex."""
 
     def __init__(self) -> None:
         self._events: list[OffloadingEvent] = []
@@ -27,13 +27,12 @@ class EventLog:
                 self._events.append(noted)
 
     def take(self) -> Iterable[OffloadingEvent]:
-        """Those since the last call."""
+        """Events since the last call."""
         with self._lock:
             events, self._events = self._events, []
         return events
 
     def cut_back(self, length: int) -> None:
-        """Forget all but the first `length`."""
         with self._lock:
             del self._events[length:]
 

@@ -1,4 +1,4 @@
-"""What the bytes of a KV cache depend on, as far as vLLM's configuration says. Other records are no hits."""
+"""The part of vLLM's configuration that the bytes of a KV cache depend on. Records of another identity are misses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAKING: ContextVar[VllmConfig | None] = ContextVar("_MAKING", default=None)
 
 @contextmanager
 def making_connector(config: VllmConfig) -> Iterator[None]:
-    """While a KVOffloadConnector is made: its spec, which vLLM gives less, finds the configuration here."""
+    """Keep the configuration while a KVOffloadConnector is made, for its spec, to which vLLM gives less."""
     token = _MAKING.set(config)
     try:
         yield
@@ -37,17 +37,17 @@ def making_connector(config: VllmConfig) -> Iterator[None]:
 
 
 def config_of_connector() -> VllmConfig | None:
-    """That of the KVOffloadConnector that is being made; None if vLLM makes a connector of its own."""
+    """The configuration of the KVOffloadConnector in the making; None if vLLM makes its own connector."""
     return _MAKING.get()
 
 
 def identity_of(config: VllmConfig, offloading: OffloadingConfig) -> str:
-    """The model and its draft model, with their weights; the dtypes, and vLLM's release.
+    """The model and its draft model, with their weights; dtypes, and vLLM's release.
 
-    Adapters are not in it: vLLM's keys depend on their names.
+    Adapters are left out: vLLM's keys depend on their names.
 
     Raises:
-        CapabilityError: it cannot be told which weights a model has.
+        CapabilityError: nothing tells which weights a model has.
     """
     draft: Any = config.speculative_config
     drafts: Any = None if draft is None else draft.draft_model_config
@@ -74,11 +74,7 @@ def _identity_of_model(model: Any, load: Any) -> dict[str, Any]:
 
 
 def _weights(model: str, revision: str | None, cache: str | None) -> str:
-    """Which weights a model has: another text for others under the same name.
-
-    Raises:
-        CapabilityError: it cannot be told.
-    """
+    """A text that differs for other weights under the same name; CapabilityError if nothing tells them apart."""
     path = Path(model)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     if any(file.suffix in _WEIGHTS and file.is_file() for file in files):
@@ -114,13 +110,13 @@ def _text(value: Any) -> str:
 
 
 def note_of(layout: KVLayout) -> str:
-    """What a worker says of its slots: two workers say the same if each could load what the other has stored."""
+    """A description of a worker's slots: it is equal for two workers if each could load the other's slots."""
     groups = [[group.slot_order, [plane.block_bytes for plane in group.planes]] for group in layout.groups]
     return json.dumps({"blocks_per_slot": layout.blocks_per_slot, "groups": groups})
 
 
 def layout_digest(offloading: OffloadingConfig, notes: Sequence[str]) -> bytes:
-    """16 bytes over what `note_of` says in each worker, in the order of their ranks, and how vLLM divides the model."""
+    """16 bytes over each worker's `note_of`, in the order of their ranks, and how vLLM divides the model."""
     parallel, cache = offloading.parallel, offloading.cache
     said = {
         "workers": list(notes),

@@ -1,17 +1,16 @@
 """KVOffloadManager: the scheduler's side of the offloading, a CacheIndex with one entry for each chunk.
 
-vLLM's scheduler calls it from one thread. A key is of one chunk of one group; its entry is the slot, of the same number
-in every worker. Of a store:
+vLLM's scheduler calls it from one thread. A key stands for one chunk of one group. Its entry is the number of its slot,
+the same in every worker. A store:
 
     prepare_store ──> pending ──complete_store──> hit          a reservation of the index, open in between
                          └──one worker failed, reset──> missing
 
 A load holds a lease from `prepare_load` to `complete_load`. After a reset the workers may still touch the slots of
-what was under way; these are free only at `on_reset_flushed`.
+transfers under way; these are free only at `on_reset_flushed`.
 
-vLLM 0.33 offers all chunks of running requests again after a reset, and of groups with a sliding window also those
-whose blocks other requests have by now. So chunks of these groups are not stored for requests that were there before a
-reset.
+After a reset vLLM 0.33 offers all chunks of running requests again. In groups with a sliding window, other requests may
+own some of these blocks by now. So such chunks are not stored for requests from before a reset.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class _Filling:
     """A reservation whose chunks are being stored.
 
     Attributes:
-        left: keys whose store has not been reported as complete.
-        well: whether no part of it has failed.
+        left: keys whose store is not complete yet.
+        well: no worker has reported a failure.
     """
 
     record: ReservationRecord
@@ -63,19 +62,19 @@ class _Filling:
 
 
 class KVOffloadManager(OffloadingManager):
-    """Which chunks are offloaded, and in which slot. See vLLM's `OffloadingManager` for the calls.
+    """Knows which chunks are offloaded, and in which slot. See vLLM's `OffloadingManager` for the calls.
 
-    With `promotions` there are tiers below the slots: keys that are missing in slots are promoted from them. Then each
-    key counts in statistics once for a request, when its answer is final: a HIT or a MISS.
+    With `promotions`, keys without a slot are promoted from tiers. Statistics then count each key once for a request,
+    when its answer is final: HIT or MISS.
 
     Args:
-        num_chunks: slots of each worker; 0: nothing is stored.
-        policy: what is evicted, see `CacheIndex`.
+        num_chunks: slots of each worker; 0: store nothing.
+        policy: see `CacheIndex`.
         enable_events: keep events for `take_events`.
         store_threshold, max_tracker_size: see `Options`.
         windowed_groups: vLLM's numbers of the groups whose blocks are freed while a request runs.
         info: labels for vLLM's metric of the configuration.
-        promotions: the tiers below; None: there are none.
+        promotions: the tiers below the slots; None: no tiers.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class KVOffloadManager(OffloadingManager):
 
     @cached_property
     def index(self) -> CacheIndex:
-        """The keys. With tiers below it, it is opened at its first use."""
+        """The keys. Opened at its first use, with the tiers if there are any."""
         on_event = None if self._events is None else self._events.note
         if self._promotions is not None:
             return self._promotions.open(on_event)
@@ -121,7 +120,7 @@ class KVOffloadManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """HIT: it can be loaded. HIT_PENDING, RETRY: it is being stored or promoted, or may be promoted."""
+        """HIT: the key can be loaded. HIT_PENDING: it is being stored or promoted. RETRY: a tier may have it. MISS."""
         if self._promotions is not None:
             return self._promotions.lookup(self.index, key, req_context)
         status = self._status_of(key)
@@ -135,7 +134,7 @@ class KVOffloadManager(OffloadingManager):
             self._promotions.advance()
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
+        """The slots of keys that `lookup` found. They are not evicted before `complete_load` of the same keys."""
         index, wanted = self.index, list(keys)
         state = state_of(index, req_context, self._resets)
         used = wanted if len(wanted) < 2 else in_order(wanted, req_context)
@@ -162,9 +161,9 @@ class KVOffloadManager(OffloadingManager):
             del self._reading[which]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """The request uses these keys; what it has stored, loaded or touched before it uses already.
+        """Note that the request uses these keys. Keys that it stored, loaded or touched before count only once.
 
-        Where vLLM has not said where they end, they are taken for all keys of a request, which has ended.
+        If vLLM has not said where they end, they count as all keys of an ended request.
         """
         index, wanted = self.index, list(keys)
         used = wanted if len(wanted) < 2 else in_order(wanted, req_context)
@@ -188,10 +187,10 @@ class KVOffloadManager(OffloadingManager):
     # storing ------------------------------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Slots for those of the keys that are missing and worth storing.
+        """Reserve slots for the keys that are missing and worth storing, evicting others.
 
-        If too few are free or can be evicted, the first keys of the request get them. None, upon which vLLM offers the
-        keys again at its next step, only if none got one while transfers hold slots that will be free later.
+        If there are too few slots, the request's first keys get them. Returns None if no key got one, but transfers
+        hold slots that will be free later: then vLLM offers the keys again at its next step.
         """
         index, offered = self.index, list(dict.fromkeys(keys))
         state = state_of(index, req_context, self._resets)
@@ -235,7 +234,7 @@ class KVOffloadManager(OffloadingManager):
         return PrepareStoreOutput(list(stored), CPULoadStoreSpec(slots), list(record.evicted))
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Every worker has ended the store. The keys are hits if none has reported a failure, else missing."""
+        """Note that every worker has ended the store. Its keys are hits, or missing if one reported a failure."""
         filling_of = self._filling
         for key in keys:
             filling = filling_of.get(key)
@@ -252,10 +251,10 @@ class KVOffloadManager(OffloadingManager):
             del filling_of[key]
 
     def note_failed(self, slots: Collection[int]) -> None:
-        """A worker has failed to store into these slots, or to load from them. Called before `complete_store`.
+        """Note that a worker failed to store into these slots or to load from them. Called before `complete_store`.
 
-        Keys being stored there will be missing. Those that were to be loaded are missing from now on, so that the
-        request, which vLLM computes again, does not fail in the same way for ever.
+        Keys that are being stored there will be missing. Keys that were being loaded are missing from now on, so that
+        the request, which vLLM computes again, does not fail in the same way for ever.
         """
         failed = set(slots)
         for filling in set(self._filling.values()):
@@ -269,7 +268,7 @@ class KVOffloadManager(OffloadingManager):
     # the rest -----------------------------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Make all keys missing. Slots of transfers under way are free at `on_reset_flushed`."""
+        """Make all keys missing, in tiers, too. Slots of transfers under way are free at `on_reset_flushed`."""
         self._resets += 1
         kept = 0 if self._events is None else len(self._events)
         if self._promotions is None:
@@ -307,7 +306,7 @@ class KVOffloadManager(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        """Close the tiers, once what is being written has been; at most 10 seconds."""
+        """Close the tiers, and wait at most 10 seconds for their writes."""
         if self._promotions is not None:
             self._promotions.close()
 

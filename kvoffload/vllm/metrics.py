@@ -1,4 +1,4 @@
-"""Statistics of the manager under the names of vLLM's own metrics, and those that only kvoffload has."""
+"""Statistics of the manager as vLLM's own metrics, and as metrics that only kvoffload has."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _COUNTERS = {
     "hits": "Chunks that were there when vLLM asked.",
     "stored": "Chunks stored.",
     "evicted": "Chunks evicted.",
-    "declined": "Chunks that were not stored: no room, or worth less than what they would have displaced.",
+    "declined": "Chunks not stored: no room, or worth less than the chunks that they would have displaced.",
     "failed": "Chunks whose store failed.",
 }
 _GAUGES = {"resident": "Chunks that can be loaded.", "pending": "Chunks being stored.", "capacity": "Chunks that fit."}
 _TIER_COUNTERS = {
     "promoted": "Chunks that a tier has brought into host memory.",
     "not_found": "Chunks that a tier was asked for and did not bring.",
-    "slower": "Chunks that a tier was not asked for, since computing them was expected to take less time.",
+    "slower": "Chunks that a tier was not asked for, because computing them was expected to be faster.",
     "written": "Chunks that a tier has taken.",
-    "not_written": "Chunks that were given to a tier, and were not written.",
-    "dropped": "Chunks that were worth writing, and were not given to a tier.",
+    "not_written": "Chunks given to a tier that it did not write.",
+    "dropped": "Chunks worth writing that were not given to a tier.",
 }
 _NAME, _TIER_NAME = "vllm:kvoffload_{}_chunks".format, "vllm:kvoffload_tier_{}_chunks".format
 _TIER_USABLE = "vllm:kvoffload_tier_usable"
@@ -39,7 +39,7 @@ _SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 def _grown(now: object, before: object, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """What counts have grown since the last report, which may be the first; without those that have not."""
+    """The counts that have grown since the last report (None: none yet), and by how much."""
     for name in names:
         grown = getattr(now, name) - getattr(before, name, 0)
         if grown:
@@ -47,7 +47,7 @@ def _grown(now: object, before: object, names: Iterable[str]) -> Iterator[tuple[
 
 
 def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """What is reported of each tier, by its name, besides `definitions`."""
+    """Metrics of each tier, labelled with its name, besides `definitions`."""
     counters = _TIER_COUNTERS.items()
     return {
         _TIER_USABLE: OffloadingGaugeMetadata(
@@ -58,7 +58,7 @@ def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def definitions(store_threshold: int) -> dict[str, OffloadingMetricMetadata]:
-    """What is reported: for `OffloadingSpec.build_metric_definitions`. Below a threshold of 2 no chunk is skipped."""
+    """For `OffloadingSpec.build_metric_definitions`. Below a threshold of 2 no chunk is skipped."""
     skipped = OffloadingCounterMetadata("Chunks not stored, as they were not offered often enough.")
     share = "of the CPU KV cache's chunks, 0.0 to 1.0."
     return {
@@ -73,7 +73,7 @@ def definitions(store_threshold: int) -> dict[str, OffloadingMetricMetadata]:
 
 
 class Reporter:
-    """Turns statistics of an index, which count from its creation, into what happened since the last report.
+    """Reports the changes since the last report. (An index counts from its creation.)
 
     Attributes:
         sizes: chunks of each store since the last report.
@@ -104,7 +104,6 @@ class Reporter:
         return stats
 
     def report_tiers(self, stats: OffloadingConnectorStats, now: Sequence[CacheTierStatistics]) -> None:
-        """The same for tiers, into a report."""
         for tier in now:
             for counted, grown in _grown(tier, self._tiers_before.get(tier.name), _TIER_COUNTERS):
                 stats.increase_counter(_TIER_NAME(counted), grown, (tier.name,))

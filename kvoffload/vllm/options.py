@@ -1,4 +1,4 @@
-"""kv_connector_extra_config: what is read from it, and the errors for what cannot be."""
+"""kv_connector_extra_config as checked options."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class TierChoice:
-    """A tier in kvoffload_tiers: an object with a "kind", and arguments of that tier.
+    """A tier in kvoffload_tiers: an object with a "kind", and the arguments of that tier.
 
     Attributes:
         kind: as for `kvoffload.tiers.load_tier`.
-        arguments: by name. All kinds but "memory" are given `identity`, too, unless it is among them. In strings "{dp}"
-            stands for the number of the data-parallel replica.
+        arguments: by name. All kinds but "memory" also get `identity`, unless you give it. In strings "{dp}" stands for
+            the number of the data-parallel replica.
     """
 
     kind: str
@@ -41,24 +41,27 @@ class TierChoice:
 
 @dataclass(frozen=True)
 class Options:
-    """What kv_connector_extra_config says. Names without "kvoffload_" are vLLM's.
+    """The options in kv_connector_extra_config. Names without "kvoffload_" are vLLM's.
 
     Attributes:
-        cpu_bytes_to_use: host memory for all workers of this engine together, bytes; at least 1.
-        store_threshold: a chunk is stored once it was offered this many times; below 2: at once.
+        cpu_bytes_to_use: bytes of host memory for all workers of this engine together, at least 1.
+        store_threshold: store a chunk when it was offered so many times; below 2: at once.
         max_tracker_size: chunks whose offers are counted, at least 1.
-        kvoffload_policy: what is evicted: "prefix", "lru", "arc" or "s3fifo".
-        kvoffload_prefer: how copies are made, see `OffloadEngine`: "overlap" or "latency".
-        kvoffload_sm_limit: multiprocessors that a copy kernel may use; 0: the copy engines alone. They suit vLLM's
-            planes, which fold: with 0 less computation was lost on an H200, at more bandwidth; see docs/benchmarks.md.
-        kvoffload_max_in_flight: transfers of a worker that may be unfinished at a time, at least 1.
-        kvoffload_most_queued_bytes: bytes of one direction that the driver is given at a time, at least 1; None: see
+        kvoffload_policy: eviction policy: "prefix", "lru", "arc" or "s3fifo".
+        kvoffload_prefer: "overlap" or "latency", see `OffloadEngine`.
+        kvoffload_sm_limit: multiprocessors that a copy kernel may use. 0: only copy engines, which suit vLLM's planes,
+            because they fold: on an H200 computation lost less, at more bandwidth (docs/benchmarks.md).
+        kvoffload_max_in_flight: unfinished transfers of a worker at a time, at least 1; None: see `OffloadEngine`.
+        kvoffload_most_queued_bytes: bytes of one direction that the driver gets at a time, at least 1; None: see
             `OffloadEngine`.
         kvoffload_tiers: tiers below host memory, in the order in which they are asked.
-        kvoffload_tier_identity: what their bytes depend on besides the layout; None: the model, its weights, and more.
-        kvoffload_tier_write: what they are given: "admitted", "through", "back" or "none", see `BlockCache`.
-        kvoffload_promotion_seconds: that a request waits for tiers at most, above 0.
-        kvoffload_prefill_tokens_per_second: what computing costs; None: not known, so all that tiers have is read.
+        kvoffload_tier_identity: a text for everything but the layout that the tiers' bytes depend on. None: made from
+            the model, its weights, and more.
+        kvoffload_tier_write: when chunks are written to tiers: "admitted", "through", "back" or "none", see
+            `BlockCache`.
+        kvoffload_promotion_seconds: longest time that a request waits for tiers, above 0.
+        kvoffload_prefill_tokens_per_second: speed of computing, by which chunks are left to be computed that a tier
+            would bring more slowly. None: unknown, everything in the tiers is read.
     """
 
     cpu_bytes_to_use: int
@@ -77,12 +80,12 @@ class Options:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Options:
-        """The options of a kv_connector_extra_config; names of vLLM's that are not used here are left alone.
+        """Read a kv_connector_extra_config. vLLM's other names are ignored.
 
         Raises:
-            ValueError: cpu_bytes_to_use is missing, a name that begins with "kvoffload_" is unknown, or a value is of a
-                wrong type or out of range.
-            CapabilityError: an option that is not supported.
+            ValueError: cpu_bytes_to_use is missing, a name that begins with "kvoffload_" is unknown, or a value has a
+                wrong type or is out of range.
+            CapabilityError: an option of vLLM's that has no effect here.
         """
         known = {field.name for field in fields(cls)}
         for name in config:
@@ -111,7 +114,18 @@ _LOWEST = {"store_threshold": 0, "kvoffload_sm_limit": 0}
 
 def _checked(name: str, value: Any) -> Any:
     if name == "kvoffload_tiers":
-        return _tier_choices(name, value)
+        if not isinstance(value, list | tuple):
+            raise ValueError(f'{name} must be a list such as [{{"kind": "disk", ...}}], got {shown(value)}')
+        for place, each in enumerate(value):
+            if not isinstance(each, Mapping) or not isinstance(each.get("kind"), str):
+                raise ValueError(
+                    f'{name}[{place}] must be an object with a "kind" such as "disk", "memory", "valkey", "objects" or '
+                    f'"mooncake", got {shown(each)}'
+                )
+        return tuple(
+            TierChoice(each["kind"], {argument: given for argument, given in each.items() if argument != "kind"})
+            for each in value
+        )
     if name == "kvoffload_tier_identity":
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name} must be a string that is not empty, got {shown(value)}")
@@ -124,31 +138,4 @@ def _checked(name: str, value: Any) -> Any:
         return at_least(name, value, _LOWEST.get(name, 1))
     if value not in _CHOICES[name]:
         raise ValueError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {shown(value)}")
-    return value
-
-
-def _tier_choices(name: str, value: Any) -> tuple[TierChoice, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f'{name} must be a list such as [{{"kind": "disk", ...}}], got {shown(value)}')
-    for place, each in enumerate(value):
-        if not isinstance(each, Mapping) or not isinstance(each.get("kind"), str):
-            raise ValueError(
-                f'{name}[{place}] must be an object with a "kind" such as "disk", "memory", "valkey", "objects" or '
-                f'"mooncake", got {shown(each)}'
-            )
-    return tuple(
-        TierChoice(each["kind"], {argument: given for argument, given in each.items() if argument != "kind"})
-        for each in value
-    )
-
-
-def positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a number above 0, got {shown(value)}")
-    return float(value)
-
-
-def text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a string that is not empty, got {shown(value)}")
     return value

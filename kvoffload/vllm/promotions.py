@@ -1,13 +1,13 @@
-"""Promotions: keys that vLLM's scheduler asks for, and tiers have, on their way into slots.
+"""Promotions: bring keys that vLLM's scheduler asks for from tiers into slots.
 
-vLLM asks key by key, in each step, until it gets an answer. Per request, of the keys of one group in one step:
+vLLM asks key by key, in each step, until it gets an answer. For a request and the keys of one group:
 
     lookup  HIT, HIT, RETRY, RETRY, MISS        RETRY: a tier may have it     HIT_PENDING: a tier has it
     end of the step                             one promotion of the first four, which holds the two that are there
     next steps  HIT, HIT, HIT_PENDING, ...      until the promotion has ended: then each is a HIT or a MISS
 
-A key of a request is promoted once, and the promotions of a request share one deadline. They hold what they have
-brought until the request's load has begun, it has finished, or the deadline has passed.
+A key of a request is promoted once, and the promotions of a request share one deadline. Promoted keys are not evicted
+until the request's load has begun, the request has finished, or the deadline has passed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ OpenIndex = Callable[[Callable[[CacheEvent], None] | None], CacheIndex]
 
 @dataclass(slots=True, eq=False)
 class PromotionState:
-    """Of one request; kept in vLLM's `ReqContext`, by its type.
+    """State of one request, kept in vLLM's `ReqContext` by its type.
 
     Attributes:
         owner: several managers may see one context.
-        seen: of each group, the keys that were asked for in this step, and are in slots or to be promoted.
-        wanted: those to be promoted.
-        asked: keys that are promoted, or were.
+        seen: for each group the keys that vLLM asked for in this step and that are in slots or to be promoted.
+        wanted: keys to promote at the end of the step.
+        asked: keys that are or were being promoted.
         held: promotions that have not been released.
         until: when they end, by `time.monotonic`; 0: none has begun.
         counted: keys that statistics have counted, until its load begins.
@@ -55,16 +55,16 @@ class PromotionState:
 
 
 class Promotions:
-    """The tiers below a manager's slots, and the promotions from them. Used by vLLM's scheduler thread alone.
+    """The tiers below a manager's slots, and the promotions from these. Only vLLM's scheduler thread uses it.
 
-    A thread of the tiers evicts keys for what it promotes. So a key that `lookup` has called a hit is held until the
-    end of the step, in which vLLM begins to load it.
+    A thread of the tiers may evict keys to promote others. So each hit of `lookup` is held until the end of the step,
+    in which vLLM begins to load it.
 
     Args:
-        open_index: opens the index over the tiers, at the manager's first use of it.
-        seconds: how long a request waits for tiers at most.
-        windows: window size in chunks, for each group that has a window, by the group's number. If a tier cannot say
-            what it has, only the last chunks of a request in such a group are promoted.
+        open_index: opens the index over the tiers, at the manager's first use.
+        seconds: longest time that a request waits for tiers.
+        windows: window size in chunks, for each group that has a window, by the group's number. If a tier has no local
+            index, only the last chunks of a request in such a group are promoted.
         source: where promoted keys come from, for vLLM's metrics.
     """
 
@@ -84,13 +84,12 @@ class Promotions:
         self._held: list[Lease] = []  # hits of this step
 
     def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
-        """The index, opened now."""
         self._index = self._open_index(on_event)
         return self._index
 
     def lookup(self, index: CacheIndex, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """The answer to a request that looks up a key. It counts once for the request, when it is final: vLLM asks
-        again in each step until it is.
+        """Answer a request's lookup of a key. Statistics count the final answer only: vLLM asks again in each step
+        until it gets one.
         """
         state = self._state(context)
         [status] = index.status([key])  # counts nothing
@@ -110,7 +109,6 @@ class Promotions:
         return result
 
     def _ask(self, state: PromotionState, key: OffloadKey) -> LookupResult:
-        """The answer for a key without a slot."""
         promotion = state.asked.get(key)
         if promotion is not None:
             return LookupResult.MISS if promotion.done else LookupResult.RETRY
@@ -129,13 +127,12 @@ class Promotions:
         return LookupResult.HIT_PENDING if below is Status.HIT else LookupResult.RETRY
 
     def source_of(self, key: OffloadKey, context: ReqContext) -> CacheHitSource:
-        """Where a key came from for this request."""
         state = context.get_state(PromotionState)
         brought = state is not None and state.owner is self and key in state.asked
         return self._source if brought else CacheHitSource.HOST
 
     def advance(self) -> None:
-        """At the end of a step: promote what was asked for in it, and release what was held for too long."""
+        """End a step: promote the keys that were asked for, and release promotions that were held for too long."""
         self._release_hits()
         now = time.monotonic()
         for state in list(self._active):
@@ -151,7 +148,7 @@ class Promotions:
                 self._active.discard(state)
 
     def _promote(self, state: PromotionState, seen: Mapping[OffloadKey, None], seconds: float) -> None:
-        """Begin to promote the keys of one group that are wanted; what a request has seen of it is held with them."""
+        """Begin to promote the wanted keys of one group, and hold the request's other keys of this group with them."""
         wanted = state.wanted.intersection(seen)
         if not wanted or seconds <= 0:
             return
@@ -164,14 +161,14 @@ class Promotions:
         state.asked.update(dict.fromkeys(wanted, promotion))
 
     def release(self, context: ReqContext) -> None:
-        """The request has begun to load, or has finished: what was promoted for it may be evicted."""
+        """Let keys that were promoted for this request be evicted: it has begun to load, or has finished."""
         state = context.get_state(PromotionState)
         if state is not None and state.owner is self:
             self._release(state)
             state.counted.clear()
 
     def clear(self, index: CacheIndex) -> None:
-        """Forget all keys, also in the tiers: vLLM resets for new weights, for one, which make their records wrong."""
+        """Drop all keys, in the tiers, too: vLLM resets for new weights, for example, which make all records wrong."""
         self._forget()
         try:
             index.clear()
@@ -185,7 +182,7 @@ class Promotions:
         return () if self._index is None else tuple(self._index.tier_statistics())
 
     def close(self) -> None:
-        """Close the tiers, once what is being written has been; at most 10 seconds. Nothing more is promoted."""
+        """Close the tiers, and wait at most 10 seconds for their writes. Nothing more is promoted."""
         if self._index is None:
             return
         self._ended = True
@@ -195,7 +192,6 @@ class Promotions:
         self._index = None
 
     def _forget(self) -> None:
-        """Release all that is held."""
         self._release_hits()
         for state in list(self._active):
             self._release(state)

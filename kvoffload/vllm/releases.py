@@ -1,4 +1,4 @@
-"""The releases of vLLM that were tested. Its offloading interface is experimental, and changes between releases."""
+"""The tested releases of vLLM. Its offloading interface is experimental, and changes between releases."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ VARIABLE = "KVOFFLOAD_VLLM_UNTESTED"  # set to 1: any release is taken
 
 
 def check_release(variables: Mapping[str, str] = os.environ) -> None:
-    """Refuse a release that was not tested.
-
-    Raises:
-        CapabilityError: vLLM cannot be imported, or is of another release and `VARIABLE` is not set to 1.
-    """
+    """Raise CapabilityError if vLLM cannot be imported, or was not tested and `VARIABLE` is not set to 1."""
     try:
         import vllm
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What the manager keeps for each request of vLLM: the request of the index that stands for it; and of offered keys."""
+"""The manager's state for each request of vLLM, and counts of offered keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class RequestState:
     """Kept in vLLM's `ReqContext`, by its type.
 
     Attributes:
-        owner: the index that `request` is of; several managers may see one context.
-        request: its keys are not evicted by later ones of the same request.
-        record: what the index has of it.
+        owner: the index of `request`; several managers may see one context.
+        request: the request of the index. Its later keys do not evict its earlier ones.
+        record: the index's record for `request`.
         resets: how often the manager had been reset when the request came.
-        end: where the last of its keys so far ends, in tokens.
+        end: where its last key so far ends, in tokens.
     """
 
     __slots__ = ("end", "owner", "record", "request", "resets")
@@ -29,16 +29,14 @@ class RequestState:
         self.open()
 
     def open(self) -> None:
-        """Begin with another request of the index."""
         self.request = self.owner.open_request()
         self.record = self.request._record
         self.end = 0
 
     def keep_order(self, context: ReqContext, added: Sequence[OffloadKey], first: int) -> None:
-        """Let the request have its keys in the order of their tokens, also if these, the latest, are not its last.
+        """Keep the request's keys in the order of their tokens, even if keys were added before its last one.
 
-        Then, as after a partial tail was stored before what precedes it, another request of the index takes its keys
-        over.
+        That happens when a partial tail was stored first. Then another request of the index takes over all keys.
 
         Args:
             first: where the first of `added` ends, in tokens.
@@ -57,7 +55,7 @@ class RequestState:
 
 
 def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestState:
-    """The state of a context, made if there is none; with an open request of the index."""
+    """The state of a context, with an open request of the index; made if there is none."""
     state: RequestState | None = context.get_state(RequestState)
     if state is None or state.owner is not index:
         state = RequestState(index, resets)
@@ -68,9 +66,9 @@ def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestStat
 
 
 def in_order(keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-    """Keys in the order of the tokens they stand for: keys of several groups come group after group.
+    """Sort keys, which come group after group, by the tokens that they stand for.
 
-    As they are, if vLLM has not said where one of them ends.
+    If vLLM has not said where a key ends, they stay as they are.
     """
     if len(keys) < 2 or get_offload_group_idx(keys[0]) == get_offload_group_idx(keys[-1]):
         return keys
@@ -81,12 +79,12 @@ def in_order(keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
 
 
 class Offers:
-    """How often keys were offered for storing, so that what is offered once is not stored.
+    """Counts how often keys were offered for storing, so that keys that come only once are not stored.
 
     Args:
-        threshold: a key passes when it has been offered this many times; below 2, every key passes.
-        most: keys that are counted; beyond that those whose last offer is longest ago are forgotten, but none of the
-            offer at hand.
+        threshold: a key passes when it has been offered so many times; below 2, every key passes.
+        most: keys that are counted. Beyond that it forgets keys whose last offer is longest ago, but none of the
+            current offer.
 
     Attributes:
         skipped: keys that did not pass, since the last `take_skipped`.
@@ -99,7 +97,6 @@ class Offers:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """Count an offer of these keys."""
         counts = self._counts
         if self.threshold < 2:
             return
@@ -119,7 +116,7 @@ class Offers:
             known += 1
 
     def passing(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of the keys that have been offered often enough; the others are counted as skipped."""
+        """The keys that have been offered often enough. The others count as skipped."""
         if self.threshold < 2:
             return list(keys)
         found = [key for key in keys if self._counts.get(key, 0) >= self.threshold]

@@ -1,4 +1,4 @@
-"""KVOffloadSpec: what vLLM makes in the scheduler's process and in each worker's."""
+"""KVOffloadSpec: vLLM's entry to kvoffload, made in the scheduler's process and in each worker's."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _ENGINE_OPTIONS = ("prefer", "sm_limit", "max_in_flight", "most_queued_bytes")
 
 
 class KVOffloadSpec(OffloadingSpec):
-    """Offloading of vLLM's KV cache to pinned host memory by kvoffload.
+    """Offloads vLLM's KV cache to pinned host memory, and from there to tiers.
 
     Args:
         config: vLLM's; see `Options` for its kv_connector_extra_config.
 
     Attributes:
-        options: as read.
-        num_chunks: slots of each worker.
+        options: the checked options.
+        num_chunks: slots of each worker; 0 if cpu_bytes_to_use is less than a chunk of all workers.
 
     Raises:
         ValueError, CapabilityError: see `Options.read`.
+        CapabilityError, CapacityError: with kvoffload_tiers, another connector than KVOffloadConnector, or no slots.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -59,7 +60,10 @@ class KVOffloadSpec(OffloadingSpec):
         return (*CPUOffloadingInfo.config_info_keys(), "kvoffload_policy")
 
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side. Pins no memory, and needs no GPU."""
+        """The scheduler's side, the same at each call. Pins no memory, and needs no GPU.
+
+        If all workers offer their slots by now, it opens the tiers, and raises their errors. Else the first use does.
+        """
         if self._manager is not None:
             return self._manager
         options, groups = self.options, self.config.groups
@@ -80,10 +84,10 @@ class KVOffloadSpec(OffloadingSpec):
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVOffloadWorker:
-        """A worker's side. Pins its host memory.
+        """A worker's side, the same at each call. The first call pins the worker's host memory.
 
         Raises:
-            CapacityError: the memory cannot be pinned.
+            CapacityError: the memory cannot be pinned, or a chunk is larger than vLLM's configuration says.
             LayoutError: the tensors are not on the GPU.
         """
         if self._worker is None:
@@ -109,11 +113,11 @@ class KVOffloadSpec(OffloadingSpec):
         return self._worker
 
     def open_device(self, kv_caches: CanonicalKVCaches) -> Device:
-        """The GPU that holds the tensors. For tests: a subclass may give another device."""
+        """Open the GPU of the tensors. A subclass may give another device, for tests."""
         return open_device(kv_caches.tensors[0].tensor.device.index or 0)
 
     def current_stream(self, kv_caches: CanonicalKVCaches) -> Callable[[], StreamLike]:
-        """A function that returns the stream on which vLLM queues its work. For tests, as `open_device`."""
+        """A function that returns the stream on which vLLM queues its work. A subclass may override it, for tests."""
         import torch
 
         device = kv_caches.tensors[0].tensor.device

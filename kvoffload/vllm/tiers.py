@@ -1,8 +1,8 @@
 """Tiers below the host memory of vLLM's workers, in the scheduler's process.
 
-Each worker has its slots in memory that it offers by a name of its own; the scheduler's process maps those of all
-workers, and gives them to the tiers: a record is one chunk of all workers. vLLM makes the workers first. Where it does
-not, the manager looks for them at its first use.
+Each worker offers its slots under its own name. The scheduler's process maps the slots of all workers, and gives them
+to the tiers: a record is one chunk of all workers. Usually vLLM makes the workers first. If it does not, the manager
+looks for them at its first use.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvoffload.vllm.promotions import Promotions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_LONGEST_WAIT = 30.0  # seconds, for workers' memory
+_LONGEST_WAIT = 30.0  # seconds for workers' memory
 
 
 class TiersOfWorkers:
-    """The tiers that kvoffload_tiers asks for. Made in every process; `open` is for the scheduler's.
+    """The tiers of kvoffload_tiers. Made in every process; only the scheduler's calls `open`.
 
     Args:
         config: vLLM's.
@@ -64,11 +64,11 @@ class TiersOfWorkers:
         self._wait = wait
 
     def name_of(self, rank: int) -> str:
-        """Under which a worker offers its slots: all processes of an engine know its unique identifier."""
+        """The name under which a worker offers its slots; all processes of an engine know the engine's identifier."""
         return f"{self._config.engine_id}/{rank}"
 
     def promotions(self) -> Promotions:
-        """For the manager; opens the index at its first use."""
+        """For the manager, which opens the index at its first use."""
         sizes = {group.group_id: group.sliding_window_size_in_chunks for group in self._config.groups}
         disks_alone = all(choice.kind == "disk" for choice in self._options.kvoffload_tiers)
         return Promotions(
@@ -88,13 +88,13 @@ class TiersOfWorkers:
         return True
 
     def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
-        """The index, over all workers' slots.
+        """Open the index over all workers' slots.
 
         Raises:
-            CapabilityError: a worker's memory cannot be mapped, such as one on another machine; a tier needs a package;
-                or no identity was given, and the model's weights are not found.
+            CapabilityError: a worker's memory cannot be mapped, because it is on another machine, say; a tier needs a
+                package; or no identity was given, and the model's weights are not found.
             ValueError: a tier's arguments.
-            And what `Tier.attach` raises.
+            Any error of `Tier.attach`.
         """
         options, replica = self._options, str(self._config.parallel.data_parallel_index)
         pools, notes = self._pools()
@@ -146,6 +146,6 @@ class TiersOfWorkers:
 
     @property
     def identity(self) -> str:
-        """What the records depend on besides their layout."""
+        """The given identity, or one made from vLLM's configuration."""
         given = self._options.kvoffload_tier_identity
         return identity_of(self._connector, self._config) if given is None else given

@@ -1,14 +1,15 @@
 """KVOffloadWorker: a worker's side of the offloading, an OffloadEngine over the worker's KV cache.
 
-Order. A transfer waits on the GPU for what was queued before on vLLM's current stream: a store reads what the model has
-written, a load overwrites what it has read or zeroed. vLLM's host waits for loads (it computes a request only once
-`get_finished` has reported its load, or `wait` has returned) and for stores whose blocks it is about to give away.
+Order. A transfer waits on the GPU for work that vLLM queued before on its current stream: so a store reads blocks after
+the model wrote them, and a load overwrites blocks after the model read or zeroed them. vLLM's host waits for loads (it
+computes a request only after `get_finished` has reported its load, or `wait` has returned) and for stores whose blocks
+it is about to give away.
 
-Failures. vLLM 0.33 asserts that every transfer succeeds. So none is reported as failed by `get_finished`:
+Failures. vLLM 0.33 asserts that every transfer succeeds, so `get_finished` reports none as failed:
     1. A store: its slots are bad until another store into them succeeds. KVOffloadConnector tells the scheduler, which
        then has no key for them. Without that connector, a load from a bad slot fails.
-    2. A load: KVOffloadConnector tells the scheduler, which computes the request again, or fails it, as
-       kv_load_failure_policy says. Without that connector `get_finished` raises, which ends the worker.
+    2. A load: KVOffloadConnector tells the scheduler, which computes the request again or fails it, by
+       kv_load_failure_policy. Without that connector `get_finished` raises, which ends the worker.
     3. A load that vLLM awaits within its step (`expedited`): `wait` raises.
 """
 
@@ -54,8 +55,8 @@ class _Transfer:
 
     Attributes:
         job_id: vLLM's number.
+        ids: numbers of its slots.
         job: None if it was refused.
-        ids: the numbers of the slots it reads or writes.
         error: why it was refused, or None.
     """
 
@@ -76,7 +77,7 @@ class _Transfer:
 
     @property
     def failure(self) -> BaseException | None:
-        """Of an ended transfer, why it has failed."""
+        """Why an ended transfer failed, or None."""
         return self.error if self.job is None else self.job.error
 
 
@@ -85,16 +86,16 @@ class KVOffloadWorker(OffloadingWorker):
 
     Args:
         kv_caches: vLLM's, see `layout_of`.
-        device: the GPU that holds them. `shutdown` does not close it.
+        device: the GPU of the KV caches. `shutdown` does not close it.
         blocks_per_chunk: blocks of a slot.
-        num_chunks: slots.
+        num_chunks: number of slots.
         current_stream: returns the stream on which vLLM queues its work.
-        shared: the slots lie in memory that the scheduler can map: see `offer`.
-        engine_options: of the OffloadEngine.
+        shared: put the slots into memory that the scheduler can map, see `offer`.
+        engine_options: for the `OffloadEngine`.
 
     Attributes:
-        layout, engine: as made.
-        reports_failures: set by KVOffloadConnector, which takes `take_failed_loads` and `take_failed_slots`.
+        layout, engine: the `KVLayout` and the `OffloadEngine`.
+        reports_failures: KVOffloadConnector sets it, and calls `take_failed_loads` and `take_failed_slots`.
     """
 
     def __init__(
@@ -126,14 +127,16 @@ class KVOffloadWorker(OffloadingWorker):
             raise
 
     def offer(self, name: str, note: str) -> None:
-        """Let the scheduler's process map the slots: see `SharedSlots.offer`."""
+        """Let the scheduler's process map the slots, see `SharedSlots.offer`."""
         assert self._slots is not None
         self._slots.offer(name, note=note)
 
     # transfers ----------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Copy blocks to slots, after what vLLM has queued so far. Returns at once, True."""
+        """Copy blocks to slots, after the work that vLLM has queued so far. Returns True at once, unless
+        `max_in_flight` transfers are unfinished: then it first waits for the oldest.
+        """
         assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
         transfers = self._by_group(src_spec, dst_spec)
         transfer = _Transfer(job_id, False, False, dst_spec.block_ids)
@@ -143,7 +146,7 @@ class KVOffloadWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Copy slots to blocks, after what vLLM has queued so far; `expedited`: ahead of loads held on the host."""
+        """Copy slots to blocks, as `submit_store`. `expedited`: ahead of loads that are still queued on the host."""
         assert isinstance(src_spec, BlockIDsLoadStoreSpec)
         transfers = self._by_group(dst_spec, src_spec)
         transfer = _Transfer(job_id, True, expedited, src_spec.block_ids)
@@ -158,7 +161,7 @@ class KVOffloadWorker(OffloadingWorker):
         return True
 
     def _submit(self, transfer: _Transfer, submit: Callable[[], Job]) -> None:
-        """Submit it. While `max_in_flight` are unfinished, wait for the oldest. What the driver refuses has failed."""
+        """Submit a transfer, or note why it was refused. While `max_in_flight` are unfinished, wait for the oldest."""
         while transfer.job is None and transfer.error is None:
             try:
                 transfer.job = submit()
@@ -174,8 +177,8 @@ class KVOffloadWorker(OffloadingWorker):
         self._transfers[transfer.job_id] = transfer
 
     def _by_group(self, gpu: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> list[GroupTransfer]:
-        """Blocks and slots of each group. `gpu` has them group after group, and of each the position of its first
-        block in the request, which is also the place in its chunk.
+        """Blocks and slots of each group. `gpu` has blocks group after group. The position of a group's first block in
+        the request says where in its chunk it lies.
         """
         transfers, block, slot = [], 0, 0
         for group, (size, first) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
@@ -193,7 +196,7 @@ class KVOffloadWorker(OffloadingWorker):
     # their ends ---------------------------------------------------------------------------------------------------
 
     def get_finished(self) -> list[TransferResult]:
-        """The transfers that have ended since the last call. Does not wait.
+        """The transfers that have ended since the last call, all as successes. Does not wait.
 
         Raises:
             TransferError: a load has failed, and there is no KVOffloadConnector to report it.
@@ -228,10 +231,10 @@ class KVOffloadWorker(OffloadingWorker):
             self._failed_slots |= transfer.slots
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until these transfers have ended; vLLM asks `get_finished` how.
+        """Wait until these transfers have ended.
 
         Raises:
-            TransferError: an expedited load has failed: the model would compute with other bytes.
+            TransferError: an expedited load has failed; the model would compute with wrong bytes.
         """
         for job_id in job_ids:
             transfer = self._transfers.get(job_id)
@@ -247,17 +250,17 @@ class KVOffloadWorker(OffloadingWorker):
                 ) from transfer.failure
 
     def take_failed_loads(self) -> set[int]:
-        """vLLM's numbers of the loads that have failed since the last call."""
+        """vLLM's numbers of loads that failed since the last call."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
     def take_failed_slots(self) -> set[int]:
-        """The slots of the transfers that have failed since the last call."""
+        """Slots of transfers that failed since the last call."""
         failed, self._failed_slots = self._failed_slots, set()
         return failed
 
     def shutdown(self) -> None:
-        """Wait for what is in flight, and free the pinned memory. Idempotent."""
+        """Wait for transfers in flight, and free the pinned memory. Idempotent."""
         self.engine.close()
         if self._slots is not None:
             self._slots.close()
@@ -265,10 +268,10 @@ class KVOffloadWorker(OffloadingWorker):
 
 
 def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
-    """vLLM's KV cache tensors as a layout with vLLM's groups; a slot holds `blocks_per_chunk` blocks of one of them.
+    """vLLM's KV cache tensors as a layout with vLLM's groups; a slot holds `blocks_per_chunk` blocks of one group.
 
-    The tensors are `(num_blocks, page bytes)`, with any stride between blocks. Groups may lie over each other: a block
-    number belongs to one group alone. The layout keeps the tensors alive.
+    The tensors are `(num_blocks, page bytes)`, with any stride between blocks. Groups may share memory, since a block
+    number belongs to one group only. The layout keeps the tensors alive.
     """
     groups = []
     for refs in kv_caches.group_data_refs:

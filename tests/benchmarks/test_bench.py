@@ -17,14 +17,7 @@ from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload.tuning import CopyMethod
-from kvoffload_bench.copy_methods import (
-    GridStride,
-    bare_calls,
-    bare_strided,
-    flat_batch,
-    time_engine,
-    with_shares,
-)
+from kvoffload_bench.copy_methods import GridStride, bare_calls, bare_strided, flat_batch, time_engine, with_shares
 from kvoffload_bench.harness import SMALL, WARM_UP, ContiguousCopy, Lab, Scenario, time_rounds
 from kvoffload_bench.setup import Placement, TransferSetup
 from kvoffload_bench.transfer import ratios

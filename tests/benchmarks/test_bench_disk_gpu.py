@@ -57,7 +57,7 @@ def test_wrong_transfers_are_found(
         return job
 
     monkeypatch.setattr(OffloadEngine, direction, transfer)
-    monkeypatch.setattr(disk_gpu, "_TRANSFERS", 1)
+    monkeypatch.setattr(disk_gpu, "TRANSFERS", 1)
     assert main([*SMALL, "--path", str(tmp_path)]) == 1
     said = capsys.readouterr().out.splitlines()[-2:]
     assert f" {SITUATIONS * 2 * 2 * SERIES} wrong" in " ".join(said), "of stores, or loads, and of both"

@@ -18,23 +18,8 @@ from kvoffload.terminal.console import Output
 from kvoffload.testing import SimulatedDriver
 from kvoffload_bench import field
 from kvoffload_bench.field_compute import ComputeTimes, Situation, Span, compute_ended, slowdown
-from kvoffload_bench.field_methods import (
-    CHOICE,
-    GRID,
-    FieldSetup,
-    SeriesSize,
-    StreamSubmitter,
-    by_engine,
-    series_size,
-)
-from kvoffload_bench.field_report import (
-    chosen_text,
-    compare,
-    regret,
-    show,
-    worst,
-    worst_text,
-)
+from kvoffload_bench.field_methods import CHOICE, GRID, FieldSetup, SeriesSize, StreamSubmitter, by_engine, series_size
+from kvoffload_bench.field_report import chosen_text, compare, regret, show, worst, worst_text
 from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab, Timing
 from kvoffload_bench.series import EngineSubmitter, Recorded, figures, repeats_now
 from kvoffload_bench.setup import Placement
@@ -83,6 +68,15 @@ def test_each_copier_is_the_one_that_was_asked_for(capsys: pytest.CaptureFixture
     chosen = [cell["chosen"] for cell in fields["cells"] if "chosen" in cell]
     assert [cell["method"] for cell in fields["cells"] if "chosen" in cell] == [CHOICE]
     assert [sum(counts.values()) for counts in chosen[0].values()] == [2, 2]
+
+
+def test_bytes_give_the_size_of_a_transfer(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, *ONE, "--bytes", "8KiB")
+    [cell] = [each for each in fields["cells"] if each["method"] == CHOICE]
+    nbytes = cell["nbytes"]
+    assert nbytes == cell["blocks"] * cell["planes"] * cell["block_bytes"]
+    assert 8192 <= nbytes < 8192 + nbytes // cell["blocks"], "whole blocks, no more than are needed"
+    assert fields["wrong_rows"] == 0
 
 
 def test_a_transfer_that_copies_nothing_is_seen(
@@ -347,6 +341,9 @@ def test_the_plan_of_the_options() -> None:
         "--situations", "idle", "idle", "--directions", "store", "store", "--blocks", "8,8", "--layouts", "scattered"
     )
     assert (twice.situations, twice.directions, twice.blocks) == ([Situation.IDLE], ["store"], [8])
+    sizes = {"4194304": 4 << 20, "4MiB": 4 << 20, "4096 KiB": 4 << 20, "1GiB": 1 << 30}
+    assert {text: plan("--bytes", text).nbytes for text in sizes} == sizes
+    assert (whole.nbytes, plan("--bytes", "4MiB").blocks) == (None, None)
     small = plan(simulated=True)
     assert ([model.name for model in small.models], small.groups) == (["qwen2.5-0.5b"], 1 * 3)
 
@@ -371,6 +368,10 @@ def test_sizes_of_series() -> None:
     [
         ("--blocks", "0"),
         ("--blocks", "513"),
+        ("--bytes", "0"),
+        ("--bytes", "4MB"),
+        ("--bytes", "5GiB"),
+        ("--bytes", "4MiB", "--blocks", "8"),
         ("--transfers", "65"),
         ("--layouts", "crooked"),
         ("--situations", "busy"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from benching import Run, running
 from documents import snippets
 from fleet_oracle import FleetOracle
 from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace, write_trace
@@ -36,20 +35,7 @@ from kvoffload_bench.fleet import (
 SMALL = Fleet(40, 0, 200, "lru", "through", "random", 0)
 BLOCK_BYTES = 512 * MODELS["llama-3.1-8b"].bytes_per_block // 16
 
-Run = Callable[..., tuple[int, dict[str, Any], str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `bench fleet --json`: exit code, fields, stderr."""
-
-    def run(*arguments: object) -> tuple[int, dict[str, Any], str]:
-        capsys.readouterr()
-        code = main(["bench", "fleet", *map(str, arguments), "--json"])
-        captured = capsys.readouterr()
-        return code, json.loads(captured.out) if captured.out else {}, captured.err
-
-    return run
+run = pytest.fixture(running("bench", "fleet"))
 
 
 def replayed(requests: list[Request], fleet: Fleet, count: int) -> FleetResult:
@@ -234,12 +220,7 @@ def test_json_has_a_record_for_each_number_of_hosts(tmp_path: Path, run: Run, se
     code, fields, error = run(path, "--hosts", "3,1,3", "--store-slots", 200, *options, "--write", "second")
     assert (code, error) == (0, "")
     requests = list(map(keys_of, ids))
-    expected = survey(
-        requests,
-        Fleet(40, 60, 200, "lru", "second", "random", 5),
-        [3, 1],
-        Output(as_json=True),
-    )
+    expected = survey(requests, Fleet(40, 60, 200, "lru", "second", "random", 5), [3, 1], Output(as_json=True))
     asked = sum(map(len, requests))
     assert (fields["benchmark"], fields["blocks_requested"], fields["seconds_of_trace"]) == ("fleet", asked, None)
     assert fields["compulsory_misses"] == len({key for request in requests for key in request})

@@ -92,7 +92,7 @@ class FakeFramework:
 
 @pytest.fixture
 def fake_framework(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interop, "_frameworks", lambda data, _: [FakeFramework(data)])
+    monkeypatch.setattr(interop, "frameworks_here", lambda data, _: [FakeFramework(data)])
 
 
 @pytest.mark.usefixtures("fake_framework")

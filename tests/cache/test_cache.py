@@ -13,18 +13,7 @@ import numpy as np
 import pytest
 from caching import caches, grouped
 from counting import steps
-from helpers import (
-    LEVELS,
-    Rig,
-    cache_state,
-    change_streams,
-    in_threads,
-    keys,
-    release,
-    rig,
-    simulated,
-    whole,
-)
+from helpers import LEVELS, Rig, cache_state, change_streams, in_threads, keys, release, rig, simulated, whole
 from seeds import seeds
 
 import kvoffload

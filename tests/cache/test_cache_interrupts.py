@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from cache_interrupts import count_points, interrupt
 from helpers import keys
+from interrupts import Inside, count_points, interrupt
 
 from kvoffload import CacheIndex, Lease, Reservation, Status, Tenant
 from kvoffload.cache.policies import POLICIES
@@ -166,7 +166,7 @@ def every_point(policy: Any, case: Case, *, full: bool, well: bool, seed: int) -
         return Scene(policy, full=full, well=well, on_event=True)
 
     first = scene()
-    points = count_points(lambda: case.call(first))
+    points = count_points(lambda: case.call(first), Inside("kvoffload"))
     step = 1 if EXHAUSTIVE else 5
     for nth in range(1 + seed % step, points + 1, step):
         made = scene()
@@ -191,12 +191,12 @@ def test_pitfall_39_a_repair_that_is_interrupted_is_done_again(name: str, policy
         return Scene(policy, full=True, well=False, on_event=False)
 
     first = scene()
-    points = count_points(lambda: case.call(first))
+    points = count_points(lambda: case.call(first), Inside("kvoffload"))
     step, stride = (3, 1) if EXHAUSTIVE else (23, 11)
     for nth in range(1 + seed % step, points + 1, step):
         probe = scene()
         interrupt(lambda probe=probe: case.call(probe), nth)  # type: ignore[misc]
-        repairs = count_points(lambda probe=probe: probe.index.lookup(keys(0)))  # type: ignore[misc]
+        repairs = count_points(lambda probe=probe: probe.index.lookup(keys(0)), Inside("kvoffload"))  # type: ignore[misc]
         for second in range(1 + seed % stride, repairs + 1, stride):
             made = scene()
             where = interrupt(lambda made=made: case.call(made), nth)  # type: ignore[misc]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import Rig, rig, simulated
-from interrupt_world import Fifo
+from worlds import Fifo
 
 from kvoffload import NO_WAIT, BlockCache, CapacityError, MissingKeyError, Status
 

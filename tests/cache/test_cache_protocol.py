@@ -27,7 +27,6 @@ from kvoffload import (
 from kvoffload.cache.policies import POLICIES
 
 MISS, HIT, PENDING = Status.MISS, Status.HIT, Status.PENDING
-COPY = "cuMemcpy2DAsync"  # what a small transfer takes at the level without batches
 END_OF_COPIES = ("cuEventRecord", 3)  # after `after` and the start: the copies are queued, and the job has failed
 
 
@@ -514,17 +513,17 @@ def test_pitfall_23_a_load_of_a_store_that_fails(when: str, monkeypatch: pytest.
     with caches() as (bench, cache):
         gate = failing_store(bench, cache, 0, 3)
         job = cache.load(keys(0), [20], after=NO_WAIT, pending=True)
-        tracker = bench.engine._parts.tracker
-        has_ended = tracker._has_ended
+        driver = bench.device.driver
+        event_query = driver.event_query
 
-        def late(asked: Any) -> bool:
-            ended = has_ended(asked)
+        def late(event: int) -> bool:
+            ended = event_query(event)
             gate.open()
             simulator(bench).run_all()
             return ended
 
         if when == "between":
-            monkeypatch.setattr(tracker, "_has_ended", late)
+            monkeypatch.setattr(driver, "event_query", late)
         else:
             gate.open()
             bench.settle()

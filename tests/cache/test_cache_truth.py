@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_interrupts import Interrupt, count_points, interrupt
 from caching import caches, store
 from helpers import Rig, all_are, cache_state, keys, rig, simulated
-from interrupts import interrupt_at
+from interrupts import Inside, count_points, interrupt, interrupt_at
 
 from kvoffload import (
     NO_WAIT,
@@ -114,7 +113,7 @@ def test_pitfall_39_an_interrupted_call_of_a_block_cache_leaves_no_wrong_byte(
 
     with caches(capacity=3, policy=policy) as (bench, cache):
         filled(cache)
-        points = count_points(lambda: attempt(cache), "kvoffload/cache")
+        points = count_points(lambda: attempt(cache), Inside("kvoffload/cache"))
         bench.engine.drain(10)
     for nth in range(1 + seed % 6, points + 1, 6):
         with caches(capacity=3, policy=policy) as (bench, cache):
@@ -156,10 +155,10 @@ def test_an_interrupted_store_keeps_its_slots_until_its_copies_have_ended() -> N
 
         def interrupted(*arguments: Any, **options: Any) -> Any:
             submit(*arguments, **options)
-            raise Interrupt
+            raise KeyboardInterrupt
 
         cache.engine.submit_locked = interrupted  # type: ignore[method-assign]
-        with pytest.raises(Interrupt):
+        with pytest.raises(KeyboardInterrupt):
             cache.store(keys(0), [3], after=held)
         cache.engine.submit_locked = submit  # type: ignore[method-assign]
         assert cache.status(keys(0)) == [Status.MISS]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -820,16 +819,7 @@ class Client:
         self.cache.statistics()
 
 
-@pytest.fixture
-def _restless() -> Iterator[None]:
-    """Threads take turns two hundred times as often as usual."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(before / 200)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("_restless")
+@pytest.mark.usefixtures("restless")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_threads_with_their_own_ways_share_a_cache(policy: Any, seed: int) -> None:
     """Now and then a copy fails. Nothing hangs, nothing stays behind, and nobody reads another key's bytes."""

@@ -26,9 +26,9 @@ def small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (reuse, prefix):
             patch.setattr(module, "EDGES", EDGES)
-        patch.setattr(prefix, "_FEWEST_REMEMBERED", 9)
-        patch.setattr(prefix, "_SHORTEST_ROUND", 20)
-        patch.setattr(prefix, "_BATCH", 3)
+        patch.setattr(prefix, "FEWEST_REMEMBERED", 9)
+        patch.setattr(prefix, "SHORTEST_ROUND", 20)
+        patch.setattr(prefix, "BATCH", 3)
         patch.setitem(PAIRS, "prefix", (Prefix, partial(PrefixOracle, settings=Settings(EDGES, 9, 20))))
         yield
 

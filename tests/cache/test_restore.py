@@ -67,7 +67,7 @@ def test_many_requests_are_inserted_together_in_their_order(
     monkeypatch: pytest.MonkeyPatch, seed: int, most: int, policy: str
 ) -> None:
     """For a policy of recency alone that is the same; for every policy few calls do it."""
-    monkeypatch.setattr(restoring, "_MOST_INSERTS", most)
+    monkeypatch.setattr(restoring, "MOST_INSERTS", most)
     requests = some_requests(random.Random(seed), 32)
     index = restored(requests, policy=policy)
     if policy == "lru":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,11 @@ import pytest
 import kvoffload
 from kvoffload.calibration import MINIATURE, tune
 from kvoffload.commands import main
-from kvoffload.commands.tune import _require_kept, decisions
+from kvoffload.commands.tune import decisions
 from kvoffload.copiers import NAMES
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
-from kvoffload.terminal.console import CommandError
 from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload.tuning import ProfileKey, Situation, default_profile, key_of, load_profile, parse, profile_path, render
 
@@ -34,7 +35,6 @@ TINY = MINIATURE._replace(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own."""
     monkeypatch.setenv(cachefiles.FOLDER_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(cachefiles, "_warned", set())
     return tmp_path / "cache"
 
 
@@ -121,15 +121,26 @@ def test_an_output_keeps_what_it_holds_until_there_is_a_profile(
 
 
 def test_a_cache_folder_that_cannot_be_written_is_said_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: kvoffload.Device
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(cachefiles.FOLDER_VARIABLE, str(tmp_path / "file" / "cache"))
-    gpu: Any = SimpleNamespace(simulated=False)
-    with pytest.raises(CommandError, match=f"{cachefiles.FOLDER_VARIABLE}.*--output"):
-        _require_kept(gpu, None)
-    _require_kept(gpu, tmp_path / "profile.json")
-    _require_kept(device, None)
+
+    @contextmanager
+    def a_gpu(*_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(simulated=False)
+
+    def begun(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvoffload.commands.tune.tune", begun)
+    assert main(["tune", "--backend", "simulated"]) == 130
+    monkeypatch.setattr("kvoffload.commands.tune.open_backend", a_gpu)
+    assert main(["tune"]) == 2
+    message = capsys.readouterr().err
+    assert cachefiles.FOLDER_VARIABLE in message
+    assert "--output" in message
+    assert main(["tune", "--output", str(tmp_path / "profile.json")]) == 130
     assert not (tmp_path / "profile.json").exists()
 
 
@@ -202,7 +213,7 @@ def test_show_follows_its_options_and_the_profile(
     capsys.readouterr()
     assert main(["tune", "--show", "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
-    assert f"expected figures, from this profile: {default_profile(H200).source}" in " ".join(out.split())
+    assert f"figures expected by this profile: {default_profile(H200).source}" in " ".join(out.split())
     assert "strided " in out
     assert "gather and split are kernels: the simulated device runs them" in " ".join(out.split())
 

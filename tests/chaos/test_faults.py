@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from chaos_files import ERRORS, ChaosFiles, Faults
 from chaos_history import PAGE, SECONDS, Memory, fetch, make_tier, put_all, versions
 from chaos_history import SIX as KEYS
 from disk_sets import FaultyFiles
+from exhausting import held
 
 from kvoffload.errors import LayoutError
 from kvoffload.tiers import DiskTier, Limits, Outcome
@@ -130,7 +130,7 @@ def test_a_call_that_fails_while_the_files_are_opened_leaves_nothing_open(
     tier = make_tier(folder, memory)
     put_all(tier, memory, 1)
     assert tier.close(SECONDS)
-    before = chaos_machine.descriptors(), threading.active_count()
+    before = held()
     calls = FaultyFiles()
     for name in ("0.kv", "1.kv"):  # the second copy of the superblock differs: it is written again
         with (folder / name).open("r+b") as file:
@@ -142,7 +142,7 @@ def test_a_call_that_fails_while_the_files_are_opened_leaves_nothing_open(
     )
     with pytest.raises(OSError, match="Input/output"):
         again.attach(memory.arrays, memory.layout)
-    assert (chaos_machine.descriptors(), threading.active_count()) == before
+    assert [held()[each] for each in ("descriptors", "threads")] == [before["descriptors"], before["threads"]]
     calls.failing = {}
     again.attach(memory.arrays, memory.layout)
     assert fetch(again, memory, KEYS) == versions(1)

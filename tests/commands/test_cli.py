@@ -261,7 +261,7 @@ def test_doctor_works_without_any_device_at_all(
     out = capsys.readouterr().out
     assert "no driver library here" in out
     assert "RLIMIT_MEMLOCK" in out
-    assert "does not bound what CUDA pins" in out
+    assert "does not limit the memory that CUDA pins" in out
 
 
 def test_doctor_ends_with_1_if_a_finding_is_a_failure(

@@ -17,7 +17,7 @@ DOCTOR = ("doctor", "--backend", "simulated")
 
 @pytest.fixture(autouse=True)
 def small_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "_MOST_BYTES", 32 << 20)
+    monkeypatch.setattr(folders, "MOST_BYTES", 32 << 20)
 
 
 def found(folder: dict[str, Any], xxhash: str | None = "4.1.0") -> dict[str, tuple[str, str]]:
@@ -87,7 +87,7 @@ def test_drawbacks_are_warnings_with_remedies(
         assert (text, status) == (said, "warn")
         assert remedy
         assert first.startswith(str(change.get("file_system", "ext4")))
-    assert found(good, xxhash=None)["a disk tier needs it"] == ("fail", "pip install 'kvoffload[disk]'")
+    assert found(good, xxhash=None)["disk tiers need it"] == ("fail", "pip install 'kvoffload[disk]'")
     capsys.readouterr()
 
 
@@ -107,8 +107,8 @@ def test_the_file_system_is_that_of_the_nearest_mount(monkeypatch: pytest.Monkey
         f"23 22 0:5 / {escaped} rw shared:7 - xfs /dev/vdb rw\n"
         f"24 22 0:6 / {tmp_path}/a rw - tmpfs none rw\n"
     )
-    monkeypatch.setattr(folders, "_MOUNTS", mounts)
+    monkeypatch.setattr(folders, "MOUNTS", mounts)
     assert folders.file_system(folder) == "xfs"
     assert folders.file_system(tmp_path) == "ext4"
-    monkeypatch.setattr(folders, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(folders, "MOUNTS", tmp_path / "none")
     assert folders.file_system(folder) is None

@@ -71,7 +71,7 @@ def test_a_store_that_overwrites_is_found_out(
 
     monkeypatch.setattr(obstore, "put", put)
     [store] = run_json(capsys, *DOCTOR, *arguments)["stores"]
-    status, remedy = statuses(store)["overwrites where it is asked to create"]
+    status, remedy = statuses(store)["overwrites objects that it should only create"]
     assert status == "warn"
     assert "conditional puts" in remedy
     assert list(names_in_s3(s3_server, "overwrites")) == []
@@ -111,7 +111,7 @@ def test_wrong_bytes_are_said(
 
     monkeypatch.setattr(ValkeyTier, "read_records", read)
     said, remedy = problem(capsys, *for_valkey(valkey_server, "timeout=10"))
-    assert said == "bytes that were read are not those that were written"
+    assert said == "it returned other bytes than were written"
     assert remedy == "do not use it"
 
 

@@ -26,7 +26,6 @@ from kvoffload import (
 )
 from kvoffload.copiers import check_copier, why_not
 from kvoffload.errors import KVOffloadWarning
-from kvoffload.internal import cachefiles
 from kvoffload.testing import Mirror, SimulatedDriver, scramble
 from kvoffload.tuning import CopierName, CopyMethod, default_profile
 
@@ -36,11 +35,6 @@ SHARED = int(A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 MAJOR = int(A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 NAMES: list[CopierName] = ["strided", "gather", "split", "batch", "loop"]
-
-
-@pytest.fixture(autouse=True)
-def _no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cachefiles, "_warned", set())
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def test_a_split_in_segments_waits_for_its_start_and_ends_with_its_last_one(
     bench: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier_set = bench.engine._parts.copiers
-    monkeypatch.setattr(kvoffload.copiers.gather, "_MAX_TABLE_BLOCKS", 3)
+    monkeypatch.setattr(kvoffload.copiers.gather, "MAX_TABLE_BLOCKS", 3)
     monkeypatch.setattr(copier_set._of_copy_engine["strided"], "segment_operations", 3)
     monkeypatch.setattr(launcher, "QUEUE_LIMIT", 12)
     held, writer = bench.stream(), bench.stream()

@@ -32,19 +32,28 @@ def test_it_is_a_stream_for_the_library_and_for_others(device: kvoffload.Device)
         assert repr(stream) == f"Stream({stream.handle:#x}, device 0)"
 
 
-def test_transfers_follow_it_and_it_follows_transfers(device: kvoffload.Device, engine: OffloadEngine) -> None:
-    buffer = engine.layout.groups[0].planes[0].owner
-    assert isinstance(buffer, kvoffload.DeviceBuffer)
-    with device.stream() as stream:
-        with device.current():
-            device.driver.fill(buffer.address, 7, buffer.nbytes, stream.handle)
-        engine.store([3], [0], after=stream).order_before(stream)
-        with device.current():
-            device.driver.fill(buffer.address, 9, buffer.nbytes, stream.handle)
-        stream.synchronize()
-        assert stream.done
-        assert (engine.slots[0, :128] == 7).all()
-        assert (buffer.to_numpy() == 9).all()
+def test_transfers_follow_it_and_it_follows_transfers(each_device: kvoffload.Device) -> None:
+    device, block_bytes = each_device, 64 if each_device.simulated else 1 << 20
+    buffer = device.allocate(8 * block_bytes)
+    plane = kvoffload.Plane(buffer.address, block_bytes=block_bytes, num_blocks=8, owner=buffer)
+    with OffloadEngine(KVLayout([[plane]]), device=device, num_slots=8, **COPY_ENGINE_ONLY) as engine:
+
+        def overwrite(value: int) -> None:
+            with device.stream(priority=device.stream_priorities[0]) as stream:
+                with device.current():
+                    device.driver.fill(buffer.address, value, buffer.nbytes, stream.handle)
+                engine.store(range(8), range(8), after=stream).order_before(stream)
+                with device.current():
+                    device.driver.fill(buffer.address, 255, buffer.nbytes, stream.handle)
+                stream.synchronize(30)
+                assert stream.done
+            assert (engine.slots[:, :block_bytes] == value).all()
+            assert (buffer.to_numpy() == 255).all()
+
+        overwrite(0)  # makes the engine's events
+        with leak_check(device):
+            for value in range(1, 20):
+                overwrite(value)
 
 
 def test_work_that_has_not_ended_is_not_done(device: kvoffload.Device) -> None:
@@ -52,7 +61,7 @@ def test_work_that_has_not_ended_is_not_done(device: kvoffload.Device) -> None:
         gate = Gate(device)
         gate.hold(stream.handle)
         assert not stream.done
-        with pytest.raises(TimeoutError, match=r"^Stream\(0x[0-9a-f]+, device 0\) was not done within 0.01 seconds"):
+        with pytest.raises(TimeoutError, match=r"^Stream\(0x[0-9a-f]+, device 0\): not done within 0.01 seconds"):
             stream.synchronize(0.01)
         gate.open()
         stream.synchronize()

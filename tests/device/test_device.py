@@ -16,16 +16,7 @@ from cuda.bindings import driver as cuda
 from strategies import engine_on
 
 import kvoffload
-from kvoffload import (
-    NO_WAIT,
-    CapabilityError,
-    DeviceBuffer,
-    DriverError,
-    KVLayout,
-    LayoutError,
-    OffloadEngine,
-    Plane,
-)
+from kvoffload import NO_WAIT, CapabilityError, DeviceBuffer, DriverError, KVLayout, LayoutError, OffloadEngine, Plane
 from kvoffload.driver import address_of
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 

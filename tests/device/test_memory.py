@@ -24,7 +24,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
 RANGE = 16 * PAGE_BYTES
-TABLES_BYTES = len(Direction) * gather._ARENA_BYTES  # which an engine with kernels pins besides its pool
+TABLES_BYTES = len(Direction) * gather.ARENA_BYTES  # which an engine with kernels pins besides its pool
 
 
 @pytest.fixture
@@ -242,14 +242,10 @@ def fake_proc(folder: Path, available_kib: int, cgroup: tuple[str, str] | None =
     ],
 )
 def test_available_memory_is_the_machines_or_the_cgroups(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    available_kib: int,
-    cgroup: tuple[str, str] | None,
-    expected: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available_kib: int, cgroup: tuple[str, str] | None, expected: int
 ) -> None:
-    monkeypatch.setattr(hostinfo, "_PROC", tmp_path)
-    monkeypatch.setattr(hostinfo, "_SYS", tmp_path)
+    monkeypatch.setattr(hostinfo, "PROC", tmp_path)
+    monkeypatch.setattr(hostinfo, "SYS", tmp_path)
     fake_proc(tmp_path, available_kib, cgroup)
     assert hostinfo.available_bytes() == expected
     assert hostinfo.total_bytes() == 2048000
@@ -270,8 +266,8 @@ VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 def test_a_cgroups_page_cache_and_its_parents_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[str, str, str], root: str
 ) -> None:
-    monkeypatch.setattr(hostinfo, "_PROC", tmp_path)
-    monkeypatch.setattr(hostinfo, "_SYS", tmp_path)
+    monkeypatch.setattr(hostinfo, "PROC", tmp_path)
+    monkeypatch.setattr(hostinfo, "SYS", tmp_path)
     fake_proc(tmp_path, 1000)
     line = "0::/outer/inner\n" if version is VERSION_2 else "3:cpu:/other\n5:hugetlb,memory:/outer/inner\n"
     (tmp_path / "self/cgroup").write_text(line)
@@ -292,8 +288,8 @@ def test_a_cgroups_page_cache_and_its_parents_count(
 def test_short_memory_is_refused_before_a_page_is_touched(
     device: kvoffload.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hostinfo, "_PROC", tmp_path)
-    monkeypatch.setattr(hostinfo, "_SYS", tmp_path)
+    monkeypatch.setattr(hostinfo, "PROC", tmp_path)
+    monkeypatch.setattr(hostinfo, "SYS", tmp_path)
     monkeypatch.setattr(memory, "touch", lambda *_: pytest.fail("touched"))
     fake_proc(tmp_path, 1000, ("600000", "200000"))
     with leak_check(device), pytest.raises(CapacityError) as caught:
@@ -306,8 +302,8 @@ def test_short_memory_is_refused_before_a_page_is_touched(
 def test_a_machine_that_tells_nothing_is_not_refused(
     device: kvoffload.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hostinfo, "_PROC", tmp_path / "nowhere")
-    monkeypatch.setattr(hostinfo, "_SYS", tmp_path / "nowhere")
+    monkeypatch.setattr(hostinfo, "PROC", tmp_path / "nowhere")
+    monkeypatch.setattr(hostinfo, "SYS", tmp_path / "nowhere")
     assert hostinfo.available_bytes() is None
     assert hostinfo.numa_node_cpus(0) == frozenset()
     assert hostinfo.pci_device("0000:01:00.0").generation is None
@@ -320,7 +316,7 @@ def test_a_size_that_cannot_be_mapped_is_a_capacity_error(device: kvoffload.Devi
 
 
 def test_a_gpus_link_and_numa_node_come_from_sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hostinfo, "_SYS", tmp_path)
+    monkeypatch.setattr(hostinfo, "SYS", tmp_path)
     folder = tmp_path / "bus/pci/devices/0000:0a:00.0"
     folder.mkdir(parents=True)
     files = {

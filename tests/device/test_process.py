@@ -152,7 +152,4 @@ job.wait(10)
 def test_pitfall_31_a_child_forked_while_another_thread_holds_a_lock_does_not_hang(lock: str) -> None:
     """Each call comes back at once: it raises ClosedError, or has nothing to do."""
     out = run_script(HOLD_AND_FORK.replace("LOCK:", LOCKS[lock] + ":"))
-    assert out.splitlines() == [
-        "slow [] returned ['finished', 'buffer', 'engine', 'device', 'repr']",
-        "status 0",
-    ]
+    assert out.splitlines() == ["slow [] returned ['finished', 'buffer', 'engine', 'device', 'repr']", "status 0"]

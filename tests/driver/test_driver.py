@@ -232,10 +232,7 @@ def test_without_a_usable_gpu_the_error_says_how_to_go_on() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "kind"),
-    [
-        (RuntimeError("Failure finding libcuda.so"), CapabilityError),
-        ((R.CUDA_ERROR_NO_DEVICE,), DriverError),
-    ],
+    [(RuntimeError("Failure finding libcuda.so"), CapabilityError), ((R.CUDA_ERROR_NO_DEVICE,), DriverError)],
 )
 def test_a_missing_library_and_a_missing_device_come_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, answer: Any, kind: type[KVOffloadError]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from kvoffload.driver import FlatTable, SourceOrder, StridedTable, tables
+from kvoffload.driver import FlatTable, SourceOrder, StridedTable
 from kvoffload.driver.tables import DTYPE_2D, DTYPE_3D, Column, Columns
 
 
@@ -179,23 +180,22 @@ def test_flat_objects_are_made_all_together_or_not_at_all(monkeypatch: pytest.Mo
     assert len(table.attributes) == 4
 
 
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("nth", [1, 100, 237, 300])
 def test_more_flat_objects_are_made_when_they_are_needed(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
-    """Those that were made stay. An interrupt after those of the targets, or of the sources, leaves no half."""
+    """Those that were made stay. An interrupt among those of the targets, or of the sources, leaves no half."""
     table = FlatTable(300)
     values = np.arange(300, dtype=np.uint64)
     table.fill(values, values + np.uint64(1000), values)
     first = table.lists(0, 1)
-    made, left = tables._views, [nth]
+    kind, made = cuda.CUdeviceptr, itertools.count(1)
 
-    def interrupted(*arguments: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
+    def interrupted(**given: int) -> Any:
+        if next(made) == nth:
             raise KeyboardInterrupt
-        return made(*arguments)
+        return kind(**given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_views", interrupted)
+        patch.setattr(cuda, "CUdeviceptr", interrupted)
         with pytest.raises(KeyboardInterrupt):
             table.lists(0, 300)
     assert table.lists(0, 1)[0][0] is first[0][0]

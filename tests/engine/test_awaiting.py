@@ -131,13 +131,6 @@ def test_callbacks_are_called_once_each_by_one_thread(bench: Rig) -> None:
     assert threading.get_ident() not in called.threads
 
 
-def test_a_callback_of_a_job_that_has_ended_is_called_at_once(bench: Rig) -> None:
-    job, called = bench.engine.store([1], [1]), Called(1)
-    job.wait(10)
-    job.add_done_callback(called)
-    assert (called.jobs, called.threads) == ([job], {threading.get_ident()})
-
-
 def test_a_callback_of_a_failed_job_is_called(bench: Rig) -> None:
     bench.device.simulator.faults.fail_call("cuMemcpy3DBatchAsync")
     job, called = bench.engine.store([1], [1]), Called(1)

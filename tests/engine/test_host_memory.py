@@ -6,6 +6,8 @@ import gc
 import mmap
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -18,7 +20,16 @@ from hypothesis import strategies as st
 from strategies import Case, cases, place
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, HostMemory, KVLayout, LayoutError, OffloadEngine
+from kvoffload import (
+    NO_WAIT,
+    BlockCache,
+    CapacityError,
+    GroupTransfer,
+    HostMemory,
+    KVLayout,
+    LayoutError,
+    OffloadEngine,
+)
 from kvoffload.device import pinned
 from kvoffload.driver import address_of
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, leak_check, scramble
@@ -91,16 +102,55 @@ def test_any_transfers_touch_the_slots_and_nothing_between_them(
     check_clean_close(device)
 
 
-@pytest.mark.parametrize("copier", ["strided", "batch", "loop", "gather", "split"])
-def test_every_copier_reaches_slots_with_a_stride(device: kvoffload.Device, layout: KVLayout, copier: Any) -> None:
-    memory = mapped(8 * 3 * PAGE)
-    given = HostMemory.of_buffer(memory, num_slots=8, slot_stride=3 * PAGE)
-    with OffloadEngine(layout, device=device, host_memory=given, sm_limit=2) as engine:
-        mirror = Mirror(engine, [buffer_of(layout)])
-        for direction, blocks in (("store", [3, 9, 1]), ("load", [5, 2, 7])):
-            engine.submit(direction, blocks, [7, 0, 4], after=NO_WAIT, copier=copier).wait(10)  # type: ignore[arg-type]
-            mirror.expect(direction, blocks, [7, 0, 4])
-        mirror.check()
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("copier", ["strided", "batch", "loop", "gather", "split", None])
+def test_every_copier_reaches_slots_with_a_stride_and_nothing_between_them(
+    each_device: kvoffload.Device, registered: bool, copier: Any
+) -> None:
+    """Several groups in a transfer, and urgent loads."""
+    simulated, num_slots = each_device.simulated, 32
+    groups = [
+        each_device.allocate_planes(8, block_bytes=64 if simulated else 8192, num_blocks=64),
+        each_device.allocate_blocks(64, planes=4, block_bytes=16 if simulated else 2048),
+    ]
+    for number, planes in enumerate(groups):
+        scramble(planes[0].owner, number)  # type: ignore[arg-type]
+    layout = KVLayout(groups)
+    stride = layout.slot_bytes + 3 * PAGE
+    memory = mapped(num_slots * stride)
+    expected = memory.copy()
+    driver = each_device.driver
+    with each_device.current():
+        if registered:
+            driver.host_register(address_of(memory), memory.nbytes)
+        given = HostMemory.of_buffer(memory, num_slots=num_slots, slot_stride=stride, registered=registered)
+        options: dict[str, Any] = {
+            "host_memory": given,
+            "most_queued_bytes": 1 << 18,
+            "sm_limit": 2 if simulated else 4,
+        }
+        with OffloadEngine(layout, device=each_device, **options) as engine:
+            mirror = Mirror(engine, [planes[0].owner for planes in groups])  # type: ignore[misc]
+            rounds = np.random.default_rng(1)
+            for _ in range(2 if simulated else 8):
+                blocks, slots = rounds.permutation(64)[:24].tolist(), rounds.permutation(num_slots)[:24].tolist()
+                several = [GroupTransfer(0, blocks[:12], slots[:12]), GroupTransfer(1, blocks[12:], slots[12:])]
+                engine.store_groups(several, after=NO_WAIT, copier=copier)
+                moved = [
+                    replace(each, blocks=[(block + 7) % 64 for block in blocks[at : at + 12]])
+                    for each, at in zip(several, (0, 12), strict=True)
+                ]
+                engine.load_groups(moved, after=NO_WAIT, copier=copier, urgent=True)
+                for direction, transfers in (("store", several), ("load", moved)):
+                    for each in transfers:
+                        ids: tuple[Any, Any] = each.blocks, each.slots
+                        mirror.expect(direction, *ids, group=each.group)
+            engine.drain(30)
+            mirror.check()
+            expected.reshape(num_slots, stride)[:, : layout.slot_bytes] = mirror.pool
+        assert np.array_equal(memory, expected), "a byte outside of the slots has changed"
+        if registered:
+            driver.host_unregister(address_of(memory))
 
 
 @pytest.mark.parametrize("slots_a_range", [1, 3])
@@ -262,19 +312,28 @@ def test_memory_that_does_not_fit_the_layout_is_refused(device: kvoffload.Device
             OffloadEngine(layout, host_memory=anything, **options)
 
 
-def test_memory_that_is_not_what_is_said_of_it_is_refused(device: kvoffload.Device, layout: KVLayout) -> None:
+def test_memory_that_is_not_what_is_said_of_it_is_refused(each_device: kvoffload.Device) -> None:
+    layout = KVLayout([each_device.allocate_blocks(8, planes=2, block_bytes=2048)])
     memory = mapped(8 * PAGE)
-    options: dict[str, Any] = {"device": device, **COPY_ENGINE_ONLY}
+    options: dict[str, Any] = {"device": each_device, **COPY_ENGINE_ONLY}
     slots: dict[str, Any] = {"num_slots": 4, "slot_stride": 2 * PAGE}
-    driver, start = device.driver, address_of(memory)
-    with leak_check(device), device.current():
+    driver, start = each_device.driver, address_of(memory)
+    with each_device.current(), leak_check(each_device) if each_device.simulated else nullcontext():
         with pytest.raises(ValueError, match=r"registered=True, but slot 0 .* is not registered with this driver"):
             OffloadEngine(layout, host_memory=HostMemory.of_buffer(memory, registered=True, **slots), **options)
+        first = HostMemory.of_buffer(memory, **slots)
+        with (
+            OffloadEngine(layout, host_memory=first, **options),
+            pytest.raises(ValueError, match=r"overlaps memory that is registered already.* give registered=True"),
+        ):
+            OffloadEngine(layout, host_memory=first, **options)
+        if not each_device.simulated:  # what no GPU was asked yet
+            return
         driver.host_register(start, 4 * PAGE)
         with pytest.raises(ValueError, match=r"registered=True, but slot 2 .* is not registered with this driver"):
             OffloadEngine(layout, host_memory=HostMemory.of_buffer(memory, registered=True, **slots), **options)
         with pytest.raises(ValueError, match=r"overlaps memory that is registered already.* give registered=True"):
-            OffloadEngine(layout, host_memory=HostMemory.of_buffer(memory, **slots), **options)
+            OffloadEngine(layout, host_memory=first, **options)
         driver.host_unregister(start)
         nowhere = HostMemory(address=1 << 45, **slots)
         with pytest.raises(ValueError, match=r"cannot be registered: .*is all of it mapped in this process"):
@@ -362,9 +421,11 @@ def test_an_engine_of_no_slots_pins_nothing_and_refuses_every_slot(device: kvoff
     assert engine.closed
 
 
-def test_an_engine_of_no_slots_has_kernels(device: kvoffload.Device, layout: KVLayout) -> None:
-    with OffloadEngine(layout, device=device, num_slots=0, sm_limit=2) as engine:
+def test_an_engine_of_no_slots_has_kernels(each_device: kvoffload.Device) -> None:
+    layout = KVLayout([each_device.allocate_blocks(8, planes=2, block_bytes=2048)])
+    with OffloadEngine(layout, device=each_device, num_slots=0, sm_limit=2) as engine:
         assert "gather" not in engine.missing_copiers
+        assert engine.load([], []).wait(10).nbytes == 0
 
 
 def test_memory_of_no_slots_is_memory_of_no_slots(device: kvoffload.Device, layout: KVLayout) -> None:

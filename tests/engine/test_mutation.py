@@ -17,11 +17,11 @@ ORDERING_TESTS = [  # those first that are short and notice much
     *(
         str(HERE / name)
         for name in (
-            "test_ordering_split.py",
-            "test_ordering_segments.py",
-            "test_ordering_parts.py",
-            "test_ordering.py",
-            "test_wait_streams.py",
+            "ordering/test_ordering_split.py",
+            "ordering/test_ordering_segments.py",
+            "ordering/test_ordering_parts.py",
+            "ordering/test_ordering.py",
+            "ordering/test_wait_streams.py",
             "test_mutation_targets.py",
         )
     ),

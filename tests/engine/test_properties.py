@@ -82,12 +82,28 @@ def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(level: str, 
     check_clean_close(device)
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(600)  # dozens of kernels are compiled, about a second each
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(case=cases(), seed=st.integers(0, 1 << 16))
+def test_any_transfers_on_a_gpu_move_the_bytes_of_a_naive_loop_and_no_others(
+    gpu_device: kvoffload.Device, case: Case, seed: int
+) -> None:
+    check_case(gpu_device, case, seed)
+
+
 @pytest.mark.long
-def test_conformance_suite_passes_with_every_copier(device: kvoffload.Device) -> None:
-    assert (device.simulator.driver_version, device.simulator.bindings_version) == LEVELS[DEFAULT]
+@pytest.mark.timeout(600)
+def test_conformance_suite_passes_with_every_copier(each_device: kvoffload.Device) -> None:
+    device = each_device
+    if device.simulated:
+        assert (device.simulator.driver_version, device.simulator.bindings_version) == LEVELS[DEFAULT]
+        assert set(copiers_of(device)) == set(COPIERS)
+    else:
+        check_copier_conformance(device)  # drivers open files when first used
     with leak_check(device):
         checked = check_copier_conformance(device)
-    assert {each.copier for each in checked} == set(COPIERS)
+    assert {each.copier for each in checked} == set(copiers_of(device))
 
 
 @pytest.mark.parametrize("any_device", [level for level in LEVELS if level != DEFAULT], indirect=True)

@@ -88,7 +88,7 @@ def test_the_order_of_preference_is_the_engines(device: kvoffload.Device, monkey
     """As on a GPU, where kernels may be chosen."""
     planes = device.allocate_planes(64, block_bytes=2048, num_blocks=128)
     with OffloadEngine(KVLayout([planes]), device=device, num_slots=128, sm_limit=2, prefer="latency") as engine:
-        monkeypatch.setattr(engine._parts.copiers, "_interpreted", False)
+        monkeypatch.setattr(engine._parts.copiers, "interpreted", False)
         report = engine.plan("store", range(128), range(128))
     assert report.method is not None
     programs = {method.programs for method in (report.method, *(method for method, _ in report.alternatives))}

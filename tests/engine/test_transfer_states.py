@@ -80,7 +80,7 @@ def test_wait_until_waits_as_long_as_it_takes_and_no_longer() -> None:
     answers = iter([False] * 20 + [True])
     wait_until(lambda: next(answers), None, "this")
     assert list(answers) == [], "asked until it was so"
-    with pytest.raises(TimeoutError, match=r"that was not done within 0\.01 seconds; it goes on"):
+    with pytest.raises(TimeoutError, match=r"that: not done within 0\.01 seconds; still going on"):
         wait_until(lambda: False, 0.01, "that")
     wait_until(lambda: True, 0, "done already")
 

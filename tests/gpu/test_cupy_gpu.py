@@ -190,3 +190,12 @@ def test_types_that_dlpack_does_not_carry_from_here(cupy: Any, gpu_device: kvoff
     with pytest.raises(BufferError, match=r"bfloat16 is not exported; view\('uint16'\) is"):
         cupy.from_dlpack(narrow)
     assert cupy.from_dlpack(narrow.view("uint16")).dtype == np.uint16
+
+
+def test_cupy_takes_a_stream_of_the_devices(cupy: Any, gpu_device: kvoffload.Device) -> None:
+    with gpu_device.stream() as stream:
+        adopt = getattr(cupy.cuda.Stream, "from_external", None)  # older CuPy: ExternalStream
+        with adopt(stream) if adopt else cupy.cuda.ExternalStream(stream.handle):
+            array = cupy.full(1 << 20, 3, dtype=cupy.uint8) + 4
+        stream.synchronize(30)
+        assert bool((array == 7).all())

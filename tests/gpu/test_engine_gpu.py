@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import (
-    BLOCKING,
     LEGACY,
-    NON_BLOCKING,
-    PER_THREAD,
     Rig,
     all_are,
-    change_streams,
-    cut_segments,
     paint,
-    release,
     rig,
-    shuttles,
     warm_up,
     whole,
 )
@@ -42,54 +35,6 @@ def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
         yield made
         made.engine.drain(30)
         whole(made.engine)
-
-
-def stream_of(bench: Rig, kind: str) -> int:
-    handles = {"legacy": 0, "per-thread": PER_THREAD}
-    return handles[kind] if kind in handles else bench.stream(BLOCKING if kind == "blocking" else NON_BLOCKING)
-
-
-# order
-
-
-@pytest.mark.parametrize("copier", COPIERS)
-@pytest.mark.parametrize("kind", ["own", "blocking", "legacy", "per-thread"])
-def test_pitfall_01_store_waits_for_the_writer(bench: Rig, kind: str, copier: CopierName) -> None:
-    stream = stream_of(bench, kind)
-    bench.gate(stream or LEGACY)
-    bench.fill(stream or LEGACY, 77)
-    job = bench.engine.store(range(8), range(8), after=stream, copier=copier)
-    release(bench, job)
-    assert all(all_are(bench.slot(slot), 77) for slot in range(8))
-
-
-@pytest.mark.parametrize("copier", COPIERS)
-@pytest.mark.parametrize("kind", ["own", "blocking", "legacy", "per-thread"])
-def test_pitfall_02_load_waits_for_the_reader(bench: Rig, kind: str, copier: CopierName) -> None:
-    stream = stream_of(bench, kind)
-    scratch = bench.device.allocate(16 * 64 * KIB)
-    bench.gate(stream or LEGACY)
-    bench.copy_block(stream or LEGACY, scratch.address, 5)
-    job = bench.engine.load([2], [5], after=stream, copier=copier)
-    release(bench, job)
-    bench.synchronize(stream or LEGACY)
-    assert all_are(scratch.to_numpy(), 6), "the reader saw the block before the load"
-    assert all_are(bench.block(5), 102)
-
-
-def test_without_after_a_transfer_waits_for_the_legacy_stream_and_the_blocking_ones(bench: Rig) -> None:
-    blocking = bench.stream(BLOCKING)
-    bench.gate(blocking)
-    bench.fill(blocking, 79, block=4)
-    job = bench.engine.store([4], [1])
-    release(bench, job)
-    assert all_are(bench.slot(1), 79)
-
-
-def test_no_wait_waits_for_no_stream(bench: Rig) -> None:
-    bench.gate(bench.stream(), LEGACY)
-    bench.engine.store([3], [0], after=NO_WAIT).wait(30)
-    assert all_are(bench.slot(0), 4)
 
 
 def test_a_cupy_kernel_that_writes_is_waited_for(bench: Rig, cupy: Any) -> None:
@@ -128,47 +73,6 @@ def test_a_cupy_kernel_that_writes_is_waited_for(bench: Rig, cupy: Any) -> None:
     stream.synchronize()
 
 
-@pytest.mark.parametrize("short", [False, True], ids=["one stream", "many streams"])
-def test_transfers_keep_their_order(bench: Rig, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if short:
-        change_streams(monkeypatch)
-    held = bench.stream()
-    bench.gate(held)
-    bench.engine.store([3], [0], after=held)
-    for block in (4, 5, 6):
-        last = bench.engine.store([block], [0], after=NO_WAIT)
-    release(bench, last)
-    assert all_are(bench.slot(0), 7)
-
-
-@pytest.mark.parametrize("copier", COPIERS)
-def test_a_chain_through_both_directions(bench: Rig, copier: CopierName) -> None:
-    held = bench.stream()
-    bench.gate(held)
-    bench.fill(held, 61, block=3)
-    bench.engine.store([3], [0], after=held, copier=copier)
-    for step in range(8):
-        bench.engine.load([step], [4 + step], after=NO_WAIT, copier=copier)
-        job = bench.engine.store([4 + step], [step + 1], after=NO_WAIT, copier=copier)
-    release(bench, job)
-    assert all(all_are(bench.slot(slot), 61) for slot in range(9))
-    assert all(all_are(bench.block(block), 61) for block in range(3, 12))
-
-
-@pytest.mark.parametrize("copier", ["strided", "gather", "split", "loop"])
-def test_segments_on_several_streams(bench: Rig, copier: CopierName, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_streams(monkeypatch)
-    cut_segments(monkeypatch, bench.engine, 4)
-    held = bench.stream()
-    bench.gate(held)
-    bench.fill(held, 33)
-    store = bench.engine.store(range(16), range(16), after=held, copier=copier)
-    load = bench.engine.load(range(16), range(16, 32), after=NO_WAIT, copier=copier)
-    release(bench, store, load)
-    assert all(all_are(bench.slot(slot), 33) for slot in range(16))
-    assert all(all_are(bench.block(block), 33) for block in range(16, 32))
-
-
 def test_many_random_transfers_give_the_bytes_of_program_order(bench: Rig) -> None:
     rng = np.random.default_rng(11)
     blocks, slots = np.arange(1, 33), np.arange(100, 132)
@@ -194,7 +98,3 @@ def test_many_random_transfers_give_the_bytes_of_program_order(bench: Rig) -> No
     bench.engine.drain(60)
     assert all(all_are(bench.slot(slot), slots[slot]) for slot in range(32))
     assert all(all_are(bench.block(block), blocks[block]) for block in range(32))
-
-
-def test_four_threads_submit_and_wait(bench: Rig) -> None:
-    assert len(set(shuttles(bench, 4, 50))) == 400

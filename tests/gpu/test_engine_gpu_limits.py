@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import PER_THREAD, Rig, all_are, held_by_process, in_threads, rig, warm_up, whole
+from helpers import Rig, held_by_process, rig, warm_up, whole
 from leaks import leaked
 from programs import run_program
 
@@ -101,52 +100,6 @@ def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device
             bench.engine.store(range(16), range(16), copier=copier).wait(30)
 
     assert leaked(gpu_device, use) == set()
-
-
-# contexts and threads
-
-
-def test_pitfall_36_any_thread_and_any_context(small: Rig) -> None:
-    from cuda.bindings import driver as cuda
-
-    def work(own: bool) -> None:
-        context: Any = None
-        if own:
-            index = small.device.index
-            arguments = (0, index) if small.device.driver.bindings_version < (13, 0) else (None, 0, index)
-            status, context = cuda.cuCtxCreate(*arguments)
-            assert not status, status
-        small.engine.store([1], [1], after=NO_WAIT).wait(30)
-        small.engine.load([1], [2], after=PER_THREAD).wait(30)
-        small.engine.poll()
-        assert int(cuda.cuCtxGetCurrent()[1]) == (int(context) if own else 0)
-        if own:
-            cuda.cuCtxDestroy(context)
-
-    for own in (False, True):
-        in_threads(partial(work, own))
-    assert all_are(small.slot(1), 2)
-    assert all_are(small.block(2), 2)
-
-
-def test_a_stream_of_another_context_is_refused_and_nothing_happens(small: Rig) -> None:
-    from cuda.bindings import driver as cuda
-
-    index = small.device.index
-    arguments = (0, index) if small.device.driver.bindings_version < (13, 0) else (None, 0, index)
-    status, context = cuda.cuCtxCreate(*arguments)
-    assert not status, status
-    stream = int(cuda.cuStreamCreate(1)[1])
-    try:
-        with pytest.raises(ValueError, match=f"after={stream:#x} is no stream of this device's context"):
-            small.engine.store([1], [1], after=stream)
-        assert small.engine.statistics().in_flight == 0
-        assert int(cuda.cuCtxGetCurrent()[1]) == int(context)
-    finally:
-        cuda.cuStreamDestroy(stream)
-        cuda.cuCtxDestroy(context)
-    small.engine.store([1], [1], after=NO_WAIT).wait(30)
-    assert all_are(small.slot(1), 2)
 
 
 # a real geometry

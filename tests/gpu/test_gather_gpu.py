@@ -9,15 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gathering import (
-    Move,
-    Seeded,
-    check_moves,
     expect,
     fill_slots,
-    layout_spec,
     load,
-    move,
-    overwrite_on_release,
     record_launches,
     separate,
     small_tables,
@@ -71,21 +65,6 @@ def test_conformance(gpu_device: kvoffload.Device) -> None:
     assert {case.copier for case in cases} == {"gather", "split"}
 
 
-@pytest.mark.parametrize("number", range(12))
-def test_any_layout_and_transfers_move_the_bytes_of_a_naive_loop(
-    gpu_device: kvoffload.Device, number: int, seed: int
-) -> None:
-    """Blocks of all alignments, planes apart or padded in one allocation, partial slots, one program to eight."""
-    chance = Seeded(seed)
-    spec = layout_spec(chance)
-    moves = []
-    for index in range(8):
-        programs = chance.number(1, 8)
-        gather, split = CopyMethod("gather", programs, 1.0), CopyMethod("split", programs, chance.number(1, 99) / 100)
-        moves.append(move(chance, spec, split if index % 2 else gather))
-    check_moves(gpu_device, spec, moves, seed + number)
-
-
 @pytest.mark.parametrize("programs", [1, 2, 3, 4, 8, 32, 132])
 def test_any_number_of_programs_carries_scattered_planes(gpu_device: kvoffload.Device, programs: int) -> None:
     planes, buffers = separate(gpu_device, 16, 18 * KIB, 96, 16)
@@ -108,62 +87,7 @@ def test_any_number_of_programs_carries_scattered_planes(gpu_device: kvoffload.D
         buffer.close()
 
 
-@pytest.mark.parametrize(("block_bytes", "offset"), [(4096, 16), (656, 0), (24, 8), (20, 4), (5, 3), (1, 0)])
-@pytest.mark.parametrize("factor", [1, 4])
-def test_pitfall_33_any_alignment_gives_the_right_bytes(
-    gpu_device: kvoffload.Device, block_bytes: int, offset: int, factor: int
-) -> None:
-    planes, buffers = separate(gpu_device, 8, block_bytes, 200, offset)
-    for index, buffer in enumerate(buffers):
-        scramble(buffer, index)
-    rng = np.random.default_rng(block_bytes)
-    layout = KVLayout([planes], blocks_per_slot=factor)
-    used = layout.slots_for(150, first_sub_block=factor - 1)
-    with OffloadEngine(layout, device=gpu_device, num_slots=used, sm_limit=4) as engine:
-        fill_slots(engine, 1)
-        mirror = Mirror(engine, buffers)
-        for direction in Direction:
-            blocks, slots = rng.permutation(200)[:150].tolist(), rng.permutation(used).tolist()
-            each = Move(direction, 0, blocks, slots, factor - 1, CopyMethod("gather", 2, 1.0))
-            submit(engine, each).wait(30)
-            expect(mirror, each)
-        mirror.check()
-    for buffer in buffers:
-        buffer.close()
-
-
 # tables
-
-
-def test_pitfall_05_tables_belong_to_a_transfer_until_its_end(
-    gpu_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """100 transfers behind a gate; every table that is given back is overwritten with block 0 and slot 0 at once."""
-    small_tables(monkeypatch, blocks=8)
-    with rig(gpu_device, planes=4, block_bytes=16 * KIB, num_blocks=64, num_slots=64, sm_limit=4) as bench:
-        run_every_kernel(bench)
-        starts = overwrite_on_release(monkeypatch, 0, bench.engine._parts.memory.address)
-        held = bench.stream()
-        gate = bench.gate(held)
-        mirror = Mirror(bench.engine, [bench.slab])
-        rng = np.random.default_rng(5)
-        moves = []
-        for number in range(100):
-            blocks, slots = (1 + rng.permutation(63)[:16] for _ in range(2))  # neither block 0 nor slot 0
-            method = CopyMethod("gather", 1 + number % 4, 1.0)
-            moves.append(store(blocks, slots, method) if number % 3 else load(slots, blocks, method))
-        jobs = [submit(bench.engine, each, after=held) for each in moves]
-        for each in moves:
-            expect(mirror, each)
-        bench.settle()
-        assert not any(job.done for job in jobs)
-        assert bench.engine.statistics().held > 50, "tables are used again before all are through"
-        gate.open()
-        bench.engine.drain(60)
-        assert [job.error for job in jobs] == [None] * 100
-        mirror.check()
-        assert len(starts) == 200
-        assert len(set(starts)) <= 16
 
 
 def test_long_transfers_in_many_tables(gpu_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""ShardedEngine on GPUs: two of them, and one twice; bytes beside the naive loop, order on each device's streams."""
+"""ShardedEngine on GPUs: two of them, and one twice; bytes beside the naive loop; order is in the contract."""
 
 from __future__ import annotations
 
@@ -7,58 +7,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import all_are
-from sharding import Machine, RandomTransfers, machine
+from sharding import Machine, RandomTransfers, gpus, machine
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, Job, ShardedEngine, ShardedLayout
+from kvoffload import BlockCache, ShardedEngine, ShardedLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 KIB = 1024
-SHARDS = range(2)
 
 
 @pytest.fixture(params=["two GPUs", "one GPU twice"])
 def devices(request: pytest.FixtureRequest, gpu_device: kvoffload.Device) -> Iterator[list[kvoffload.Device]]:
-    if request.param == "one GPU twice":
-        yield [gpu_device, gpu_device]
-        return
-    try:
-        other = kvoffload.open_device(0 if gpu_device.index else 1, backend="cuda")
-    except (kvoffload.KVOffloadError, ValueError) as error:
-        pytest.skip(f"needs a second GPU: {error}")
-    with other:
-        yield [gpu_device, other]
+    with gpus(gpu_device, request.param) as opened:
+        yield opened
 
 
 @pytest.fixture
 def bench(devices: list[kvoffload.Device]) -> Iterator[Machine]:
-    """Blocks of 16 and 8 planes of 64 KiB, long enough to be overtaken. Every kind of transfer has been made once:
-    the driver may synchronise when it does something first.
-    """
+    """Blocks of 16 and 8 planes of 64 KiB, long enough to be overtaken."""
     with machine((16, 8), devices=devices, block_bytes=64 * KIB) as made:
-        streams = made.one_each()
-        for copier in ("strided", "batch", "loop", None):
-            made.engine.store([0], [0], after=streams, copier=copier).wait(30)
-            made.engine.load([0], [0], after=streams, copier=copier).order_before(streams)
-        for number in SHARDS:
-            marker = made.marker(number)
-            made.fill(number, marker, 1, streams[number])
-            made.hold(number, streams[number]).open()
-            synchronize(made, number, streams[number])
-        made.engine.drain(30)
-        made.engine.poll()
+        made.warm_up()
         yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(30)
         made.whole()
-
-
-def synchronize(made: Machine, number: int, stream: int) -> None:
-    with made.devices[number].current():
-        made.devices[number].driver.stream_synchronize(stream)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -69,44 +40,8 @@ def test_random_transfers_give_the_bytes_of_loops(
     chance = np.random.default_rng(seed)
     shape = {"groups": 1 + number % 2, "blocks_per_slot": 1 + number, "sm_limit": 2 if kernels else 0}
     with machine((6, 2), devices=devices, seed=number, num_slots=8, block_bytes=4 * KIB, **shape) as made:
-        random = RandomTransfers(made, chance)
-        jobs: list[Job] = []
-        for _ in range(100):
-            job, expected = random.transfer()
-            jobs.append(job)
-            for mirror in random.mirrors:
-                mirror.expect(**expected)
-        made.engine.drain(30)
-        for mirror in random.mirrors:
-            mirror.check()
-        assert all(job.outcome().error is None for job in jobs)
+        RandomTransfers(made, chance).check(100)
         made.whole()
-
-
-@pytest.mark.parametrize("held", SHARDS)
-def test_each_device_follows_its_own_stream_and_its_stream_waits(bench: Machine, held: int) -> None:
-    streams, theirs = bench.one_each(), bench.one_each()
-    markers = [bench.marker(number) for number in SHARDS]
-    mirrors = bench.mirrors()
-    bench.hold(held, streams[held])
-    stored = bench.engine.store([1, 2], [3, 4], after=streams)
-    loaded = bench.engine.load([3, 4], [9, 10], after=NO_WAIT)  # of the slots that are being stored
-    loaded.order_before(theirs)
-    for number in SHARDS:
-        bench.fill(number, markers[number], 9, theirs[number])
-    bench.settle()
-    assert not stored.done
-    assert not loaded.done
-    for gate in bench.gates:
-        gate.open()
-    assert [job.wait(30).error for job in (stored, loaded)] == [None, None]
-    for number in SHARDS:
-        synchronize(bench, number, theirs[number])
-    for mirror in mirrors:
-        mirror.expect("store", [1, 2], [3, 4])
-        mirror.expect("load", [9, 10], [3, 4])
-        mirror.check()
-    assert all(all_are(marker.to_numpy(), 9) for marker in markers)
 
 
 def test_a_cache_over_the_devices(bench: Machine) -> None:
@@ -117,10 +52,9 @@ def test_a_cache_over_the_devices(bench: Machine) -> None:
     with cache.acquire(keys) as lease:
         slots = lease.slots().tolist()
     cache.load(keys[1:], [10, 11], parts=4).wait(30)
-    for mirror in mirrors:
-        mirror.expect("store", [4, 2, 9], slots)
-        mirror.expect("load", [10, 11], slots[1:])
-        mirror.check()
+    mirrors.expect("store", [4, 2, 9], slots)
+    mirrors.expect("load", [10, 11], slots[1:])
+    mirrors.check()
 
 
 @pytest.mark.parametrize(("block_axis", "plane_axis"), [(0, 1), (1, 0)])

@@ -13,8 +13,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(hostinfo, "_PROC", tmp_path)
-    monkeypatch.setattr(hostinfo, "_SYS", tmp_path)
+    monkeypatch.setattr(hostinfo, "PROC", tmp_path)
+    monkeypatch.setattr(hostinfo, "SYS", tmp_path)
     (tmp_path / "self").mkdir()
     (tmp_path / "meminfo").write_text("MemTotal: 102400 kB\nMemAvailable: 51200 kB\n")
     return tmp_path

@@ -79,9 +79,7 @@ def test_the_log_is_masked(caplog: pytest.LogCaptureFixture, arguments: tuple[ob
     assert caplog.records[1].args == (1, 2), "records without secrets stay as they are"
 
 
-def test_an_object_that_cannot_show_itself_does_not_raise_out_of_the_log(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_object_that_cannot_show_itself_does_not_raise_out_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mute:
         def __repr__(self) -> str:
             raise RuntimeError("no text")

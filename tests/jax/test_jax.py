@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from random_programs import JaxProgram, jax_on, run_random_program
+from random_programs import JaxProgram, run_random_program
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
@@ -25,12 +24,6 @@ def test_without_jax_the_error_says_what_to_install(device: kvoffload.Device, mo
         OwnedCache([device], (2, 4, 8), "float32", sharding=None, plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.CapabilityError, match=r"pip install 'kvoffload\[jax\]'"):
         from_device(device.empty((2, 4), "float32"))
-
-
-@pytest.fixture
-def jax(device: kvoffload.Device) -> Iterator[Any]:
-    with jax_on(device) as module:
-        yield module
 
 
 def test_random_steps(jax: Any, device: kvoffload.Device, seed: int) -> None:
@@ -85,8 +78,7 @@ def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.D
 
 
 def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulated_device(
-    jax: Any,
-    device: kvoffload.Device,
+    jax: Any, device: kvoffload.Device
 ) -> None:
     """It would be copied back over what was loaded meanwhile."""
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from random_programs import jax_on
-from sharded_jax import JaxDevices, simulated_devices
+from sharded_jax import JaxDevices, two_devices
 
 import kvoffload
 from kvoffload import LayoutError
@@ -18,16 +16,7 @@ SHAPE = (4, 6, 8)  # planes, blocks, elements
 AXES: dict[str, Any] = {"plane_axis": 0, "block_axis": 1}
 
 
-@pytest.fixture
-def jax(device: kvoffload.Device) -> Iterator[Any]:
-    with jax_on(device) as module:
-        yield module
-
-
-@pytest.fixture
-def two(seed: int) -> Iterator[JaxDevices]:
-    with simulated_devices(2, seed) as on:
-        yield on
+two = pytest.fixture(two_devices)
 
 
 def owned(device: kvoffload.Device) -> OwnedCache:

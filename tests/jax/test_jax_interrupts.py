@@ -1,15 +1,18 @@
-"""Interrupts in the cache for JAX: no array that the library holds is lost."""
+"""Interrupts in an OwnedCache of one device and of two: what is read afterwards is right on every device, no array that
+the library holds is lost, and a lost result is recovered.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from interrupts import interrupted_everywhere
 from random_programs import jax_on
+from sharded_jax import simulated_devices
 
 import kvoffload
 from kvoffload import OffloadEngine
@@ -18,10 +21,39 @@ from kvoffload.jax import OwnedCache
 PLANES, BLOCKS, WIDTH = 2, 6, 8
 
 
-@pytest.fixture
-def jax(device: kvoffload.Device) -> Iterator[Any]:
-    with jax_on(device) as module:
-        yield module
+class Owned(NamedTuple):
+    """A cache, an engine over it, the pool of each device, and a step of a model, which sets block 2 to a value."""
+
+    cache: OwnedCache
+    engine: Any
+    pools: list[Any]
+    update: Callable[[Any, float], Any]
+
+    def fill(self, value: float) -> None:
+        """Slot 0, on every device."""
+        for pool in self.pools:
+            pool[0].view(np.float32)[:] = value
+
+
+@pytest.fixture(params=[1, 2], ids=["one", "two"])
+def owned(request: pytest.FixtureRequest, seed: int) -> Iterator[Owned]:
+    with simulated_devices(request.param, seed) as on:
+        shape, several = (PLANES, BLOCKS, WIDTH), request.param > 1
+        axes: dict[str, Any] = {"plane_axis": 0, "block_axis": 1}
+        cache = (
+            on.cache(shape, "float32", None, None, "heads", **axes)
+            if several
+            else OwnedCache(on.devices[0], shape, "float32", **axes)
+        )
+        placed = {"out_shardings": cache.sharding} if several else {}
+        update = on.jax.jit(lambda array, value: array.at[:, 2].set(value), donate_argnums=0, **placed)
+        opened: Any = (
+            on.engine(cache, 2)
+            if several
+            else OffloadEngine(cache.layout, device=on.devices[0], num_slots=2, sm_limit=0)
+        )
+        with opened as engine:
+            yield Owned(cache, engine, list(engine.slots) if several else [engine.slots], update)
 
 
 @pytest.fixture
@@ -30,59 +62,69 @@ def gpu_jax(gpu_device: kvoffload.Device) -> Iterator[Any]:
         yield module
 
 
-def test_reading_an_owned_cache_after_a_load(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
-    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32", plane_axis=0, block_axis=1)
-    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+def test_reading_it_after_a_load(owned: Owned) -> None:
+    cache = owned.cache
 
-        def read_after_load(value: int) -> Callable[[], object]:
-            engine.slots[0].view(np.float32)[:] = value
-            engine.load([0], [1], after=cache).wait()
-            return lambda: cache.arrays
+    def read_after_load(value: int) -> Callable[[], object]:
+        owned.fill(value)
+        owned.engine.load([0], [1], after=cache).wait(10)
+        return lambda: cache.arrays
 
-        for value, _ in interrupted_everywhere(read_after_load):
-            before = cache.unordered
-            assert (np.asarray(cache.arrays)[:, 1] == value).all()
-            assert cache.arrays is cache.arrays
-            assert before.is_deleted() or before is cache.arrays
-
-
-def test_setting_an_owned_cache(jax: Any, device: kvoffload.Device) -> None:
-    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32", plane_axis=0, block_axis=1)
-    update = jax.jit(lambda array, value: array.at[:, 2].set(value), donate_argnums=0)
-    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
-
-        def set_result(value: int) -> Callable[[], object]:
-            result = update(cache.arrays, float(value))
-            return lambda: setattr(cache, "arrays", result)
-
-        for value, raised in interrupted_everywhere(set_result):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", kvoffload.KVOffloadWarning)
-                found = set(np.asarray(cache.arrays)[:, 2].ravel().tolist())
-            assert found <= {float(value - 1), float(value)}
-            assert raised or found == {float(value)}
-            cache.arrays = update(cache.arrays, float(value))
-            engine.store([2], [0], after=cache)
-            engine.load([0], [3], after=cache)
-            assert (np.asarray(cache.arrays)[:, 2:4] == value).all()
+    for value, _ in interrupted_everywhere(read_after_load):
+        before = cache.unordered
+        assert (np.asarray(cache.arrays)[:, 1] == value).all()
+        assert cache.arrays is cache.arrays
+        assert before.is_deleted() or before is cache.arrays
 
 
-def test_an_owned_cache_recovers_when_the_result_of_a_step_is_lost(jax: Any, device: kvoffload.Device) -> None:
+def test_setting_it(owned: Owned) -> None:
+    cache = owned.cache
+
+    def set_result(value: int) -> Callable[[], object]:
+        result = owned.update(cache.arrays, float(value))
+        return lambda: setattr(cache, "arrays", result)
+
+    for value, raised in interrupted_everywhere(set_result):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", kvoffload.KVOffloadWarning)
+            found = set(np.asarray(cache.arrays)[:, 2].ravel().tolist())
+        assert found <= {float(value - 1), float(value)}
+        assert raised or found == {float(value)}
+        cache.arrays = owned.update(cache.arrays, float(value))
+        owned.engine.store([2], [0], after=cache)
+        owned.engine.load([0], [3], after=cache)
+        assert (np.asarray(cache.arrays)[:, 2:4] == value).all()
+
+
+def test_following_it(owned: Owned) -> None:
+    """To ask what is to be followed changes nothing."""
+    cache, engine = owned.cache, owned.engine
+    owned.fill(9)
+    engine.load([0], [1], after=cache)
+    assert (np.asarray(cache.arrays)[:, 1] == 9).all()
+    for _ in interrupted_everywhere(lambda _: cache.after):
+        engine.store([1], [1], after=cache).wait(10)
+        nbytes = 4 * PLANES * WIDTH // len(owned.pools)
+        assert all((pool[1, :nbytes].view(np.float32) == 9).all() for pool in owned.pools)
+
+
+def test_it_recovers_when_the_result_of_a_step_is_lost(owned: Owned) -> None:
     """As after an interrupt between a step and the assignment of its result."""
-    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32", plane_axis=0, block_axis=1)
-    update = jax.jit(lambda array: array.at[:, 2].set(5), donate_argnums=0)
-    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
-        update(cache.arrays)
-        assert cache.is_deleted()
-        with pytest.raises(ValueError, match="after was deleted"):
-            engine.store([0], [0], after=cache)
-        with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
-            array = cache.arrays
-        assert not array.is_deleted()
-        cache.arrays = update(array)
-        engine.store([2], [0], after=cache)
-        engine.load([0], [3], after=cache)
-        assert (np.asarray(cache.arrays)[:, 3] == 5).all()
+    cache, engine = owned.cache, owned.engine
+    owned.update(cache.arrays, 5.0)
+    assert cache.is_deleted()
+    of_several = r"the cache's array was donated, and no result was set: set cache\.array"
+    with pytest.raises(ValueError, match="after was deleted" if len(owned.pools) == 1 else of_several):
+        engine.store([0], [0], after=cache)
+    assert engine.submitted == 0
+    with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set") as caught:
+        array = cache.arrays
+    assert [each.filename for each in caught] == [__file__]
+    assert not array.is_deleted()
+    cache.arrays = owned.update(array, 5.0)
+    engine.store([2], [0], after=cache)
+    engine.load([0], [3], after=cache)
+    assert (np.asarray(cache.arrays)[:, 3] == 5).all()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from random_programs import run_random_program
-from sharded_jax import JaxDevices, ShardedProgram, Spec, simulated_devices
+from sharded_jax import JaxDevices, ShardedProgram, Spec, simulated_devices, two_devices
 
 import kvoffload
 from kvoffload import BlockCache, LayoutError, OffloadEngine
@@ -22,10 +22,7 @@ AXES: dict[str, Any] = {"block_axis": 0, "plane_axis": 1}
 HEADS: Spec = (None, None, None, "heads")
 
 
-@pytest.fixture
-def two(seed: int) -> Iterator[JaxDevices]:
-    with simulated_devices(2, seed) as on:
-        yield on
+two = pytest.fixture(two_devices)
 
 
 @pytest.fixture

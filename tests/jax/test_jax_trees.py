@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from interrupts import interrupted_everywhere
-from random_programs import JaxTreeProgram, jax_on, run_random_program
-from sharded_jax import JaxDevices, simulated_devices
+from random_programs import JaxTreeProgram, run_random_program
+from sharded_jax import JaxDevices, two_devices
 
 import kvoffload
 from kvoffload import BlockCache, LayoutError, OffloadEngine, ShardedEngine
@@ -21,16 +21,7 @@ PAGE = (PAGES, TOKENS, HEADS, DIM)
 PAGED: dict[str, Any] = {"block_axis": 0, "plane_axis": None}
 
 
-@pytest.fixture
-def jax(device: kvoffload.Device) -> Iterator[Any]:
-    with jax_on(device) as module:
-        yield module
-
-
-@pytest.fixture
-def two(seed: int) -> Iterator[JaxDevices]:
-    with simulated_devices(2, seed) as on:
-        yield on
+two = pytest.fixture(two_devices)
 
 
 def fill(jax: Any, **options: Any) -> Any:

@@ -108,14 +108,8 @@ def words_per_thread(alignment: int) -> int:
         ([64 * 1024], FragmentShape(2048, 8, 16)),
         ([4096], FragmentShape(2048, 8, 16)),
         ([18 * 1024], FragmentShape(2048, 8, 16)),  # of a latent attention, no power of two
-        (
-            [656],
-            FragmentShape(64, 8, 16, uniform=False),
-        ),  # 48 of 704 bytes idle; of 128: 112 of 768
-        (
-            [16 * 1024, 16],
-            FragmentShape(2048, 8, 16, uniform=False),
-        ),  # one small plane: no small fragments
+        ([656], FragmentShape(64, 8, 16, uniform=False)),  # 48 of 704 bytes idle; of 128: 112 of 768
+        ([16 * 1024, 16], FragmentShape(2048, 8, 16, uniform=False)),  # one small plane: no small fragments
         ([16], FragmentShape(16, 8, 16)),
         ([24], FragmentShape(8, 8, 8)),
         ([20], FragmentShape(4, 4, 4)),

@@ -106,10 +106,7 @@ def test_ids_of_an_object_that_exports_its_memory_are_copied() -> None:
         (np.array([True, False]), r"^blocks must hold integers, got dtype bool; .* pass numpy.flatnonzero\(blocks\)"),
         (np.ma.array([1, 2], mask=[False, True]), r"^blocks is a masked array.* such as blocks.compressed\(\)"),
         (np.ma.array([1, 2]), r"^blocks is a masked array"),
-        (
-            np.array([1, 2], dtype=object),
-            r"^blocks must hold integers, got dtype object; .*numpy.array\(blocks,",
-        ),
+        (np.array([1, 2], dtype=object), r"^blocks must hold integers, got dtype object; .*numpy.array\(blocks,"),
         (np.array([1.0, 2.0]), r"^blocks must hold integers, got dtype float64; .*numpy.array\(blocks, dtype="),
         (np.array(["1"]), r"^blocks must hold integers, got dtype <U1; pass a list of ints or an integer array"),
         (range(-1, 3), r"^blocks\[0\] is -1, outside \[0, 4\)"),

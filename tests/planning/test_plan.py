@@ -174,10 +174,7 @@ def test_no_merged_row_is_wider_than_a_pitch_may_be() -> None:
 
 def test_plane_major_slots_of_a_block_major_cache_are_rows() -> None:
     layout = layout_of(
-        (MIB + 4096 * index for index in range(6)),
-        block_stride=6 * 4096,
-        blocks_per_slot=2,
-        slot_order="plane-major",
+        (MIB + 4096 * index for index in range(6)), block_stride=6 * 4096, blocks_per_slot=2, slot_order="plane-major"
     )
     made = plan(layout, [5, 0], [2])
     assert made.height.tolist() == [6, 6]

@@ -39,6 +39,13 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(NAVIGATION) == sorted(pages | OF_THE_ROOT.keys())
 
 
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    """As `engine/base.py`, within the package, or as `tests/support/interrupts.py`."""
+    named = set(re.findall(r"`([\w/]+/[\w]+\.py)`", (ROOT / "ARCHITECTURE.md").read_text()))
+    assert len(named) > 30
+    assert {name for name in named if not (ROOT / name).exists() and not (ROOT / "kvoffload" / name).exists()} == set()
+
+
 @pytest.mark.parametrize(
     ("title_line", "anchor"),
     [

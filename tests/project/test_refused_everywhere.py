@@ -266,7 +266,7 @@ def test_a_tier_outside_of_a_list_is_refused(world: World) -> None:
     with OffloadEngine(world.layout, device=world.device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
         for make in (partial(BlockCache, engine), partial(CacheIndex, 4, pools=[aligned(4)], layout=None)):
             for value in values:
-                with pytest.raises(TypeError, match=r"^tiers must be a list, of one tier too: tiers=\[tier\], got "):
+                with pytest.raises(TypeError, match=r"^tiers must be a list, even for one tier: tiers=\[tier\], got "):
                     make(tiers=value)
         with closing(BlockCache(engine, tiers=[bare])) as cache:
             assert cache.capacity == 4

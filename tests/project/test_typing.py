@@ -16,18 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import typing_calls
 from programs import run_program
 from typed_programs import two_streams
 
 import kvoffload
 from kvoffload.testing import SimulatedDriver
 
-SUPPORT = Path(typing_calls.__file__).parent
-ROOT = SUPPORT.parent.parent
-CALLS, MISUSES = SUPPORT / "typing_calls.py", SUPPORT / "typing_misuses.py"
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+CALLS, MISUSES = HERE / "typing_calls.py", HERE / "typing_misuses.py"
 HAS_JAX = importlib.util.find_spec("jax") is not None
-PROGRAMS = [path for path in sorted((SUPPORT / "typed_programs").glob("*.py")) if HAS_JAX or "jax" not in path.name]
+PROGRAMS = [path for path in sorted((HERE / "typed_programs").glob("*.py")) if HAS_JAX or "jax" not in path.name]
 RIGHT = [CALLS, *PROGRAMS]
 
 Found = dict[Path, dict[int, str]]  # by file and line: the first error
@@ -72,7 +71,7 @@ def pyright(folder: Path) -> Found:
     settings = {
         "include": [os.path.relpath(path, folder) for path in (*RIGHT, MISUSES)],
         "strict": [os.path.relpath(path, folder) for path in RIGHT],
-        "extraPaths": [str(ROOT), str(SUPPORT)],
+        "extraPaths": [str(ROOT), str(HERE)],
         "reportUnusedExpression": False,  # attributes that do not exist are asked for
         "useLibraryCodeForTypes": True,
     }

@@ -7,14 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import Gate
-from replay_oracles import (
-    Oracle,
-    generated_trace,
-    keys_of,
-    write_trace,
-)
+from replay_oracles import Oracle, generated_trace, keys_of, write_trace
 from replaying import TINY, replay, serve_overlapping
 
 import kvoffload
@@ -103,13 +99,13 @@ def test_overlapping_requests_have_blocks_of_their_own(
 ) -> None:
     places: list[list[int]] = []
     with VerifiedCache(device, TINY, capacity=20, longest=5, in_flight=3) as served:
-        write = served._write
+        store = served.cache.store
 
-        def note(keys: Sequence[bytes], where: Any) -> None:
-            places.append(where.tolist())
-            write(keys, where)
+        def note(keys: Sequence[bytes], blocks: Any, **options: Any) -> Any:
+            places.append(np.ravel(blocks).tolist())
+            return store(keys, blocks, **options)
 
-        monkeypatch.setattr(served, "_write", note)
+        monkeypatch.setattr(served.cache, "store", note)
         served.serve_all([keys_of(range(10 * number, 10 * number + 5)) for number in range(3)], lambda *_: None)
     assert sorted(place for each in places for place in each) == list(range(15))
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from benching import Run, running
 from replay_oracles import (
     KNOWN_LRU_HITS,
     KNOWN_OPTIMUM,
@@ -31,14 +29,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES, make_policy
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.replay import hitplot
-from kvoffload.replay.hits import (
-    OPTIMUM,
-    HostPool,
-    PolicyResult,
-    belady_hits,
-    belady_hits_by_request,
-    hits_of_policies,
-)
+from kvoffload.replay.hits import OPTIMUM, HostPool, PolicyResult, belady_hits, belady_hits_by_request, hits_of_policies
 from kvoffload.replay.report import print_policies
 from kvoffload.replay.saving import Rates
 from kvoffload.replay.trace import read_trace
@@ -48,20 +39,7 @@ from kvoffload.terminal.console import Output
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not here")
 DEFAULT_FLOOR = {512: 15_700, 2048: 29_600, 8192: 58_200, 32768: 96_000}  # hits of the default policy
 
-Run = Callable[..., tuple[int, dict[str, Any], str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `replay --metadata-only --json`: exit code, fields, stderr."""
-
-    def run(*arguments: object) -> tuple[int, dict[str, Any], str]:
-        capsys.readouterr()
-        code = main(["replay", *map(str, arguments), "--metadata-only", "--json"])
-        captured = capsys.readouterr()
-        return code, json.loads(captured.out) if captured.out else {}, captured.err
-
-    return run
+run = pytest.fixture(running("replay", "--metadata-only"))
 
 
 @pytest.fixture

@@ -8,11 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_oracles import (
-    generated_trace,
-    keys_of,
-    write_trace,
-)
+from replay_oracles import generated_trace, keys_of, write_trace
 from replaying import HYBRID, TINY, replay
 
 import kvoffload

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from benching import Run, running
 from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace, write_trace
 
 from kvoffload.commands import main
@@ -38,20 +36,7 @@ SLOTS, DISK_SLOTS = 256, 2048
 REQUESTS = {"evaluation": 800, "change": 1000, "one-off": 1200}
 LRU, PREFIX = Policies("lru", "lru"), Policies("prefix", "prefix")
 
-Run = Callable[..., tuple[int, dict[str, Any], str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `replay --metadata-only --json`: exit code, fields, stderr."""
-
-    def run(*arguments: object) -> tuple[int, dict[str, Any], str]:
-        capsys.readouterr()
-        code = main(["replay", *map(str, arguments), "--metadata-only", "--json"])
-        captured = capsys.readouterr()
-        return code, json.loads(captured.out) if captured.out else {}, captured.err
-
-    return run
+run = pytest.fixture(running("replay", "--metadata-only"))
 
 
 # what is counted ------------------------------------------------------------------------------------------------------

@@ -1,22 +1,18 @@
-"""ShardedEngine: what it takes, what it refuses, what it reports."""
+"""ShardedEngine: what is special to several devices; the rest is in `tests/engine/test_contract.py`."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import pytest
-from sharding import BLOCKS, Machine, machine
+from sharding import Machine, machine
 
 import kvoffload
 from kvoffload import (
     NO_WAIT,
     CapacityError,
-    ClosedError,
     KVLayout,
     LayoutError,
     Plane,
@@ -42,46 +38,6 @@ def planes(count: int, *, block_bytes: int = 64, num_blocks: int = 4, address: i
 # transfers ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_transfer_moves_the_blocks_of_every_device(two: Machine) -> None:
-    engine, mirrors = two.engine, two.mirrors()
-    stored = engine.store([3, 1, 7], [5, 0, 2])
-    loaded = engine.load([5, 2], [10, 11])
-    assert [job.wait(10).nbytes for job in (stored, loaded)] == [3 * (3 * 64 + 2 * 80), 2 * (3 * 64 + 2 * 80)]
-    for mirror in mirrors:
-        mirror.expect("store", [3, 1, 7], [5, 0, 2])
-        mirror.expect("load", [10, 11], [5, 2])
-        mirror.check()
-    two.whole()
-
-
-def test_a_result_is_of_all_devices(two: Machine) -> None:
-    engine = two.engine
-    job = engine.store([1, 2], [1, 2], copier="batch")
-    result = job.wait(10)
-    assert (result.job_id, result.direction, result.copier, result.error) == (job.id, "store", "batch", None)
-    assert result.seconds > 0
-    assert job.done
-    assert job.finished
-    assert job.outcome() == result
-    assert (job.method is not None and job.method.copier, job.num_parts) == ("batch", 1)
-    assert repr(job) == f"Job({job.id}, store, {2 * (3 * 64 + 2 * 80)} bytes, batch, done)"
-    totals = engine.statistics().store
-    assert (totals.jobs, totals.failed, totals.nbytes) == (1, 0, result.nbytes)
-    assert totals.seconds == result.seconds
-
-
-def test_poll_reports_a_job_once(two: Machine) -> None:
-    engine = two.engine
-    waited, polled = engine.store([1], [1]), engine.load([1], [2])
-    empty = engine.store([], [])
-    waited.wait(10)
-    engine.drain(10)
-    assert sorted(result.job_id for result in engine.poll()) == [polled.id, empty.id]
-    assert engine.poll() == []
-    assert empty.wait().nbytes == 0
-    assert engine.statistics().unreported == 0
-
-
 def test_a_job_that_another_call_has_seen_end_is_not_reported_after_wait(two: Machine) -> None:
     """The devices are asked one by one by others, too: by `open_device`, by an allocation."""
     job = two.engine.store([1], [1])
@@ -92,26 +48,14 @@ def test_a_job_that_another_call_has_seen_end_is_not_reported_after_wait(two: Ma
     assert two.engine.poll() == []
 
 
-def test_a_job_can_be_awaited_and_calls_back(two: Machine) -> None:
-    job, called = two.engine.store([1], [1]), threading.Event()
-    job.add_done_callback(lambda _: called.set())
-
-    async def wait() -> int:
-        return (await job).nbytes
-
-    assert asyncio.run(wait()) == 3 * 64 + 2 * 80
-    assert called.wait(10)
-
-
 def test_devices_may_have_other_planes_and_block_bytes() -> None:
     with machine((1, 4, 2), groups=2, blocks_per_slot=3) as made:
         engine, mirrors = made.engine, made.mirrors()
         engine.store([0, 5, 2, 9], [4, 1], group=1, first_sub_block=2).wait(10)
         engine.load([4, 1], [7, 8, 1], group=1, first_sub_block=1).wait(10)
-        for mirror in mirrors:
-            mirror.expect("store", [0, 5, 2, 9], [4, 1], group=1, first_sub_block=2)
-            mirror.expect("load", [7, 8, 1], [4, 1], group=1, first_sub_block=1)
-            mirror.check()
+        mirrors.expect("store", [0, 5, 2, 9], [4, 1], group=1, first_sub_block=2)
+        mirrors.expect("load", [7, 8, 1], [4, 1], group=1, first_sub_block=1)
+        mirrors.check()
 
 
 def test_a_device_can_have_two_shards() -> None:
@@ -126,26 +70,6 @@ def test_a_plan_of_each_device(two: Machine) -> None:
     reports = two.engine.plan("store", [1, 2], [0, 1], copier="strided")
     assert [report.nbytes for report in reports] == [2 * 3 * 64, 2 * 2 * 80]
     assert two.engine.statistics().in_flight == 0
-
-
-def test_ids_are_read_once(two: Machine) -> None:
-    """Whatever is given is turned into ids once, so that all devices have the same."""
-
-    class Changing:
-        def __init__(self) -> None:
-            self.reads = 0
-
-        def __array__(self, *_: Any, **__: Any) -> Any:
-            self.reads += 1
-            return np.array([self.reads], np.int64)
-
-    ids: Any = Changing()
-    mirrors = two.mirrors()
-    two.engine.store(ids, [3]).wait(10)
-    for mirror in mirrors:
-        mirror.expect("store", [ids.reads], [3])
-        mirror.check()
-    assert ids.reads == 1
 
 
 def test_as_many_jobs_as_max_in_flight_on_all_devices() -> None:
@@ -170,28 +94,19 @@ def test_as_many_jobs_as_max_in_flight_on_all_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("after", "text"),
     [
-        ({"after": 7}, TypeError, r"after must be a list with one value for each of the 2 devices, .* got 7"),
-        ({"after": [NO_WAIT]}, TypeError, r"after must be a list with one value for each of the 2 devices"),
-        ({"after": [NO_WAIT, "stream"]}, TypeError, r"after must be a stream handle"),
-        ({"group": 1}, LayoutError, r"group must be"),
-        ({"first_sub_block": 1}, LayoutError, r"first_sub_block must be"),
-        ({"copier": "fast"}, ValueError, r"copier"),
-        ({"blocks": [1, 99], "slots": [1, 2]}, LayoutError, r"blocks\[1\]"),
-        ({"slots": [1, 2]}, LayoutError, r"1 blocks .* need 1 slots"),
-        ({"blocks": [1, 2], "slots": [3, 3]}, LayoutError, r"slots\[0\] repeats 3"),
+        (7, r"after must be a list with one value for each of the 2 devices, .* got 7"),
+        ([NO_WAIT], r"after must be a list with one value for each of the 2 devices"),
+        ([NO_WAIT, "stream"], r"after must be a stream handle"),
     ],
 )
-def test_what_is_refused_happens_on_no_device(
-    two: Machine, options: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_what_is_refused_happens_on_no_device(two: Machine, after: Any, text: str) -> None:
     mirrors = two.mirrors()
-    with pytest.raises(error, match=text):
-        two.engine.store(**{"blocks": [1], "slots": [1], "after": NO_WAIT, **options})
+    with pytest.raises(TypeError, match=text):
+        two.engine.store([1], [1], after=after)
     two.settle()
-    for mirror in mirrors:
-        mirror.check()
+    mirrors.check()
     assert two.engine.submitted == 0
     assert two.engine.poll() == []
     two.whole()
@@ -202,28 +117,8 @@ def test_the_device_that_refuses_is_named(two: Machine) -> None:
         two.engine.load([1], [1], parts=3)  # the planes of the second device are 2
     assert caught.value.__notes__ == ["on shard 1 (device 1)"]
     with pytest.raises(TypeError) as wrong:
-        two.engine.store([1], [1], after=[NO_WAIT, "x"])  # type: ignore[list-item]
+        two.engine.store([1], [1], after=[NO_WAIT, "x"])
     assert wrong.value.__notes__ == ["on shard 1 (device 1)"]
-
-
-def test_a_captured_stream_of_the_last_device_refuses_for_all(two: Machine) -> None:
-    streams = two.one_each()
-    simulator: Any = two.simulator
-    with two.devices[1].current():
-        simulator.cuStreamBeginCapture(streams[1], 2)
-    mirrors = two.mirrors()
-    with pytest.raises(TransferError, match="captur"):
-        two.engine.store([1], [1], after=streams)
-    with pytest.raises(TransferError, match="captur"):
-        two.engine.store([], [], after=streams)
-    with two.devices[1].current():
-        simulator.cuStreamEndCapture(streams[1])
-    two.settle()
-    for mirror in mirrors:
-        mirror.check()
-    assert two.engine.submitted == 0
-    two.engine.store([1], [1], after=streams).wait(10)
-    two.whole()
 
 
 def test_a_captured_stream_of_the_last_device_is_refused_before_any_stream_waits(two: Machine) -> None:
@@ -333,41 +228,13 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(two: Machine) -> None:
 # the end --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_engine_refuses(two: Machine) -> None:
-    job = two.engine.store([1], [1])
-    two.engine.close(10)
-    two.engine.close(10)
-    assert job.done
-    assert [result.job_id for result in two.engine.poll()] == [job.id]
-    with pytest.raises(ClosedError, match="the engine is closed"):
-        two.engine.store([1], [1])
-
-
-def test_a_closed_device_closes_the_engine(two: Machine) -> None:
-    job = two.engine.store([1], [1])
-    two.devices[1].close(10)
-    with pytest.raises(ClosedError):
-        two.engine.store([1], [1])
-    assert job.wait(10).error is None
-    two.engine.close(10)
-
-
-def test_close_waits_no_longer_than_it_may(two: Machine) -> None:
-    streams = two.one_each()
-    two.hold(1, streams[1])
-    two.engine.store([1], [1], after=streams)
-    with pytest.raises(TimeoutError):
-        two.engine.close(0.01)
-    two.engine.store([2], [2], after=NO_WAIT)
-
-
 def test_a_dropped_engine_finishes_its_transfers() -> None:
     made = Machine()
     streams, mirrors = made.one_each(), made.mirrors()
     gate = made.hold(0, streams[0])
     made.engine.store([1], [1], after=streams)
     pools = made.engine.slots
-    made.engine = None  # type: ignore[assignment]
+    made.engine = None
     gate.open()
     for device in made.devices:
         device.close(10)
@@ -376,8 +243,6 @@ def test_a_dropped_engine_finishes_its_transfers() -> None:
         assert (pool == mirror.pool).all()
 
 
-def test_block_ids_go_up_to_the_end(two: Machine) -> None:
-    two.engine.store([BLOCKS - 1], [15]).wait(10)
-    assert two.engine.in_flight == 0
+def test_an_engine_shows_the_engine_of_each_device(two: Machine) -> None:
     assert "shard" not in repr(two.engine)
     assert repr(two.engine).startswith("ShardedEngine([OffloadEngine(")

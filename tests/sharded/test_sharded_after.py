@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,9 +48,8 @@ def test_each_device_follows_what_the_object_has_for_it(two: Machine, held: int,
     assert following.asked == 1
     gate.open()
     job.wait(10)
-    for mirror in mirrors:
-        mirror.expect(direction, [1], [2 if name == "submit" else 1])
-        mirror.check()
+    mirrors.expect(direction, [1], [2 if name == "submit" else 1])
+    mirrors.check()
 
 
 @pytest.mark.parametrize("held", DEVICES)
@@ -89,7 +89,8 @@ def test_what_the_object_raises_leaves_nothing_in_flight(two: Machine) -> None:
         def after(self) -> Sequence[Any]:
             raise RuntimeError("the array is gone")
 
-    for call in (lambda: two.engine.store([1], [1], after=Failing()), lambda: two.engine.resolve(Failing())):
+    failing = Failing()
+    for call in (partial(two.engine.store, [1], [1], after=failing), partial(two.engine.resolve, failing)):
         with pytest.raises(RuntimeError, match="the array is gone"):
             call()
     assert two.engine.submitted == 0

@@ -89,10 +89,9 @@ def test_what_was_stored_is_loaded_on_every_device(three: Machine) -> None:
     cache.load(names[:2], [10, 11], parts=2).wait(10)
     with cache.acquire(names) as lease:
         slots = lease.slots().tolist()
-    for mirror in mirrors:
-        mirror.expect("store", [4, 2, 9], slots)
-        mirror.expect("load", [10, 11], slots[:2])
-        mirror.check()
+    mirrors.expect("store", [4, 2, 9], slots)
+    mirrors.expect("load", [10, 11], slots[:2])
+    mirrors.check()
     assert cache.engine.slots[1].shape == (16, 4096)
 
 
@@ -172,9 +171,8 @@ def test_a_reservation_is_filled_on_every_device(three: Machine) -> None:
             pool[reservation.slots()] = 7
     mirrors = three.mirrors()
     cache.load(keys(2), [3]).wait(10)
-    for mirror in mirrors:
-        mirror.expect("load", [3], reservation.slots().tolist())
-        mirror.check()
+    mirrors.expect("load", [3], reservation.slots().tolist())
+    mirrors.check()
 
 
 def test_an_array_is_asked_once_for_all_groups() -> None:

@@ -6,6 +6,7 @@ from programs import run_program
 
 PROGRAM = """
 import gc, os, signal, sys, threading, time, warnings
+sys.path.append("tests/sharded")
 from sharding import Machine
 from kvoffload import NO_WAIT, BlockCache, ClosedError
 made = Machine()

@@ -38,9 +38,8 @@ def test_an_interrupt_before_a_device_is_launched_fails_the_job(launched: int) -
         assert "its submission was interrupted" in errors[0]
         mirrors = made.mirrors()
         made.engine.store([2], [2], after=NO_WAIT).wait(10)
-        for mirror in mirrors:
-            mirror.expect("store", [2], [2])
-            mirror.check()
+        mirrors.expect("store", [2], [2])
+        mirrors.check()
         made.whole()
 
 

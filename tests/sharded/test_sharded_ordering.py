@@ -22,7 +22,7 @@ def three() -> Iterator[Machine]:
 
 def first_bytes(made: Machine, device: int) -> int:
     """Bytes of one block of a device."""
-    return made.engine.layout.layouts[device].groups[0].bytes_per_block
+    return made.layouts[device].groups[0].bytes_per_block
 
 
 def slot(made: Machine, device: int, number: int) -> list[int]:
@@ -175,9 +175,8 @@ def test_a_failure_on_one_device_frees_nothing_early(three: Machine, failing: in
     three.whole()
     mirrors = three.mirrors()
     three.engine.store([1, 3], [2, 4], after=NO_WAIT).wait(10)
-    for mirror in mirrors:
-        mirror.expect("store", [1, 3], [2, 4])
-        mirror.check()
+    mirrors.expect("store", [1, 3], [2, 4])
+    mirrors.check()
 
 
 @pytest.mark.parametrize("part", [None, 0])

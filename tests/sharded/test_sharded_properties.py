@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sharding import Machine, RandomTransfers, machine
+from sharding import Machine, Mirrors, RandomTransfers, machine
 
-from kvoffload import NO_WAIT, Job, KVOffloadError
-from kvoffload.testing import Mirror
+from kvoffload import NO_WAIT, KVOffloadError
 
 SLOTS = 8
 CALLS = (
@@ -26,22 +25,12 @@ def test_random_transfers_give_the_bytes_of_loops(devices: int, number: int, see
     counts = [2 * int(each) for each in chance.integers(1, 4, devices)]
     shape = {"groups": int(chance.integers(1, 3)), "blocks_per_slot": int(chance.integers(1, 4))}
     with machine(counts, seed=number, num_slots=SLOTS, **shape) as made:
-        random = RandomTransfers(made, chance)
-        jobs = []
-        for _ in range(40):
-            job, expected = random.transfer()
-            jobs.append(job)
-            for mirror in random.mirrors:
-                mirror.expect(**expected)
-        made.engine.drain(10)
-        for mirror in random.mirrors:
-            mirror.check()
+        jobs = RandomTransfers(made, chance).check(40)
         assert sorted(result.job_id for result in made.engine.poll()) == [job.id for job in jobs]
-        assert all(result.error is None for result in map(Job.outcome, jobs))
         made.whole()
 
 
-def resynchronise(made: Machine, before: list[Mirror], expected: dict[str, Any]) -> list[Mirror]:
+def resynchronise(made: Machine, before: Mirrors, expected: dict[str, Any]) -> Mirrors:
     """After a transfer that has failed: every byte is that of before or that of the transfer; what is there now."""
     after = made.mirrors()
     for old, now in zip(before, after, strict=True):
@@ -78,18 +67,16 @@ def test_a_failure_on_one_device_fails_the_job_and_no_other(devices: int, number
                 assert [result.job_id for result in results] == [job.id]
                 seen["failed" if job.error is not None else "done"] += 1
                 if job.error is None:
-                    for mirror in random.mirrors:
-                        mirror.expect(**expected)
-                        mirror.check()
+                    random.mirrors.expect(**expected)
+                    random.mirrors.check()
                 else:
                     random.mirrors = resynchronise(made, random.mirrors, expected)
             else:  # refused, or order_before was: then the transfer itself has ended
                 random.mirrors = made.mirrors()
             job, expected = random.transfer()
             assert job.wait(10).error is None
-            for mirror in random.mirrors:
-                mirror.expect(**expected)
-                mirror.check()
+            random.mirrors.expect(**expected)
+            random.mirrors.check()
         made.whole()
     assert seen["done"] > 3, seen
     assert seen["failed"] > 0, seen
@@ -105,8 +92,7 @@ def test_every_driver_call_of_a_transfer_fails_once() -> None:
             streams, mirrors = made.one_each(), made.mirrors()
             made.engine.store([9], [9], after=streams).wait(10)
             made.engine.poll()
-            for mirror in mirrors:
-                mirror.expect("store", [9], [9])
+            mirrors.expect("store", [9], [9])
             made.simulator.faults.fail_nth(nth)
             job = None
             try:
@@ -119,21 +105,17 @@ def test_every_driver_call_of_a_transfer_fails_once() -> None:
             failed = job is None or job.error is not None
             outcomes[f"{'raised' if job is None else 'failed' if failed else 'done'} {name}"] += 1
             if job is None:
-                for mirror in mirrors:
-                    mirror.check()
+                mirrors.check()
                 assert made.engine.poll() == []
             elif not failed:
-                for mirror in mirrors:
-                    mirror.expect("store", [1, 2], [3, 4])
-                    mirror.check()
+                mirrors.expect("store", [1, 2], [3, 4])
+                mirrors.check()
             else:
                 mirrors = resynchronise(made, mirrors, {"direction": "store", "blocks": [1, 2], "slots": [3, 4]})
                 assert [result.error is None for result in made.engine.poll()] == [False]
-            for mirror in mirrors:
-                mirror.expect("load", [5, 6], [3, 4])
+            mirrors.expect("load", [5, 6], [3, 4])
             made.engine.load([3, 4], [5, 6], after=NO_WAIT).wait(10)
-            for mirror in mirrors:
-                mirror.check()
+            mirrors.check()
             made.whole()
     assert {"failed cuCtxPushCurrent", "raised cuCtxPushCurrent", "raised cuEventRecord"} <= set(outcomes), outcomes
     assert sum(count for what, count in outcomes.items() if what.startswith("failed")) >= 6, outcomes

@@ -39,11 +39,7 @@ WRITE_WORD = COPY_ROWS | {
     "parameters": [("target", "i64"), ("value", "i64")],
     "constants": {"BYTES": 8},
 }
-READ_WORD = COPY_ROWS | {
-    "function": "read_word",
-    "parameters": [("source", "i64"), ("target", "i64")],
-    "constants": {},
-}
+READ_WORD = COPY_ROWS | {"function": "read_word", "parameters": [("source", "i64"), ("target", "i64")], "constants": {}}
 
 
 class Arguments:

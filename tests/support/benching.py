@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvoffload.commands import main
+
+Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -26,6 +29,21 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err
+
+
+def running(*words: str) -> Callable[[pytest.CaptureFixture[str]], Run]:
+    """A fixture that runs a command with `--json`: its exit code, fields, stderr."""
+
+    def fixture(capsys: pytest.CaptureFixture[str]) -> Run:
+        def run(*arguments: object) -> tuple[int, dict[str, Any], str]:
+            capsys.readouterr()
+            code = main([*words, *map(str, arguments), "--json"])
+            captured = capsys.readouterr()
+            return code, json.loads(captured.out) if captured.out else {}, captured.err
+
+        return run
+
+    return fixture
 
 
 def times_in(value: Any, path: str = "") -> list[str]:

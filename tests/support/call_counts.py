@@ -13,16 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
-
-from interrupts import PACKAGE, SIMULATOR
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
 from kvoffload.testing import SimulatedDriver
 from kvoffload.tiers import Outcome, Tier, TierCapabilities, TierJob, TierStatistics
 
+PACKAGE = str(Path(kvoffload.__file__).resolve().parent) + "/"
+SIMULATOR = PACKAGE + "simulator/"
 BLOCKS, PLANES, BLOCK_BYTES = 8, 64, 256
 WARM = 6  # calls before the one that is counted
 

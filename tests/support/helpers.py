@@ -265,23 +265,6 @@ def release(rig: Rig, *held_back: kvoffload.Job) -> None:
     rig.settle()
 
 
-def levelled(seed: int) -> Iterator[kvoffload.Device]:
-    """A simulated device whose capability level changes with the seed; nothing may be left of it."""
-    with simulated(seed, list(LEVELS)[seed % len(LEVELS)]) as opened:
-        yield opened
-    no_leaks(opened.simulator)
-
-
-def settled_rig(device: kvoffload.Device) -> Iterator[Rig]:
-    """A rig whose gates are open and whose pools are whole at the end."""
-    with rig(device) as made:
-        yield made
-        for gate in made.gates:  # one that a failed test left closed
-            gate.open()
-        made.engine.drain(10)
-        whole(made.engine)
-
-
 def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every segment of every transfer queued on another stream than the one before it in its direction.
 
@@ -301,7 +284,7 @@ def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut_segments(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
     """At most so many operations at a time, of a kernel so many blocks."""
     copiers = engine._parts.copiers
-    monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
+    monkeypatch.setattr(gather, "MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
     for copier in (*copiers._of_copy_engine.values(), *copiers._gather.values()):
         monkeypatch.setattr(copier, "segment_operations", operations)
 

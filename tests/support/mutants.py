@@ -132,18 +132,8 @@ _PRELOADED = [
     *("cuda.bindings.driver", "hypothesis.stateful", "hypothesis.strategies", "numpy", "platformdirs", "pytest"),
     *("_hypothesis_pytestplugin", "pytest_timeout", "xdist.plugin", "triton.language", "triton.runtime.interpreter"),
     *("concurrent.futures", "execnet", "faulthandler", "http.server", "multiprocessing.shared_memory", "pdb", "runpy"),
-    *(
-        "numpy.ma",
-        "numpy.random",
-        "platformdirs.unix",
-        "readline",
-        "secrets",
-        "ssl",
-        "tomllib",
-        "urllib.request",
-        "xdist.newhooks",
-        "_pytest.tracemalloc",
-    ),
+    *("numpy.ma", "numpy.random", "platformdirs.unix", "readline", "secrets", "ssl", "tomllib", "urllib.request"),
+    *("xdist.newhooks", "_pytest.tracemalloc"),
 ]
 
 

@@ -35,7 +35,7 @@ from mutation_sites import FLOORS, Mistake, draw
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TESTED_BY = (*FLOORS, "layout", "device", "driver", "observability", "replay", "chaos")
-ALSO = ("tests/project/test_interrupts_everywhere.py",)
+ALSO = ("tests/interrupts/test_interrupts_everywhere.py",)
 NOT_TESTED_BY = ("tests/engine/test_mutation.py",)  # it makes mistakes of its own
 _COPIED = ("kvoffload", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "*.md")
 _PATHS = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -80,7 +80,8 @@ class Checkout:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
         environment |= {"MUTATION_SEARCH": str(orders), "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(temporary)}
         environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
-        environment |= {"PYTHONPATH": os.pathsep.join([str(self._tree), f"{self._tree}/tests/support", *_PATHS])}
+        paths = [str(self._tree), *(f"{self._tree}/tests/{folder}" for folder in ("support", "interrupts")), *_PATHS]
+        environment |= {"PYTHONPATH": os.pathsep.join(paths)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
         options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "mutation_plugin", "-m", "not gpu and not servers"]
         options += [f"--basetemp={temporary / 'pytest'}", "--tb=line", f"--timeout={_TEST_SECONDS}"]
@@ -168,7 +169,7 @@ class Search:
 
     def record(self, drawn: Sequence[Mistake]) -> dict[str, Any]:
         """By test: whether it passes, its seconds, the files that it runs, and which of the mistakes' lines."""
-        paths = [path for floor in TESTED_BY for path in sorted((ROOT / "tests" / floor).glob("test_*.py"))]
+        paths = [path for floor in TESTED_BY for path in sorted((ROOT / "tests" / floor).glob("**/test_*.py"))]
         files = [str(path.relative_to(ROOT)) for path in paths if str(path.relative_to(ROOT)) not in NOT_TESTED_BY]
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(ROOT.glob("kvoffload/**/*.py"))))
         digest.update(b"".join((ROOT / file).read_bytes() for file in files))

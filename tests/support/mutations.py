@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 ENGINE = "tests/engine/test_mutation_targets.py"
 CACHE = "tests/cache/test_cache_mutation_targets.py"
-ORDERING = "tests/engine/test_ordering.py"
+ORDERING = "tests/engine/ordering/test_ordering.py"
 SHARDED = "tests/sharded/test_sharded_ordering.py"
 
 
@@ -101,14 +101,14 @@ MUTATIONS = (
         "engine/shard.py",
         "if direction is Direction.LOAD:\n            transfer.source_order",
         "if True:\n            transfer.source_order",
-        (ORDERING, "tests/engine/test_ordering_segments.py"),
+        (ORDERING, "tests/engine/ordering/test_ordering_segments.py"),
     ),
     Mutation(
         "loads-read-slots-that-are-being-stored",
         "engine/shard.py",
         "if stores.unfinished(latest) is None:",
         "if True:",
-        (ORDERING, "tests/engine/test_ordering_segments.py"),
+        (ORDERING, "tests/engine/ordering/test_ordering_segments.py"),
     ),
     # several devices
     Mutation(
@@ -325,7 +325,7 @@ MUTATIONS = (
         "engine/shard.py",
         "transfer.part > part",
         "transfer.part >= part",
-        ("tests/engine/test_urgent_loads.py::test_a_part_half_of_which_is_queued_is_not_followed_yet",),
+        ("tests/engine/ordering/test_urgent_loads.py::test_a_part_half_of_which_is_queued_is_not_followed_yet",),
     ),
     Mutation(
         "targets-may-share-a-byte",
@@ -353,7 +353,9 @@ MUTATIONS = (
         "engine/wait_streams.py",
         "if (last is None or last() is None) and self._driver",
         "if self._driver",
-        ("tests/engine/test_wait_streams.py::test_arrays_that_are_asked_at_the_same_time_have_a_wait_stream_each",),
+        (
+            "tests/engine/ordering/test_wait_streams.py::test_arrays_that_are_asked_at_the_same_time_have_a_wait_stream_each",
+        ),
     ),
     Mutation(
         "an-interrupted-job-of-several-devices-leaves-its-number",

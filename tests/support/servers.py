@@ -175,13 +175,8 @@ class ValkeyCluster:
             options += ["--cluster-require-full-coverage", "no"]
             if proxies_seed is not None:
                 self.proxies.append(FaultyProxy(port, proxies_seed + port))
-                options += [
-                    "--cluster-announce-port",
-                    str(self.proxies[-1].port),
-                    "--cluster-announce-bus-port",
-                    str(bus),
-                ]
-                options += ["--cluster-announce-ip", HOST]
+                options += ["--cluster-announce-port", str(self.proxies[-1].port), "--cluster-announce-ip", HOST]
+                options += ["--cluster-announce-bus-port", str(bus)]
             self.nodes.append(valkey(own, *options, port=port))
 
     @property
@@ -215,20 +210,9 @@ def certificates(folder: Path) -> dict[str, Path]:
     if shutil.which("openssl") is None:
         missing("openssl is not installed")
     ca, ca_key, certificate, key = (folder / name for name in ("ca.pem", "ca.key", "certificate.pem", "key.pem"))
-    new = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    own = ["-subj", "/CN=kvoffload test CA", "-keyout", str(ca_key), "-out", str(ca)]
-    signed = ["-CA", str(ca), "-CAkey", str(ca_key), "-subj", "/CN=kvoffload test", "-keyout", str(key)]
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    own = ["-days", "2", "-subj", "/CN=kvoffload test CA", "-keyout", str(ca_key), "-out", str(ca)]
+    signed = ["-days", "2", "-CA", str(ca), "-CAkey", str(ca_key), "-subj", "/CN=kvoffload test", "-keyout", str(key)]
     signed += ["-addext", f"subjectAltName=IP:{HOST}", "-addext", "basicConstraints=critical,CA:FALSE"]
     for command in ([*new, *own], [*new, *signed, "-out", str(certificate)]):
         subprocess.run(command, check=True, capture_output=True, timeout=60)

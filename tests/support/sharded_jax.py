@@ -67,6 +67,12 @@ def simulated_devices(count: int, seed: int) -> Iterator[JaxDevices]:
     check_clean_close(devices[0])
 
 
+def two_devices(seed: int) -> Iterator[JaxDevices]:
+    """To be a fixture."""
+    with simulated_devices(2, seed) as on:
+        yield on
+
+
 class ShardedProgram(JaxProgram):
     """A random program on a OwnedCache, whose elements are divided among the devices."""
 

@@ -70,6 +70,11 @@ class GatedTier(DictTier):
     def permit(self, calls: int = 1000) -> None:
         self.permits.release(calls)
 
+    def hold(self) -> None:
+        """Permit no further call."""
+        while self.permits.acquire(blocking=False):
+            pass
+
     def _gate(self, kind: str, key: bytes) -> None:
         self.begun.append((kind, key))
         if not key.startswith(b"free"):

@@ -123,8 +123,7 @@ def test_the_engine_closed_first(going_on: str) -> None:
     with tiered(tier) as bench:
         tier.permit()
         bench.written(range(3))
-        while tier.permits.acquire(blocking=False):
-            pass
+        tier.hold()
         promotion = bench.cache.promote(keys([0, 1])) if going_on in ("promotion", "chained") else None
         chained = promotion.load([0, 1], after=NO_WAIT) if promotion is not None and going_on == "chained" else None
         if going_on == "write":

@@ -134,8 +134,7 @@ def test_cancelling_says_nothing_of_a_tier() -> None:
     with tiered(tier) as bench:
         tier.permit()
         bench.written(range(4))
-        while tier.permits.acquire(blocking=False):
-            pass
+        tier.hold()
         for _ in range(20):
             begun = len(tier.begun)
             promotion = bench.cache.promote(keys([0]))
@@ -455,7 +454,10 @@ def test_a_tier_that_does_not_say_whether_it_has_removed_is_said(call: str) -> N
 
     tier = RaisingTier(set())
     tier.remove = tier.clear = lambda *_, **__: Silent([key(1)])  # type: ignore[assignment]
-    with tiered(tier) as bench, pytest.raises(TierError, match="tier raising failed to remove them, or did not answer"):
+    with (
+        tiered(tier) as bench,
+        pytest.raises(TierError, match="tier raising failed to remove the keys, or did not answer"),
+    ):
         bench.cache.remove(keys([1])) if call == "remove" else bench.cache.clear()
 
 
@@ -488,8 +490,7 @@ def test_removed_during_a_promotion_stays_removed() -> None:
     with tiered(tier) as bench:
         tier.permit()
         bench.written(range(3))
-        while tier.permits.acquire(blocking=False):
-            pass
+        tier.hold()
         promotion = bench.cache.promote(keys(range(3)))
         until(lambda: tier.begun.count(("read", key(1))) == 1)
         remover = threading.Thread(target=lambda: bench.cache.remove(keys([1])))

@@ -1,4 +1,4 @@
-"""Random programs over failing tiers: never a wrong byte. The long form: `python tests/support/tier_fuzz.py`."""
+"""Random programs over failing tiers: never a wrong byte. The long form: `python tests/tiering/tier_fuzz.py`."""
 
 from __future__ import annotations
 

@@ -87,8 +87,7 @@ def test_ready_only_grows_and_counts_keys_that_can_be_loaded() -> None:
     with tiered(tier) as bench:
         tier.permit()
         bench.written(range(4))
-        while tier.permits.acquire(blocking=False):
-            pass
+        tier.hold()
         seen = []
         with bench.cache.promote(keys(range(4)), deadline=None) as promotion:
             for number in range(4):
@@ -173,8 +172,7 @@ def test_a_promotion_asks_itself_for_what_another_one_gives_up() -> None:
     with tiered(tier) as bench:
         tier.permit()
         bench.written(range(2))
-        while tier.permits.acquire(blocking=False):
-            pass
+        tier.hold()
         first = bench.cache.promote(keys([0, 1]))
         until(lambda: bench.cache.statistics().pending == 2)
         second = bench.cache.promote(keys([1]))

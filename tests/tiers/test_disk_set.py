@@ -216,7 +216,7 @@ def test_pitfall_51_one_writer_at_a_time(pair: tuple[Path, Path]) -> None:
         "import sys; sys.path += sys.argv[1:2]\nfrom pathlib import Path\nfrom disk_sets import open_set\n"
         "try: open_set(*map(Path, sys.argv[2:]))\nexcept BlockingIOError: print('locked')"
     )
-    support = str(Path(__file__).parent.parent / "support")
+    support = str(Path(__file__).parent)
     command = [sys.executable, "-c", program, support, *map(str, pair)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "locked\n", done.stderr

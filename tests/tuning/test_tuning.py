@@ -52,9 +52,8 @@ def shape(block_bytes: int, blocks: int, planes: int = 64, *, folds: bool = True
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and nothing warned of so far."""
+    """An empty cache folder."""
     monkeypatch.setenv(cachefiles.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(cachefiles, "_warned", set())
     return tmp_path
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from cache_interrupts import count_points, interrupt
+from interrupts import Inside, count_points, interrupt
 from vllm_parts import keys, request
 
 from kvoffload.vllm import KVOffloadManager
@@ -308,7 +308,7 @@ def test_pitfall_39_an_interrupted_call_keeps_no_slot_beyond_a_reset(name: str) 
             prepare(manager, context)
         return manager, context
 
-    points = count_points(partial(call, *begun()))
+    points = count_points(partial(call, *begun()), Inside("kvoffload"))
     assert points > 5
     for nth in range(1, points + 1):
         manager, context = begun()

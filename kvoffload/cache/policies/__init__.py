@@ -1,12 +1,9 @@
-"""Which keys a full cache evicts.
+"""Policies: they choose the keys that a full cache evicts.
 
-base.py     Policy: what all of them offer, and what a policy of your own must
-lru.py      LRU: the least recently used
-arc.py      ARC: recency and frequency, balanced by what was evicted too early
-s3fifo.py   S3FIFO: a small queue that newcomers must survive
-prefix.py   Prefix, the default: learns from the workload which blocks will be asked for, keeps prefixes before what
-            needs them, and does not store what is worth less than what it would displace
-reuse.py    what Prefix has learned: how soon blocks of each kind are asked for again
+base.py     Policy: the interface, also for a policy of your own
+prefix.py   Prefix, the default: learns which blocks will be asked for again (reuse.py), keeps a prefix longer than the
+            keys that need it, and declines blocks that are worth less than the ones they would displace
+lru.py, arc.py, s3fifo.py
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ __all__ = [
 
 
 def make_policy(policy: PolicyChoice | str, capacity: int) -> Policy:
-    """The policy for a cache of `capacity` keys: by name, the given object, or what the given function returns.
+    """The policy for a cache of `capacity` keys: by name, the object itself, or the result of `policy(capacity)`.
 
     Raises:
         ValueError: no policy has that name.

@@ -1,4 +1,4 @@
-"""Recency and frequency, balanced by what was evicted too early."""
+"""ARC: recency and frequency, balanced by keys that were evicted too early."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class ARC(Policy):
     """Keeps keys used once and keys used more often, and learns how much room each deserve.
 
     Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with its names: T1 has the
-    resident keys used once, T2 the others, B1 and B2 remember what was evicted from T1 and T2, and p is the size that
-    T1 should have. A key that comes back while B1 remembers it raises p, one that B2 remembers lowers it. One scan of
-    new keys goes through T1 and leaves T2 as it is.
+    resident keys used once, T2 the others; B1 and B2 remember keys evicted from T1 and T2; p is the size that T1 should
+    have. A key that comes back while B1 remembers it raises p; one that B2 remembers lowers it. A scan of new keys goes
+    through T1 and leaves T2 as it is.
 
-    Where a request brings many keys at once, `make_room` evicts what the paper would, had they come one by one. p is
-    kept in whole keys, and keys that have to stay are passed over. O(1) amortised, plus the keys passed over. In each
-    of T1 and T2 the keys of an open request are as recent as the latest of them.
+    If a request brings many keys at once, `make_room` evicts the keys that the paper would, had they come one by one. p
+    is kept in whole keys, and protected keys are passed over. O(1) amortised, plus the keys passed over. In each of T1
+    and T2 the keys of an open request are as recent as the latest of these.
 
     Args:
-        capacity: keys of the cache, the paper's c. At most as many evicted ones are remembered.
+        capacity: keys of the cache, the paper's c. At most as many evicted keys are remembered.
     """
 
     declines_with_room = False
@@ -124,7 +124,7 @@ class ARC(Policy):
             del self._t2[key]
 
     def _adapted(self, target: int, key: bytes) -> int:
-        """What p becomes, if it is `target`, when this key arrives."""
+        """The value of p, if it was `target`, after this key arrives."""
         if key in self._b1:
             return min(self._capacity, target + max(1, len(self._b2) // len(self._b1)))
         if key in self._b2:

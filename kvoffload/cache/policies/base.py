@@ -1,4 +1,4 @@
-"""What every eviction policy offers."""
+"""The interface of eviction policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Room(NamedTuple):
 
     Attributes:
         admitted: how many of the new keys, from the first, are worth storing.
-        victims: the resident keys to evict for them, the first to go first.
+        victims: the resident keys to evict for them, in the order in which they go.
     """
 
     admitted: int
@@ -25,64 +25,65 @@ class RequestPolicy(Protocol):
     """The calls for an open request; see `Policy.for_request`."""
 
     def insert(self, keys: Sequence[bytes]) -> None:
-        """The request has stored these keys, which come after those that it has inserted or loaded before."""
+        """The request has stored these keys. They follow the keys that it has inserted or loaded before."""
 
     def load(self, keys: Sequence[bytes]) -> None:
-        """The request has loaded these keys, none of which it has inserted or loaded before."""
+        """The request has loaded these keys; it has neither inserted nor loaded any of these keys before."""
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
         """As `Policy.make_room`; `protected` is True for all keys of the request."""
 
 
 class Policy(ABC):
-    """Chooses which keys a full cache evicts. It only advises: the cache checks the keys that it chooses.
+    """Chooses which keys a full cache evicts. It only advises: the cache checks its choice.
 
-    Called under the cache's lock, with keys in the order of a request: the first is the start of the prefix, each needs
-    those before it. A request's life, as a policy sees it:
+    The cache calls it under the cache's lock, with keys in the order of a request: the first is the start of the
+    prefix, and each key needs the ones before. A policy sees a request as:
 
         load(keys found)   insert(keys stored)   ...   touch(all of its keys, once, at its end)
 
     A request is one use of each of its keys. `load` and `insert` report that use early, so that a key in use does not
-    look old; `touch` is a use only of keys that were neither inserted nor loaded since their last `touch`, and of the
-    others it renews the recency alone. Among the keys of one call the first counts as the most recently used, so that
-    the keys that need it are evicted before it.
+    look old. `touch` is a use only of keys that were neither inserted nor loaded since their last `touch`; for the
+    others it just renews the recency. Among the keys of one call the first counts as the most recently used, so that a
+    key is evicted after the keys that need it.
 
-    A method that raises leaves no wrong key in the cache. The exception reaches the caller of the cache, and before the
-    next call the policy is created again (`reset`, if the cache was given an object and not a name or a function).
+    If a method raises, no wrong key stays in the cache. The exception reaches the caller of the cache, and before the
+    next call the cache creates the policy again. If it was given an object, rather than a name or a function, it calls
+    `reset`.
 
     Attributes:
-        declines_with_room: whether `make_room` may admit fewer keys than there is room for. Where it is False the cache
-            asks only when room is missing.
+        declines_with_room: whether `make_room` may admit fewer keys than there is room for. If False, the cache asks
+            only when room is missing.
     """
 
     declines_with_room: ClassVar[bool] = True
 
     @abstractmethod
     def insert(self, keys: Sequence[bytes]) -> None:
-        """A request has stored these keys. They become resident; none of them was before."""
+        """A request has stored these keys. They become resident; none was before."""
 
     @abstractmethod
     def load(self, keys: Sequence[bytes]) -> None:
-        """A request has loaded these keys. They are resident, each is given once."""
+        """A request has loaded these keys. All are resident; no repeats."""
 
     @abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:
-        """A request with these keys has ended. Some may not be resident; each is given once."""
+        """A request with these keys has ended. Some may not be resident; no repeats."""
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
-        """These resident keys have been taken out.
+        """These resident keys were taken out.
 
         Args:
-            evicted: True if `victims` or `make_room` chose them, False if the cache took them out for another reason.
+            evicted: True if `victims` or `make_room` chose them; False if the cache took them out for another reason.
         """
 
     @abstractmethod
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
-        """The `count` resident keys to evict, the first to go first; None if fewer may be evicted. Changes nothing.
+        """The `count` resident keys to evict, in the order in which they go; None if fewer may go. Changes nothing.
 
         Args:
-            protected: whether a resident key must stay, `protected(key)`: because it is leased, for example.
+            protected: `protected(key)` is whether a resident key must stay, for example because it is leased.
         """
 
     @abstractmethod
@@ -94,32 +95,33 @@ class Policy(ABC):
         """How many keys are resident."""
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """Which of `newcomers` to store when `room` entries are free, and what to evict for them. Changes nothing.
+        """Which of `newcomers` to store when `room` entries are free, and the keys to evict for them. Changes nothing.
 
-        This default admits all of them.
+        This default admits all newcomers.
 
         Returns:
-            None if more keys would have to be evicted than may be.
+            None if it would have to evict more keys than it may.
         """
         victims = self.victims(max(0, len(newcomers) - room), protected)
         return None if victims is None else Room(len(newcomers), victims)
 
     def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
-        """What is called in place of this policy while a request stores and loads its keys in pieces.
+        """The object that the cache calls in place of this policy while a request stores and loads its keys in pieces.
 
-        `touch` follows with all of its keys once it has ended, or never. The last key of a piece need not be the last
-        of the request. This default is the policy itself, which takes each piece for a request of its own. A class that
-        overrides `insert`, `load` or `make_room` of another policy has to override this, too.
+        When the request ends, the policy itself gets `touch` with all of its keys; a dropped request gets none. The
+        last key of a piece need not be the last of the request. This default returns the policy itself, which takes
+        each piece for a request. If you override `insert`, `load` or `make_room` of an existing policy, override this,
+        too.
 
         Args:
-            notes: for what the policy remembers of the request: the same dict in every call for it, empty at first.
-                After an exception it may hold what was written before the policy was created again or reset.
+            notes: a dict for the policy's notes on the request: the same dict in every call for the request, empty at
+                first. After an exception it may hold notes from before the policy was created again or reset.
         """
         del notes
         return self
 
     def reset(self, keys: Sequence[bytes]) -> None:
-        """Make `keys` the resident keys, after a call was interrupted or has raised. What was learned may be lost."""
+        """Make `keys` the resident keys, after a call was interrupted or raised. What it learned may be forgotten."""
         known = list(self)
         if known:
             self.remove(known, evicted=False)

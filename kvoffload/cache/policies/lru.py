@@ -12,7 +12,7 @@ from kvoffload.cache.policies.open_keys import Opened, OpenKeys, Queue
 
 
 class LRU(Policy):
-    """Evicts the least recently used key, in O(1) plus the keys passed over because they are protected.
+    """Evicts the least recently used key. O(1), plus the protected keys that it passes over.
 
     An open request is as recent as its latest piece, with all its keys.
     """

@@ -1,4 +1,4 @@
-"""Keys of open requests in a policy's queue: those of one request take one place, and are passed over as one."""
+"""Keys of open requests in a policy's queue: the keys of one request share one place, and are passed over together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class Opened:
-    """The keys of one open request that are in one queue, in its order: the deepest is the next to be evicted."""
+    """The keys of one open request in one queue, in request order: the deepest is the next to be evicted."""
 
     __slots__ = ("keys",)
 
@@ -28,11 +28,11 @@ class OpenKeys(Generic[V]):
     The policy works on `queue` itself with single keys, and calls `leave` before it looks for keys that may be here.
 
     Args:
-        queue: the oldest first. While there is an open request, some of its keys are `Opened`.
-        value: of a key that leaves, in `queue`.
+        queue: the oldest first. While a request is open, some of its elements are `Opened`.
+        value: the value in `queue` of a key that leaves.
 
     Attributes:
-        opened_of: of each key that is here, its request's.
+        opened_of: for each key here, its request.
         extra: how many more keys the queue has than `len(queue)`.
     """
 
@@ -43,7 +43,7 @@ class OpenKeys(Generic[V]):
         self.extra = 0
 
     def of_request(self, notes: dict[Any, Any], name: str) -> Opened:
-        """The place of an open request in this queue; `notes` has it by this name once it has keys."""
+        """The place of an open request in this queue; `notes` keeps it by this name."""
         found: Opened | None = notes.get(name)
         if found is None or found not in self._queue:
             found = notes[name] = Opened()
@@ -62,14 +62,14 @@ class OpenKeys(Generic[V]):
         self._queue.move_to_end(opened)
 
     def leave(self, keys: Sequence[bytes]) -> int:
-        """Those of the keys that are here become single keys at the recent end, the first the most recent.
+        """The keys that are here become single keys at the recent end, the first the most recent.
 
-        1. No request is open, or no keys are given: nothing is here. This is the usual case, and costs a comparison.
-        2. They are all keys of one request, as when it ends: its place goes as a whole. Order among them is kept, since
-           the last, which needs the others, is put in first and so is the oldest of them.
-        3. Some are here: each leaves the place of its request, which goes with its last key.
+        1. No request is open, or `keys` is empty: nothing is here. This is the usual case, and costs a comparison.
+        2. They are all keys of one request, as when it ends: its place goes as a whole. The last key, which needs the
+           others, is put in first, and so is the oldest.
+        3. Some are here: each leaves the place of its request; with its last key the place goes, too.
 
-        `extra` is kept equal to the number of keys less `len(queue)`: a place counts as one in the queue.
+        `extra` stays equal to the number of keys less `len(queue)`: a place counts as one in the queue.
 
         Returns:
             How many were here.
@@ -99,14 +99,15 @@ class OpenKeys(Generic[V]):
         return left
 
     def oldest_first(self, but: Opened | None = None) -> Iterator[bytes]:
-        """All keys of the queue, but for those of one open request."""
+        """All keys of the queue, except those from one open request."""
         if not self.opened_of:
-            return iter(self._queue)  # type: ignore[arg-type]  # all of it is keys
-        return self._with_opened(but)
+            return iter(self._queue)  # type: ignore[arg-type]  # no element is `Opened`
 
-    def _with_opened(self, but: Opened | None) -> Iterator[bytes]:
-        for each in self._queue:
-            if not isinstance(each, Opened):
-                yield each
-            elif each is not but:
-                yield from reversed(each.keys)
+        def keys() -> Iterator[bytes]:
+            for each in self._queue:
+                if not isinstance(each, Opened):
+                    yield each
+                elif each is not but:
+                    yield from reversed(each.keys)
+
+        return keys()

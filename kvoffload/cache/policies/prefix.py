@@ -1,20 +1,19 @@
-"""The default policy: keeps what is worth most, prefixes before what needs them, and stores nothing for nothing.
+"""The default policy: keeps the keys worth most, prefixes longer than the keys that need them, and declines poor ones.
 
-Keys of one request that have been used equally often form a *run*; it knows when they were used, and lies in the queue
-of its kind (see `reuse.py`) in the order of time. A request that stores its keys in pieces adds to its runs, which
-move to the end of their queues. So the oldest of each kind stand at the heads of eleven queues, what is evicted comes
-from the head with the lowest chain worth, and within a run the deepest key goes first:
+Keys of one request that were used equally often form a *run*. It knows when they were used, and lies in the queue of
+its kind (see `reuse.py`), ordered by time. A request that stores its keys in pieces adds to its runs, which move to the
+end of their queues. So the oldest of each kind stand at the heads of eleven queues, victims come from the head with the
+lowest chain worth, and within a run the deepest key goes first:
 
     kind 0   run(t=310: e) run(t=402: j) ...        used once, the end of a request
     kind 1   run(t=310: b c d) run(t=402: g h i)    used once           <- goes from d to b
     ...
     kind 10  run(t=402: a)                          used six times or more
 
-A key that is used again moves to a new run; the old one forgets it when it comes to its turn.
+A key that is used again moves to a new run; the old run drops it when its turn comes.
 
 Assumptions: uses depend on how often and how long ago a block was used before, by a rule that changes slowly; nothing
-else is assumed of the rule. What a request does not share with any other is not worth storing once the model has seen
-that.
+else is assumed. Blocks that a request shares with no other are not worth storing, once the model has seen that.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from typing import Any, TypeAlias
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
 from kvoffload.cache.policies.reuse import EDGES, KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
-_FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
+FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_BATCH = 128  # the most keys that are looked at together
-_SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
+BATCH = 128  # the most keys that are looked at together
+SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
 
 Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
 Bound: TypeAlias = tuple[float, int]
@@ -61,11 +60,11 @@ Queue: TypeAlias = OrderedDict[Run, None]
 class Prefix(Policy):
     """Evicts the key of least worth, where a key is worth at least as much as any that needs it; O(1) amortised.
 
-    It admits new keys that are worth more than those that they would displace, and keys that it knows nothing about.
+    It admits new keys that are worth more than those they would displace, and keys that it knows nothing about.
 
     Args:
         capacity: keys of the cache.
-        declines: False: admits all new keys, for a cache above a disk, which only what was stored here can reach.
+        declines: False: admits all new keys, for a cache above tiers, which can only be given keys stored here.
     """
 
     declines_with_room = False
@@ -76,8 +75,8 @@ class Prefix(Policy):
         self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
         self._bounds = LowerBounds()
         self._run_of: dict[bytes, Run] = {}
-        self._gone = _Ghosts(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
-        self._round = max(_SHORTEST_ROUND, capacity)
+        self._gone = _Ghosts(max(FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
+        self._round = max(SHORTEST_ROUND, capacity)
         self._now = 0  # blocks asked for
         self._next_round = self._round
 
@@ -120,7 +119,13 @@ class Prefix(Policy):
         """Move keys to runs of this moment. `counted`: an unfinished request uses them; else one has ended.
 
         With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`. The keys of
-        an open request move to the runs of its earlier keys.
+        an open request (`request`: its notes) join the runs of its earlier keys. The cases of each part of `keys`:
+
+        1. New: neither resident nor remembered. Its first use.
+        2. Resident, and an unfinished request's use was counted; now that request has ended: no new use.
+        3. Resident or remembered otherwise: one use more, which the model is told.
+
+        Keys still not resident go to the ghosts. The old runs lose keys last: `_leave` sees by new runs which moved on.
         """
         fresh: dict[tuple[int, int, bool], Run] = {}
         asked, last = 0, keys[-1] if ends and keys else None
@@ -128,15 +133,16 @@ class Prefix(Policy):
         olds = () if request is None else {old for _, old, _ in found}
         for resident, old, part in found:
             uses = 1
-            if old is None:
+            if old is None:  # case 1
                 asked += len(part)
-            elif resident and old.counted and not counted:
+            elif resident and old.counted and not counted:  # case 2
                 uses = old.uses
-            else:
+            else:  # case 3
                 uses = min(old.uses + 1, MOST_USES)
                 asked += len(part)
                 self._model.reused(old.kind, self._now - old.time, len(part))
             stays = resident or counted
+            # A request's end has a kind of its own: it is often partly filled, and then not asked for again.
             for is_end, same in ((False, part),) if part[-1] is not last else ((False, part[:-1]), (True, part[-1:])):
                 if not same:
                     continue
@@ -157,6 +163,7 @@ class Prefix(Policy):
         for resident, old, part in found:
             if resident and old is not None:
                 self._leave(old, len(part))
+        # Runs of ghosts have no keys, and stay out of the queues; an open request's runs move to the recent end.
         for run in fresh.values():
             if run.keys:
                 run.live = len(run.keys)
@@ -168,7 +175,10 @@ class Prefix(Policy):
             self._learn()
 
     def _by_run(self, keys: Sequence[bytes]) -> list[tuple[bool, Run | None, list[bytes]]]:
-        """Neighbours that are resident or not and have been in one run. What was remembered of them is forgotten."""
+        """Split keys into neighbours: resident ones of one run, remembered ones of one run, unknown ones.
+
+        The remembered ones are forgotten.
+        """
         found: list[tuple[bool, Run | None, list[bytes]]] = []
         for run, same in _neighbours(list(map(self._run_of.get, keys)), keys):
             if run is not None:
@@ -182,9 +192,11 @@ class Prefix(Policy):
         return found
 
     def _run_of_request(self, request: Notes, uses: int, olds: Collection[Run | None]) -> Run:
-        """The run that the keys of an open request with so many uses join: that of those before, if none has left it.
+        """The run that keys of an open request with so many uses join.
 
-        If some have, one of them may come back, and a run must not have it twice. `olds`: runs that keys leave now.
+        1. The run of its earlier keys, if that still lies in its queue, and all of its keys are in it.
+        2. Else a new run. A key that left the old one may come back, and a run must not have it twice; `olds`: runs
+           that keys are leaving now.
         """
         run = request.get(uses)
         if run is None or run in olds or run.live != len(run.keys) or run not in self._queues[run.kind]:
@@ -217,7 +229,7 @@ class Prefix(Policy):
         self._model.learn(self._survivors())
 
     def _survivors(self) -> Iterator[Survivors]:
-        """All of them; where a queue is long, every so many runs stand for those between."""
+        """All blocks that wait; in a long queue every `step`-th run stands for its neighbours."""
         for queue in self._queues:
             step = max(1, len(queue) // _SAMPLE)
             for run in islice(queue, 0, None, step):
@@ -230,7 +242,12 @@ class Prefix(Policy):
     def make_room(
         self, newcomers: Sequence[bytes], room: int, protected: Protected, request: Notes | None = None
     ) -> Room | None:
-        """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
+        """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted.
+
+        1. One key has to go, and the first candidate may: found without iterators, in a third of the time.
+        2. Otherwise: take victims from the lowest head until there is room. The last newcomers are declined while they
+           are worth no more than the next victim.
+        """
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
         bounds = self._bounds.of(self._queues, self._model.chain_worths, self._now)
@@ -241,7 +258,7 @@ class Prefix(Policy):
                 if worths and worths[-1] <= self._model.worth(run.kind, self._now - run.time):
                     return Room(admitted - 1, victims)
                 return Room(admitted, [key])
-        batch = max(1, min(admitted - room, _BATCH))
+        batch = max(1, min(admitted - room, BATCH))
         heads = Heads(
             self._queues,
             self._model.chain_worths,
@@ -260,7 +277,7 @@ class Prefix(Policy):
         return Room(admitted, victims)
 
     def _worths(self, newcomers: Sequence[bytes], ends: bool) -> list[float]:
-        """What newcomers are worth on arrival; with `ends` the last is the end of its request."""
+        """The worth of newcomers on arrival; with `ends` the last is the end of its request."""
         if not newcomers or not self._declines:
             return [inf] * len(newcomers)
         known, promise = self._gone.glance(newcomers), self._model.promise
@@ -293,9 +310,9 @@ class _ForRequest:
 
 
 class _Ghosts:
-    """Keys that are not resident, with the run that they were in last: at least half of `most`, the latest.
+    """Keys that are not resident, with their last run: at least half of `most`, the latest.
 
-    Two generations: when the young one is full, the old one is forgotten as a whole, without looking at its keys.
+    Two generations: when the young one is full, the old one is dropped as a whole, without looking at its keys.
     """
 
     def __init__(self, most: int) -> None:
@@ -304,14 +321,14 @@ class _Ghosts:
         self._old: dict[bytes, Run] = {}
 
     def glance(self, keys: Sequence[bytes]) -> list[Run | None] | None:
-        """The run of each key, None for those that are not remembered; None if none of them is."""
+        """The run of each key, None for keys not remembered; None if no key is."""
         young, old = self._young, self._old
         if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
             return None
         return [young.get(key) or old.get(key) for key in keys]
 
     def recall(self, keys: Sequence[bytes]) -> list[Run | None] | None:
-        """The same, and these keys are forgotten."""
+        """As `glance`; the keys are forgotten."""
         runs = self.glance(keys)
         if runs is not None:
             for key in keys:
@@ -320,7 +337,7 @@ class _Ghosts:
         return runs
 
     def remember(self, keys: Sequence[bytes], run: Run) -> list[tuple[Run, int]]:
-        """Remember the run of keys that are not remembered yet. Returns what is forgotten: (run, number of keys)."""
+        """Remember the run of keys that are not remembered yet. Returns the forgotten ones: (run, number of keys)."""
         young = self._young
         for key in keys:
             young[key] = run
@@ -339,7 +356,7 @@ class _Ghosts:
 
 
 def _neighbours(runs: Sequence[Run | None], keys: Sequence[bytes]) -> list[tuple[Any, list[bytes]]]:
-    """Keys that follow each other and have one run, with it."""
+    """Keys that follow each other and have one run, with that run."""
     if runs and runs.count(runs[0]) == len(runs):
         return [(runs[0], list(keys))]
     found, begin = [], 0
@@ -351,14 +368,14 @@ def _neighbours(runs: Sequence[Run | None], keys: Sequence[bytes]) -> list[tuple
 
 
 def _count_neighbours(runs: Iterable[Run]) -> list[tuple[Run, int]]:
-    """Runs with how often they follow each other."""
+    """Runs, each with how often it follows itself."""
     return [(run, len(list(same))) for run, same in groupby(runs)]
 
 
 class LowerBounds:
-    """The chain worth of the first run of each queue, which no later run is below.
+    """The chain worth of the first run in each queue: a lower bound for the later ones.
 
-    It changes when another run comes first, or the age of that run comes to another range: until then it is kept.
+    It changes when another run comes first, or the run's age reaches another range; until then it is kept.
     """
 
     def __init__(self) -> None:
@@ -387,14 +404,8 @@ class LowerBounds:
 class Heads:
     """The head of each queue, from which keys are evicted.
 
-    Within a queue the chain worth falls with age, so that of the first run is a lower bound of its head's: of a queue
-    that is not the lowest by that bound, no key is looked at.
-
-    Args:
-        chain_worths: by kind and range of ages; see `ReuseModel`.
-        now: in blocks, from which ages are counted.
-        bounds: see `LowerBounds`.
-        walk: a function: the keys of a queue that may be evicted, see `walk`.
+    Within a queue the chain worth falls with age, so the first run's is a lower bound for the head. Keys of a queue are
+    looked at only if its bound is the lowest. `now` is in blocks; ages are counted from it.
     """
 
     def __init__(
@@ -413,7 +424,12 @@ class Heads:
         self._heads: dict[int, _Head] = {}
 
     def lowest(self) -> _Head | None:
-        """The head of the lowest chain worth, advanced to keys that may be evicted; None if none has any."""
+        """The head of the lowest chain worth, advanced to keys that may be evicted; None if all queues are exhausted.
+
+        1. The queue with the lowest bound has no such key left: it drops out.
+        2. Its head is worth the bound itself: that is the lowest.
+        3. Its head is worth more: the bound rises to that, and the lowest is looked for again.
+        """
         bounds, heads = self._bounds, self._heads
         while bounds:
             bound = min(bounds)
@@ -438,7 +454,7 @@ class _Head:
         self.run: Run
 
     def advance(self) -> bool:
-        """Advance to the next keys that may be evicted, of this run or a later one; False if there are none."""
+        """Advance to the next keys that may be evicted, in this run or a later one; False at the end."""
         if not self._keys:
             found = next(self._batches, None)
             if found is None:
@@ -447,7 +463,6 @@ class _Head:
         return True
 
     def take(self, count: int) -> list[bytes]:
-        """Up to `count` of them."""
         taken, self._keys = self._keys[:count], self._keys[count:]
         return taken
 
@@ -463,7 +478,7 @@ def walk(
         while end > 0:
             begin = max(0, end - size)
             live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
-            end, size = begin, min(2 * size, _BATCH)
+            end, size = begin, min(2 * size, BATCH)
             found = list(filterfalse(protected, live))
             if found:
                 yield run, found

@@ -1,12 +1,12 @@
 """How soon blocks of each kind are asked for again, learned while the cache works.
 
-Age is counted in blocks: how many have been asked for since a block was last used. A *kind* is how often a block has
-been used (1 to 5, or more often), and, but for the last, whether it was the end of its latest request.
+Age is counted in blocks: how many were asked for since a block was last used. A *kind* is how often a block was used (1
+to 5, or more often), and, except for the last, whether it was the end of its latest request.
 
 For every kind and range of ages the model counts blocks that were asked for again at that age, blocks that were
-forgotten at that age, and blocks that have reached it. These give the chance of a use in each range of ages for a block
-that has come so far (Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958; blocks that still
-wait count as far as they have waited). From them follows a block's *worth*: uses to be had for each block of age that
+forgotten at that age, and blocks that have reached it. From these it estimates the chance of a use in each range, for a
+block that has come so far (Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958; blocks that
+still wait count as far as they have waited). A block's *worth* follows: the uses to expect for each block of age that
 it is kept on, if it is kept as long as suits it best. That is the hit density of Beckmann, Chen and Cidon, "LHD:
 Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from survival.
 """
@@ -34,7 +34,7 @@ EDGES = (
 
 
 def kind_of(uses: int, is_end: bool) -> int:
-    """The kind of a block; of two blocks of a chain the one that comes first has the same kind or a higher one."""
+    """A block's kind. Of two blocks in a chain, the earlier one's is never lower."""
     if uses >= MOST_USES:
         return KINDS - 1
     return 2 * (uses - 1) + (not is_end)
@@ -53,13 +53,13 @@ class Survivors(NamedTuple):
 
 
 class ReuseModel:
-    """Learns from observations; says what blocks are worth. Before it has learned, age and uses alone decide.
+    """Learns from observations; estimates the worth of blocks. Before it has learned, age and uses alone decide.
 
     Attributes:
-        chain_worths: by kind, by range of ages: the worth of a block together with all that may need it. What needs it
-            was last used at the same time or earlier and not more often, so this is the highest worth of its kind and
-            lower ones at its age and above. A policy that evicts the lowest chain worth, and of equal ones the lowest
-            kind, evicts a block only after those that need it.
+        chain_worths: by kind and range of ages: the worth of a block together with all that may need it. Those were
+            last used at the same time or earlier and not more often; so this is the highest worth over its kind and
+            lower ones, at its age and above. A policy that evicts the lowest chain worth, and among equals the lowest
+            kind, evicts a block only after the blocks that need it.
     """
 
     def __init__(self) -> None:
@@ -79,15 +79,15 @@ class ReuseModel:
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
 
     def worth(self, kind: int, age: int) -> float:
-        """Uses to be had for each block of age that a block is kept from now on."""
+        """Uses to expect for each block of age that a block is kept from now on."""
         return self._worth[kind][bisect_right(EDGES, age) - 1]
 
     def promise(self, kind: int) -> float:
-        """What a block of a kind is worth on arrival; more than any other as long as nothing is known of the kind."""
+        """The worth of a block of a kind on arrival; infinite while nothing is known of the kind."""
         return self._worth[kind][0] if self._known[kind] else inf
 
     def learn(self, survivors: Iterable[Survivors]) -> None:
-        """Estimate worths from what was observed, and weigh it less from now on."""
+        """Estimate worths from the observations; these weigh less from now on."""
         waiting = _table()
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
@@ -114,7 +114,8 @@ def _table() -> list[list[float]]:
 
 
 def _update(worths: list[float], reused: list[float], lost: list[float], waiting: list[float]) -> bool:
-    """Put the worths of one kind in place; where too little was observed, half of the age before, or as it was.
+    """Put the worths of one kind in place. Ages with too few observations get half of the age before, or stay as they
+    were.
 
     Returns:
         Whether anything was observed often enough.

@@ -1,4 +1,4 @@
-"""Three queues that nothing but eviction moves."""
+"""S3FIFO: keys move between queues only when something is evicted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _COUNTED = 4  # a flag above the uses in a queue's values: the use by an unfinis
 
 
 class _Plan(NamedTuple):
-    """What evicting `victims` changes besides."""
+    """The side effects of evicting `victims`."""
 
     victims: tuple[bytes, ...]
-    ghosts: list[bytes]  # those of them that leave from the small queue
+    ghosts: list[bytes]  # victims that leave the small queue
     moved: OrderedDict[bytes, int]  # keys that go to the recent end of the main queue, in this order, and their values
 
 
@@ -27,18 +27,18 @@ class S3FIFO(Policy):
     """A small queue that newcomers must survive, before a main queue.
 
     Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). New keys enter the
-    small queue. At its end a key that has been used more than once moves on to the main queue; others are evicted, and
-    enter the main queue if they come back while they are remembered. At the end of the main queue a key that has been
-    used gets another round for every use, up to three. Uses are only counted and move nothing.
+    small queue. At its end, a key that was used more than once moves on to the main queue; others are evicted, and
+    enter the main queue if they come back while remembered. At the end of the main queue, a used key gets another round
+    for every use, up to three. Uses are only counted and move nothing.
 
-    Looking for victims moves keys from queue to queue, but `victims` and `make_room` must not. So the search works on
-    the queues as they are, and puts what it would move into a queue of its own, which follows the main queue. These
-    moves are carried out when exactly those victims are evicted before anything else has changed; otherwise they are
-    dropped. Keys that have to stay are passed over and keep their places. O(1) amortised, plus the keys passed over. In
-    each queue the keys that an open request has stored move to the recent end with the latest of them.
+    Choosing victims moves keys between queues, but `victims` and `make_room` must change nothing. So the search leaves
+    the queues as they are, and puts the keys it would move into a queue of its own, which follows the main queue. The
+    moves are carried out if exactly those victims are evicted before anything else changes; otherwise they are dropped.
+    Protected keys are passed over and keep their places. O(1) amortised, plus the keys passed over. In each queue the
+    keys that an open request has stored move to the recent end with the latest of these.
 
     Args:
-        capacity: keys of the cache. Up to nine tenths as many evicted ones are remembered.
+        capacity: keys of the cache. Up to nine tenths as many evicted keys are remembered.
     """
 
     declines_with_room = False
@@ -143,7 +143,7 @@ class S3FIFO(Policy):
     def _choose(
         self, limits: Iterable[int], protected: Protected, small: Opened | None = None, main: Opened | None = None
     ) -> list[bytes] | None:
-        """One key for each limit: of the small queue while that has at least so many keys, else of the main queue."""
+        """One key for each limit: of the small queue while it has at least so many keys, else of the main queue."""
         search = _Search(self, protected, small, main)
         victims = list[bytes]()
         for limit in limits:

@@ -1,10 +1,10 @@
-"""What a cache needs of tiers below its pool: who moves what when, and what is worth writing.
+"""Tiers below a cache's pool, as the cache uses them: when to move which keys, and which are worth writing.
 
-Tier, TierJob    what every tier promises, and a job of it                tier.py, job.py
+Tier, TierJob    the interface of every tier; a tier's job               tier.py, job.py
 TierPlan         tiers before there is an index above them               attaching.py
 TierManager      the thread that moves keys                              manager.py
 Promotion        keys on their way into slots                            promotion.py, promoter.py
-Writer           what is written, and when                               writer.py, admission.py, readback.py
+Writer           which keys are written, and when                        admission.py, readback.py
 TierBelow        a tier as the manager sees it: breaker, speed, counts   below.py
 """
 

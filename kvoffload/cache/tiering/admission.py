@@ -1,8 +1,8 @@
 """WriteAdmission: which blocks of a cache are worth writing to the disk below it.
 
-Of a request that has ended the keys that are in the host and not on the disk may be written. Each is of a kind, and the
-model of `readback` says what a block of the kind gains by its write. Keys need those before them, so what is written of
-a request are leading keys: those with the highest sum of gains.
+When a request ends, its keys in the host and not on the disk may be written. Each has a kind, and the model of
+`readback` estimates the gain of writing a block of that kind. A key is of use only with the keys before it; so leading
+keys are written: those with the highest sum of gains.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ _ROUNDS = 16  # in the time of a disk's capacity
 
 
 class WriteAdmission(WriteChoice):
-    """Follows the events of a cache above a disk, and says which blocks to write. No threads, no clock, no randomness.
+    """Follows the events of a cache above a disk, and chooses blocks to write. No threads, no clock, no randomness.
 
-    The same events give the same answers. One caller at a time. A request, as the events tell it:
+    The same events give the same answers. One caller at a time. It sees a request as these calls:
 
         promoted(keys read from the disk)   stored(keys computed)   ended(all of its keys, once) -> keys to write
 
-    What is returned is a subset of the keys that are in the host and not on the disk by the events so far. The caller
-    may write fewer, and reports what it has written. Whatever is not written may be returned again at a later use.
+    It returns only keys that are in the host and not on the disk by the events so far. The caller may write fewer, and
+    reports the written ones. Keys that are not written may be returned again at a later use.
 
     Takes 70 to 150 bytes for each of up to `remembered` keys, and 150 for each key in the host.
 
     Args:
         capacity: keys that the disk holds.
-        least_hits: how sparing: reads from the disk that a write has to bring. 0 writes nearly all; 0.22 leaves out
-            what is hardly ever read; 1 or more writes what is asked for a second time, and of first uses what nearly
-            always is asked for again. Blocks that were asked for before have to bring no more than 0.1.
-        remembered: keys of which earlier uses are known; None: four times the capacity, from 131,072 to 2,097,152.
+        least_hits: how sparing: the reads from the disk that a write has to bring. 0 writes nearly all; 0.22 leaves out
+            blocks that are hardly ever read; at 1 or more, blocks are written when asked for a second time, and at
+            first use only if they nearly always are asked for again. For blocks that were asked for before, at most 0.1
+            counts.
+        remembered: keys whose earlier uses are known; None: four times the capacity, from 131,072 to 2,097,152.
 
     Raises:
-        ValueError, TypeError: `capacity` or `remembered` is no integer of at least 1, or `least_hits` is no finite
-            number of at least 0.
+        ValueError, TypeError: `capacity` or `remembered` is not an integer of at least 1, or `least_hits` is not a
+            finite number of at least 0.
     """
 
     learns = True
@@ -81,10 +82,6 @@ class WriteAdmission(WriteChoice):
     # what happens -------------------------------------------------------------------------------------------------
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """These keys are in the host from now on; a request has computed them. Report `written` for those on the disk.
-
-        Keys that are in the host already are passed over.
-        """
         fresh = [key for key in keys if key not in self._on_disk]
         self._now += len(fresh)
         self._on_disk.update(dict.fromkeys(fresh, False))
@@ -92,31 +89,26 @@ class WriteAdmission(WriteChoice):
         return ()
 
     def promoted(self, keys: Sequence[bytes]) -> None:
-        """These keys have been read from the disk, and are in the host, too, from now on."""
         self._arrived.update(key for key in keys if key not in self._on_disk)
         self._on_disk.update(dict.fromkeys(keys, True))
 
     def written(self, keys: Iterable[bytes]) -> None:
-        """The disk has these keys from now on; those that are not in the host do not matter."""
         for key in keys:
             if key in self._on_disk:
                 self._on_disk[key] = True
                 self._written_lately += 1
 
     def left_disk(self, keys: Iterable[bytes]) -> None:
-        """The disk has lost these keys: evicted, removed, or their write has failed."""
         for key in keys:
             if key in self._on_disk:
                 self._on_disk[key] = False
 
     def left_host(self, keys: Iterable[bytes]) -> None:
-        """The host has lost these keys: evicted or removed."""
         for key in keys:
             self._on_disk.pop(key, None)
             self._arrived.discard(key)
 
     def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The host has exactly these keys, whatever was reported. Report `written` for those on the disk."""
         there = set(keys)
         self.left_host([key for key in self._on_disk if key not in there])
         return self.stored(keys)
@@ -124,10 +116,10 @@ class WriteAdmission(WriteChoice):
     # which keys to write ------------------------------------------------------------------------------------------
 
     def ended(self, keys: Sequence[bytes]) -> list[bytes]:
-        """A request with these keys has ended: which of them to write now, in the order of the request.
+        """A request with these keys has ended: returns the ones to write now, in the order of the request.
 
         Args:
-            keys: all of the request, in its order; of repeated ones the first counts.
+            keys: all of the request, in order; repeats count once.
         """
         unique = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
         kinds = self._see(unique)
@@ -150,7 +142,7 @@ class WriteAdmission(WriteChoice):
         return candidates[:chosen]
 
     def _see(self, keys: Sequence[bytes]) -> list[int]:
-        """Observe the uses of a request's keys, and remember them; the kind of each."""
+        """Observe the uses of a request's keys, and remember them; returns the kind of each."""
         arrived, on_disk, now = self._arrived, self._on_disk, self._now
         left: dict[Sighting, int] = {}
         reused: dict[Sighting, int] = {}
@@ -182,7 +174,7 @@ class WriteAdmission(WriteChoice):
         return kinds
 
     def _expose(self, left: Iterable[tuple[Sighting, int]]) -> None:
-        """So many keys of these sightings have waited from the latest round of learning until now."""
+        """So many keys of these sightings have waited since the latest round of learning."""
         now, learned_at, waited = self._now, self._learned_at, self._model.waited
         for sighting, count in left:
             waited(sighting.kind, max(0, learned_at - sighting.time), now - sighting.time, count)
@@ -201,13 +193,13 @@ class WriteAdmission(WriteChoice):
 
 
 class Sighting:
-    """Keys of one request that are of one kind.
+    """Keys of one request and one kind.
 
     Attributes:
-        uses: of these keys, so far; `readback.MOST_USES` stands for more, too.
+        uses: of these keys, so far; at most `readback.MOST_USES` is counted.
         kind: see `readback.kind_of`.
         time: blocks that had been stored in the host when they were asked for.
-        live: keys of which this is the latest sighting, and which are remembered.
+        live: keys that are remembered with this sighting, their latest.
     """
 
     __slots__ = ("kind", "live", "time", "uses")
@@ -220,7 +212,7 @@ class Sighting:
 
 
 class KeyMemory:
-    """The latest sighting of the keys that were asked for last: at least half of `most`, and no more than that.
+    """The latest sighting of the keys that were asked for last: at least half of `most` keys, and no more than `most`.
 
     Two generations: when the young one is full, the old one is forgotten as a whole. 70 to 150 bytes a key.
     """
@@ -234,14 +226,14 @@ class KeyMemory:
         return len(self._young) + len(self._old)
 
     def recall(self, keys: Sequence[bytes]) -> list[Sighting | None]:
-        """The latest sighting of each key, None where it is not remembered."""
+        """The latest sighting of each key, None if it is not remembered."""
         young, old = self._young, self._old
         return [young.get(key) or old.get(key) for key in keys]
 
     def see(self, keys: Sequence[bytes], sightings: Sequence[Sighting]) -> list[tuple[Sighting, int]]:
-        """Remember keys, no repeats, by these sightings; what is forgotten, with its number of keys.
+        """Remember keys, no repeats, by these sightings. Returns forgotten sightings with their number of keys.
 
-        The caller has counted the keys as `live` in `sightings`, and not in those before.
+        The caller has counted the keys as `live` in `sightings`, and no longer in earlier ones.
         """
         forgotten: list[tuple[Sighting, int]] = []
         for begin in range(0, len(keys), self._half):
@@ -255,7 +247,7 @@ class KeyMemory:
         return forgotten
 
     def _forget(self, seen: Sequence[bytes]) -> list[tuple[Sighting, int]]:
-        """The old generation, but for keys that are seen at this moment; the young one is the old one from now on."""
+        """Forget the old generation, except keys being seen now; the young one becomes the old one."""
         for key in seen:
             self._old.pop(key, None)
         forgotten = list(Counter(self._old.values()).items())
@@ -266,5 +258,4 @@ class KeyMemory:
 
 
 def living(sightings: Iterable[Sighting]) -> list[Sighting]:
-    """Those of which a key is remembered."""
     return [sighting for sighting in sightings if sighting.live > 0]

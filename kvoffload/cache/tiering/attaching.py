@@ -35,7 +35,7 @@ class TierPlan:
     """Tiers, and how an index uses them.
 
     Raises:
-        ValueError, TypeError: an argument is not what `BlockCache` and `CacheIndex` take.
+        ValueError, TypeError: an argument does not suit `BlockCache` or `CacheIndex`.
     """
 
     def __init__(self, tiers: Sequence[Tier], write: str, hung: float, seconds_per_key: float | None) -> None:
@@ -46,7 +46,7 @@ class TierPlan:
         if seconds_per_key is not None and not to_wait("seconds_per_key", seconds_per_key) > 0:
             raise ValueError(f"seconds_per_key must be above 0, or None, got {seconds_per_key!r:.80}")
         if isinstance(tiers, Tier) or not isinstance(tiers, Iterable):
-            raise TypeError(f"tiers must be a list, of one tier too: tiers=[tier], got {shown(tiers)}")
+            raise TypeError(f"tiers must be a list, even for one tier: tiers=[tier], got {shown(tiers)}")
         self.tiers, self._write, self._hung, self._seconds_per_key = list(tiers), write, hung, seconds_per_key
         for number, tier in enumerate(self.tiers):
             if not isinstance(tier, Tier):
@@ -61,14 +61,14 @@ class TierPlan:
 
     @classmethod
     def of(cls, tiers: Sequence[Tier], write: str, hung: float, seconds_per_key: float | None) -> TierPlan | None:
-        """None: no tiers were given."""
+        """None if there are no tiers."""
         plan = cls(tiers, write, hung, seconds_per_key)
         return plan if plan.tiers else None
 
     # before there is an index ---------------------------------------------------------------------------------------
 
     def policy(self, policy: PolicyChoice) -> PolicyChoice:
-        """What the index evicts by: "prefix" admits every key, since only what has an entry can be written."""
+        """The policy of the index: "prefix" admits every key, since only keys with an entry can be written."""
         return (lambda capacity: Prefix(capacity, declines=False)) if policy == "prefix" else policy
 
     def hook(self, then: Callable[[CacheEvent], None] | None) -> Callable[[CacheEvent], None]:
@@ -104,7 +104,7 @@ class TierPlan:
         settle: Callable[[], bool] = lambda: False,
         submit: Callable[[ChainedLoad], None] = lambda _: None,
     ) -> TierManager:
-        """Attach the tiers to the pools, and start the thread that moves keys. The tiers are closed if this raises.
+        """Attach the tiers to the pools, and start the thread that moves keys. If this raises, the tiers are closed.
 
         Args:
             records: of the index; entry `i` is row `i` of every pool.
@@ -136,7 +136,7 @@ class TierPlan:
         return manager
 
     def attach_engine(self, records: Records, engine: Any, cache: weakref.ref[Any]) -> TierManager:
-        """The same for the slots of an engine, with a cache over it."""
+        """`attach` for the slots of an engine, with a cache over it."""
 
         def settle() -> bool:
             """Bring the cache up to date; whether stores are in flight, so that this has to be done again."""
@@ -162,7 +162,7 @@ class TierPlan:
 
 
 def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | None:
-    """What computing a key's blocks takes; None: that was not given."""
+    """How long computing a key's blocks takes; None if the speed is not known."""
     if tokens_per_second is None:
         return None
     if not isinstance(tokens_per_second, int | float) or tokens_per_second is True or not tokens_per_second > 0:

@@ -1,4 +1,4 @@
-"""TierBelow: a tier as the manager sees it: whether it is to be used now, how fast it is, and what it did."""
+"""TierBelow: a tier as the manager sees it: whether to use it now, its speed, and its counts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
 
 @dataclass(frozen=True, slots=True)
 class CacheTierStatistics:
-    """What a cache has done with one of its tiers.
+    """A cache's counts for one of its tiers.
 
     Attributes:
         name: of the tier.
         state: of its breaker: whether it is used.
         opened: how often the breaker has opened.
-        promoted: keys that it has brought.
+        promoted: keys that it brought.
         not_found: keys that it was asked for and did not bring.
-        slower: keys that were not asked for, since computing them was expected to take less time.
-        written: keys that it has taken.
-        not_written: keys that were given to it, and were not written: its queue was full, it failed, or had no room.
-        dropped: keys that were worth writing, and were not given to it: too many slots were being written already, it
-            was not usable, or they had been evicted.
-        seconds_per_record: that fetching one takes, as measured lately; None if it was not.
+        slower: keys that it was not asked for, since computing them was expected to take less time.
+        written: keys that it took.
+        not_written: keys that were given to it and not written: its queue was full, it failed, or it had no room.
+        dropped: keys that were worth writing and not given to it: too many slots were being written already, it was not
+            usable, or they had been evicted.
+        seconds_per_record: the time that fetching one takes, as measured in the last 30 seconds; else None.
         tier: the tier's own statistics.
     """
 
@@ -49,13 +49,11 @@ class CacheTierStatistics:
 
 
 class TierBelow:
-    """One tier of a cache. Changed under the manager's lock. No Exception of a tier leaves a method.
+    """One tier of a cache. Changed under the manager's lock. No method lets an Exception of the tier out.
 
     Attributes:
-        tier: the tier.
-        local_index: whether it knows at once what it has.
-        hung: seconds after which a call is taken for one that does not return.
-        breaker, speed: see there.
+        local_index: whether it knows at once which keys it has.
+        hung: seconds after which a call counts as hanging.
         promoted, not_found, slower, written, not_written, dropped: see `CacheTierStatistics`.
     """
 
@@ -79,12 +77,12 @@ class TierBelow:
         before = self.breaker.state
         usable = self.breaker.usable(time.monotonic(), self._tier_statistics().longest_call)
         if before is not BreakerState.OPEN and self.breaker.state is BreakerState.OPEN:
-            LOGGER.warning("tier %s: a call does not return; it is not used until it has", self.tier.name)
+            LOGGER.warning("tier %s: a call hangs; the tier is not used until it returns", self.tier.name)
         return usable
 
     @property
     def left_alone(self) -> bool:
-        """Whether its breaker is open; not while one job tries it."""
+        """Whether its breaker is open; False while one job tries it."""
         return not self.usable and self.breaker.state is BreakerState.OPEN
 
     def may_be_asked(self, key: bytes) -> bool:
@@ -99,15 +97,16 @@ class TierBelow:
 
     @property
     def hangs(self) -> bool:
-        """Whether a call of it does not return."""
         return self._tier_statistics().longest_call >= self.hung
 
     def may_have(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key whether it is worth asking for; a tier without a local index may have any that it can have."""
+        """For each key, whether it is worth asking for. Without a local index, the tier may have any key it can
+        hold.
+        """
         return self.has(keys) if self.local_index else [fits(key) for key in keys]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key whether it is known to have it. Never blocks; for any thread."""
+        """For each key, whether the tier is known to have it. Never blocks; for any thread."""
         if not self.local_index:
             return [False] * len(keys)
         try:
@@ -142,11 +141,11 @@ class TierBelow:
     # jobs ---------------------------------------------------------------------------------------------------------
 
     def get(self, keys: Sequence[bytes], entries: Sequence[int], deadline: float | None, notify: Notify) -> TierJob:
-        """`Tier.get`; what it raises makes all keys FAILED."""
+        """`Tier.get`; if it raises, all keys are FAILED."""
         return self._given(lambda: self.tier.get(keys, entries, deadline=deadline, notify=notify), keys, entries)
 
     def put(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, notify: Notify) -> TierJob:
-        """`Tier.put`; what it raises makes all keys FAILED."""
+        """`Tier.put`; if it raises, all keys are FAILED."""
         return self._given(lambda: self.tier.put(keys, entries, tenant=tenant, notify=notify), keys, entries)
 
     def _given(self, call: Callable[[], TierJob], keys: Sequence[bytes], entries: Sequence[int]) -> TierJob:
@@ -167,7 +166,7 @@ class TierBelow:
             LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, reason(error))
 
     def answered(self, outcomes: Sequence[Outcome | None]) -> None:
-        """What outcomes of one job, in its order, say of the tier's health; None says nothing."""
+        """Judge the tier's health by outcomes of one job, in order; None says nothing."""
         known = self._corrupt
         if Outcome.MISSING in outcomes:  # each corrupt record is one of these, and was counted before
             known = self._tier_statistics().corrupt
@@ -186,7 +185,9 @@ class TierBelow:
                 self.breaker.undecided(time.monotonic())
 
     def late(self, *, begun: bool) -> None:
-        """A promotion's deadline passed: it worked on a key, or had begun with none, since other calls go on."""
+        """A promotion's deadline passed. `begun`: the tier was working on one of its keys; else other calls kept it
+        busy.
+        """
         self.breaker.late(time.monotonic())
         if begun:
             self._failed()
@@ -195,11 +196,11 @@ class TierBelow:
         before = self.breaker.opened
         self.breaker.failed(time.monotonic())
         if self.breaker.opened > before:
-            LOGGER.warning("tier %s fails; it is not used for a while", self.tier.name)
+            LOGGER.warning("tier %s fails; it is left alone for a while", self.tier.name)
 
 
 def fits(key: bytes) -> bool:
-    """Whether tiers can have a key at all: those of `chain_keys` have 16 bytes."""
+    """Whether tiers can have a key at all; keys of `chain_keys` have 16 bytes."""
     return 0 < len(key) <= LONGEST_KEY
 
 
@@ -219,14 +220,10 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """The state for one tier. Not for several threads at a time.
+    """The breaker of one tier. Not for several threads at a time.
 
     Args:
-        hung: seconds after which a call is taken for one that does not return.
-
-    Attributes:
-        state: as above.
-        opened: how often it has opened.
+        hung: seconds after which a tier's call counts as hanging.
     """
 
     def __init__(self, hung: float = _HUNG) -> None:
@@ -239,11 +236,11 @@ class Breaker:
         self._late = -math.inf  # when a promotion's deadline passed last
 
     def usable(self, now: float, longest_call: float) -> bool:
-        """Whether the tier may be given another job. Opens if its longest call does not return, or was given up.
+        """Whether the tier may be given another job. Opens if its longest call hangs, or was given up.
 
         Args:
             now: seconds, as for the other methods.
-            longest_call: seconds that its oldest call has been going on.
+            longest_call: how long its oldest call has taken so far, in seconds.
         """
         hangs = longest_call >= self._hung
         stuck = hangs or now - longest_call < self._late
@@ -254,7 +251,7 @@ class Breaker:
         return not self.refuses(now, longest_call)
 
     def refuses(self, now: float, longest_call: float) -> bool:
-        """The opposite of `usable`, but it changes nothing: for any thread."""
+        """The opposite of `usable`, but changes nothing: for any thread."""
         decided = self.state is BreakerState.CLOSED or now >= self._until
         return not decided or longest_call >= self._hung or now - longest_call < self._late
 
@@ -263,13 +260,13 @@ class Breaker:
         return self.state is BreakerState.OPEN and now < self._until
 
     def given(self, now: float) -> None:
-        """The tier is given a job: unless it is closed, that one is the try, for at most `hung` seconds."""
+        """The tier is given a job. Unless closed, that job is the try, for at most `hung` seconds."""
         if self.state is not BreakerState.CLOSED:
             self.state = BreakerState.TRYING
             self._until = now + self._hung
 
     def succeeded(self) -> None:
-        """A key has come, or gone, well. If it is open, the job was given before, and decides nothing."""
+        """A key has come, or gone, well. If the breaker is open, the job was given before, and decides nothing."""
         if self.state is not BreakerState.OPEN:
             self.state = BreakerState.CLOSED
             self._failures = 0
@@ -284,11 +281,11 @@ class Breaker:
             self._open(now, self._pause)
 
     def late(self, now: float) -> None:
-        """A promotion's deadline passed. Until the calls that are going on have returned, the tier is not usable."""
+        """A promotion's deadline passed. The tier is not usable until the calls now going on have returned."""
         self._late = now
 
     def undecided(self, now: float) -> None:
-        """A key ended without saying anything of the tier, declined or cancelled: the next job is the try."""
+        """A key was declined or cancelled, which says nothing of the tier: the next job is the try."""
         if self.state is BreakerState.TRYING:
             self._until = now
 
@@ -322,7 +319,7 @@ class TierSpeed:
         self._measured_at = now
 
     def expected(self, records: int, now: float) -> float | None:
-        """Seconds that fetching so many takes; None if that has not been measured lately."""
+        """Seconds that fetching so many takes; None if there is no recent measurement."""
         if self.seconds_per_record is None or now - self._measured_at > _VALID:
             return None
         return records * self.seconds_per_record

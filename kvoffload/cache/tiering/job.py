@@ -1,10 +1,10 @@
-"""TierJob: what a tier was asked to do with some keys, and the outcome of each.
+"""TierJob: one call of a tier, with an outcome for each key.
 
     waiting ──begin──> begun ──settle──> an outcome
        └──cancel, the deadline has passed──^
 
-Between `begin` and `settle` the tier may read or write the key's entry of the pool, at no other time. So a call that
-hangs leaves its outcome open, and the owner of the entry keeps it for as long.
+Only between `begin` and `settle` may the tier read or write the key's entry of the pool. So a call that hangs leaves
+its outcome open, and the owner of the entry keeps the entry until then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvoffload.internal.waiting import wait_until
 
 
 class Outcome(enum.Enum):
-    """What became of one key of a job."""
+    """How one key of a job ended."""
 
     DONE = "done"  # put: readable; get: the entry holds the bytes that were put, verified; exists: probably there
     MISSING = "missing"  # get: no record, or one whose bytes are not those that were put; exists, remove: no record
@@ -31,13 +31,14 @@ class Outcome(enum.Enum):
 
 
 class TierJob:
-    """Some keys with a tier, which were put, are being fetched, asked for or removed. Usable from any thread.
+    """Keys that a tier puts, fetches, asks for or removes. Usable from any thread.
 
     Attributes:
         keys: as given, no repeats.
-        entries: for `put` and `get` the entry of the pool that each key's record is copied from or to; else empty.
-        deadline: by `time.monotonic`, in seconds; what has not begun by then is EXPIRED. None: no limit.
-        outcomes: of each key, None while it waits or the tier works on it. Written by `settle` and `cancel` alone.
+        entries: for `put` and `get`, the entry of the pool that each key's record is copied from or to; else empty.
+        deadline: by `time.monotonic`, in seconds. Keys that the tier has not begun by then are EXPIRED. None: no limit.
+        outcomes: for each key; None while it waits or the tier works on it. Written only by `settle`, `settle_waiting`
+            and `cancel`.
     """
 
     __slots__ = (
@@ -55,8 +56,8 @@ class TierJob:
         count: Callable[[Sequence[Outcome]], None] | None = None,
         ended: Callable[[TierJob], None] | None = None,
     ) -> None:
-        """`notify`: see `Tier.put`. For tiers, both called before it: `count` with outcomes that keys have got, `ended`
-        once, when every key has its outcome.
+        """`notify`: see `Tier.put`. For tiers, called before `notify`: `count` with new outcomes; `ended` once, when
+        every key has its outcome.
         """
         self.keys = tuple(keys)
         self.entries = tuple(entries)
@@ -80,7 +81,7 @@ class TierJob:
         return at == len(outcomes)
 
     def wait(self, timeout: float | None = None) -> list[Outcome]:
-        """Wait until every key has its outcome, and return these in the order of the keys.
+        """Wait until every key has its outcome, and return the outcomes in the order of the keys.
 
         Raises:
             TimeoutError: `timeout` seconds have passed; the job goes on.
@@ -97,9 +98,9 @@ class TierJob:
     # for tiers ----------------------------------------------------------------------------------------------------
 
     def begin(self, positions: Iterable[int]) -> list[int]:
-        """Claim keys; those of `positions` that the tier may work on now, and has to `settle` afterwards.
+        """Claim keys; returns the `positions` that the tier may work on now, and has to `settle` afterwards.
 
-        The others have outcomes, or have begun. All of them once the deadline has passed: then they are EXPIRED.
+        The others have outcomes, or have begun. After the deadline, all waiting keys are EXPIRED.
         """
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.settle_waiting(Outcome.EXPIRED)
@@ -110,7 +111,7 @@ class TierJob:
         return begun
 
     def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """Set the outcomes of keys: the tier does not touch their entries from here on.
+        """Set the outcomes of keys. The tier must not touch their entries any more.
 
         Raises:
             RuntimeError: one has an outcome.
@@ -130,7 +131,7 @@ class TierJob:
             self._announce(outcomes)
 
     def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
-        """Set the outcome of every key that has not begun, of all or of those at `positions`; returns the job."""
+        """Set the outcome of every key that has not begun, or just of the ones at `positions`. Returns the job."""
         ended = 0
         with self._lock:
             for position in range(len(self.keys)) if positions is None else positions:
@@ -142,7 +143,7 @@ class TierJob:
         return self
 
     def _announce(self, outcomes: Sequence[Outcome]) -> None:
-        """What `ended` and the caller's `notify` raise is logged: a tier that ends many jobs gets to the last one."""
+        """Exceptions of `ended` and `notify` are logged: a tier that ends many jobs gets to the last one."""
         if self._count is not None:
             self._count(outcomes)
         if self._ended is not None and self.done:

@@ -1,7 +1,7 @@
 """TierManager: one thread that moves keys between the slots of a cache and its tiers.
 
-Callers leave it messages; it alone calls the promoter and the writer, under its lock. Only it takes the index's lock
-under its own, and it calls the cache's hook with neither. It is woken by callers and by tiers, and sleeps otherwise. It
+Callers leave messages for it; it alone calls the promoter and the writer, under its lock. Only it takes the index's
+lock under its own, and it calls the cache's hook with neither. Callers and tiers wake it; otherwise it sleeps. It
 refers to the cache weakly, and ends with it, but not before every tier's call that may touch a slot has returned.
 """
 
@@ -62,18 +62,16 @@ class TierManager:
     """The tiers of a cache.
 
     Args:
-        records: of the index.
         tiers: attached to its slots, in the order in which they are asked.
-        choice: what is written to them.
-        seconds_per_key: what computing a key's blocks takes; None: not known.
-        hung: seconds after which a tier's call is taken for one that does not return.
+        choice: chooses the keys to write.
+        seconds_per_key: how long computing a key's blocks takes; None: not known.
+        hung: seconds after which a tier's call counts as hanging.
         settle: brings the cache up to date; returns whether stores are in flight.
         submit: submits a chained load.
 
     Attributes:
-        tiers: with their breakers and counts.
         closed: no promotion and no write begins any more.
-        wake: has the thread look at everything.
+        wake: makes the thread look at everything.
         when_done: calls a function once a promotion, or a load behind it, has ended, from a thread of its own.
     """
 
@@ -162,7 +160,7 @@ class TierManager:
             self._waker.soon()
 
     def _rests(self) -> bool:
-        """Whether no tier is used now: requests are not to pay for it. What happens is read from the index later."""
+        """Whether no tier is used now. Then requests should not pay for it, and the thread reads the index later."""
         now = time.monotonic()
         for below in self.tiers:  # noqa: SIM110  # a generator takes as long as all the rest, once for each event
             if not below.breaker.pauses(now):
@@ -172,13 +170,13 @@ class TierManager:
     # removing -----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes] | None, here: Callable[[], int]) -> int:
-        """Have tiers lose these keys (None: all), and the index by `here`; returns what that returns.
+        """Remove these keys (None: all) from the index by `here`, and from the tiers; returns the result of `here`.
 
-        Meanwhile they are neither written nor promoted. The tiers are asked after `here`: what was written of a key
-        that the index has no more is then among what they lose.
+        Meanwhile they are neither written nor promoted. The tiers are asked after `here`: writes of keys that the index
+        has just lost are then among the records that they remove.
 
         Raises:
-            TierError: a tier may have them still.
+            TierError: a tier may still have them.
         """
         self.refuse_nested("remove")
         removal = Removal(keys)
@@ -194,13 +192,13 @@ class TierManager:
                 self._removals[:] = [each for each in self._removals if each() not in (None, removal)]
         if wrong:
             raise TierError(
-                f"tier {', '.join(wrong)} failed to remove them, or did not answer within {_REMOVAL:g} seconds: it may "
-                "have them still; remove them again once it works"
+                f"tier {', '.join(wrong)} failed to remove the keys, or did not answer within {_REMOVAL:g} seconds: it "
+                "may still have them; remove them again once it works"
             )
         return count
 
     def _remove_from_tiers(self, keys: Sequence[bytes] | None) -> list[str]:
-        """Have all tiers remove keys, and wait for them; returns the names of tiers that may have them still."""
+        """Remove keys from all tiers, and wait; returns the names of tiers that may still have them."""
         fitting = [key for key in keys or () if fits(key)]
         jobs, failed = list[tuple[Tier, TierJob]](), list[str]()
         for tier in [below.tier for below in self.tiers]:
@@ -222,7 +220,7 @@ class TierManager:
     # the thread ---------------------------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        """Carry out what is due; returns the seconds after which to look again, None: when woken."""
+        """Do all work that is due. Returns the seconds after which to look again, None: when woken."""
         in_flight = self._settle()
         self._recorder.deferred_by = threading.get_ident()  # the hook is called without the lock
         try:
@@ -267,7 +265,9 @@ class TierManager:
         return ready
 
     def _choose(self) -> None:
-        """Ask what to write of requests that have ended, once their stores have, and of what is evicted next."""
+        """Choose writes among the keys of ended requests, once their stores have ended, and of keys about to be
+        evicted.
+        """
         while self._ended:
             statuses = self._records.status(list(self._ended[0]))
             if Status.PENDING in statuses and len(self._ended) < _MOST_ENDED:
@@ -296,7 +296,7 @@ class TierManager:
                 self._tenants.pop(key, None)
 
     def _resynchronise(self) -> None:
-        """Events were lost: take from the index what is in slots. Events that are still to come are of what it has."""
+        """Events were lost: read from the index which keys are in slots. Events still to come agree with that."""
         self._lost_events = False  # before the index is read
         keys = self._records.keys
         there = [key for key, status in zip(keys, self._records.status(keys), strict=True) if status is Status.HIT]
@@ -308,7 +308,7 @@ class TierManager:
             self._choice.written([key for key, has in zip(there, self._has(there), strict=True) if has])
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key whether a tier is known to have it."""
+        """For each key, whether a tier is known to have it."""
         return list(map(any, zip(*(below.has(keys) for below in self.tiers), strict=True)))
 
     def _write(self, keys: Sequence[bytes]) -> None:
@@ -321,14 +321,14 @@ class TierManager:
 
     @property
     def busy(self) -> bool:
-        """Whether tiers may still touch slots, or callers wait for what the thread does."""
+        """Whether tiers may still touch slots, or callers wait for work of the thread."""
         work = self._promoter.going_on or self._writer.going_on or self._promoter.io() or self._chained
         return bool(work or self._messages)
 
     # the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None) -> bool:
-        """Wait until what is to be written so far is written, and durable; False after `timeout` seconds."""
+        """Wait until all keys chosen so far are written, and durable; False after `timeout` seconds."""
         self.refuse_nested("drain")
         timeout = as_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
@@ -357,7 +357,7 @@ class TierManager:
         return drained
 
     def close(self, timeout: float) -> bool:
-        """End the thread and close the tiers; whether no call of a tier goes on."""
+        """End the thread and close the tiers; returns whether no call of a tier goes on."""
         self.refuse_nested("close")
         end = time.monotonic() + to_wait("timeout", timeout)
         self.closed = True
@@ -371,14 +371,14 @@ class TierManager:
         return all(ended) and not self.busy
 
     def refuse_nested(self, call: str) -> None:
-        """Raise RuntimeError inside another call: the tiers' threads may be waiting for what that call holds."""
+        """Raise RuntimeError inside another call: the tiers' threads may be waiting for a lock that it holds."""
         refuse_nested(self._records.lock, call)
         refuse_nested(self._lock, call)
         if threading.get_ident() in self._calling:
             raise_nested(call)
 
     def calling_tiers(self, call: Callable[[], _R]) -> _R:
-        """Make a call that enters tiers, which may hold locks of theirs there."""
+        """Make a call that enters tiers, which may hold locks of their own there."""
         thread = threading.get_ident()
         inside = thread in self._calling
         try:
@@ -401,7 +401,7 @@ class TierManager:
 
 
 def _removed(removals: Sequence[weakref.ref[Removal]], keys: Sequence[bytes]) -> set[bytes]:
-    """Those of these keys that are being removed."""
+    """The keys that are being removed."""
     going_on = [removal for each in removals if (removal := each()) is not None]
     return {key for key in keys for removal in going_on if (removal.keys is None or key in removal.keys)}
 
@@ -415,7 +415,7 @@ def _closed(tier: Tier, timeout: float) -> bool:
 
 
 def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -> None:
-    """Of the thread. Closes the tiers when the manager has become garbage."""
+    """The thread. Closes the tiers when the manager has become garbage."""
     while (manager := reference()) is not None:
         waker.begin()
         try:
@@ -438,8 +438,8 @@ SOON = 5e-3  # seconds
 
 
 class Waker:
-    """What is urgent wakes the thread now; the rest within 5 ms, so that the thread looks once at what a request does,
-    and not concurrently with each of its calls. `now` and `soon` are for any thread, finalizers included.
+    """Wakes the thread: `now` at once; `soon` within 5 ms, so that the thread looks once at all the calls of a request,
+    and not while each of these runs. Both are for any thread, finalizers included.
     """
 
     def __init__(self) -> None:
@@ -457,7 +457,7 @@ class Waker:
     # of the thread ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before anything is looked at: what happens afterwards wakes the thread again."""
+        """Before looking at anything: later events wake the thread again."""
         self._lingers = False
         while not self._woken.empty():
             self._woken.get()

@@ -1,16 +1,7 @@
-"""The Promoter: brings keys from tiers into entries of the index. Used by the manager's thread alone.
+"""The Promoter: brings keys from tiers into entries of the index. Used only by the manager's thread.
 
-A promotion's keys are reserved with a record each. What a tier has brought and verified is committed and leased at
-once. What it has not brought, the tiers after it are asked for. `advance` looks at each job of a tier, and finds:
-
-1. a key that came: it is committed and leased;
-2. a key that did not come: the tier does not touch its entry any more, and the next tier gets this one;
-3. a tier that is late, or whose call does not return: the entries of its keys are kept from other keys until the call
-   has returned, and the next tier gets other ones;
-4. a promotion that nothing can lengthen, since a key before will not come: what the tiers have not begun is cancelled,
-   and what they have begun is awaited;
-5. a promotion whose deadline has passed, or that was cancelled: all that has not come is given up, with entries kept as
-   in case 3.
+Each key of a promotion is reserved with a record of its own. A key that a tier brought and verified is committed and
+leased at once. For the others the next tiers are asked. `Promoter.advance` lists the cases.
 """
 
 from __future__ import annotations
@@ -37,10 +28,8 @@ class Promoter:
     """The promotions that are going on.
 
     Args:
-        records: of the index whose entries are filled.
-        tiers: in the order in which they are asked.
-        seconds_per_key: what computing a key's blocks takes; None: not known, so that every promotion is worth it.
-        most: entries that may be reserved for promotions, hold what they have brought until they are released, or are
+        seconds_per_key: how long computing a key's blocks takes; None: not known, so every promotion is worth it.
+        most: entries that promotions may occupy: reserved, holding keys that tiers brought until they are released, or
             kept for calls that have not returned.
         notify: makes the manager's thread call `advance` soon.
     """
@@ -60,7 +49,7 @@ class Promoter:
         self._late: list[tuple[TierJob, int]] = []  # keys that were given up before their outcome
 
     def io(self) -> tuple[TierIo, ...]:
-        """What may write entries now, for the index; called by any thread."""
+        """The keys of tiers' jobs that may write entries now, for the index. Any thread may call it."""
         lock = self._records.lock
         jobs = [
             (fetch.job, at)
@@ -71,15 +60,17 @@ class Promoter:
         return tuple(TierIo(job, at, lock) for job, at in [*jobs, *self._late] if job.outcomes[at] is None)
 
     def begin(self, record: PromotionRecord) -> None:
-        """Take up a promotion: lease what is there, and ask tiers for the rest, as far as it is worth it."""
+        """Take up a promotion: lease the keys in slots, and ask tiers for the others as far as that is worth it."""
         crowded = len(self.going_on) >= _MOST_PROMOTIONS
         self.going_on.append(record)
         if not record.cancelled and not crowded:
             self._look(record, range(len(record.keys)))
 
     def ends_at_once(self, record: PromotionRecord) -> bool:
-        """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first one
-        that is not. By any thread, without the manager's lock; what it needs are the index and the new record alone.
+        """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first
+        missing one.
+
+        Any thread may call it, without the manager's lock: it uses only the index and the new record.
         """
         keys, table = record.keys, self._records._state.table
         of, pending = table.of, table.pending  # without the index's lock: `acquire` verifies it
@@ -100,7 +91,23 @@ class Promoter:
         return True
 
     def advance(self) -> list[PromotionRecord]:
-        """Take note of outcomes and deadlines; returns the promotions that have ended. The cases are those above."""
+        """Collect outcomes, act on deadlines; returns the promotions that have ended.
+
+        For each promotion, keys that it awaits from another promotion or a transfer are looked up first. Then each job
+        of a tier:
+
+        1. A key came. It is committed and leased in one call of the index, so that nothing evicts it in between.
+        2. A key did not come. The tier does not touch its entry any more, so the next tier gets the same entry.
+        3. The tier is late, or its call hangs. It may still write the entries of its keys, so these are kept from other
+           keys until the call has returned, and the next tier gets other entries.
+
+        Then the promotion as a whole:
+
+        4. No key can lengthen it, since one before will not come. Work that tiers have not begun is cancelled; work
+           that they have begun is awaited: they may be writing those entries, and no deadline presses.
+        5. Its deadline has passed, or it was cancelled. The caller waits no longer: all keys that have not come are
+           given up, with entries kept as in case 3. No other tier is asked.
+        """
         now = time.monotonic()
         if self._late:
             self._late = [(job, at) for job, at in self._late if job.outcomes[at] is None]
@@ -127,8 +134,7 @@ class Promoter:
             self._notify()  # what they wait for may have come
         return ended
 
-    def _count(self, record: PromotionRecord) -> None:
-        """Before `end`, so that who has waited for it finds it counted."""
+    def _count(self, record: PromotionRecord) -> None:  # before `end`: whoever waited for it finds it counted
         if record.counted:
             in_tiers = [name for position, name in record.tiers.items() if position < record.ready]
             self._records.note_promotion((record.keys, record.ready, Counter(in_tiers)))
@@ -147,7 +153,7 @@ class Promoter:
         return min(times, default=None)
 
     def abandon(self) -> list[PromotionRecord]:
-        """End all of them now, keeping entries whose calls have not returned."""
+        """End all promotions now, keeping entries whose calls have not returned."""
         for record in self.going_on:
             self._stop(record, time.monotonic(), at_once=True, blame=False)
         ended, self.going_on = self.going_on, []
@@ -156,7 +162,7 @@ class Promoter:
     # beginning ----------------------------------------------------------------------------------------------------
 
     def _look(self, record: PromotionRecord, positions: Sequence[int]) -> None:
-        """Look which of some keys are in slots: lease these, wait for pending ones, and ask tiers for the rest."""
+        """Look which keys are in slots: lease these, wait for pending ones, and ask tiers for the rest."""
         statuses, lease = self._records.hold_ready(
             ([record.keys[position] for position in positions], not record.released)
         )
@@ -191,7 +197,7 @@ class Promoter:
                 self._fetch(record, below, mine, tiers[number + 1 :])
 
     def _reserve(self, record: PromotionRecord, positions: list[int]) -> None:
-        """Reserve entries for keys, as far as there is room: for the first of them."""
+        """Reserve entries for keys; where there is no room for all, for the first."""
         live = [(each, found) for each in self._occupying if (found := each()) is not None and found.occupied]
         occupied = sum([found.occupied for _, found in live])
         self._occupying = [each for each, _ in live]
@@ -209,7 +215,7 @@ class Promoter:
             self._occupying.append(weakref.ref(record))
 
     def _choose(self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]) -> dict[int, TierBelow]:
-        """The leading ones of these that can lengthen the promotion, each with the first tier that is worth asking."""
+        """The leading keys that can lengthen the promotion, each with the first tier that is worth asking."""
         end = record.gone.find(1)
         wanted = wanted if end < 0 else [position for position in wanted if position < end]
         keys = [record.keys[position] for position in wanted]
@@ -242,7 +248,7 @@ class Promoter:
     def _fetch(
         self, record: PromotionRecord, below: TierBelow, positions: list[int], others: Sequence[TierBelow]
     ) -> None:
-        """Give a tier a job. If `others` may have keys of it, too, half of the time is left to them."""
+        """Give a tier a job. If `others` may have its keys, too, half of the time is left to them."""
         keys = [record.keys[position] for position in positions]
         entries = [record.records[position].indices[0] for position in positions]
         deadline = record.deadline
@@ -256,7 +262,9 @@ class Promoter:
     # going on -----------------------------------------------------------------------------------------------------
 
     def _collect(self, record: PromotionRecord, fetch: Fetch, now: float) -> list[int]:
-        """Commit what has come; returns the positions of what has not, whose entries the tier does not touch."""
+        """Commit keys that came; returns the positions of keys that did not, whose entries the tier no longer
+        touches.
+        """
         job, below = fetch.job, fetch.below
         outcomes = [job.outcomes[at] for at in fetch.left]  # once: the tier sets more of them meanwhile
         below.answered(outcomes)
@@ -294,7 +302,7 @@ class Promoter:
         return sorted(missed)
 
     def _stop_waiting(self, record: PromotionRecord, fetch: Fetch, now: float, *, blame: bool) -> list[int]:
-        """Wait for a tier no longer: returns what it has not brought. Entries that it may write are kept.
+        """Wait for a tier no longer: returns the keys that it has not brought. Entries that it may write are kept.
 
         Args:
             blame: the deadline has passed, so a tier that has not answered is too slow.
@@ -323,7 +331,7 @@ class Promoter:
             record.gone[position] = 1
 
     def _stop(self, record: PromotionRecord, now: float, *, at_once: bool, blame: bool) -> None:
-        """Cancel what has not begun. `at_once`: and give up the rest.
+        """Cancel work that has not begun. `at_once`: and give up the rest.
 
         Args:
             blame: see `_stop_waiting`.

@@ -21,7 +21,7 @@ from kvoffload.internal.waiting import wait_until
 
 
 class Tiers(Protocol):
-    """What a promotion needs of the tiers of its cache: `TierManager` has it."""
+    """The tiers of a cache, as a promotion uses them; a `TierManager`."""
 
     when_done: WhenDone
     wake: Callable[[], None]
@@ -31,14 +31,11 @@ class Fetch:
     """A job of one tier that works for a promotion.
 
     Attributes:
-        below: the tier, with its breaker and speed.
-        job: the tier's.
-        positions: of the job's keys among those of the promotion.
-        others: tiers that are asked next for what this one does not bring.
-        deadline: when they are, by `time.monotonic`; None: when the tier has said so.
-        left: places in the job of keys whose outcome has not been taken note of.
-        begun: by `time.monotonic`.
-        measured: whether its time has been taken note of.
+        positions: where the job's keys are among the promotion's.
+        others: tiers asked next for keys that this one does not bring.
+        deadline: when they are asked, by `time.monotonic`; None: only once the tier has answered.
+        left: places in the job of keys whose outcome was not collected yet.
+        measured: whether its time was recorded.
     """
 
     __slots__ = ("begun", "below", "deadline", "job", "left", "measured", "others", "positions")
@@ -60,7 +57,7 @@ class Fetch:
 
 
 class TierIo:
-    """For the index: what may still write an entry, a key of a tier's job. A `Completion`."""
+    """One key of a tier's job, which may still write an entry; a `Completion` for the index."""
 
     __slots__ = ("_job", "_position", "lock")
 
@@ -76,32 +73,29 @@ class TierIo:
     done = finished
 
     def order_before(self, stream: Any) -> None:
-        """No stream waits for a tier: what a tier fills cannot be read before it has ended."""
+        """No stream waits for a tier: an entry that a tier fills cannot be read before that has ended."""
         raise AssertionError(f"stream {stream!r} would wait for a tier")
 
 
 class PromotionRecord:
-    """What the manager knows of a promotion; changed by its thread alone, but for `cancelled`, `released` and `loads`.
+    """The manager's record of a promotion. Only its thread changes it, except for `cancelled`, `released` and `loads`.
 
     Attributes:
-        keys: as given.
-        tenant: as given.
         deadline: by `time.monotonic`; None: none.
-        here: of each key, whether its entry is leased, so that it can be loaded.
-        gone: of each key, whether it will not come.
+        here: for each key, whether its entry is leased, so that it can be loaded.
+        gone: for each key, whether it will not come.
         ready: leading keys that can be loaded.
-        records: of the keys that are on their way, by position.
+        records: by position, for keys on their way.
         awaited: positions of keys that another promotion brings, or a transfer stores.
-        fetches: the tiers' jobs.
-        leases: hold the entries of keys that have come, or were there.
+        leases: hold the entries of keys that came, or were there.
         brought: how many of the leased entries tiers have filled.
-        refuse_nested: raises RuntimeError inside another call, in which nothing may be waited for.
-        tiers: names of the tiers that have brought keys, by position.
+        refuse_nested: raises RuntimeError inside another call, which must not wait.
+        tiers: by position, the name of the tier that brought the key.
         counted: whether it counts as a lookup of its keys once it has ended.
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
         released: whether nothing more is to be leased.
-        loads: chained to it, and not submitted yet; weak, so that one whose call was interrupted holds nothing.
+        loads: chained to it, and not submitted yet. Weak, so that a load whose call was interrupted holds nothing.
     """
 
     def __init__(
@@ -138,12 +132,11 @@ class PromotionRecord:
         self.end()
 
     def end(self) -> None:
-        """Nothing more comes."""
         self.ended = True
         self.release_leases()
 
     def release_leases(self) -> None:
-        """If it has been released, has ended, and no load needs them. For any thread; released when it returns."""
+        """Release the leases if it is released and has ended, and no load needs them. For any thread."""
         if self.released and self.ended and not self.loads:
             for lease in list(self.leases):
                 lease.release()
@@ -152,7 +145,6 @@ class PromotionRecord:
 
     @property
     def goes_on(self) -> bool:
-        """Whether keys may still come."""
         return bool(self.records or self.awaited)
 
     @property
@@ -166,16 +158,16 @@ class PromotionRecord:
 
     @property
     def broken(self) -> bool:
-        """Whether nothing that is still to come can lengthen `ready`."""
+        """Whether no key still to come can lengthen `ready`."""
         return self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
 class Promotion(Waitable[int]):
-    """Leading keys of a request that are brought from tiers into entries, as many as come in time.
+    """Leading keys of a request that tiers bring into entries, as many as come in time.
 
-    What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
-    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
-    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
+    You can load the keys that came while others are on their way. They are not evicted while you hold the promotion:
+    until `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take
+    keys out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
     awaitable: `await promotion` is `wait()` in an asyncio task.
 
     Attributes:
@@ -183,7 +175,7 @@ class Promotion(Waitable[int]):
     """
 
     def __init__(self, record: PromotionRecord, tiers: Tiers | None, load_after: Callable[..., ChainedLoad]) -> None:
-        """`tiers`: of the cache, None if it has none; `load_after`: what `load` calls, with the promotion in front."""
+        """`tiers`: of the cache, None if it has none; `load` calls `load_after` with the promotion in front."""
         self.keys = tuple(record.keys)
         self._record = record
         self._tiers = tiers
@@ -192,53 +184,53 @@ class Promotion(Waitable[int]):
 
     @property
     def ready(self) -> int:
-        """How many leading keys can be loaded now: it only grows, until `done`."""
+        """How many leading keys can be loaded now. It only grows, until `done`."""
         return self._record.ready
 
     @property
     def done(self) -> bool:
-        """Whether no more will come."""
+        """Whether no more keys will come."""
         return self._record.ended
 
     finished = done
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until no more will come, and return how many leading keys can be loaded.
+        """Wait until no more keys will come, and return how many leading keys can be loaded.
 
         Raises:
-            TimeoutError: `timeout` seconds have passed; it goes on.
+            TimeoutError: `timeout` seconds have passed; the promotion goes on.
         """
         self._record.refuse_nested("wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
         return self._record.ready
 
     def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
-        """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
+        """Load the keys as soon as the promotion has ended; if fewer keys come, fewer are loaded. Returns at once.
 
-        A thread of the cache submits it then, as `BlockCache.load` would; no stream waits for a tier.
+        A thread of the cache submits the load then, as `BlockCache.load` would; no stream waits for a tier.
 
         Args:
-            blocks: target ids for all keys, as for `BlockCache.load`; those of keys that do not come are not written.
-                Must be left alone until the load has ended.
-            after, parts: as for `BlockCache.load`; of a stream, its work up to the submission.
+            blocks: target ids for all keys, as for `BlockCache.load`. Leave these blocks alone until the load has
+                ended; the blocks of keys that do not come are not written.
+            after, parts: as for `BlockCache.load`. The load follows a stream's work up to its submission.
 
         Raises:
-            ClosedError: the promotion has been released.
+            ClosedError: the promotion was released.
             TypeError: it is of a `CacheIndex`, which copies nothing.
-            LayoutError, and what else `BlockCache.load` raises for bad arguments. Nothing has happened then.
+            LayoutError, and the errors of `BlockCache.load` for bad arguments. Nothing has happened then.
         """
         if self._record.released:
             raise ClosedError("the promotion has been released: load its keys by cache.load")
         return self._load_after(self, blocks, after, parts)
 
     def cancel(self) -> None:
-        """Bring no more: what the tiers have not begun is left, what has come stays. It is `done` soon."""
+        """Bring no more keys: work that the tiers have not begun is dropped, keys that came stay. It is `done` soon."""
         self._record.cancelled = True
         if self._tiers is not None:
             self._tiers.wake()
 
     def release(self) -> None:
-        """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
+        """Keys that came may be evicted from now on, and no more are brought. Idempotent."""
         self._record.released = True
         self._record.release_leases()
         if not self._record.ended:
@@ -256,12 +248,11 @@ class Promotion(Waitable[int]):
 
 
 class ChainedLoad(Waitable[tuple[bytes, ...]]):
-    """A load that follows a promotion, whose keys it holds until it has been submitted. Usable from any thread, and
-    awaitable.
+    """A load that follows a promotion, and holds its keys until it is submitted. Usable from any thread, and awaitable.
 
     Attributes:
-        job: the load, once it has been submitted; None before, and if no key has come.
-        submitted: whether it has been, or will not be.
+        job: the load, once submitted; None before, and if no key came.
+        submitted: whether the promotion has ended, and the load was submitted, was empty, or failed to be submitted.
         error: why it could not be submitted, or None.
     """
 
@@ -289,8 +280,9 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         """Wait until the promotion and the load have ended; returns the leading keys that were loaded.
 
         Raises:
-            TransferError: the load failed; and what else `BlockCache.load` raises.
+            TransferError: the load failed.
             TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
+            The errors of `BlockCache.load`, if it could not be submitted.
         """
         if self._promotion is not None:
             self._promotion.refuse_nested("wait")
@@ -309,7 +301,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         return self._promotion is None or self._promotion.ended
 
     def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """Load what has come by `load(keys, blocks, after=, parts=)`; None: there is no cache any more."""
+        """Load the keys that came by `load(keys, blocks, after=, parts=)`; None: the cache is gone."""
         record, (per_group, after, parts) = self._promotion, self._load
         if record is None:
             return

@@ -1,18 +1,16 @@
-"""How many reads a block brings to a disk once it is written, learned from what is asked for again.
+"""How many reads a written block brings a disk, learned from the blocks that are asked for again.
 
-Age is counted in blocks that were stored in the host, because as many blocks enter a disk to which all are written: a
-block that is not read for as many blocks as the disk holds has left such a disk, and later if fewer are written. That
-age is the *horizon*. Blocks are of *kinds* (see `kind_of`). For each kind
-and range of ages the model counts the blocks that were asked for again at that age when the host did not hold them any
-more, and the exposure: blocks times the ages that they have passed through. Uses by exposure is the rate at that age (a
-period life table; Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958, where what still
-waits counts as far as it has waited), the rates up to the horizon give the chance of another use, and the chances of
-the first, the second and all later uses the reads that a written block brings. Old counts fade.
+Age is counted in blocks stored in the host. If all were written, as many blocks would enter the disk, and a block would
+leave it unread at an age of the disk's capacity; if fewer are written, later. That age is the *horizon*. For each
+*kind* of blocks (see `kind_of`) and range of ages, the model counts the blocks asked for again at that age when no
+longer in the host, and the exposure: blocks times the ages that they passed through. Uses by exposure is the rate at
+that age (a period life table; Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958: waiting
+blocks count as far as they have waited). The rates up to the horizon give the chance of another use; the chances of the
+first, the second and all later uses give the reads that a written block brings. Old counts fade.
 
-Which blocks are worth their write follows from these as in Eisenman et al., "Flashield: a Hybrid Key-value Cache that
-Controls Flash Write Amplification" (NSDI 2019): the reads to be expected, by what is known of a block while it is in
-memory, against a threshold. Here the expectation is that of a prefix cache, and a write is compared with one at the
-next use of the block, which would be computed once more.
+A block is worth its write if it is expected to bring enough reads, as in Eisenman et al., "Flashield: a Hybrid
+Key-value Cache that Controls Flash Write Amplification" (NSDI 2019). Here the expectation is that of a prefix cache,
+and a write is compared with one at the next use of the block, which would be computed once more.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ LEAST_OF_KNOWN = 0.1  # reads that the write of a block asked for before has to 
 
 
 def kind_of(uses: int, is_end: bool, parent_uses: int, depth: int) -> int:
-    """The kind of a block: its uses, the end of its request or not, and where a first use lies.
+    """The kind of a block: its uses, whether it ends its request, and, for a first use, where it lies.
 
     Args:
         uses: 1 to `MOST_USES`; more count as `MOST_USES`.
@@ -70,7 +68,7 @@ def _group_of(kind: int) -> int:
 
 
 class ReadbackModel:
-    """Learns from observations; says what it is worth to write a block. Until it has learned, all are worth it.
+    """Learns from observations; estimates the gain of writing a block. Until it has learned, all are worth it.
 
     Args:
         capacity: keys that the disk holds, the horizon at first.
@@ -78,8 +76,8 @@ class ReadbackModel:
         least_hits: reads that a write has to bring.
 
     Attributes:
-        chances: by kind: how likely another use is within the horizon, when the host does not hold the block any more.
-        gains: by kind: expected reads above what a write has to bring, above 0 where a block is worth its write now
+        chances: by kind: the chance of another use within the horizon, when the host no longer holds the block.
+        gains: by kind: expected reads above those that a write has to bring; above 0 if a block is worth its write now
             rather than at its next use.
     """
 
@@ -112,7 +110,10 @@ class ReadbackModel:
             begin, place = stop, place + 1
 
     def learn(self, horizon: float) -> None:
-        """Estimate chances and gains from what was observed, and weigh it less from now on.
+        """Estimate chances and gains from the observations; these weigh less from now on.
+
+        Gains are computed backwards from the most uses: the reads that a write brings now, less the reads that it
+        brings if it waits. A block that waits is written at its next use, if it has one and is worth it then.
 
         Args:
             horizon: the age that a block reaches on the disk without being read.
@@ -126,24 +127,6 @@ class ReadbackModel:
             group = groups[_group_of(kind)]
             rates = group if 0 < kind < _GROUPS else self._rates([kind], group, _OWN_WEIGHT)
             self.chances[kind] = 1 - exp(-sum(map(mul, rates, widths)))
-        self._compute_gains()
-        for table in (self._uses, self._exposures):
-            table[:] = [[_FADING * count for count in row] for row in table]
-
-    def _rates(self, kinds: list[int], base: list[float], weight: float) -> list[float]:
-        """Uses for each block of age in each range, of these kinds and `weight` blocks with the rates `base`."""
-        rates = []
-        for place, width in enumerate(self._widths):
-            uses = sum(self._uses[kind][place] for kind in kinds)
-            exposure = sum(self._exposures[kind][place] for kind in kinds)
-            rates.append((uses + weight * base[place] * width) / (exposure + weight * width))
-        return rates
-
-    def _compute_gains(self) -> None:
-        """Backwards from the most uses: the reads that a write brings now, less those that it brings if it waits.
-
-        A block that waits is written at its next use, if it has one and is worth it then.
-        """
         next_reads = next_value = 0.0
         for uses in range(MOST_USES, 0, -1):
             least, middle = self._least[uses - 1], kind_of(uses, False, 0, 1)
@@ -152,10 +135,21 @@ class ReadbackModel:
                 reads = chance / (1 - chance) if uses == MOST_USES else chance * (1 + next_reads)
                 self.gains[kind] = reads - least - chance * next_value
             next_reads, next_value = reads, max(reads - least, chance * next_value)
+        for table in (self._uses, self._exposures):
+            table[:] = [[_FADING * count for count in row] for row in table]
+
+    def _rates(self, kinds: list[int], base: list[float], weight: float) -> list[float]:
+        """For each range, uses for each block of age, of these kinds and `weight` blocks with the rates `base`."""
+        rates = []
+        for place, width in enumerate(self._widths):
+            uses = sum(self._uses[kind][place] for kind in kinds)
+            exposure = sum(self._exposures[kind][place] for kind in kinds)
+            rates.append((uses + weight * base[place] * width) / (exposure + weight * width))
+        return rates
 
 
 def _edges(capacity: int, longest: int) -> list[int]:
-    """Where ranges of ages begin, and where the last one ends; `capacity` is among them."""
+    """Where ranges of ages begin, and where the last one ends; `capacity` is among these."""
     below = {round(capacity * 2 ** (-step / _RANGES_PER_DOUBLING)) for step in range(_RANGES)}
     doublings = max(0.0, log2(max(longest, 1) / capacity))
     above = {

@@ -1,4 +1,4 @@
-"""Tier: what stores records below the pool of pinned slots, such as a disk. Knows neither engines nor GPUs.
+"""Tier: a store of records below the pool of pinned slots, such as a disk. Knows neither engines nor GPUs.
 
 A record is the bytes of one key: row `entry` of each of the pool's arrays, all or nothing. A cache gives a tier its
 pool by `attach`, and then calls the five operations, which return at once with a `TierJob`:
@@ -6,7 +6,7 @@ pool by `attach`, and then calls the five operations, which return at once with 
     put      copy entries to the tier            remove, clear    forget records; durable when the job has ended
     get      copy records to entries, verified   exists           ask; a hint, since a later `get` may find nothing
 
-No exception leaves an operation for what happens to the medium: a record that cannot be read is MISSING or FAILED.
+No operation raises for trouble with the medium: a record that cannot be read is MISSING or FAILED.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ LONGEST_KEY = 64  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCapabilities:
-    """What a tier is, for those above it.
+    """The kind of a tier. The cache above chooses by it how to ask the tier, and `check_tier` what to test.
 
     Attributes:
-        durable: whether records outlive the process.
-        shared: whether others may put records into it, and remove them.
-        local_index: whether `contains` answers at once; else only `exists` knows, and takes a while.
-        max_bytes: bytes that it takes at most; None: not its own to say.
+        durable: records outlive the process.
+        shared: other processes or machines may put and remove records, too.
+        local_index: `contains` answers from memory. Without one it says False, and only `exists` knows.
+        max_bytes: the tier never takes more than so many bytes. None: somebody else sets the limit, such as the store.
     """
 
     durable: bool
@@ -49,17 +49,19 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """What a tier has done since it was attached, and what it is doing.
+    """Counts since `attach`, and how much waits or runs now.
 
     Attributes:
-        records: that it holds; None if it does not know.
-        written, read: keys that were put and fetched with the outcome DONE; a record that was there counts as put.
-        bytes_written, bytes_read: of these records.
-        missing, corrupt: records that were asked for and not there; or there with other bytes than were put.
-        declined, failed, expired, cancelled: keys with that outcome.
-        queued_reads, queued_writes: keys that wait.
-        in_calls: keys whose I/O has begun and has not ended.
-        longest_call: how long the oldest of these has been going on, in seconds.
+        records: how many the tier holds now; None if it does not know.
+        written, read: keys that were put or fetched with the outcome DONE. A put of a record that the tier had already
+            counts as written.
+        bytes_written, bytes_read: the bytes of these records.
+        missing: keys of `get` with the outcome MISSING, corrupt records included.
+        corrupt: records whose bytes differ from the ones that were put.
+        declined, failed, expired, cancelled: keys of any job with that outcome.
+        queued_writes, queued_reads: keys that wait for a thread: of puts, and of all other jobs.
+        in_calls: keys that a thread is working on.
+        longest_call: seconds since the oldest of these calls began; 0 if there is none.
     """
 
     records: int | None = None
@@ -83,10 +85,10 @@ Notify = Callable[[], None]
 
 
 class Tier(ABC):
-    """A store of records below a cache's pool. Its methods are called from several threads.
+    """A store of records below a cache's pool. Any thread may call any method, several at a time.
 
     Most tiers are easier to write as a `kvoffload.tiers.ThreadedTier`, whose methods may block.
-    `kvoffload.testing.check_tier` says whether a tier keeps what is promised here.
+    `kvoffload.testing.check_tier` tests a tier against these docstrings.
 
     Attributes:
         name: short, for metrics and messages.
@@ -98,18 +100,21 @@ class Tier(ABC):
 
     @abstractmethod
     def attach(self, pools: Sequence[UInt8Array], layout: bytes | None) -> None:
-        """Take a pool; called once, before all operations, by the cache above.
+        """Take the pool that records come from and go to. The cache calls this once, before all operations.
+
+        If it raises LayoutError or CapacityError, the tier has no pool yet, and you may call it again.
 
         Args:
-            pools: one array for each device, uint8, (entries, bytes): C-contiguous, rows multiples of 4096 bytes at
-                multiples of 4096. They stay as they are until `close` has returned and every job has ended.
-            layout: 16 bytes that say what the bytes mean (`KVLayout.fingerprint`); None if the layout has none, which a
-                durable or shared tier refuses.
+            pools: one array for each device, all with as many rows: uint8, (entries, bytes), C-contiguous, writable.
+                Rows are a multiple of 4096 bytes, and so is the address of the array. The caller keeps them allocated
+                until every job has its outcomes and `close` has returned True.
+            layout: 16 bytes that stand for the meaning of the bytes (`KVLayout.fingerprint`). None: the layout has no
+                fingerprint; a durable or shared tier refuses that.
 
         Raises:
-            LayoutError: the pool or the layout does not suit it, or what it holds has another layout.
-            CapacityError: it has no room for one record.
-            ClosedError: it is closed, or has a pool.
+            LayoutError: the pool or the layout does not suit the tier, or its records have another layout.
+            CapacityError: there is no room for one record.
+            ClosedError: the tier is closed, or has a pool already.
         """
 
     @abstractmethod
@@ -122,20 +127,22 @@ class Tier(ABC):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        """Copy records from entries. A key that it has is DONE without being copied again. Returns at once.
+        """Copy one entry of the pool into a record for each key, later. Returns at once.
+
+        If the tier already has a key, the outcome is DONE and its record stays as it is.
 
         Args:
-            keys: of at most 64 bytes, no repeats, in the order of a request: each needs those before it.
-            entries: of each key, no repeats; must not be written until the key has its outcome.
-            tenant: whose records they are.
-            deadline: see `TierJob`.
-            notify: called without arguments after one or several keys have got their outcomes, and must not block. By
-                any thread without a lock of the tier's: one of the tier's, one that cancels or closes, and that of
-                this call, before it returns. What it raises is logged.
+            keys: 1 to 64 bytes each, no repeats, in the order of a request: a record is of use only with all before it.
+            entries: for each key the row of the pool, no repeats. Do not write a row until its key has an outcome.
+            tenant: whose records they are, for tiers with quotas.
+            deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED. None: no limit.
+            notify: called without arguments each time when keys have got outcomes. It must not block. Any thread may
+                call it, none with a lock of the tier's: a thread of the tier, one that cancels or closes, and the
+                caller's own before `put` returns. If it raises, the tier logs that.
 
         Raises:
-            LayoutError: an argument is not as described; nothing has happened. So for the other operations.
-            ClosedError: the tier is closed, or has no pool yet. So for the other operations and `drain`.
+            LayoutError: an argument is not as described. Nothing has happened. The other operations do the same.
+            ClosedError: the tier is closed, or has no pool yet. The other operations and `drain` do the same.
         """
 
     @abstractmethod
@@ -147,60 +154,63 @@ class Tier(ABC):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        """Copy records to entries, in the order of the keys as far as possible. Returns at once.
+        """Copy the record of each key into one entry of the pool, later. Returns at once; arguments as for `put`.
 
-        The entries must be neither read nor written until the key has its outcome. Unless that is DONE, the entry
-        holds any bytes.
+        Do not read or write a row until its key has an outcome. DONE: the row holds the bytes that were put, verified.
+        Any other outcome: the row may hold anything. Earlier keys come first as far as possible.
         """
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes], *, deadline: float | None = None, notify: Notify | None = None) -> TierJob:
-        """Ask which keys have records: DONE or MISSING. A hint: a record may go, or turn out to be unreadable."""
+        """Ask which keys have records: DONE or MISSING. A hint: a later `get` may still find no record, or a bad one.
+
+        An error of the medium is FAILED; arguments as for `put`.
+        """
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
-        """Forget records. DONE: it is gone, and stays gone whatever crashes afterwards; MISSING: there was none.
+        """Remove records. DONE: the record is gone, and stays gone after any crash. MISSING: there was none.
 
-        Puts of these keys that wait are CANCELLED, and those that have begun end first: what was put before the call
-        is gone after it.
+        Everything that was put before this call is gone when the job ends: waiting puts of these keys are CANCELLED,
+        and the removal waits for puts that have begun.
         """
 
     @abstractmethod
     def clear(self, *, notify: Notify | None = None) -> TierJob:
-        """Forget all records; a job of one key, b"", whose outcome is as for `remove`."""
+        """Remove all records, as `remove` does. The job has one key, b"", which is DONE when all are gone."""
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key has a record, as far as known at once: never blocks, raises nothing.
+        """Say from memory whether each key has a record. Never blocks and never raises.
 
-        All False without a local index, without a pool and after `close`.
+        All False without a local index, before `attach` and after `close`.
         """
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
-        """Counts now and since it was attached; never blocks."""
+        """Return the counts, also before `attach` and after `close`. Never blocks."""
 
     @abstractmethod
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until all that was put so far is written, and durable if it can be; False after `timeout` seconds."""
+        """Wait until every put so far has its outcomes and, in a durable tier, its records survive a crash.
+
+        Returns False if that takes longer than `timeout` seconds (None: no limit), or if they cannot be made durable.
+        """
 
     @abstractmethod
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel what has not begun, wait for the rest at most `timeout` seconds, and release what is open.
+        """Cancel keys that wait, let calls that have begun end, and release files and connections.
 
-        May be called again, and has to be if it has returned False.
+        You may call it again, and must if it returned False.
 
         Returns:
-            Whether everything has ended. Else a call hangs, and its entries must stay allocated.
+            True if everything has ended within `timeout` seconds. False: a call of the medium still runs and may touch
+            its entries, so keep the pool allocated.
         """
 
 
 def check_pools(pools: Sequence[UInt8Array]) -> int:
-    """The bytes of a record, over all pools.
-
-    Raises:
-        LayoutError: they are not what `Tier.attach` needs; the message says how.
-    """
+    """The bytes of a record, over all pools; LayoutError unless the pools are as `Tier.attach` needs them."""
     if isinstance(pools, np.ndarray) or len(pools) == 0:
         raise LayoutError(f"pools must be a list of at least one array, got {type(pools).__name__} of {len(pools)}")
     for number, pool in enumerate(pools):
@@ -221,7 +231,7 @@ def check_pools(pools: Sequence[UInt8Array]) -> int:
 
 
 def check_layout(layout: bytes | None, capabilities: TierCapabilities) -> None:
-    """Raise LayoutError if it is not 16 bytes, or None where records outlive the process or are shared."""
+    """Raise LayoutError unless it is 16 bytes; None will do if records neither outlive the process nor are shared."""
     if layout is None and (capabilities.durable or capabilities.shared):
         raise LayoutError(
             "layout must not be None: the tier outlives this process or is shared, and the KVLayout does not say what "
@@ -232,11 +242,7 @@ def check_layout(layout: bytes | None, capabilities: TierCapabilities) -> None:
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The keys as a tuple.
-
-    Raises:
-        LayoutError: one is not bytes, longer than 64 bytes, empty, or given twice.
-    """
+    """The keys as a tuple; LayoutError if one is not bytes, empty, longer than 64 bytes, or given twice."""
     checked = tuple(keys)
     for position, key in enumerate(checked):
         if not isinstance(key, bytes) or not 0 < len(key) <= LONGEST_KEY:
@@ -247,11 +253,7 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_entries(entries: Sequence[int], keys: Sequence[bytes], pools: Sequence[UInt8Array]) -> tuple[int, ...]:
-    """The entries as a tuple: one for each key, all of them in the pool, none twice.
-
-    Raises:
-        LayoutError: they are not.
-    """
+    """The entries as a tuple; LayoutError unless there is one for each key, each is in the pool, and none is twice."""
     try:
         checked = tuple(map(operator.index, entries))
     except TypeError:
@@ -267,7 +269,7 @@ def check_entries(entries: Sequence[int], keys: Sequence[bytes], pools: Sequence
 
 
 def check_call(deadline: float | None, notify: Notify | None) -> None:
-    """Raise LayoutError unless they are what `Tier.put` takes."""
+    """Raise LayoutError for a deadline or `notify` that `Tier.put` does not take."""
     if deadline is not None and (not isinstance(deadline, numbers.Real) or math.isnan(deadline)):
         raise LayoutError(f"deadline must be a number of seconds by time.monotonic, or None, got {shown(deadline)}")
     if notify is not None and not callable(notify):

@@ -1,7 +1,7 @@
-"""The Writer: copies entries of the index to tiers. Used by the manager's thread alone.
+"""The Writer: copies entries of the index to tiers. Used only by the manager's thread.
 
-While tiers read an entry it is leased, so that no other key gets it. How many may be leased is bounded: what is worth
-writing beyond that is dropped and counted, and no eviction waits for a tier.
+While tiers read an entry it is leased, so that no other key gets it. The number of leased entries is bounded: further
+keys worth writing are dropped and counted, and no eviction waits for a tier.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOGETHER = 32  # keys of one lease, whose entries are free when all of them are
 
 
 class _Put:
-    """Some keys on their way to all tiers that lack them."""
+    """Keys on their way to all tiers that lack them."""
 
     __slots__ = ("jobs", "lease")
 
@@ -35,11 +35,10 @@ class _Put:
 
 
 class Writer:
-    """What is being written, and what waits for it.
+    """Keys being written, and keys that wait.
 
     Args:
-        records: of the index whose entries are read.
-        tiers: that get every key.
+        tiers: get every key.
         most: entries that may be leased for it at a time.
         notify: makes the manager's thread call `advance` soon.
         choice: learns which keys a tier has taken, and which none has.
@@ -71,12 +70,12 @@ class Writer:
         self._not_taken(keys[room:])
 
     def forget(self, concerned: Callable[[Sequence[bytes]], Collection[bytes]]) -> None:
-        """Do not write the keys that `concerned` returns of those that wait."""
+        """Do not write the waiting keys that `concerned` returns."""
         gone = concerned([key for key, _ in self._waiting])
         self._waiting = deque(each for each in self._waiting if each[0] not in gone)
 
     def advance(self) -> None:
-        """Take note of outcomes, and give tiers what waits, as far as there is room."""
+        """Collect outcomes, and give tiers waiting keys, as far as there is room."""
         left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
         for put in self.going_on if left_alone else ():  # what such a tier has not begun only keeps entries from others
             for below, job in put.jobs:
@@ -94,10 +93,15 @@ class Writer:
 
     def _put(self, keys: list[bytes], tenant: str) -> None:
         there = [key for key, status in zip(keys, self._records.status(keys), strict=True) if status is Status.HIT]
-        lacking = {below: self._lacking(below, there) for below in self._tiers}
-        wanted = [key for key in there if any(key in mine for mine in lacking.values())]
+        fitting = [key for key in there if fits(key)]
+        lacking: dict[TierBelow, set[bytes]] = {}
         for below in self._tiers:
-            below.dropped += len(keys) - len(there)
+            given = fitting if fitting and below.usable else []
+            below.dropped += len(keys) - len(given)
+            lacking[below] = (
+                {key for key, has in zip(given, below.has(given), strict=True) if not has} if given else set()
+            )
+        wanted = [key for key in there if any(key in mine for mine in lacking.values())]
         self._not_taken([key for key in keys if key not in wanted])
         if not wanted:
             return
@@ -114,15 +118,6 @@ class Writer:
                 put.jobs.append((below, below.put(chosen, [entries[key] for key in chosen], tenant, self._notify)))
         if put.done:
             self._end(put)
-
-    def _lacking(self, below: TierBelow, keys: list[bytes]) -> set[bytes]:
-        """The keys that a tier is to be given."""
-        fitting = [key for key in keys if fits(key)]
-        usable = bool(fitting) and below.usable
-        below.dropped += len(keys) - (len(fitting) if usable else 0)
-        if not usable:
-            return set()
-        return {key for key, has in zip(fitting, below.has(fitting), strict=True) if not has}
 
     def _end(self, put: _Put) -> None:
         self.going_on.remove(put)
@@ -144,14 +139,14 @@ class Writer:
 
 
 class WriteChoice:
-    """Follows what happens in the pool of slots, and says what to write. Used by one thread at a time.
+    """Follows the keys in the pool of slots, and chooses which to write. Used by one thread at a time.
 
-    `stored`, `ended` and `about_to_go` return keys to write, of the keys given; one that cannot be written any more, or
-    need not be, is left out by the caller. This one writes nothing: write="none".
+    `stored`, `ended` and `about_to_go` return keys to write, among the keys given; the caller leaves out keys that
+    cannot be written any more, or need not be. This class writes nothing: write="none".
 
     Attributes:
-        looks_ahead: whether `about_to_go` is to be asked.
-        learns: whether `written` is to be told what tiers have already, and `left_disk` what they have not.
+        looks_ahead: whether to call `about_to_go`.
+        learns: whether to tell `written` and `left_disk` which keys tiers have, and lack, already.
     """
 
     looks_ahead = learns = False
@@ -165,7 +160,7 @@ class WriteChoice:
         return []
 
     def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
-        """These are among the next to be evicted from the slots."""
+        """These are among the next keys to be evicted from the slots."""
         return ()
 
     def promoted(self, keys: Sequence[bytes]) -> None:
@@ -178,18 +173,18 @@ class WriteChoice:
         """No tier has these keys, in slots or not: it has evicted them, or never had them."""
 
     def left_host(self, keys: Iterable[bytes]) -> None:
-        """These keys are in slots no longer."""
+        """These keys are no longer in slots."""
 
     def dropped(self, keys: Iterable[bytes]) -> None:
         """These keys were to be written, and no tier has taken them, or has them."""
 
     def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
-        """Exactly these keys are in slots: it has not been told of all that happened. Returns keys to write."""
+        """Exactly these keys are in slots; events were lost. Returns keys to write."""
         return ()
 
 
 class WriteThrough(WriteChoice):
-    """Everything, as soon as it is in slots: write="through"."""
+    """Every key, as soon as it is in slots: write="through"."""
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         return keys
@@ -198,7 +193,7 @@ class WriteThrough(WriteChoice):
 
 
 class WriteBack(WriteChoice):
-    """Everything, shortly before it is evicted: write="back"."""
+    """Every key, shortly before it is evicted: write="back"."""
 
     looks_ahead = True
 

@@ -1,0 +1,106 @@
+"""Break a disk tier in every known manner, many times, and compare every byte that it returns.
+
+    python tests/chaos/support/exhaust_disk.py                        everything: ten minutes on one core
+    python tests/chaos/support/exhaust_disk.py --only crashes --states 1000000 --seed 7
+
+    crashes     states of the files after a crash: unsynced writes lost, torn, reordered
+    kills       processes killed while they write
+    damage      bytes flipped, files cut off, slots swapped, older sectors brought back
+    faults      random operations while system calls fail, hang and end late
+    soak        a tier opened and closed again and again: memory, descriptors, threads
+
+It prints counts of each, and what was wrong. Exit status 1 if anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import chaos_crashes
+import chaos_damage
+import chaos_machine
+import chaos_soak
+from exhausting import report, too_many
+
+HERE = Path(__file__).resolve().parent
+KINDS = ("crashes", "kills", "damage", "faults", "soak")
+PER_MACHINE = 20_000  # operations
+MOST_GROWTH = 8 << 20  # bytes of resident memory, in a soak
+
+Result = tuple[Counter[str], list[str]]
+
+
+def program(name: str, *arguments: int) -> dict[str, Any]:
+    """What a program of this folder prints, in a process of its own."""
+    paths = [str(HERE.parents[2]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(HERE / name), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
+    )
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return printed
+
+
+def kills(count: int, seed: int) -> Result:
+    """In a process of its own, which has no other threads when it forks."""
+    report = program("chaos_kills.py", count, seed)
+    return Counter(report["counts"]), report["wrong"]
+
+
+def faults(operations: int, seed: int) -> Result:
+    """Several machines, one after the other."""
+    counts, wrong = Counter[str](), list[str]()
+    while counts["operations"] < operations and not wrong:
+        try:
+            counts.update(chaos_machine.run(min(PER_MACHINE, operations - counts["operations"]), seed))
+        except AssertionError as error:
+            wrong.append(f"machine of seed {seed}: {error}")
+        seed += 1
+    return counts, wrong + too_many(counts, {"descriptors": 0, "threads": 0}, "left")
+
+
+def soak(seconds: float, seed: int) -> Result:
+    counts = chaos_soak.run(seed, seconds=seconds)
+    limits = {"descriptors": 0, "threads": 0, "tasks": 0, "resident": MOST_GROWTH}
+    return counts, too_many(counts, limits, "more")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=KINDS, help="may be repeated; all by default")
+    parser.add_argument("--states", type=int, default=100_000, help="after crashes")
+    parser.add_argument("--kills", type=int, default=500, help="of processes")
+    parser.add_argument("--stride", type=int, default=1, help="of flipped bytes of payloads")
+    parser.add_argument("--operations", type=int, default=100_000, help="with failing calls")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the soak")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    tests = {
+        "crashes": lambda: chaos_crashes.run(options.states, options.seed),
+        "kills": lambda: kills(options.kills, options.seed),
+        "damage": lambda: chaos_damage.run(options.stride, options.seed),
+        "faults": lambda: faults(options.operations, options.seed),
+        "soak": lambda: soak(options.seconds, options.seed),
+    }
+    failed = False
+    for name in options.only or KINDS:
+        counts, wrong = tests[name]()
+        failed |= report(name, counts, wrong)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)  # of this process alone: tests call `main`, too
+    sys.exit(main())

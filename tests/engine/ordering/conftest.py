@@ -1,0 +1,106 @@
+"""Rigs for the tests of order: simulated devices by seed, each at a capability level of its own, and the GPU.
+
+KVOFFLOAD_ORDERING_SEEDS says how many seeds to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import (
+    COPIERS,
+    LEVELS,
+    ORDERING_SEEDS,
+    Rig,
+    change_streams,
+    no_leaks,
+    rig,
+    simulated,
+    warm_up,
+    whole,
+)
+
+import kvoffload
+from kvoffload.tuning import CopierName
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(params=ORDERING_SEEDS, ids=lambda seed: f"seed{seed}")
+def seed(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def _levelled(seed: int) -> Iterator[kvoffload.Device]:
+    with simulated(seed, list(LEVELS)[seed % len(LEVELS)]) as opened:
+        yield opened
+    no_leaks(opened.simulator)
+
+
+@pytest.fixture
+def device(seed: int) -> Iterator[kvoffload.Device]:
+    """A simulated device whose capability level changes with the seed; nothing may be left of it."""
+    yield from _levelled(seed)
+
+
+@pytest.fixture
+def rig_options() -> dict[str, Any]:
+    """Of `bench`; files have others."""
+    return {}
+
+
+def _settled(device: kvoffload.Device, **options: Any) -> Iterator[Rig]:
+    with rig(device, **options) as made:
+        if not device.simulated:
+            warm_up(made)
+        yield made
+        for gate in made.gates:  # one that a failed test left closed
+            gate.open()
+        made.engine.drain(30)
+        whole(made.engine)
+
+
+@pytest.fixture
+def bench(device: kvoffload.Device, rig_options: dict[str, Any]) -> Iterator[Rig]:
+    """A rig whose gates are open and whose pools are whole at the end."""
+    yield from _settled(device, **rig_options)
+
+
+Carried = tuple[Rig, CopierName | None]
+
+
+def _carried(seed: int | None, copier: CopierName | None, request: pytest.FixtureRequest) -> Iterator[Carried]:
+    if seed is None:
+        sizes = {"planes": 16, "block_bytes": 64 << 10, "num_blocks": 32, "num_slots": 32, "sm_limit": 2}
+        for made in _settled(request.getfixturevalue("gpu_device"), **sizes):
+            yield made, copier
+    else:
+        for device in _levelled(seed):
+            for made in _settled(device):
+                yield made, copier
+
+
+@pytest.fixture(params=[*ORDERING_SEEDS, pytest.param(None, marks=ON_GPU, id="gpu")], ids=lambda seed: f"seed{seed}")
+def each_bench(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """`bench`, and one on the GPU with blocks of 1 MiB: long enough to be overtaken."""
+    for made, _ in _carried(request.param, None, request):
+        yield made
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param((seed, None), id=f"seed{seed}") for seed in ORDERING_SEEDS),
+        *(pytest.param((None, copier), marks=ON_GPU, id=f"gpu-{copier}") for copier in COPIERS),
+    ]
+)
+def carried(request: pytest.FixtureRequest) -> Iterator[Carried]:
+    """`bench`, for what the engine chooses; and a rig on the GPU, for each copier."""
+    yield from _carried(*request.param, request)
+
+
+@pytest.fixture
+def changing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers and their segments change streams."""
+    change_streams(monkeypatch)

@@ -1,0 +1,337 @@
+"""Random programs of several threads against a BlockCache over failing tiers; every loaded byte is compared.
+
+    python tests/tiering/tier_fuzz.py --operations 100000 --seed 7
+
+Each thread has keys and blocks of its own, and shares slots and tiers with the others. A removal that succeeds gives
+its keys another content from then on, so bytes that come back after it are seen as wrong. The seed determines what the
+threads do, not how they interleave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from tiering import SECONDS, Bench, key, tiered, until
+
+from kvoffload import NO_WAIT, MissingKeyError, TierError
+from kvoffload.cache.tiering import below as breaker
+from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
+from kvoffload.testing import FaultyTier, TierFaults
+from kvoffload.tiers import DiskTier, Limits, MemoryTier, Tier
+
+FAULTS = TierFaults(fail=0.04, error=0.03, delay=0.05, hang=0.1, decline=0.02, drop=0.02, tear=0.02)
+KEYS = 16  # of each thread
+_CONTENTS = 4096  # of one key
+_STEPS = 6  # keys of one call, at most
+
+
+@dataclass
+class Held:
+    """A promotion, and what was known when it was asked for."""
+
+    promotion: Promotion
+    numbers: list[int]
+    removals: int
+    chained: ChainedLoad | None = None
+    versions: list[int] = field(default_factory=list)
+
+
+class Worker:
+    """One thread: keys `first` to `first + KEYS - 1`; blocks from `block` on, for stores, loads and chained loads."""
+
+    def __init__(self, world: World, number: int, seed: int) -> None:
+        self.world, self.bench = world, world.bench
+        self.cache = world.bench.cache
+        self.random = random.Random(f"{seed} {number}")
+        self.first = number * KEYS
+        base = number * 4 * _STEPS
+        self.store_blocks = range(base, base + _STEPS)
+        self.load_blocks = range(base + _STEPS, base + 2 * _STEPS)
+        self.chain_blocks = range(base + 2 * _STEPS, base + 3 * _STEPS)
+        self.version = dict.fromkeys(range(self.first, self.first + KEYS), 0)
+        self.held: list[Held] = []
+        self.storing: Any = None
+        self.removals = 0
+        self.done = Counter[str]()
+
+    def run(self, operations: int) -> None:
+        calls: dict[Callable[[], None], float] = {
+            self.store: 30,
+            self.load: 25,
+            self.promote: 20,
+            self.use_promotion: 15,
+            self.forget_promotion: 10,
+            self.touch: 8,
+            self.remove: 2,
+            self.look: 4,
+            self.drain: 0.5,
+            self.clear: 0.1,
+        }
+        chosen = self.random.choices(list(calls), list(calls.values()), k=operations)
+        for call in chosen:
+            if self.world.errors:
+                return
+            call()
+            self.done[call.__name__] += 1
+        for _ in range(len(self.held)):
+            self.forget_promotion()
+        self.finish_store()
+
+    def some(self) -> list[int]:
+        start = self.random.randrange(KEYS)
+        return [self.first + (start + at) % KEYS for at in range(self.random.randint(1, _STEPS))]
+
+    def content(self, number: int, version: int | None = None) -> int:
+        return number * _CONTENTS + (self.version[number] if version is None else version) % _CONTENTS
+
+    def finish_store(self) -> None:
+        if self.storing is not None:
+            self.storing.wait(SECONDS)
+            self.storing = None
+
+    def store(self) -> None:
+        self.finish_store()
+        numbers = self.some()
+        blocks = list(self.store_blocks)[: len(numbers)]
+        for block, number in zip(blocks, numbers, strict=True):
+            self.bench.write(block, self.content(number))
+        self.storing = self.cache.store([key(number) for number in numbers], self.bench.blocks(blocks), after=NO_WAIT)
+        if self.random.random() < 0.5:
+            self.finish_store()
+
+    def load(self) -> None:
+        numbers = self.some()
+        found = self.cache.lookup([key(number) for number in numbers])
+        self.load_these(numbers[:found], may_be_gone=True)
+
+    def load_these(self, numbers: list[int], *, may_be_gone: bool) -> None:
+        blocks = list(self.load_blocks)[: len(numbers)]
+        clears = self.world.clears
+        for block in blocks:
+            self.bench.write(block, 1)
+        try:
+            job = self.cache.load([key(number) for number in numbers], self.bench.blocks(blocks), after=NO_WAIT)
+        except MissingKeyError:
+            cleared = self.world.clearing or self.world.clears != clears
+            assert may_be_gone or cleared, f"keys {numbers} of a promotion that is held are gone"
+            return
+        job.wait(SECONDS)
+        for block, number in zip(blocks, numbers, strict=True):
+            assert self.bench.holds(block, self.content(number)), f"wrong bytes: key {number}, {self.version[number]}"
+            self.world.compared += 1
+
+    def promote(self) -> None:
+        if len(self.held) >= 3:
+            self.forget_promotion()
+        numbers = self.some()
+        names = [key(number) for number in numbers]
+        removals = -1 if self.world.clearing else self.removals + self.world.clears
+        promotion = self.cache.promote(names, deadline=self.random.choice([1e-4, 2e-3, 5e-3, 5.0, None]))
+        held = Held(promotion, numbers, removals)
+        if self.random.random() < 0.3 and all(each.chained is None for each in self.held):
+            held.versions = [self.version[number] for number in numbers]
+            blocks = list(self.chain_blocks)[: len(numbers)]
+            held.chained = promotion.load(self.bench.blocks(blocks), after=NO_WAIT)
+        self.held.append(held)
+
+    def use_promotion(self) -> None:
+        """Load what a promotion has brought so far: it must be there unless it was removed."""
+        if not self.held:
+            return
+        held = self.random.choice(self.held)
+        ready = held.promotion.ready
+        if self.random.random() < 0.5:
+            ready = max(ready, held.promotion.wait(SECONDS))
+        assert held.promotion.ready >= ready, "ready has shrunk"
+        removed = held.removals != self.removals + self.world.clears
+        self.load_these(held.numbers[:ready], may_be_gone=removed)
+
+    def forget_promotion(self) -> None:
+        if not self.held:
+            return
+        held = self.held.pop(self.random.randrange(len(self.held)))
+        end = self.random.randrange(4)
+        if end == 0:
+            held.promotion.cancel()
+        elif end == 1:
+            held.promotion.release()
+        chained, numbers, versions = held.chained, held.numbers, held.versions
+        del held  # garbage, if it was not released
+        if self.random.random() < 0.02:
+            gc.collect()
+        if chained is not None:
+            self.check_chained(chained, numbers, versions)
+
+    def check_chained(self, chained: ChainedLoad, numbers: list[int], versions: list[int]) -> None:
+        try:
+            loaded = len(chained.wait(SECONDS))
+        except MissingKeyError:  # removed since
+            return
+        for block, number, oldest in zip(self.chain_blocks, numbers[:loaded], versions[:loaded], strict=False):
+            possible = range(oldest, self.version[number] + 1)
+            right = any(self.bench.holds(block, self.content(number, version)) for version in possible)
+            assert right, f"wrong bytes of a chained load: key {number}, {possible}"
+            self.world.compared += 1
+
+    def touch(self) -> None:
+        self.cache.touch([key(number) for number in self.some()])
+
+    def remove(self) -> None:
+        self.finish_store()
+        numbers = self.some()
+        self.removals += 1
+        try:
+            self.cache.remove([key(number) for number in numbers])
+        except TierError:  # their bytes may come back
+            return
+        for number in numbers:
+            self.version[number] += 1
+
+    def clear(self) -> None:
+        with self.world.clear_lock:
+            self.world.clears += 1
+            self.world.clearing = True
+            try:
+                self.cache.clear()
+            except TierError:
+                pass
+            self.world.clearing = False
+
+    def look(self) -> None:
+        names = [key(number) for number in self.some()]
+        self.cache.locate(names)
+        self.cache.tier_statistics()
+        self.cache.check()
+        counts = self.cache.statistics()
+        assert counts.resident + counts.pending <= counts.capacity
+
+    def drain(self) -> None:
+        self.cache.drain(0.05)
+
+
+class World:
+    """A cache over a failing tier and another one, and threads that use it.
+
+    Attributes:
+        compared: blocks whose bytes were compared.
+        clears, clearing: calls of `clear`, and whether one goes on.
+        errors: what left the threads.
+    """
+
+    def __init__(self, bench: Bench, tier: FaultyTier) -> None:
+        self.bench, self.tier = bench, tier
+        self.compared = self.clears = 0
+        self.clearing, self.clear_lock = False, threading.Lock()
+        self.errors: list[BaseException] = []
+        self.over = threading.Event()
+
+    def run(self, operations: int, threads: int, seed: int) -> Counter[str]:
+        workers = [Worker(self, number, seed) for number in range(threads)]
+
+        def work(worker: Worker) -> None:
+            try:
+                worker.run(operations // threads)
+            except BaseException as error:
+                self.errors.append(error)
+                raise
+
+        running = [threading.Thread(target=work, args=(worker,), name=f"worker {seed}") for worker in workers]
+        releasing = threading.Thread(target=self.release_hung, args=(seed,))
+        for thread in (*running, releasing):
+            thread.start()
+        for thread in running:
+            thread.join()
+        self.over.set()
+        releasing.join()
+        if self.errors:
+            raise self.errors[0]
+        self.check_end(workers)
+        return sum((worker.done for worker in workers), Counter[str]())
+
+    def release_hung(self, seed: int) -> None:
+        """Calls that hang return at some time, mostly after their keys were given up."""
+        chance = random.Random(seed)
+        while not self.over.is_set():
+            time.sleep(chance.choice([2e-3, 1e-2, 0.05]))
+            self.tier.release_hung()
+
+    def check_end(self, workers: list[Worker]) -> None:
+        """When all calls have returned, nothing is held, and what the tiers have is right."""
+        self.tier.heal()
+        cache = self.bench.cache
+        assert cache.drain(SECONDS)
+        gc.collect()
+        until(lambda: cache.statistics().pinned == cache.statistics().pending == 0, "the end of holds")
+        cache.check()
+        for worker in workers:
+            for number in worker.version:
+                with cache.promote([key(number)]) as promotion:
+                    worker.load_these([number][: promotion.wait(SECONDS)], may_be_gone=False)
+
+
+def fuzz(operations: int, seed: int, *, threads: int = 3, disk: Path | None = None, groups: int = 1) -> dict[str, int]:
+    """Run a program; returns how often what was done. AssertionError: something was wrong."""
+    breaker._FIRST_PAUSE, breaker._LONGEST_PAUSE, before = 2e-3, 2e-2, (breaker._FIRST_PAUSE, breaker._LONGEST_PAUSE)
+    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)
+    tier = FaultyTier(FAULTS, seed=seed, limits=Limits(threads=2))
+    below: Tier = (
+        MemoryTier(40 * 4096)
+        if disk is None
+        else DiskTier(disk, nbytes=1 << 20, identity="fuzz", limits=Limits(threads=2))
+    )
+    chance = random.Random(seed)
+    options: dict[str, Any] = {
+        "capacity": chance.choice([8, 12, 20]),
+        "policy": chance.choice(["lru", "prefix"]),
+        "write": "through",
+        "hung": chance.choice([0.02, 30.0]),
+    }
+    tiers = chance.choice([[tier, below], [below, tier]])
+    try:
+        blocks = threads * 4 * _STEPS
+        with tiered(*tiers, seed=seed, blocks=blocks, groups=groups, **options) as bench:
+            world = World(bench, tier)
+            done = dict(world.run(operations, threads, seed))
+            figures = bench.cache.tier_statistics()
+    finally:
+        breaker._FIRST_PAUSE, breaker._LONGEST_PAUSE = before
+        logging.getLogger("kvoffload").setLevel(logging.NOTSET)
+    names = ("promoted", "not_found", "written", "not_written", "opened")
+    counts = {name: sum(getattr(each, name) for each in figures) for name in names}
+    return {**done, **counts, "compared": world.compared}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operations", type=int, default=100_000)
+    parser.add_argument("--each", type=int, default=5_000, help="operations of one cache")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    total = Counter[str]()
+    for seed in range(options.seed, options.seed + -(-options.operations // options.each)):
+        with tempfile.TemporaryDirectory() as folder:
+            begun = time.monotonic()
+            done = fuzz(
+                options.each, seed, disk=Path(folder) / "disk" if seed % 2 else None, groups=1 + (seed % 3 == 2)
+            )
+            total.update(done)
+            print(f"seed {seed}: {time.monotonic() - begun:.1f} s, {done}", flush=True)
+    print(dict(total))
+
+
+if __name__ == "__main__":
+    main()
