@@ -15,8 +15,8 @@ Call everything here under the engine's lock, with the context current and `InFl
 from __future__ import annotations
 
 from kvoffload.copiers import Share, Staged
-from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.copiers.pack import PackCopier, Place
+from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
