@@ -349,7 +349,7 @@ class SimulatedDriver:
             return {kind: count + self.left_in_contexts.get(kind, 0) for kind, count in counts.items()}
 
     def contents(self, context: Context | None = None) -> dict[str, int]:
-        """How many objects of each kind a context has, or all contexts have."""
+        """How many objects of each kind a context has, or all contexts have; 0 where there are none."""
         kinds = [region.kind for region in self.memory.live(context)]
 
         def count(table: HandleTable[Any]) -> int:
