@@ -203,12 +203,9 @@ class ShardedTransfer:
     one of them has.
 
     Attributes:
-        id, direction, nbytes, num_parts: as `Job` has them.
         transfers: one for each device, with the same id; empty if there is nothing to copy.
-        names: of the shards, for messages.
         simulated: whether one of the devices is.
         sequence: counts the transfers of its direction; 0 if there is nothing to copy.
-        trace, forgotten: as `Transfer` has them.
     """
 
     sequence = 0

@@ -54,8 +54,6 @@ class TierBelow:
 
     Attributes:
         local_index: whether it knows at once which keys it has.
-        hung: seconds after which a call counts as hanging.
-        promoted, not_found, slower, written, not_written, dropped: see `CacheTierStatistics`.
     """
 
     def __init__(self, tier: Tier, hung: float) -> None:
@@ -221,11 +219,7 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """The breaker of one tier. Not for several threads at a time.
-
-    Args:
-        hung: seconds after which a tier's call counts as hanging.
-    """
+    """The breaker of one tier. Not for several threads at a time."""
 
     def __init__(self, hung: float = _HUNG) -> None:
         self.state = BreakerState.CLOSED

@@ -91,7 +91,6 @@ class PromotionRecord:
         brought: how many of the leased entries tiers have filled.
         refuse_nested: raises RuntimeError inside another call, which must not wait.
         tiers: by position, the name of the tier that brought the key.
-        counted: whether it counts as a lookup of its keys once it has ended.
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
         released: whether nothing more is to be leased.
