@@ -266,7 +266,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         checked = check_keys(keys)
         if pending is not False:
             flag("pending", pending)
-        per_group = self._block_ids(len(checked), blocks)
+        per_group = self._block_ids(len(checked), blocks, targets=True)
         if parts is not None:
             self._check_parts(parts)
         after = self.engine.resolve(after)
@@ -311,7 +311,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
         record, tiers = promotion._record, self._tiers
-        per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks)]
+        per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks, targets=True)]
         if parts is not None:
             self._check_parts(parts)
         self._check_open()
@@ -323,8 +323,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             tiers.post(chained)
         return chained
 
-    def _block_ids(self, num_keys: int, blocks: Any) -> list[Int64Array]:
-        """For each group an array (keys, blocks_per_slot)."""
+    def _block_ids(self, num_keys: int, blocks: Any, *, targets: bool = False) -> list[Int64Array]:
+        """For each group an array (keys, blocks_per_slot). Targets must be distinct: the engine checks that group by
+        group, when the groups before are submitted already.
+        """
         layout = self.engine.layout
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
@@ -338,6 +340,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                     f"{name} must hold {layout.blocks_per_slot} ids per key, {num_keys * layout.blocks_per_slot} for "
                     f"{num_keys} keys, got {len(array)}"
                 )
+            if targets and self._groups > 1 and len(np.unique(array)) < len(array):
+                raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
             per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
         return per_group
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import Gate
 from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
@@ -38,6 +39,29 @@ def test_keys_come_back_from_a_tier_with_their_bytes() -> None:
             assert promotion.wait(SECONDS) == 4
             bench.check_loaded(range(4))
         assert bench.cache.statistics().promoted == 4
+
+
+def test_an_aborted_reservations_slots_wait_for_stores_that_may_write_them() -> None:
+    """Else a tier's thread would fill them with a key, and a store that is still queued would overwrite its bytes."""
+    with tiered(capacity=1) as bench:
+        bench.written([0])
+        bench.store([1])
+        assert bench.cache.drain(SECONDS)
+        stream = bench.device.stream()
+        gate = Gate(bench.device)
+        gate.hold(stream.handle)
+        with pytest.raises(ZeroDivisionError), bench.cache.reserve([b"abandoned"]) as reservation:
+            bench.engine.store(bench.blocks([5]), reservation.slots(), after=stream)
+            raise ZeroDivisionError
+        with bench.cache.promote(keys([0]), deadline=0.05) as promotion:
+            assert promotion.wait(SECONDS) == 0, "the slot is still written"
+        gate.open()
+        bench.engine.drain(SECONDS)
+        with bench.cache.promote(keys([0])) as promotion:
+            assert promotion.wait(SECONDS) == 1
+            bench.check_loaded([0])
+        gate.close()
+        stream.close()
 
 
 @pytest.mark.parametrize("groups", [1, 2])
