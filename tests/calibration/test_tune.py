@@ -213,7 +213,7 @@ def test_show_follows_its_options_and_the_profile(
     capsys.readouterr()
     assert main(["tune", "--show", "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
-    assert f"expected figures, from this profile: {default_profile(H200).source}" in " ".join(out.split())
+    assert f"figures expected by this profile: {default_profile(H200).source}" in " ".join(out.split())
     assert "strided " in out
     assert "gather and split are kernels: the simulated device runs them" in " ".join(out.split())
 

@@ -251,7 +251,7 @@ def test_wait_with_a_timeout_raises_and_the_job_goes_on(made: Machine) -> None:
     mirrors, (streams, gate) = made.mirrors(), made.held()
     job = made.engine.store([3], [0], after=streams)
     began = time.perf_counter()
-    with pytest.raises(TimeoutError, match="goes on"):
+    with pytest.raises(TimeoutError, match="still going on"):
         job.wait(timeout=0.05)
     assert time.perf_counter() - began >= 0.05
     with pytest.raises(TimeoutError):
@@ -456,6 +456,9 @@ def test_too_many_jobs_in_flight_raise_and_nothing_happens(few: Machine) -> None
         with pytest.raises(CapacityError, match="3 jobs are unfinished"):
             few.engine.check_room(1)
     assert few.engine.statistics() == before
+    empty = [few.engine.store([], []), few.engine.load([], [])]
+    assert all(job.done for job in empty), "they are never in flight"
+    assert [result.job_id for result in few.engine.poll()] == [job.id for job in empty]
     for gate in gates:
         gate.open()
     few.engine.drain(10)
