@@ -25,7 +25,7 @@ class ReplicateConfig:
 class MooncakeDistributedStore:
     def setup(self, config):
         with open(FOLDER + "/setups", "a") as file:
-            print(os.getpid(), config["global_segment_size"], file=file)
+            print(os.getpid(), config["global_segment_size"], config["local_hostname"], file=file)
         with open(FOLDER + "/answer") as file:
             answer = file.read()
         if answer == "none":
@@ -66,8 +66,14 @@ class Client:
 
     def setups(self) -> list[tuple[bool, int]]:
         """Of each: whether it was in this process, and the memory that it would contribute."""
-        lines = (self.folder / "setups").read_text().splitlines()
-        return [(int(pid) == os.getpid(), int(nbytes)) for pid, nbytes in map(str.split, lines)]
+        return [(int(pid) == os.getpid(), int(nbytes)) for pid, nbytes, _ in self._lines()]
+
+    def hostnames(self) -> set[str]:
+        """Under which others are to reach the clients."""
+        return {hostname for _, _, hostname in self._lines()}
+
+    def _lines(self) -> list[list[str]]:
+        return [line.split() for line in (self.folder / "setups").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -119,6 +125,16 @@ def test_a_read_that_fails_while_the_master_is_silent_deletes_nothing(client: Cl
         assert tier.statistics().corrupt == 0
 
 
+@pytest.mark.parametrize("hostname", [None, "here.example"])
+def test_others_reach_a_client_by_the_address_that_the_master_sees_unless_told(
+    client: Client, master: str, hostname: str | None
+) -> None:
+    client.answer("0")
+    connection = MooncakeConnection(protocol="tcp", hostname=hostname)
+    with RemoteSession(MooncakeTier(master, identity="t", connection=connection)):
+        assert client.hostnames() == {hostname or "127.0.0.1"}
+
+
 def test_no_message_shows_the_password_of_an_address(
     client: Client, master: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,5 +155,5 @@ def test_no_message_shows_the_password_of_an_address(
 
 def test_a_child_that_gets_no_answer_is_ended(client: Client) -> None:
     client.answer("none")
-    assert not can_set_up({"global_segment_size": "0"}, 2.0)
+    assert not can_set_up({"global_segment_size": "0", "local_hostname": "here"}, 2.0)
     assert client.setups() == [(False, 0)]

@@ -8,24 +8,63 @@ import pytest
 from remote_sessions import RemoteSession
 from tier_classes import attached
 
-from kvoffload.tiers import Outcome, ValkeyConnection, ValkeyTier
+from kvoffload.tiers import Limits, Outcome, ValkeyConnection, ValkeyTier
 
 glide = pytest.importorskip("glide_sync")
 DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
 
 
 class Client:
-    """A client of glide, which answers every batch as the test has said."""
+    """A client of glide, which answers every batch and `mget` as the test has said. `scanned` are the names that each
+    SCAN finds; it keeps those that were unlinked.
+    """
 
     def __init__(self) -> None:
-        self.answers: list[Any] = []
+        self.answers: Any = []
+        self.scanned: list[list[bytes]] = []
+        self.unlinked: list[bytes] = []
+        self.closed = 0
 
     def exec(self, batch: Any, raise_on_error: bool) -> list[Any]:
         assert (len(batch.commands), raise_on_error) == (len(self.answers), False)
+        return list(self.answers)
+
+    def mget(self, names: list[str], buffers: list[memoryview]) -> Any:
+        assert len(names) == len(buffers)
         return self.answers
 
+    def custom_command(self, given: list[str | bytes]) -> Any:
+        if given[0] == "UNLINK":
+            assert len(given) > 1, "the server refuses it without names"
+            self.unlinked += [name for name in given if isinstance(name, bytes)]
+            return len(given) - 1
+        found = self.scanned.pop(0)
+        return [b"7" if self.scanned else b"0", found]
+
     def close(self) -> None:
-        pass
+        self.closed += 1
+
+
+def test_clearing_deletes_all_names_that_scans_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    monkeypatch.setattr(glide.GlideClient, "create", lambda _: client)
+    client.scanned = [[b"a", b"b"], [], [b"c"], []]
+    with RemoteSession(ValkeyTier(identity="x")) as session:
+        assert session.tier.clear().wait(30) == [DONE]
+    assert (client.unlinked, client.scanned) == ([b"a", b"b", b"c"], [])
+
+
+def test_a_client_that_answers_with_too_few_values_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    monkeypatch.setattr(glide.GlideClient, "create", lambda _: client)
+    with RemoteSession(ValkeyTier(identity="x", limits=Limits(threads=1)), pools=1) as session:
+        client.answers = [None, None]
+        assert session.get(b"k") is MISSING
+        for closed, answers in enumerate(([None], b"OK", None)):
+            assert client.closed == closed
+            client.answers = answers
+            assert session.get(b"k") is FAILED
+        assert client.closed == 3, "its answers would go to later calls"
 
 
 def test_a_part_that_is_no_string_is_no_record_and_another_error_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
