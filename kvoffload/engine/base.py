@@ -114,6 +114,9 @@ class Engine(Generic[_After, _Plan]):
         If the driver's queues are full, the rest waits on the host, and later calls of the engine queue it. The ids are
         copied, so you may change your arrays at once. A call without blocks returns a job that has ended.
 
+        Until the job is done, do not write the blocks and do not touch the slots, except in work on a stream after
+        `job.order_before(stream)`. Transfers of the same engine wait for each other where they must.
+
         Block `i` goes to sub-block `(first_sub_block + i) % f` of `slots[(first_sub_block + i) // f]`, with
         `f = layout.blocks_per_slot`. The other sub-blocks of these slots keep their bytes.
 
@@ -171,6 +174,9 @@ class Engine(Generic[_After, _Plan]):
         urgent: bool = False,
     ) -> Job:
         """Copy slots to blocks on the device: the inverse of `store`, with the same sub-blocks and the same errors.
+
+        Until the job is done, do not write the slots and do not touch the blocks, except in work on a stream after
+        `job.order_before(stream)`.
 
         Args:
             slots: source ids. Ids may repeat.
@@ -238,7 +244,7 @@ class Engine(Generic[_After, _Plan]):
             after, copier: as for `store`; for all groups.
 
         Raises:
-            As `store`. The message names the element of `transfers`.
+            As `store`. The message names the element of `transfers`, unless a slot repeats.
         """
         return self._submit(self._requests_of_groups(Direction.STORE, transfers, after, copier))
 
@@ -259,7 +265,7 @@ class Engine(Generic[_After, _Plan]):
             after, copier, source_order, urgent: as for `load`; for all groups.
 
         Raises:
-            As `load`. The message names the element of `transfers`.
+            As `load`. The message names the element of `transfers`, unless a block repeats.
         """
         requests = self._requests_of_groups(Direction.LOAD, transfers, after, copier, source_order, urgent=urgent)
         return self._submit(requests)
@@ -280,7 +286,8 @@ class Engine(Generic[_After, _Plan]):
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> _Plan:
-        """What such a transfer would copy, how, and its expected time. Submits nothing. Raises as `store`.
+        """What such a transfer would copy, how, and its expected time. Submits nothing, and takes no events or jobs.
+        Raises as `store` for bad arguments, a closed engine and a lost context.
 
         Returns:
             A PlanReport. A `ShardedEngine` returns a tuple with one per device.
@@ -314,9 +321,9 @@ class Engine(Generic[_After, _Plan]):
     def poll(self) -> list[TransferResult]:
         """Results of jobs that have ended, in the order in which the engine found that. Does not wait for the GPU.
 
-        Each job is reported once, failed ones with their `error`. A job is not reported once `wait()` or `result()` has
-        returned for it, or raised its error. The engine keeps the newest 65,536 results for the next call. Inside
-        another call in the same thread it returns an empty list, and the next call reports the jobs. A job of a
+        Each job is reported once, failed ones with their `error`. A job is not reported once `wait()`, `result()` or an
+        `await` of it has returned, or raised its error. The engine keeps the newest 65,536 results for the next call.
+        Inside another call in the same thread it returns an empty list, and the next call reports the jobs. A job of a
         `ShardedEngine` ends when it has ended on all devices.
 
         It also queues transfers that wait on the host, and calls a tracer's `on_end` in this thread.
@@ -471,10 +478,12 @@ class Engine(Generic[_After, _Plan]):
     # the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait on the host until all jobs have ended. Failed jobs do not raise here; `poll` reports them.
+        """Wait on the host until no job is unfinished, also none that another thread submits meanwhile. Failed jobs do
+        not raise here; `poll` reports them.
 
         Raises:
-            TimeoutError: `timeout` seconds have passed; the jobs go on.
+            TimeoutError: `timeout` seconds have passed (None: no limit); the jobs go on.
+            ValueError: `timeout` is no number.
             RuntimeError: you called it inside another call in the same thread.
             ClosedError: this is a forked child.
         """
@@ -491,7 +500,8 @@ class Engine(Generic[_After, _Plan]):
         """Refuse new transfers, drain, unpin the pool, destroy streams and events.
 
         Idempotent; if it is interrupted, call it again. In a forked child it does nothing. Arrays that you took from
-        `slots` stay valid: the pool becomes ordinary memory. `poll` still returns the results of finished jobs.
+        `slots` stay valid: the pool becomes ordinary memory. (Over `host_memory` they are valid while you keep that
+        mapped.) `poll` still returns the results of finished jobs.
 
         If you close one of several devices, the engine refuses transfers from then on. Close it, too.
 
@@ -499,7 +509,11 @@ class Engine(Generic[_After, _Plan]):
             timeout: seconds; None waits for as long as it takes.
 
         Raises:
-            TimeoutError: jobs were still running. Nothing was freed, and the engine accepts transfers again.
+            TimeoutError: jobs were still running. Nothing was freed, and the engine accepts transfers again. (Also: a
+                call in another thread kept the engine or its device busy. With several devices some may be closed then;
+                call it again.)
+            DriverError: the driver failed; call it again to free the rest.
+            ValueError: `timeout` is no number; nothing has happened.
             RuntimeError: you called it inside another call in the same thread; nothing has happened.
         """
         if os.getpid() != self._process:

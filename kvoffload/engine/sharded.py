@@ -56,16 +56,21 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`.
         devices: the devices that hold the planes, all opened by this process.
         num_slots: slots in each device's pool, of that layout's `slot_bytes`. (There is no `host_memory` here.)
-        sm_limit, prefer, profile, most_queued_bytes, stream_priority: as for `OffloadEngine`, for each device. With
-            `profile=None` each device has the profile of its GPU.
+        sm_limit: how many multiprocessors of each GPU a copy kernel may use; 0 forbids kernels.
+        prefer: "overlap" or "latency", see `OffloadEngine`.
+        profile: what transfers cost, for all devices. None: for each device the profile of its GPU.
         max_in_flight: jobs that may be unfinished at a time, on all devices together.
+        most_queued_bytes: how many payload bytes of each direction may be queued on each GPU; None: as much as the
+            driver's queues hold. See `OffloadEngine`.
+        stream_priority: of the engine's streams, within every device's `stream_priorities`.
         progress: called with (bytes done, bytes in all) of one device's pool while that is pinned; devices follow each
             other.
 
     Attributes:
         layout: the ShardedLayout.
         devices, num_slots, max_in_flight: as given.
-        lock: guards the engine on all devices; as that of `OffloadEngine`.
+        lock: guards the engine on all devices. Take it with `with` only. While you hold it, calls are refused, or
+            answered without asking the GPUs.
 
     Raises:
         LayoutError: the layouts do not agree, see `ShardedLayout`; or as `OffloadEngine`.
@@ -279,7 +284,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
     def slots(self) -> tuple[UInt8Array, ...]:
         """The pinned pool of each device: uint8, (num_slots, layout.layouts[i].slot_bytes), writable.
 
-        Row `s` of array `i` is the part of slot `s` on device `i`; see `OffloadEngine.slots`.
+        Row `s` of array `i` is the part of slot `s` on device `i`. Read it only after the store into it has ended on
+        all devices; write it only while no unfinished transfer uses it. The arrays stay valid after `close`.
         """
         return tuple(shard.parts.slots for shard in self._shards)
 
