@@ -26,11 +26,13 @@ class CapabilityError(KVOffloadError):
 
 
 class MissingKeyError(KVOffloadError, LookupError):
-    """A key to load is not in the block cache, or its block has not been stored yet."""
+    """A key to load is not in the block cache, or its block has not been stored yet. Nothing was loaded."""
 
 
 class ClosedError(KVOffloadError):
-    """The device, engine or buffer is closed, or was opened by the parent of this forked process."""
+    """What you called, or its engine or device, has been closed, released or ended; or this is a forked child of the
+    process that opened it.
+    """
 
 
 class TransferError(KVOffloadError):
@@ -41,7 +43,7 @@ class TransferError(KVOffloadError):
 
 
 class TierError(KVOffloadError):
-    """A tier below the slots may still hold a record that you removed."""
+    """A tier below the slots may still hold a record that you removed: remove it again once the tier works."""
 
 
 class KVOffloadWarning(UserWarning):

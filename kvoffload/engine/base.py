@@ -286,8 +286,8 @@ class Engine(Generic[_After, _Plan]):
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> _Plan:
-        """What such a transfer would copy, how, and its expected time. Submits nothing, and takes no events or jobs.
-        Raises as `store` for bad arguments, a closed engine and a lost context.
+        """What such a transfer would copy, how, and its expected time. Submits nothing.
+        Raises as `store`, apart from what concerns `after`, room and a BlockCache.
 
         Returns:
             A PlanReport. A `ShardedEngine` returns a tuple with one per device.

@@ -73,9 +73,14 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             answered without asking the GPUs.
 
     Raises:
-        LayoutError: the layouts do not agree, see `ShardedLayout`; or as `OffloadEngine`.
-        ValueError: the number of devices is not that of the layouts; or as `OffloadEngine`.
-        CapacityError, ClosedError, TypeError, RuntimeError: as `OffloadEngine`. Nothing is left pinned.
+        LayoutError: the layouts do not agree, see `ShardedLayout`; or a plane is not memory of its device, or runs past
+            the end of its allocation.
+        ValueError, TypeError: bad arguments; there are more or fewer devices than layouts.
+        CapacityError: a pool, or 2 MiB for tables of kernels, cannot be pinned.
+        DriverError: the driver failed in another way.
+        ClosedError: a device is closed, or this is a forked child.
+        RuntimeError: you called it inside a call of an engine on one of these devices, in the same thread.
+        After any error nothing stays pinned.
     """
 
     def __init__(

@@ -35,17 +35,18 @@ class OwnedCache:
         engine.store(blocks, slots, after=cache)                # on the GPU it follows the step
         cache.arrays, logits = step(cache.arrays, tokens)       # this step follows the store
 
-    Reading `arrays` after a transfer gives new arrays in the same memory, and deletes the old ones, so using those
-    raises. JAX's computations with the new arrays wait on the GPU for the transfer. The host does not wait.
+    The first read of `arrays` after a transfer gives new arrays in the same memory, and deletes the old ones, so using
+    those raises from then on. (Before that read they work, unordered.) JAX's computations with the new arrays wait on
+    the GPU for the transfer. The host does not wait.
 
     Your part:
 
     - Donate the cache to every update, and set `arrays` to the result. The setter checks on every device that the
       result lies in the cache's memory. On several devices compute with `jax.shard_map`, or give `jax.jit` the cache's
       shardings: `out_shardings=cache.sharding`.
-    - Give transfers `after=cache`. If other computations read the arrays since their last update, name their results,
-      too: `after=cache.after(logits)`.
-    - Keep no array across a transfer, except as `unordered` allows.
+    - Give transfers `after=cache`; without `after` they are refused. If other computations read the arrays since their
+      last update, name their results, too: `after=cache.after(logits)`.
+    - Keep no array across a transfer, except as `unordered` allows, and use none after a device is closed.
 
     If a step took the arrays and you did not set its result, because it raised or was interrupted, reading `arrays`
     waits on the host until JAX has ended all computations, imports the memory again and warns (KVOffloadWarning). The
@@ -94,7 +95,9 @@ class OwnedCache:
         ValueError: `shapes` has no shape or a wrong one, or a dtype is missing.
         LayoutError: a sharding is over other devices, divides blocks, divides an axis unevenly, or is for another kind
             of memory; or as `KVLayout.from_stacked`.
-        CapacityError: too little GPU memory. After any error nothing stays allocated.
+        CapacityError: too little GPU memory.
+        ClosedError: a device is closed, or this is a forked child.
+        After any error nothing stays allocated.
     """
 
     # Truth: `memories`, which no interrupt can lose. Derived: `_latest`, `_followed` and `_replaced`, changed together
@@ -161,6 +164,8 @@ class OwnedCache:
         Raises:
             LayoutError: you set another tree; or an array in it has another address, shape, dtype or sharding, was
                 deleted, or is no `jax.Array`. The cache stays as it was.
+            TransferError: you set arrays that were computed concurrently with transfers, on a simulated device.
+            ClosedError: a device is closed.
         """
         return self._structure.unflatten(self._ordered())
 

@@ -54,6 +54,7 @@ class KVLayout(HtmlRepresentation):
     Attributes:
         groups: a tuple of `Group`.
         slot_bytes: the size of one host slot: the payload of the largest group, rounded up to a multiple of 4096.
+        blocks_per_slot, dtype, tokens_per_block, on_default_stream, block_axes: as given.
 
     Raises:
         LayoutError: there are no groups; planes share bytes; planes of one group have different `num_blocks`; a number
@@ -219,7 +220,9 @@ class KVLayout(HtmlRepresentation):
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
-        """How many slots a transfer of so many blocks needs if it begins at `first_sub_block` of its first slot."""
+        """How many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0, of its
+        first slot. The numbers are not checked.
+        """
         return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
 
     def __repr__(self) -> str:

@@ -66,7 +66,7 @@ class Shape(NamedTuple):
         plane_blocks: blocks x planes; the gather kernel copies them one by one.
         operations: strided operations, after adjacent blocks of a slot were merged.
         rows: rows of all operations together. Each is one contiguous copy.
-        nbytes: bytes to copy.
+        nbytes: payload bytes.
     """
 
     direction: Direction
