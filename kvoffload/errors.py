@@ -19,8 +19,8 @@ class LayoutError(KVOffloadError, ValueError):
 
 
 class CapacityError(KVOffloadError):
-    """Too few slots, events or jobs; too little memory or disk space; or `all_or_nothing`, and not all keys would be
-    stored. Nothing was allocated.
+    """Too few slots, events or jobs, full queues, too little memory or disk space; or `all_or_nothing`, and not all
+    keys would be stored, for want of room or for another reason, such as a quota. Nothing was allocated or submitted.
     """
 
 

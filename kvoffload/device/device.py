@@ -262,7 +262,7 @@ class Device:
                 "float8_e4m3fn".
 
         Raises:
-            CapacityError, ClosedError: as `allocate`.
+            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
             ValueError: `shape` is not a sequence of positive integers.
             LayoutError: `dtype` is not the type of one element, or its size is unknown.
         """

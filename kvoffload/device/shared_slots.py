@@ -43,7 +43,8 @@ class SharedSlots:
     """Slots of one engine in memory that other processes map, too. A context manager.
 
     The constructor allocates all of the memory at once. In another process, use `receive`. Nothing here orders reads
-    and writes of different processes. The end of the block calls `close`.
+    and writes of different processes. Leaving the `with` block calls `close`, which ends the offer only: in each
+    process the memory stays mapped as long as `array`, or an engine over it, lives.
 
     Args:
         num_slots: at least 1.

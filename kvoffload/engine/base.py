@@ -124,7 +124,7 @@ class Engine(Generic[_After, _Plan]):
         GPU: call `drain` before you use the blocks for anything else.
 
         Args:
-            blocks: source ids: ints, or anything that numpy turns into a 1-D integer array. Ids may repeat.
+            blocks: source ids: a list of ints, or anything that numpy turns into a 1-D integer array. Ids may repeat.
             slots: target ids, without repeats, as many as `layout.slots_for` says. If a BlockCache owns the engine's
                 slots, they must belong to an open reservation of that cache.
             group: the group whose block table `blocks` refers to.
@@ -218,7 +218,9 @@ class Engine(Generic[_After, _Plan]):
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
     ) -> Job:
-        """`store` or `load`, by `direction`. Arguments and errors as there; `parts` and `urgent=True` are for loads."""
+        """`store` or `load`, by `direction`. Arguments and errors as there; `parts` and `urgent=True` are for loads.
+        ValueError for another direction.
+        """
         towards = direction if isinstance(direction, Direction) else Direction(direction)
         requests = self._requests(
             towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts=parts, urgent=urgent
@@ -285,8 +287,8 @@ class Engine(Generic[_After, _Plan]):
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> _Plan:
-        """What such a transfer would copy, how, and its expected time. Submits nothing.
-        Raises as `store`, apart from what concerns `after`, room and a BlockCache.
+        """What such a transfer would copy, how, and its expected time. Submits nothing. Raises
+        as `store`, apart from what concerns `after`, room and a BlockCache.
 
         Returns:
             A PlanReport. A `ShardedEngine` returns a tuple with one per device.
@@ -477,8 +479,8 @@ class Engine(Generic[_After, _Plan]):
     # the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait on the host until no job is unfinished, also none that another thread submits meanwhile. Failed jobs do
-        not raise here; `poll` reports them.
+        """Wait on the host until no job is unfinished; jobs that other threads submit meanwhile count, too. Failed jobs
+        do not raise here; `poll` reports them.
 
         Raises:
             TimeoutError: `timeout` seconds have passed (None: no limit); the jobs go on.

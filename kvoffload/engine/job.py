@@ -286,7 +286,8 @@ class TransferResult(NamedTuple):
         nbytes: payload bytes that it was to copy, on all devices together.
         seconds: from its first copy to the end of its last one, on the GPU's clock. The wait before the first copy does
             not count, but if the transfer did not fit into the driver's queues, waits of later segments do. NaN if it
-            failed or the driver could not say; 0 if it was empty. For several devices, the longest.
+            failed or the driver could not say; 0 if it was empty. For several devices, the longest. Invented on a
+            simulated device.
         copier: "strided", "gather", "split", "batch" or "loop"; "none" for an empty transfer; the names of all, joined
             by "+", if devices used different ones.
         error: why it failed, or None.

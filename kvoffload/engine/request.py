@@ -71,7 +71,7 @@ class GroupTransfer:
 
     Attributes:
         group: the group whose block table `blocks` refers to.
-        blocks, slots: ids: ints, or anything that numpy turns into a 1-D integer array. As many slots as
+        blocks, slots: ids: a list of ints, or anything that numpy turns into a 1-D integer array. As many slots as
             `layout.slots_for(len(blocks), first_sub_block=...)` says.
         first_sub_block: the sub-block of the first slot to begin with, from 0.
     """

@@ -60,7 +60,7 @@ def set_tracer(tracer: Tracer | None) -> Tracer | None:
     transfer.
 
     Returns:
-        The tracer that was set before.
+        The tracer that was set before, or None. It still gets the ends of transfers that were submitted to it.
 
     Raises:
         TypeError: `tracer` lacks `on_submit` or `on_end`; nothing has changed.

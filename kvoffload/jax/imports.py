@@ -46,6 +46,7 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
         LayoutError: JAX made a copy.
         ClosedError: the memory is freed, or the device is closed.
         CapacityError: transfers wait on the host, since the driver's queues are full: `poll` the engine.
+        TransferError: the CUDA context is lost.
     """
     if not isinstance(memory, DeviceArray):
         raise TypeError(f"memory must be a DeviceArray from Device.empty(), got {shown(memory)}")

@@ -86,7 +86,8 @@ class OwnedCache:
         devices: a tuple.
         shapes: the tree with a `jax.ShapeDtypeStruct` for each array, for `step.lower(cache.shapes)`.
         sharding: the tree with the sharding of each array; None for each array of one device.
-        memories: a `DeviceBuffer` on each device, which the cache, its layout and arrays keep alive until that closes.
+        memories: a `DeviceBuffer` on each device. It is freed once the cache, its layout and its arrays are garbage, or
+            when the device closes.
         nbytes: bytes of the arrays on all devices together.
 
     Raises:
@@ -180,7 +181,8 @@ class OwnedCache:
     def unordered(self) -> Any:
         """The arrays, for computing concurrently with transfers: JAX does not wait for transfers that were submitted
         since you last read `arrays`. Such a computation must not touch blocks that are being loaded, nor write blocks
-        that are being stored. On a simulated device it is the same as `arrays`.
+        that are being stored. On a simulated device, and while no result of a donation is set, it is the same as
+        `arrays`.
         """
         return self._structure.unflatten(self._ordered() if self._simulated or self.is_deleted() else self._latest)
 

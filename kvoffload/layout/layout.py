@@ -128,6 +128,7 @@ class KVLayout(HtmlRepresentation):
         Raises:
             LayoutError: an array is not in GPU memory, is read-only or empty, or its blocks are not contiguous; or the
                 axis that `block_axes` names "tokens" does not have `tokens_per_block` elements; or as for `KVLayout`.
+            ClosedError: the memory of a `DeviceArray` has been freed.
         """
         given = list(arrays)
         names = [f"arrays[{index}]" for index in range(len(given))]
@@ -159,7 +160,8 @@ class KVLayout(HtmlRepresentation):
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
     ) -> KVLayout:
-        """A layout of one group, from one array that holds all planes. Nothing is copied.
+        """A layout of one group, from one array that holds all planes. Nothing is copied; the layout keeps the array
+        alive.
 
         A transfer then takes one copy for each block, however many planes there are: one contiguous range if the array
         is block-major, `(blocks, planes, ...)`, which is the faster and the recommended order; one row for each plane
@@ -173,6 +175,7 @@ class KVLayout(HtmlRepresentation):
 
         Raises:
             LayoutError: as for `from_arrays`, or the two axes are the same, or out of range.
+            ClosedError: as for `from_arrays`.
         """
         view = view_of(array, "array")
         layout = cls(

@@ -124,7 +124,7 @@ class ShardedLayout:
         shard alone. docs/keys.md says how it is computed.
 
         Raises:
-            LayoutError: as `KVLayout.fingerprint`.
+            LayoutError: `dtype`, `block_axes` or `tokens_per_block` is None.
         """
         each = b"".join(layout.fingerprint for layout in self.layouts)
         message = struct.pack("<Q", len(self.layouts)) + each

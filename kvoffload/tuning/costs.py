@@ -78,12 +78,14 @@ class Shape(NamedTuple):
 
 
 class Situation(StrEnum):
-    """What else the GPU and its link do during a transfer."""
+    """What else the GPU and its link do during a transfer: nothing, large or small matrix products, or contiguous
+    copies in the other direction.
+    """
 
     IDLE = "idle"
     LARGE_PRODUCTS = "large products"
     SMALL_PRODUCTS = "small products"
-    BOTH_DIRECTIONS = "both directions"  # contiguous copies in the other direction
+    BOTH_DIRECTIONS = "both directions"
 
 
 CONCURRENT_COMPUTE = (Situation.LARGE_PRODUCTS, Situation.SMALL_PRODUCTS)

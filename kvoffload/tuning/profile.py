@@ -123,7 +123,7 @@ class Profile:
         return _host_seconds(self.around, method, shape)
 
     def slowdown(self, method: CopyMethod) -> float:
-        """How many times as long a small matrix product takes concurrently with such transfers; at least 1.0.
+        """How many times as long a small matrix product takes concurrently with such transfers; 1.0 if unknown.
 
         For a number of programs that was not measured this is the value of the next lower number, or of the lowest. For
         a split that was not measured it is the value of the kernel alone.
@@ -254,7 +254,9 @@ def load_profile(key: ProfileKey | None) -> Profile:
 
 
 def default_profile(key: ProfileKey | None) -> Profile:
-    """The profile to use until one is measured: one for H200-class GPUs on PCIe Gen5 x16, one for all others."""
+    """The profile to use until one is measured: one for H200-class GPUs on PCIe Gen5 x16, one for all others and for
+    None. A link that Linux does not report counts as PCIe Gen5 x16.
+    """
     of_h200, of_unknown = _defaults()
     if key is None or not any(name in key.gpu for name in _H200_CLASS):
         return of_unknown
