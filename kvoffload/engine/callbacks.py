@@ -51,7 +51,7 @@ class Waitable(Generic[_R]):
 
         Raises:
             TypeError: `callback` cannot be called.
-            ClosedError: this is a forked child.
+            ClosedError: this is a forked child, and an engine of the parent is asked.
         """
         self._call_when_done(callback)
 

@@ -69,8 +69,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
             a job) and by the thread of done callbacks, so set this only if your program keeps calling. None: as much as
             the driver's queues hold.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
-        progress: called in this thread with (bytes done, bytes in all) after each GiB that is pinned; an exception from
-            it ends the constructor. Not called for `host_memory`.
+        progress: called in this thread with (bytes done, bytes in all) after each GiB or less that is pinned; an
+            exception from it ends the constructor, and nothing stays pinned. Not called for `host_memory`.
 
     Attributes:
         layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given, with defaults filled in.
