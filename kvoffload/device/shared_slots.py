@@ -43,7 +43,8 @@ class SharedSlots:
     """Slots of one engine in memory that other processes map, too. A context manager.
 
     The constructor allocates all of the memory at once. In another process, use `receive`. Nothing here orders reads
-    and writes of different processes. The end of the block calls `close`.
+    and writes of different processes. Leaving the `with` block calls `close`, which ends the offer only: in each
+    process the memory stays mapped as long as `array`, or an engine over it, lives.
 
     Args:
         num_slots: at least 1.
@@ -91,7 +92,8 @@ class SharedSlots:
     # handing over -------------------------------------------------------------------------------------------------
 
     def offer(self, name: str, *, note: str = "") -> None:
-        """Hand the memory to each process of this user, or of root, that asks for `name`, until `close`.
+        """Hand the memory to each process of this user that calls `receive(name)`, until `close` or until this process
+        ends, also if this object becomes garbage. A thread does that; this call returns at once.
 
         Args:
             name: no other offer on this machine (in this network namespace) may have it.
@@ -134,10 +136,14 @@ class SharedSlots:
             name: the name of the offer.
             timeout: how many seconds to wait for the offer if there is none yet.
 
+        Returns:
+            The same memory, with `array` and `note`. It stays mapped here, also after the offer or the offering process
+            has ended, as long as `array` or an engine over it lives.
+
         Raises:
             TimeoutError: nobody offered it within `timeout` seconds, or the offering process did not answer for 10.
             PermissionError: another user offers it.
-            ValueError: the memory does not have the size that the offer says.
+            ValueError: the memory does not have the size that the offer says; `timeout` is no number.
             TypeError: `name` is no string.
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)

@@ -286,7 +286,8 @@ class TransferResult(NamedTuple):
         nbytes: payload bytes that it was to copy, on all devices together.
         seconds: from its first copy to the end of its last one, on the GPU's clock. The wait before the first copy does
             not count, but if the transfer did not fit into the driver's queues, waits of later segments do. NaN if it
-            failed or the driver could not say; 0 if it was empty. For several devices, the longest.
+            failed or the driver could not say; 0 if it was empty. For several devices, the longest. Invented on a
+            simulated device.
         copier: "strided", "gather", "split", "batch" or "loop"; "none" for an empty transfer; the names of all, joined
             by "+", if devices used different ones.
         error: why it failed, or None.
@@ -374,7 +375,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes that it copies."""
+        """Payload bytes that it copies, on all devices together."""
         return self._transfer.nbytes
 
     @property
@@ -384,7 +385,9 @@ class Job(Waitable[TransferResult]):
 
     @property
     def method(self) -> CopyMethod | None:
-        """The copy method: copier, programs of the kernel and their share. None for an empty transfer."""
+        """The copy method: copier, programs of the kernel and their share. None for an empty transfer, or if devices
+        use different ones.
+        """
         return self._transfer.method
 
     @property
@@ -394,12 +397,16 @@ class Job(Waitable[TransferResult]):
 
     @property
     def copier(self) -> str:
-        """The name of the copier; "none" for an empty transfer."""
+        """The name of the copier, such as "strided"; "none" for an empty transfer; the names of all, joined by "+", if
+        devices use different ones.
+        """
         return self._transfer.copier
 
     @property
     def error(self) -> TransferError | None:
-        """Why the transfer failed; None if no failure is known. `wait` raises it."""
+        """Why the transfer failed; None if no failure is known. `wait` raises it. Until `done`, the GPU may still use
+        blocks and slots of a failed transfer.
+        """
         return self._transfer.error
 
     @property
@@ -428,8 +435,9 @@ class Job(Waitable[TransferResult]):
             timeout: seconds; None waits for as long as it takes.
 
         Raises:
-            TransferError: the transfer failed.
+            TransferError: the transfer failed, and has ended.
             TimeoutError: `timeout` seconds have passed; the transfer goes on.
+            ValueError: `timeout` is no number.
             RuntimeError: you called it inside another call in the same thread, for example in a signal handler.
             ClosedError: this is a forked child.
         """
@@ -465,12 +473,14 @@ class Job(Waitable[TransferResult]):
             stream: a handle, or an object with `__cuda_stream__`. For a job of a `ShardedEngine`, a list or tuple with
                 one stream per device, in their order. Each waits for its own device only. A collective operation
                 follows the transfer on all devices, since it starts when all streams have reached it.
-            part: for a load in parts: wait for this part and all before it. None waits for the whole transfer.
+            part: for a load in parts: wait for this part, counted from 0, and all before it. None waits for the whole
+                transfer.
 
         Raises:
             TypeError: `stream` is no stream, or not a list with one per device.
             ValueError: the transfer has no such part; or CUDA does not know the stream in this context.
-            TransferError: the transfer has failed already, the stream is being captured, or the CUDA context is lost.
+            TransferError: the transfer has failed already (the GPU may still be at work on it: `wait` before you use
+                its blocks), the stream is being captured, or the CUDA context is lost.
             CapacityError: the transfer, or the part, could not all be queued within a second. With several devices, the
                 streams of the devices before the one that refused wait all the same.
             ClosedError: the device is closed, or this is a forked child.
