@@ -108,7 +108,7 @@ class CacheIndex(KeyCache):
 
     @property
     def keys(self) -> list[bytes]:
-        """All keys, ready or pending."""
+        """All keys, ready or pending, in a new list without order."""
         return self._records.keys
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
@@ -140,7 +140,7 @@ class CacheIndex(KeyCache):
         self, keys: Sequence[bytes], entries: Int64Array, requests: Int64Array, *, tenants: Sequence[str] | None = None
     ) -> int:
         """Fill an index that has not held a key yet: each key becomes ready at the entry given. For owners, after a
-        restart.
+        restart. Reports no event.
 
         Args:
             keys: the oldest request's first; within a request in its order.

@@ -49,11 +49,11 @@ class Reservation:
     """Entries for missing keys: fill them, then commit or abort. Usable from any thread.
 
     As a context manager it commits at the end of the block, or aborts on an exception, unless you did either inside.
-    Until then no other request gets these entries, and the keys cannot be loaded. If a reservation becomes garbage
-    first, a later call of the cache aborts it.
+    Until then no other request gets these entries, and the keys are pending. If a reservation becomes garbage first, a
+    later call of the cache aborts it.
 
     Attributes:
-        keys: the keys to store, in the order given: the missing ones without `declined`.
+        keys: the keys to store, in the order given: the missing ones without `declined`. Perhaps none.
         positions: the position of each of `keys` in the list given.
         indices: the entry of each of `keys`.
         evicted: keys that were evicted for them.
@@ -78,7 +78,7 @@ class Reservation:
 
     @property
     def stage(self) -> Stage:
-        """OPEN; SETTLING: committed, and its transfers have not ended; COMMITTED; or ABORTED."""
+        """OPEN; SETTLING: committed, but no call of the cache has seen its transfers end; COMMITTED; or ABORTED."""
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
@@ -86,11 +86,11 @@ class Reservation:
         return slot_numbers(self.indices, self._records.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
-        """Declare the slots filled: the keys are hits from now on.
+        """Declare the slots of all groups filled: the keys are hits from now on. Do not write the slots afterwards.
 
         Args:
-            jobs: transfers into the slots that may not have ended. The keys then become hits once all have succeeded;
-                if one fails, the reservation is aborted.
+            jobs: transfers into the slots that may not have ended: what `engine.store` returned. The keys are pending
+                until all have succeeded; if one fails, the next call of the cache aborts the reservation.
 
         Raises:
             ClosedError: it was committed or aborted before.
@@ -175,8 +175,9 @@ class Lease:
         jobs.
 
         Raises:
-            TransferError: a store failed; its slot does not hold the bytes of its key.
+            TransferError: a store failed; its slot does not hold the bytes of its key. The lease still holds all keys.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
+            RuntimeError: called inside another call in the same thread.
         """
         refuse_nested(self._records.lock, "wait")
         wait_until(lambda: all(job.done for job in self._jobs()), timeout, repr(self))

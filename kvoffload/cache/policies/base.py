@@ -13,8 +13,8 @@ class Room(NamedTuple):
     """How new keys come into a full cache.
 
     Attributes:
-        admitted: how many of the new keys, from the first, are worth storing.
-        victims: the resident keys to evict for them, in the order in which they go.
+        admitted: how many of the new keys, from the first, are worth storing: at most the free entries and `victims`.
+        victims: the resident keys to evict for them, no repeats, in the order in which they go.
     """
 
     admitted: int

@@ -212,11 +212,15 @@ _HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one th
 
 
 class BreakerState(enum.Enum):
-    """Whether a tier is used."""
+    """Whether a cache uses a tier.
 
-    CLOSED = "closed"  # it is
-    OPEN = "open"  # it is not
-    TRYING = "trying"  # one job is with it, and decides
+    CLOSED: it does. OPEN: it does not, after failures or while a call hangs. TRYING: one job is with the tier, and closes
+    or opens the breaker.
+    """
+
+    CLOSED = "closed"
+    OPEN = "open"
+    TRYING = "trying"
 
 
 class Breaker:
