@@ -179,7 +179,7 @@ class SimulatedDriver:
             from (13, 5) on there is `raw`.
         memory_bytes: memory of each device.
         device_count: how many devices it has.
-        queue_depth: places of a stream's queue. A submission that finds too few free blocks.
+        queue_depth: places of a stream's queue. A submission that finds too few free ones waits.
         strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`.
         max_register_bytes: the most that one cuMemHostRegister takes; None: any.
         pinnable_bytes: the most that can be pinned in all; None: any.
@@ -329,7 +329,9 @@ class SimulatedDriver:
             self.scheduler.run_all()
 
     def check_guards(self) -> None:
-        """Report a violation for every allocation with overwritten neighbouring bytes."""
+        """Report a violation for every allocation with overwritten neighbouring bytes; with `strict`, raise
+        SimulatorError at the first.
+        """
         with self.lock:
             for region in self.memory.live():
                 self.check_guards_of(region)
@@ -349,7 +351,7 @@ class SimulatedDriver:
             return {kind: count + self.left_in_contexts.get(kind, 0) for kind, count in counts.items()}
 
     def contents(self, context: Context | None = None) -> dict[str, int]:
-        """How many objects of each kind a context has, or all contexts have."""
+        """How many objects of each kind a context has, or all contexts have; 0 where there are none."""
         kinds = [region.kind for region in self.memory.live(context)]
 
         def count(table: HandleTable[Any]) -> int:

@@ -65,7 +65,7 @@ class Faults:
         self._copy_countdown = nth
 
     def delay(self, name: str, seconds: float) -> None:
-        """Make every call of `name` sleep `seconds` first, without the driver's lock."""
+        """Until `clear` or a new delay of `name`, its calls sleep `seconds` first, without the driver's lock."""
         self.delays[name] = seconds
 
     def clear(self) -> None:

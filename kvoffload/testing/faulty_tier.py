@@ -20,8 +20,8 @@ class TierFaults:
     """The rate of each fault, 0.0 to 1.0 of all calls of a tier's methods.
 
     Attributes:
-        fail: FAILED; a read leaves half a record of other bytes in its entry.
-        error: OSError in a method, which `ThreadedTier` turns into FAILED.
+        fail: the outcome is FAILED; a read leaves half a record of other bytes in its entry.
+        error: a method raises OSError, which `ThreadedTier` turns into FAILED.
         delay: the call takes longer, by up to `longest_delay` seconds.
         hang: the call returns only after `FaultyTier.release_hung` or `heal`, and then does its work.
         decline: writes only: DECLINED.
@@ -57,7 +57,8 @@ class FaultyTier(ThreadedTier):
 
     Args:
         faults: the rates; by default none, for use with `fail_all` and `hang_all`.
-        inner: a tier without a pool, whose methods are called; its own threads are not started. Default: a MemoryTier.
+        inner: a tier that is not attached, whose methods are called, `release` by `close`; its own threads are not
+            started. Default: a MemoryTier.
         seed: of the faults.
         limits: see `Limits`; one thread by default.
 
@@ -94,21 +95,21 @@ class FaultyTier(ThreadedTier):
 
     @property
     def hung(self) -> int:
-        """Calls that hang now."""
+        """How many calls hang now."""
         return self._hung
 
     def fail_all(self) -> None:
-        """From now on every call fails, as with a medium that is gone, until `heal`."""
+        """Until `heal`, every read, write, removal and `drain` fails, as with a medium that is gone."""
         with self._state:
             self._all_fail = True
 
     def hang_all(self) -> None:
-        """From now on every call hangs, until `heal`."""
+        """From now on every read, write, removal and `drain` hangs. `heal` lets them go on and do their work."""
         with self._state:
             self._all_hang = True
 
     def release_hung(self) -> None:
-        """Let the calls that hang now go on; a read then writes to its entry, and a write reads from it."""
+        """Let the calls that hang now go on and do their work: a read writes to its entry, a write reads from it."""
         with self._state:
             self._releases += 1
             self._state.notify_all()

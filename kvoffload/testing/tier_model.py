@@ -222,8 +222,8 @@ def fuzz_tier(
     """Put, fetch, ask for, remove and cancel random keys, several jobs at a time, and compare every byte with a model.
 
     Args:
-        tier: without a pool; it gets one, and is closed afterwards.
-        operations: the least number, counted in keys.
+        tier: not attached yet; it gets a pool, and is closed afterwards, in any case.
+        operations: how many at least, counted in keys.
         entries, row_bytes, pools: of its pool: one array for each of `pools` devices.
         keys: how many different ones.
         lossless: the tier has room for all keys and no faults: a miss is an error, too.

@@ -36,7 +36,7 @@ class DiskTier(ThreadedTier):
         path: a file, or several, best on different disks, over which records are spread. Missing files are created with
             mode 0600. The folder must exist. Only its owner may write it, unless it has the sticky bit, as `/tmp` has,
             which the system may clean.
-        nbytes: size of all files together, allocated at once. Required, unless `read_only`.
+        nbytes: bytes of all files together, allocated at once. Required, unless `read_only`.
         identity: a text for everything but the layout that the bytes depend on: model and revision, adapter,
             quantisation, positions, shard. Files of another identity are refused.
         policy, tenants: how a full tier evicts, and quotas, as for `BlockCache`. Records of tenants that are not named
@@ -112,7 +112,7 @@ class DiskTier(ThreadedTier):
 
     @property
     def num_slots(self) -> int:
-        """How many records fit; 0 before `attach`."""
+        """How many records the files can hold, full or empty; 0 before `attach`."""
         return 0 if self._disk is None else self._disk.files.num_slots
 
     # for ThreadedTier ---------------------------------------------------------------------------------------------

@@ -221,7 +221,8 @@ class RemoteTier(ThreadedTier):
                 left half written unless the record is DONE.
 
         Returns:
-            For each record DONE, MISSING or FAILED; `reject(name)` if the stored bytes have another size.
+            For each record DONE, MISSING or FAILED. If the stored bytes have another size, what `reject(name)` returns.
+            If you raise, all are FAILED.
         """
 
     @abstractmethod
@@ -247,7 +248,9 @@ class RemoteTier(ThreadedTier):
 
     @abstractmethod
     def delete_folder(self, folder: str) -> None:
-        """Delete all records whose names begin with `folder`, which ends with "/"."""
+        """Delete all records whose names begin with `folder`, which ends with "/". There may be none. `clear` calls it;
+        raise if the store fails.
+        """
 
     def describe(self) -> dict[str, str | int]:
         """Facts for `kvoffload doctor`, such as `version`, `used_bytes`, `max_bytes`; {} by default."""

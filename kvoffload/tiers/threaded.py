@@ -99,7 +99,7 @@ class ThreadedTier(Tier):
     # what a subclass does -----------------------------------------------------------------------------------------
 
     def read_record(self, key: bytes, rows: Rows) -> Outcome:
-        """Copy a record to the rows and verify it. Return DONE, MISSING or FAILED.
+        """Copy a record to the rows, one of each pool, and verify it. Return DONE, MISSING or FAILED.
 
         If its bytes differ from the ones that were put, call `count_corrupt` and return MISSING. Unless you return
         DONE, the rows may hold anything. Do not touch them after returning.
@@ -151,7 +151,7 @@ class ThreadedTier(Tier):
         """Called when every key of a `get` has its outcome. Must not block or raise."""
 
     def flush(self) -> None:
-        """Make all written records durable. `drain` calls it."""
+        """Make all written records durable. `drain` calls it, and returns False if it raises."""
 
     def start(self, layout: bytes | None) -> None:
         """Open files or connections; `self.pools` is set. If this raises, close them yourself: `attach` passes the

@@ -30,8 +30,8 @@ class ValkeyConnection:
 
     Attributes:
         username, password: for AUTH. With a password alone: the server's user "default". The server's ACL must give the
-            user "~{<prefix>/*", +mget +set +strlen +unlink +scan, for the client itself +info +client +ping, and in a
-            cluster +cluster|slots +cluster|myid.
+            user "~{<prefix>/*" (names begin with that brace, as in "{kvoffload/1/"), +mget +set +strlen +unlink +scan,
+            for the client itself +info +client +ping, and in a cluster +cluster|slots +cluster|myid.
         tls: encrypt connections, and verify the servers' certificates.
         ca_file: PEM file with the certificates to trust instead of the system's.
         cert_file, key_file: PEM files with this client's certificate and key, for servers that ask for one.

@@ -169,7 +169,8 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
-        """Remove records. DONE: the record is gone, and stays gone after any crash. MISSING: there was none.
+        """Remove records. DONE: the record is gone, and stays gone after any crash. MISSING: there was none. FAILED: it
+        may still be there.
 
         Everything that was put before this call is gone when the job ends: waiting puts of these keys are CANCELLED,
         and the removal waits for puts that have begun.
