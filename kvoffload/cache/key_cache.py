@@ -236,7 +236,9 @@ class KeyCache:
         Args:
             keys: bytes, no repeats, in the order of the request: each needs the ones before. May be all keys of the
                 request: present ones are skipped, and kept.
-            tenant, all_or_nothing, request: as for `BlockCache.store`.
+            tenant: whose quota and priority they have; with `request`, leave it out.
+            all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
+            request: the open request that `keys` belong to. `keys` may be only its new ones, or all so far.
 
         Raises:
             CapacityError: with `all_or_nothing`, a missing key would be declined.

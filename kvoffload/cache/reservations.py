@@ -213,9 +213,9 @@ class CacheJob(Waitable[list[TransferResult]]):
     Usable from any thread, and awaitable: `await cache.store(...)` is `wait()` in an asyncio task. Until it is done,
     its blocks are in use, as for a `Job`, whatever failed.
 
-    Once `wait` has returned or raised TransferError, or `done` was True, the cache knows of the end: stored keys are
-    hits, and the event "stored" or "failed" was reported. If `on_event` itself calls `wait`, the job's event is
-    reported after the current one.
+    Once `wait` has returned, or `done` was True, the cache knows of the end: stored keys are hits, and the event
+    "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. If you drop the job, its
+    transfers go on, and a later call of the cache finds their end.
 
     Attributes:
         keys: the keys whose blocks are being copied.
@@ -243,9 +243,10 @@ class CacheJob(Waitable[list[TransferResult]]):
         """Wait for all jobs, at most `timeout` seconds for each, and return a result per job.
 
         Raises:
-            TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending. The other
-                transfers were waited for, too.
+            TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending. With a
+                `timeout`, others may still run: ask `done`.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
+            RuntimeError: called inside another call in the same thread.
         """
         refuse_nested(self._records.lock, "wait")
         timeout, results = as_timeout(timeout), list[TransferResult]()
@@ -347,8 +348,9 @@ class CacheRequest:
     """A handle for calls that store and load the keys of one request in pieces. Made by `open_request`.
 
     A call with `request=` gives the request all of its keys, stored, present, declined or loaded, in the order in which
-    they first come. While the request is open, no call that names it evicts any of them; if nothing else can be
-    evicted, new keys are declined. Other calls may evict them, unless they are leased or pending.
+    they first come, even if the engine then refuses a store. While the request is open, no call that names it evicts
+    any of them; if nothing else can be evicted, new keys are declined. Other calls may evict them, unless they are
+    leased or pending.
 
     As a context manager it ends with the block. After an exception it ends without recording the use of its keys.
     If you drop it without `end`, nothing is left behind. Usable from any thread.

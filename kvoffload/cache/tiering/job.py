@@ -22,10 +22,10 @@ from kvoffload.internal.waiting import wait_until
 class Outcome(enum.Enum):
     """How one key of a job ended.
 
-    DONE: put: the record is readable; get: the entry holds the bytes that were put, verified; exists: there is a record,
-    probably; remove, clear: gone for good. MISSING: no record; for get also one whose bytes are not those that were put.
-    DECLINED: the queue is full; put: the record is not worth the room. FAILED: an error of the medium. Before the tier
-    began: EXPIRED: the deadline passed; CANCELLED: the job was cancelled, or the tier closed.
+    DONE: put: the record is readable; get: the entry holds the bytes that were put, verified; exists: probably there;
+    remove, clear: gone for good. MISSING: no record; get: or one whose bytes are not those that were put. DECLINED: the
+    queue is full; put: the record is not worth the room. FAILED: an error of the medium. Before the tier began:
+    EXPIRED: the deadline passed; CANCELLED: the job was cancelled, or the tier closed.
     """
 
     DONE = "done"

@@ -233,7 +233,8 @@ class Promotion(Waitable[int]):
 
     def release(self) -> None:
         """Cancel it if it has not ended, and let the keys that came be evicted; keys of its `load`, once that is
-        submitted. Idempotent.
+        submitted. Returns at once: a tier's calls that have begun end later, and keep their entries until then.
+        Idempotent.
         """
         self._record.released = True
         self._record.release_leases()
