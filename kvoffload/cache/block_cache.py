@@ -61,7 +61,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     If a tier fails, hangs or is full, its keys are misses; only `remove` and `clear` raise an error for it. No GPU
     stream waits for a tier. To move the bytes yourself, reserve slots, fill them and commit; or acquire a lease, read,
-    release it.
+    release it. Inside another call in the same thread (in a policy or signal handler) a call raises RuntimeError, or
+    answers at once.
 
     Args:
         engine: an OffloadEngine, or a ShardedEngine; then `after` and `order_before` take a list with one element per

@@ -218,8 +218,8 @@ class CacheJob(Waitable[list[TransferResult]]):
     transfers go on, and a later call of the cache finds their end.
 
     Attributes:
-        keys: the keys whose blocks are being copied.
-        jobs: the engine's jobs.
+        keys: the keys whose blocks are copied: of a store, without keys that were present, pending or declined.
+        jobs: the engine's jobs, one per group.
     """
 
     keys: tuple[bytes, ...]
