@@ -86,7 +86,7 @@ class Reservation:
         return slot_numbers(self.indices, self._records.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
-        """Declare the slots of all groups filled: the keys are hits from now on. Do not write the slots afterwards.
+        """Declare the slots of all groups filled: the keys are hits now, unless removed. Stop writing the slots.
 
         Args:
             jobs: transfers into the slots that may not have ended: what `engine.store` returned. The keys are pending
