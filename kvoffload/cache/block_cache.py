@@ -185,7 +185,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             ClosedError: `request` has ended; or as `OffloadEngine.store`.
             ValueError, LayoutError, and the other errors of `OffloadEngine.store`.
             No key has changed then, though `request` may have got its keys. But after a TransferError, or if the engine
-            refuses a group after the first, the keys evicted for this call are gone.
+            refuses a group after the first, the keys evicted for this call may be gone.
         """
         checked = check_keys(keys, repeats=False)
         if all_or_nothing is not False:

@@ -222,7 +222,7 @@ def fuzz_tier(
     """Put, fetch, ask for, remove and cancel random keys, several jobs at a time, and compare every byte with a model.
 
     Args:
-        tier: not attached yet; it gets a pool, and is closed afterwards, in any case.
+        tier: not attached yet; it gets a pool, and is closed afterwards.
         operations: how many at least, counted in keys.
         entries, row_bytes, pools: of its pool: one array for each of `pools` devices.
         keys: how many different ones.
