@@ -61,38 +61,45 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     If a tier fails, hangs or is full, its keys are misses; only `remove` and `clear` raise an error for it. No GPU
     stream waits for a tier. To move the bytes yourself, reserve slots, fill them and commit; or acquire a lease, read,
-    release it.
+    release it. Inside another call in the same thread (in a policy or signal handler) a call raises RuntimeError, or
+    answers at once.
 
     Args:
         engine: an OffloadEngine, or a ShardedEngine; then `after` and `order_before` take a list with one element per
             device. The cache owns the slots: `engine.store` refuses them unless an open reservation of this cache holds
             them. With 0 slots every lookup misses and every store is declined.
         policy: chooses the keys to evict when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`,
-            or a function that takes the capacity in keys and returns one. Above tiers "prefix" declines nothing, since
-            tiers can be given only keys in slots.
+            or a function that takes the capacity in keys and returns one. An object serves one cache, without quotas
+            and priorities. Above tiers "prefix" declines nothing, since tiers can be given only keys in slots.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", no others.
         store_after: a key is stored only once this many lookups have missed it; 0: at once.
         max_load_blocks: the most hits that `lookup` reports; None: no limit. (A very long load delays all others.)
         on_event: called with each `CacheEvent`, one at a time, in order, outside all locks: at the end of a call of the
-            cache, or of `wait` or `done` of its jobs, in the thread that made the call; with tiers in a thread of the
-            cache, too.
+            cache, or of `wait` or `done` of its jobs, in the thread that made the call, or in one that is in `on_event`
+            at that time; with tiers in a thread of the cache, too. An exception from it becomes a KVOffloadWarning.
         tiers: asked in this order, each for the keys that the tiers before did not bring. Each key that is written goes
-            to all. The cache takes them over, and closes them when it is closed. Empty: no tiers; the arguments below
-            are not used.
+            to all. The cache closes them when it is closed or garbage; if this constructor raises, close them yourself.
+            Empty: no tiers; the arguments below are not used.
         write: which keys are written to the tiers. "admitted": keys worth a write, chosen at the end of requests
-            (`touch`) by what was asked for again before; "through": every key once it is stored; "back": every key
-            shortly before it is evicted; "none": none.
+            (`touch`, `CacheRequest.end`) by what was asked for again before; "through": keys once they are stored;
+            "back": keys shortly before they are evicted; "none": none. Nothing waits for a write: keys that are evicted
+            first, or find too many others waiting, are left out.
         prefill_tokens_per_second: how fast the model computes. Keys are not promoted if their tier, at its latest
             measured speed, would take longer than computing them. None: all are promoted. Needs a layout with
             tokens_per_block.
         hung: seconds after which a tier's call counts as hanging. The tier is not used until that call returns.
 
+    Attributes:
+        engine: as given.
+        capacity: keys that fit, `engine.num_slots // num_groups`.
+
     Raises:
         CapacityError: the engine has slots, but fewer than groups; fewer jobs may be in flight than there are groups;
-            another cache owns its slots; or there are tiers and no slots.
+            another cache owns its slots; there is no memory for `capacity` keys; or there are tiers and no slots.
         ClosedError: the engine is closed.
-        LayoutError: as `Tier.attach`.
+        LayoutError: `prefill_tokens_per_second` and a layout without tokens_per_block.
         ValueError, TypeError: bad arguments.
+        The errors of `Tier.attach`.
     """
 
     def __init__(

@@ -49,11 +49,11 @@ class Reservation:
     """Entries for missing keys: fill them, then commit or abort. Usable from any thread.
 
     As a context manager it commits at the end of the block, or aborts on an exception, unless you did either inside.
-    Until then no other request gets these entries, and the keys cannot be loaded. If a reservation becomes garbage
-    first, a later call of the cache aborts it.
+    Until then no other request gets these entries, and the keys are pending. If a reservation becomes garbage first, a
+    later call of the cache aborts it.
 
     Attributes:
-        keys: the keys to store, in the order given: the missing ones without `declined`.
+        keys: the keys to store, in the order given: the missing ones without `declined`. Perhaps none.
         positions: the position of each of `keys` in the list given.
         indices: the entry of each of `keys`.
         evicted: keys that were evicted for them.
@@ -78,7 +78,7 @@ class Reservation:
 
     @property
     def stage(self) -> Stage:
-        """OPEN; SETTLING: committed, and its transfers have not ended; COMMITTED; or ABORTED."""
+        """OPEN; SETTLING: committed, but no call of the cache has seen its transfers end; COMMITTED; or ABORTED."""
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
@@ -86,11 +86,11 @@ class Reservation:
         return slot_numbers(self.indices, self._records.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
-        """Declare the slots filled: the keys are hits from now on.
+        """Declare the slots of all groups filled: the keys are hits now, unless removed. Stop writing the slots.
 
         Args:
-            jobs: transfers into the slots that may not have ended. The keys then become hits once all have succeeded;
-                if one fails, the reservation is aborted.
+            jobs: transfers into the slots that may not have ended: what `engine.store` returned. The keys are pending
+                until all have succeeded; if one fails, the next call of the cache aborts the reservation.
 
         Raises:
             ClosedError: it was committed or aborted before.
@@ -176,8 +176,9 @@ class Lease:
         jobs.
 
         Raises:
-            TransferError: a store failed; its slot does not hold the bytes of its key.
+            TransferError: a store failed; its slot does not hold the bytes of its key. The lease still holds all keys.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
+            RuntimeError: called inside another call in the same thread.
         """
         refuse_nested(self._records.lock, "wait")
         wait_until(lambda: all(job.done for job in self._jobs()), timeout, repr(self))
@@ -212,13 +213,13 @@ class CacheJob(Waitable[list[TransferResult]]):
     Usable from any thread, and awaitable: `await cache.store(...)` is `wait()` in an asyncio task. Until it is done,
     its blocks are in use, as for a `Job`, whatever failed.
 
-    Once `wait` has returned or raised TransferError, or `done` was True, the cache knows of the end: stored keys are
-    hits, and the event "stored" or "failed" was reported. If `on_event` itself calls `wait`, the job's event is
-    reported after the current one.
+    Once `wait` has returned, or `done` was True, the cache knows of the end: stored keys are hits, and the event
+    "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. If you drop the job, its
+    transfers go on, and a later call of the cache finds their end.
 
     Attributes:
-        keys: the keys whose blocks are being copied.
-        jobs: the engine's jobs.
+        keys: the keys whose blocks are copied: of a store, without keys that were present, pending or declined.
+        jobs: the engine's jobs, one per group.
     """
 
     keys: tuple[bytes, ...]
@@ -242,9 +243,10 @@ class CacheJob(Waitable[list[TransferResult]]):
         """Wait for all jobs, at most `timeout` seconds for each, and return a result per job.
 
         Raises:
-            TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending. The other
-                transfers were waited for, too.
+            TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending. With a
+                `timeout`, others may still run: ask `done`.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
+            RuntimeError: called inside another call in the same thread.
         """
         refuse_nested(self._records.lock, "wait")
         timeout, results = as_timeout(timeout), list[TransferResult]()
@@ -346,8 +348,9 @@ class CacheRequest:
     """A handle for calls that store and load the keys of one request in pieces. Made by `open_request`.
 
     A call with `request=` gives the request all of its keys, stored, present, declined or loaded, in the order in which
-    they first come. While the request is open, no call that names it evicts any of them; if nothing else can be
-    evicted, new keys are declined. Other calls may evict them, unless they are leased or pending.
+    they first come, even if the engine then refuses a store. While the request is open, no call that names it evicts
+    any of them; if nothing else can be evicted, new keys are declined. Other calls may evict them, unless they are
+    leased or pending.
 
     As a context manager it ends with the block. After an exception it ends without recording the use of its keys.
     If you drop it without `end`, nothing is left behind. Usable from any thread.

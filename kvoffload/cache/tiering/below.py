@@ -31,8 +31,8 @@ class CacheTierStatistics:
         not_written: keys that the cache gave to it and it did not write: its queue was full, it failed, or had no room.
         dropped: keys worth writing that the cache did not give to it: too many keys waited already, its breaker was
             open, the key had been evicted, or is longer than 64 bytes.
-        seconds_per_record: a fetch's seconds from beginning to end, waiting included, divided by its records: a running
-            mean. None if none was measured in the last 30 seconds.
+        seconds_per_record: a fetch's seconds from beginning to end, waiting included, divided by its keys answered: a
+            running mean. None if none was measured in the last 30 seconds.
         tier: the tier's own statistics.
     """
 
@@ -211,11 +211,15 @@ _HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one th
 
 
 class BreakerState(enum.Enum):
-    """Whether a tier is used."""
+    """Whether a cache uses a tier.
 
-    CLOSED = "closed"  # it is
-    OPEN = "open"  # it is not
-    TRYING = "trying"  # one job is with it, and decides
+    CLOSED: it does. OPEN: it does not, after failures or while a call hangs. TRYING: one job is with the tier, and its
+    outcome closes or opens the breaker.
+    """
+
+    CLOSED = "closed"
+    OPEN = "open"
+    TRYING = "trying"
 
 
 class Breaker:

@@ -198,6 +198,7 @@ class Promotion(Waitable[int]):
 
         Raises:
             TimeoutError: `timeout` seconds have passed; the promotion goes on.
+            RuntimeError: called inside another call in the same thread.
         """
         self._record.refuse_nested("wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
@@ -232,7 +233,8 @@ class Promotion(Waitable[int]):
 
     def release(self) -> None:
         """Cancel it if it has not ended, and let the keys that came be evicted; keys of its `load`, once that is
-        submitted. Idempotent.
+        submitted. Returns at once: a tier's calls that have begun end later, and keep their entries until then.
+        Idempotent.
         """
         self._record.released = True
         self._record.release_leases()
@@ -253,10 +255,12 @@ class Promotion(Waitable[int]):
 class ChainedLoad(Waitable[tuple[bytes, ...]]):
     """A load that follows a promotion, and holds its keys until it is submitted. Usable from any thread, and awaitable.
 
+    It goes on if you drop it. For a stream to wait for it, wait until it is `submitted`, then call `job.order_before`.
+
     Attributes:
-        job: the load, once submitted; None before, and if no key came.
+        job: the load, once submitted. It stays None if no key came, or the load could not be submitted.
         submitted: whether the promotion has ended, and the load was submitted, was empty, or failed to be submitted.
-        error: why it could not be submitted, or None.
+        error: why it could not be submitted, or None. (If copying fails, see `job.error`.)
     """
 
     def __init__(
@@ -283,8 +287,9 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         """Wait until the promotion and the load have ended; returns the leading keys that were loaded.
 
         Raises:
-            TransferError: the load failed.
+            TransferError: the load failed; its target blocks hold nothing of use.
             TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
+            RuntimeError: called inside another call in the same thread.
             The errors of `BlockCache.load`, if it could not be submitted.
         """
         if self._promotion is not None:

@@ -91,7 +91,8 @@ class Tier(ABC):
     `kvoffload.testing.check_tier` tests a tier against these docstrings.
 
     Attributes:
-        name: short, for metrics and messages.
+        name: short, for metrics and messages. A cache's tiers have different ones, and none of "host", "pending",
+            "missing" and "unknown", which `locate` uses.
         capabilities: see `TierCapabilities`.
     """
 
