@@ -545,7 +545,8 @@ def check_tier(
 
     Args:
         make: returns a new tier without a pool, each time. If the tiers are durable, let all use the same store; the
-            check clears it. Others begin empty. A tier must have room for four times `entries` records and no reason to
+            check clears it. Others begin empty. The first tier is only asked whether it is durable, and neither
+            attached nor closed. A tier must have room for four times `entries` records and no reason to
             decline them. Whether it stays within `max_bytes` is checked if that is at most 4096 records.
         entries: of the pool that the tier gets, at least 8.
         row_bytes: of an entry on each device, a multiple of 4096.
@@ -555,10 +556,12 @@ def check_tier(
         timeout: seconds that a job may take; a check may take four times as long.
 
     Returns:
-        The names of the checks.
+        The names of the checks made.
 
     Raises:
-        AssertionError: the tier breaks a promise; the message names the check and the expected result.
+        AssertionError: the tier breaks a promise, raises an error or does not come to an end; the message names the
+            check. Later checks are not made. A check that has not ended goes on in its thread.
+        ValueError: `entries`, `pools` or `timeout`.
     """
     at_least("entries", entries, 8)
     setup = TierSetup(make, entries, row_bytes, at_least("pools", pools, 1), seed, to_wait("timeout", timeout))

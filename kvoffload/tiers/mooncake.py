@@ -87,7 +87,7 @@ class MooncakeTier(RemoteTier):
     MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC.
 
     Attributes:
-        protocol: "rdma" or "tcp", as transfers use it.
+        protocol: "rdma" or "tcp", as chosen by the constructor.
 
     Args:
         master: "host:port", or the servers where masters in high availability register: "etcd://host:port;host:port".
@@ -104,7 +104,7 @@ class MooncakeTier(RemoteTier):
     Raises:
         CapabilityError: missing are the package (`pip install 'kvoffload[mooncake]'`), its library `libibverbs1`,
             xxhash, or for "rdma" an active device. From `attach`: the pool cannot be registered.
-        TypeError, ValueError: an argument.
+        TypeError, ValueError: an argument; `master` without a port, say.
     """
 
     bytes_per_call = 16 << 20
