@@ -5,7 +5,8 @@
     DriverError, TransferError                                  CUDA failed; the message has CUDA's own
     TierError                                                   a record may still be in a disk or store
 
-If `store`, `load` or a constructor raises, nothing was submitted, stored or allocated, unless the message says so.
+If `store`, `load` or a constructor raises, nothing was submitted, stored or allocated, unless its docstring
+or the message says so.
 """
 
 
@@ -18,7 +19,9 @@ class LayoutError(KVOffloadError, ValueError):
 
 
 class CapacityError(KVOffloadError):
-    """Too few free slots, events or jobs, or too little pinned or GPU memory. Nothing was allocated."""
+    """Too few slots, events or jobs; too little memory or disk space; or `all_or_nothing`, and not all keys would be
+    stored. Nothing was allocated.
+    """
 
 
 class CapabilityError(KVOffloadError):

@@ -155,8 +155,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
-        """Store the keys that are neither present nor pending. The job's `keys` names them; they can be loaded once it
-        ended.
+        """Store the keys that are neither present nor pending. The job's `keys` names them. They are hits once it has
+        ended; before that, only `load` and `acquire` with `pending=True` take them.
+
+        Until the job is done, do not write the source blocks, except in work queued after `job.order_before(stream)`.
 
         Other keys are evicted to make room, but none of `keys`, and none that is pending, leased or being loaded. If
         only some fit, the first are stored and the others declined. A key is also declined if it is worth less than the
@@ -167,14 +169,16 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             blocks: source ids, `blocks_per_slot` for each of `keys`, present ones included (with several groups, a list
                 for each). Repeats are legal.
             after: as for `OffloadEngine.store`.
-            tenant: whose quota and priority the keys have.
+            tenant: whose quota and priority the keys have. With `request`, leave it out: they are the request's.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
-            request: the open request that the keys belong to: its new keys, or more. The tenant is the request's.
+            request: the open request that `keys` belong to. `keys` may be only its new ones, or all so far.
 
         Raises:
             CapacityError: with `all_or_nothing`, a key would be declined; or the engine has no room for the transfer.
-            ValueError, LayoutError, and the errors of `OffloadEngine.store`. Nothing has changed, unless the driver
-            fails between two groups of one call: then the keys evicted for it are gone.
+            ClosedError: `request` has ended; or as `OffloadEngine.store`.
+            ValueError, LayoutError, and the other errors of `OffloadEngine.store`.
+            No key has changed then, though `request` may have got its keys. But after a TransferError, or if the engine
+            refuses a group after the first, the keys evicted for this call may be gone.
         """
         checked = check_keys(keys, repeats=False)
         if all_or_nothing is not False:
@@ -240,6 +244,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     ) -> CacheJob:
         """Load the blocks of keys that are all present and ready. The keys are not evicted until the load has ended.
 
+        Until then do not touch the target blocks, except in work queued after `job.order_before(stream)`.
+
         Args:
             keys: bytes. A key may be repeated, with other target blocks each time.
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (with several groups, a list for
@@ -253,7 +259,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
         Raises:
             MissingKeyError: a key is absent or not ready.
-            LayoutError, and the errors of `OffloadEngine.load`. In all these cases nothing has changed.
+            LayoutError, and the errors of `OffloadEngine.load`.
+            Nothing has changed then. But if the engine refuses a group after the first, as for a repeated block, the
+            blocks of earlier groups are being overwritten: call `engine.drain` before you use them.
         """
         checked = check_keys(keys)
         if pending is not False:

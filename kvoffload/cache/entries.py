@@ -46,7 +46,7 @@ class Status(enum.Enum):
 
     MISS = "miss"
     HIT = "hit"  # can be loaded
-    PENDING = "pending"  # reserved or being stored
+    PENDING = "pending"  # reserved, being stored, or on its way from a tier
 
 
 class Stage(enum.Enum):

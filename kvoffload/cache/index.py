@@ -46,23 +46,23 @@ class CacheIndex(KeyCache):
             hits = promotion.wait()                                    # or poll `promotion.done`
             lease = index.acquire(keys[:hits])
 
-    A tier's record is one entry: its row of every pool, all or nothing.
+    Entry `e` is slot `e` of every engine. A tier's record is one entry: row `e` of every pool, all or nothing.
 
     Args:
         capacity: keys that it holds, at most 2**32. With 0 every lookup misses, and every key is declined.
         policy, tenants, store_after, max_load_blocks, tiers, write, hung: as for `BlockCache`.
         on_event: called with each `CacheEvent`, one at a time, in order, outside the lock: at the end of a call of the
             index, in the thread that made the call; with tiers in a thread of the index, too.
-        pools: the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for `Tier.attach`.
-            They must stay mapped until `close` has returned True.
+        pools: with tiers, the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for
+            `Tier.attach`. They must stay mapped until `close` has returned True.
         layout: 16 bytes that say what the rows of all pools mean; see `Tier.attach`.
-        seconds_per_key: how long computing the blocks of a key takes. Keys are not promoted if their tier, at its
+        seconds_per_key: seconds that computing the blocks of a key takes. Keys are not promoted if their tier, at its
             latest measured speed, would take longer. None: all are promoted.
 
     Attributes:
         capacity, max_load_blocks: as given.
-        lock: taken by every call.
-        records: calls for owners that keep records in place of a `Reservation` or `Lease`.
+        lock: every call takes it. Do not call the index while you hold it.
+        records: for integrations: such calls without a `Reservation` or `Lease` object for each.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -112,7 +112,9 @@ class CacheIndex(KeyCache):
         return self._records.keys
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
-        """Record that a request loads the keys that are present. Policies count that use before its `touch`.
+        """Tell the policies that a request loads the keys that are present. Moves no bytes.
+
+        Call it when the load begins, and `touch` as well when the request ends.
 
         Args:
             request: the open request that loads them. The keys belong to it from now on; keys that it had before are

@@ -103,7 +103,7 @@ class KeyCache:
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
         """`lookup` for each of several requests, in one call: the cache does not change in between. Returns the hits of
-        each.
+        each. Raises as `lookup`.
         """
         if self._asks is not None:
             self._look()
@@ -193,7 +193,7 @@ class KeyCache:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request with these keys has ended. Call it once per request, with all of its keys in order,
         whether they were found or not: recency and frequency then follow requests, not the order in which copies
-        completed.
+        completed. For an open request, call its `end` instead.
         """
         used = check_keys(keys)
         if len(used) > 1 and len(frozenset(used)) < len(used):
@@ -234,9 +234,7 @@ class KeyCache:
         Args:
             keys: bytes, no repeats, in the order of the request: each needs the ones before. May be all keys of the
                 request: present ones are skipped, and kept.
-            tenant: whose quota and priority they have.
-            all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
-            request: the open request that the keys belong to: its new keys, or more. The tenant is the request's.
+            tenant, all_or_nothing, request: as for `BlockCache.store`.
 
         Raises:
             CapacityError: with `all_or_nothing`, a missing key would be declined.
@@ -273,6 +271,7 @@ class KeyCache:
 
         Raises:
             MissingKeyError: a key is absent or not ready; nothing has changed.
+            LayoutError: `keys` is not a list of bytes.
         """
         if self._asks is not None:
             self._asks.advance()
@@ -364,7 +363,7 @@ class KeyCache:
         return self._remove_from_all(list(dict.fromkeys(check_keys(keys))), below)
 
     def clear(self, *, below: bool = True) -> int:
-        """Remove all keys, as `remove` does. Processes that share a tier lose its records, too."""
+        """Remove all keys, and return how many, as `remove` does. Processes that share a tier lose its records, too."""
         return self._remove_from_all(None, below)
 
     def _remove_from_all(self, keys: list[bytes] | None, below: bool) -> int:

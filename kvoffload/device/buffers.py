@@ -125,7 +125,9 @@ class DeviceBuffer:
         return target
 
     def close(self) -> None:
-        """Free the memory. No transfer or kernel may still use it. Idempotent; does nothing in a forked child."""
+        """Free the memory. No transfer or kernel may still use it, nor an array that another library has made of it.
+        Idempotent; does nothing in a forked child.
+        """
         self.device.free(self._resource)
 
     def check(self) -> None:

@@ -246,6 +246,8 @@ class Device:
         """An uninitialised C-contiguous array in one driver allocation, which other libraries take without a copy.
 
         For a cache, give it the shape `(blocks, planes, ...)` or `(planes, blocks, ...)`, see `KVLayout.from_stacked`.
+        The memory lives as long as the array or an import of it, until `result.buffer.close()`, or until the device
+        closes.
 
         Args:
             shape: extents, all positive.
@@ -253,7 +255,9 @@ class Device:
                 "float8_e4m3fn".
 
         Raises:
-            CapacityError, ValueError, LayoutError: as `allocate` and `DeviceArray`.
+            CapacityError, ClosedError: as `allocate`.
+            ValueError: `shape` is not a sequence of positive integers.
+            LayoutError: `dtype` is not the type of one element, or its size is unknown.
         """
         name, extents = dtype_name(dtype), check_shape(shape)
         return DeviceArray(self.allocate(math.prod(extents) * element_bytes(name)), extents, name)

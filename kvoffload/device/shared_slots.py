@@ -43,7 +43,7 @@ class SharedSlots:
     """Slots of one engine in memory that other processes map, too. A context manager.
 
     The constructor allocates all of the memory at once. In another process, use `receive`. Nothing here orders reads
-    and writes of different processes.
+    and writes of different processes. The end of the block calls `close`.
 
     Args:
         num_slots: at least 1.
@@ -51,7 +51,7 @@ class SharedSlots:
 
     Attributes:
         array: uint8, (num_slots, slot_bytes), C-contiguous, writable in every process. Zeros at first.
-        note: in a process that received the slots, the note of the offer; else "".
+        note: in a process that got the slots by `receive`, the text that the other one gave to `offer`; else "".
 
     Raises:
         CapacityError: the machine has too little memory, or the process's limits allow too little.
@@ -83,7 +83,9 @@ class SharedSlots:
 
     @property
     def host_memory(self) -> HostMemory:
-        """The value for `OffloadEngine(host_memory=)`. The engine registers the memory with the driver."""
+        """The value for `OffloadEngine(host_memory=)`. One engine of this process registers the memory with the driver,
+        and keeps it mapped.
+        """
         return HostMemory.of_buffer(self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1])
 
     # handing over -------------------------------------------------------------------------------------------------
@@ -170,7 +172,9 @@ class SharedSlots:
     # the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the offer. The memory stays mapped as long as arrays over it live. Idempotent."""
+        """End the offer: no more processes can `receive` the memory. In each one it stays mapped as long as `array`, or
+        an engine over it, lives there. Idempotent.
+        """
         if self._listener is not None and self._thread is not None:
             try:
                 self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`

@@ -69,8 +69,7 @@ class Engine(Generic[_After, _Plan]):
     Attributes:
         devices: the devices that the transfers run on.
         num_slots, max_in_flight: as given.
-        lock: guards the engine, and a BlockCache on it. Take it with `with` only. While you hold it, the engine treats
-            calls as calls inside another call: it refuses them, or answers without asking the GPU.
+        lock: as `OffloadEngine` has it.
     """
 
     devices: tuple[Device, ...]
@@ -312,7 +311,7 @@ class Engine(Generic[_After, _Plan]):
             deliver(self._reports.notices)
 
     def poll(self) -> list[TransferResult]:
-        """Results of jobs that have ended, in the order in which the engine found that. Does not wait for the GPU.
+        """Results of jobs that have ended, in the order in which the engine noticed. Does not wait for the GPU.
 
         Each job is reported once, failed ones with their `error`. A job is not reported once `wait()` or `result()` has
         returned for it, or raised its error. The engine keeps the newest 65,536 results for the next call. Inside

@@ -167,8 +167,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
 
         Row `s` holds `blocks_per_slot` blocks in the order of the group's `slot_order` (see `KVLayout`), then padding.
-        Read a row only after the store into it has ended; write it only while no unfinished transfer uses it. Rows over
-        `host_memory` are `slot_stride` bytes apart, and after `close` this property has no rows any more.
+        Read a row only after the store into it has ended; write it only while no unfinished transfer uses it. With
+        `host_memory`, rows are `slot_stride` bytes apart, and after `close` there are none here.
         """
         return self._parts.slots
 

@@ -89,9 +89,7 @@ class Transfer:
     """One submitted store or load. The engine's lock guards it; `Job` is the caller's handle on it.
 
     Attributes:
-        id: unique within the engine, rising in the order of submission.
-        direction, nbytes, num_parts: as `Job` has them.
-        method, reason: the copy method, and why it was selected; `method` is None for an empty transfer.
+        id, direction, nbytes, num_parts, method, reason: as `Job` has them.
         sequence: counts the transfers of its direction.
         shares: in the order in which they are queued; they run at the same time.
         engine: its engine, which it keeps alive while it is in flight.
@@ -205,12 +203,9 @@ class ShardedTransfer:
     one of them has.
 
     Attributes:
-        id, direction, nbytes, num_parts: as `Job` has them.
         transfers: one for each device, with the same id; empty if there is nothing to copy.
-        names: of the shards, for messages.
         simulated: whether one of the devices is.
         sequence: counts the transfers of its direction; 0 if there is nothing to copy.
-        trace, forgotten: as `Transfer` has them.
     """
 
     sequence = 0
@@ -288,7 +283,7 @@ class TransferResult(NamedTuple):
     Attributes:
         job_id: `Job.id`.
         direction: `Direction.STORE` or `Direction.LOAD`, which are the strings "store" and "load".
-        nbytes: payload bytes that it was to copy.
+        nbytes: payload bytes that it was to copy, on all devices together.
         seconds: from its first copy to the end of its last one, on the GPU's clock. The wait before the first copy does
             not count, but if the transfer did not fit into the driver's queues, waits of later segments do. NaN if it
             failed or the driver could not say; 0 if it was empty. For several devices, the longest.
@@ -374,7 +369,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def direction(self) -> Direction:
-        """`Direction.STORE` or `Direction.LOAD`."""
+        """`Direction.STORE` (device to slots) or `Direction.LOAD`."""
         return self._transfer.direction
 
     @property

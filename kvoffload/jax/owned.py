@@ -85,7 +85,7 @@ class OwnedCache:
         devices: a tuple.
         shapes: the tree with a `jax.ShapeDtypeStruct` for each array, for `step.lower(cache.shapes)`.
         sharding: the tree with the sharding of each array; None for each array of one device.
-        memories: a `DeviceBuffer` on each device.
+        memories: a `DeviceBuffer` on each device, which the cache, its layout and arrays keep alive until that closes.
         nbytes: bytes of the arrays on all devices together.
 
     Raises:

@@ -59,6 +59,7 @@ class KVLayout(HtmlRepresentation):
         LayoutError: there are no groups; planes share bytes; planes of one group have different `num_blocks`; a number
             is below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` is
             unknown; or `block_axes` is not a list of different names.
+        ValueError: `on_default_stream` is neither True nor False.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ class SimulatedDriver:
             from (13, 5) on there is `raw`.
         memory_bytes: memory of each device.
         device_count: how many devices it has.
-        queue_depth: places of a stream's queue. A submission that finds too few free blocks.
+        queue_depth: places of a stream's queue. A submission that finds too few free ones waits.
         strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`.
         max_register_bytes: the most that one cuMemHostRegister takes; None: any.
         pinnable_bytes: the most that can be pinned in all; None: any.

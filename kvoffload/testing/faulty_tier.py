@@ -62,8 +62,8 @@ class FaultyTier(ThreadedTier):
 
     Args:
         faults: the rates; by default none, for use with `fail_all` and `hang_all`.
-        inner: a tier without a pool, whose methods are called; its own threads are not started. Closing the FaultyTier
-            closes its files: do not attach or close it yourself. Default: a MemoryTier of 1 GiB.
+        inner: a tier that is not attached, whose methods are called, `release` by `close`; its own threads are not
+            started. Do not attach or close it yourself. Default: a MemoryTier of 1 GiB.
         seed: of the faults.
         limits: see `Limits`; one thread by default.
 

@@ -544,10 +544,10 @@ def check_tier(
     seconds.
 
     Args:
-        make: returns a new tier without a pool, each time. If the tiers are durable, let all use the same store; the
-            check clears it. Others begin empty. The first tier is only asked whether it is durable, and neither
-            attached nor closed. A tier must have room for four times `entries` records and no reason to
-            decline them. Whether it stays within `max_bytes` is checked if that is at most 4096 records.
+        make: returns a new tier each time, not attached yet. If the tiers are durable, let all use the same store; the
+            check clears it. Others begin empty. The first tier is only asked whether it is durable, never attached nor
+            closed. A tier must have room for four times `entries` records and no reason to decline them. A tier whose
+            `max_bytes` has room for more than 4096 records is not filled up to it.
         entries: of the pool that the tier gets, at least 8.
         row_bytes: of an entry on each device, a multiple of 4096.
         pools: the number of devices, with one array for each. Check a tier with 1 and with 2; a durable one needs

@@ -223,8 +223,8 @@ def fuzz_tier(
     """Put, fetch, ask for, remove and cancel random keys, several jobs at a time, and compare every byte with a model.
 
     Args:
-        tier: without a pool; it gets one, and is closed afterwards. Records stay in it.
-        operations: the least number, counted in keys.
+        tier: not attached yet; it gets a pool, and is closed afterwards. Its records are not removed.
+        operations: how many at least, counted in keys.
         entries, row_bytes, pools: of its pool: one array of `entries` rows, at least 8, for each of `pools` devices.
             `row_bytes` is a multiple of 4096.
         keys: how many different ones, at least 8.

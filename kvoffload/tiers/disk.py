@@ -113,7 +113,7 @@ class DiskTier(ThreadedTier):
 
     @property
     def num_slots(self) -> int:
-        """How many records fit in all files; 0 before `attach` and after `close`."""
+        """How many records the files can hold, full or empty; 0 before `attach` and after `close`."""
         return 0 if self._disk is None else self._disk.files.num_slots
 
     # for ThreadedTier ---------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class ThreadedTier(Tier):
         """Called for a `get` as `put_ended` for a `put`."""
 
     def flush(self) -> None:
-        """Make all written records durable. A thread calls it for `drain`, which returns False if this raises."""
+        """Make all written records durable. `drain` calls it, and returns False if it raises."""
 
     def start(self, layout: bytes | None) -> None:
         """Open files or connections; `pools` and `record_bytes` are set. `layout`: see `attach`. If this raises, close

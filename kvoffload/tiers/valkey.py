@@ -30,7 +30,7 @@ class ValkeyConnection:
 
     Attributes:
         username, password: for AUTH. With a password alone: the server's user "default". The server's ACL must give the
-            user "~{<prefix>/*" (names begin with "{", a hash tag; put your prefix for <prefix>), +mget +set +strlen
+            user "~{<prefix>/*" (names begin with that brace, as in "{kvoffload/1/": a hash tag), +mget +set +strlen
             +unlink +scan, for the client itself +info +client +ping, and in a cluster +cluster|slots +cluster|myid.
         tls: encrypt connections, and verify the servers' certificates. The files below do not turn it on.
         ca_file: PEM file with the certificates to trust instead of the system's. `attach` reads it.

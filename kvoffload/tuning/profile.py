@@ -50,10 +50,12 @@ _H200_CLASS = ("H100", "H200", "H800", "GH200", "B100", "B200", "B300")
 
 
 class ProfileKey(NamedTuple):
-    """The machine that a profile was measured on, and is valid for.
+    """The machine that a profile was measured on. It is valid only where all of these are equal.
 
     Attributes:
-        driver, bindings: versions, for example "13.0" and "13.3".
+        gpu: its name, such as "NVIDIA H200".
+        driver: the CUDA version that the driver supports, such as "13.0".
+        bindings: the version of cuda-bindings, such as "13.3".
         link_generation: the highest PCIe generation that the GPU supports, since an idle link may show a lower one.
             None if Linux does not say.
         link_width: lanes in use. None if Linux does not say.

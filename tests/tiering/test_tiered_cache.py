@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -297,6 +298,25 @@ def test_bad_arguments_of_the_constructor(options: dict[str, Any], error: type[E
             with pytest.raises(error, match=text):
                 kvoffload.BlockCache(engine, **{"tiers": [DictTier()], **options})
             BlockCache(engine)
+
+
+def test_a_promotion_is_not_waited_for_inside_a_call_of_a_tier() -> None:
+    """The tier may hold a lock there that its threads need to bring the keys."""
+
+    class Waiting(DictTier):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            if chained is not None:
+                for waitable in (promotion, chained):
+                    with pytest.raises(RuntimeError, match=r"wait was called .* in the middle of another call"):
+                        waitable.wait(SECONDS)
+            return super().contains(keys)
+
+    chained = None
+    with tiered(Waiting()) as bench:
+        promotion = bench.cache.promote(keys([0]))
+        chained = promotion.load([0], after=NO_WAIT)
+        assert bench.cache.locate(keys([0])) == ["missing"]
+        assert (promotion.wait(SECONDS), chained.wait(SECONDS)) == (0, ())
 
 
 def test_loads_follow_promotions() -> None:

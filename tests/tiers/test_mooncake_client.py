@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from remote_sessions import RemoteSession
 
-from kvoffload.tiers import MooncakeConnection, MooncakeTier, Outcome
+from kvoffload.tiers import Limits, MooncakeConnection, MooncakeTier, Outcome
 from kvoffload.tiers.mooncake import can_set_up
 
 TCP = MooncakeConnection(protocol="tcp")
@@ -38,6 +38,14 @@ class MooncakeDistributedStore:
     def batch_is_exist(self, names):
         return [1] * len(names)
 
+    def batch_get_into_multi_buffers(self, names, addresses, sizes):
+        return [-800] * len(names)
+
+    def get_size(self, name):
+        with open(FOLDER + "/asked", "a") as file:
+            print(name, file=file)
+        return -901
+
     def close(self):
         pass
 """
@@ -51,6 +59,10 @@ class Client:
 
     def answer(self, code: str) -> None:
         (self.folder / "answer").write_text(code)
+
+    def asked(self) -> list[str]:
+        """The names of the records whose size it was asked for."""
+        return (self.folder / "asked").read_text().split()
 
     def setups(self) -> list[tuple[bool, int]]:
         """Of each: whether it was in this process, and the memory that it would contribute."""
@@ -95,6 +107,16 @@ def test_a_client_is_set_up_here_only_if_it_could_be_in_a_child(
         assert session.exists(b"k")
         assert session.exists(b"k")
         assert client.setups()[2:] == [(False, 0), (True, 4096)]
+        assert not session.tier.capabilities.durable, "the records are in the memory of processes"
+
+
+def test_a_read_that_fails_while_the_master_is_silent_deletes_nothing(client: Client, master: str) -> None:
+    client.answer("0")
+    tier = MooncakeTier(master, identity="t", connection=TCP, limits=Limits(threads=1))
+    with RemoteSession(tier) as session:
+        assert session.tier.get([b"k", b"l"], [1, 2]).wait(30) == [Outcome.FAILED] * 2
+        assert client.asked() == [tier.format.name(b"k")], "each answer takes the timeout"
+        assert tier.statistics().corrupt == 0
 
 
 def test_no_message_shows_the_password_of_an_address(
