@@ -448,7 +448,6 @@ class SimulatedDriver:
         return stack[-1] if stack else None
 
     def require(self, needs: Needs) -> Context | None:
-        """The current context, if it is needed. Raises RefusedError if a need is not met."""
         if needs == Needs.NOTHING:
             return None
         if not self.initialized:
@@ -456,7 +455,6 @@ class SimulatedDriver:
         return self.context() if needs == Needs.CONTEXT else None
 
     def context(self) -> Context:
-        """The current context; RefusedError if there is none, or if it is destroyed or lost."""
         stack = self.context_stack
         if not stack:
             raise RefusedError(INVALID_CONTEXT)
@@ -468,7 +466,6 @@ class SimulatedDriver:
         return context
 
     def stream(self, handle: Any) -> Stream:
-        """The stream of a handle, the default streams included; raises RefusedError."""
         number = integer(handle)
         if number == LEGACY or (number == 0 and not self.per_thread_default):
             return self.context().legacy
@@ -494,8 +491,7 @@ class SimulatedDriver:
         self.pools[handle] = Pool(device, (device,))
         return handle
 
-    def violate(self, text: str) -> None:
-        """Note undefined behaviour; under `strict` it ends the call."""
+    def violate(self, text: str) -> None:  # undefined behaviour
         self.violations.append(text)
         if self.strict:
             raise SimulatorError(text)
@@ -503,18 +499,13 @@ class SimulatedDriver:
     # Submission
 
     def submission_stream(self, handle: Any) -> Stream:
-        """The stream of a call, which must belong to the current context."""
         stream = self.stream(handle)
         if stream.context is not self.context():
             raise RefusedError(INVALID_HANDLE)
         return stream
 
     def submit(self, stream: Stream, operation: Operation) -> int:
-        """Queue an operation. Blocks while the queue is full.
-
-        Returns:
-            Its number in the stream, or 0 if the stream is being captured.
-        """
+        # Returns its number in the stream, or 0 if the stream is being captured. Blocks while the queue is full.
         if stream.capture is not None:
             stream.capture.check()
             stream.capture.node_count += 1
@@ -527,7 +518,6 @@ class SimulatedDriver:
         return self.scheduler.submit(stream, operation)
 
     def finish(self, stream: Stream, serial: int, what: str) -> None:
-        """Advance streams until `stream` has done its operation number `serial`."""
         self._wait(lambda: stream.completed >= serial, what)
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
@@ -545,9 +535,6 @@ class SimulatedDriver:
         self.modules.remove(module.handle)
 
     def free_region(self, region: Region) -> None:
-        """Free an allocation or unregister a range. It is a violation if queued copies use it, or if neighbouring bytes
-        changed.
-        """
         if region.pending:
             self.violate(f"freed while a queued copy uses it: {region.nbytes} bytes at {region.base:#x}")
         self.check_guards_of(region)

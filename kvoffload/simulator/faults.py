@@ -104,7 +104,6 @@ class Faults:
             time.sleep(seconds)
 
     def next_call(self, name: str, args: tuple[Any, ...]) -> PlannedFault | None:
-        """Count a call, and return the fault planned for it, or None."""
         self.call_count[name] += 1
         self.total_calls += 1
         if self.calls is not None:

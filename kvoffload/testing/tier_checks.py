@@ -309,7 +309,6 @@ def many_threads_at_once(setup: TierSetup) -> None:
     with setup.session() as session:
 
         def put_fetch_and_remove(entries: range) -> None:
-            """Records with keys and entries that no other thread has."""
             tier, pools, keys = session.tier, session.pools, session.keys(entries)
             for first in range(0, 20_000, 1000):
                 for entry in entries:
@@ -394,7 +393,6 @@ def cancelled_keys_are_not_touched(setup: TierSetup) -> None:
 
 
 def _check_fetched(session: TierSession, entry: int, number: int, outcome: Outcome) -> None:
-    """An entry that a record was to be fetched to."""
     if outcome is DONE:
         version = session.pools.version(entry)
         assert version == number, f"get is DONE, with content {version} instead of {number}"

@@ -85,8 +85,6 @@ class TierModel:
 
 
 class TierFuzz:
-    """One series of random operations on a tier with a pool; see `fuzz_tier`."""
-
     def __init__(
         self,
         tier: Tier,
@@ -112,11 +110,6 @@ class TierFuzz:
         self.outcomes = Counter[tuple[str, str]]()
 
     def run(self, operations: int) -> None:
-        """At least as many operations, each on one key.
-
-        Raises:
-            AssertionError: an answer that no honest tier gives.
-        """
         kinds = ("put", "get", "exists", "remove", "look", "clear", "drain")
         while self.operations < operations:
             kind = self._random.choices(kinds, (40, 42, 7, 8, 3, 0.05, 0.1))[0]

@@ -298,7 +298,6 @@ def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[O
 
 
 def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
-    """The codes; ConnectionError if one is an error."""
     if codes and min(codes) < 0:
         raise ConnectionError(f"{call} of {len(codes)} names failed with {min(codes)}, an error code of Mooncake")
     return codes
@@ -341,7 +340,6 @@ def _set_environment(milliseconds: int) -> None:
 
 @cache
 def _variables_of_user() -> frozenset[str]:
-    """The variables that are set when the first tier is made."""
     return frozenset(os.environ)
 
 

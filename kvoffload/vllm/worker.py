@@ -77,7 +77,6 @@ class _Transfer:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why an ended transfer failed, or None."""
         return self.error if self.job is None else self.job.error
 
 
