@@ -36,7 +36,7 @@ class DiskTier(ThreadedTier):
     Args:
         path: a file, or several, best on different disks, over which records are spread. Missing files are created with
             mode 0600. The folder must exist. Only its owner may write it, unless it has the sticky bit, as `/tmp` has,
-            which the system may clean.
+            which the system may clean. If one file is blank or damaged, `attach` empties all, with a warning.
         nbytes: size of all files together, allocated by `attach`. Required, unless `read_only`.
         identity: a text for everything but the layout that the bytes depend on: model and revision, adapter,
             quantisation, positions, shard. Files of another identity are refused.

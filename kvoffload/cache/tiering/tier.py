@@ -88,11 +88,13 @@ Notify = Callable[[], None]
 class Tier(ABC):
     """A store of records below a cache's pool. Any thread may call any method, several at a time.
 
-    A full tier may evict any record at any time. Most tiers are easier to write as a `kvoffload.tiers.ThreadedTier`,
-    whose methods may block. `kvoffload.testing.check_tier` tests a tier against these docstrings.
+    A subclass sets `name` and `capabilities`. A full tier may evict any record at any time. Most tiers are easier to
+    write as a `kvoffload.tiers.ThreadedTier`, whose methods may block. `kvoffload.testing.check_tier` tests a tier
+    against these docstrings.
 
     Attributes:
-        name: short, for metrics and messages. A subclass sets both, at the latest in its constructor.
+        name: short, for metrics and messages. A cache's tiers have different ones, and none of "host", "pending",
+            "missing" and "unknown", which `locate` uses.
         capabilities: see `TierCapabilities`.
     """
 
