@@ -290,8 +290,12 @@ def profile_path(key: ProfileKey) -> Path:
 def save_profile(profile: Profile) -> Path | None:
     """Write a measured profile for `load_profile`, in place of an older one with its `key`, which is not None. Returns
     the path; None, with a KVOffloadWarning, if it cannot be written.
+
+    Raises:
+        ValueError: it has no key, as the default profiles.
     """
-    assert profile.key is not None, "defaults are not kept"
+    if profile.key is None:
+        raise ValueError("profile must be a measured one, with a key: defaults come with the package")
     path = profile_path(profile.key)
     return path if cachefiles.write(path, render(profile)) else None
 

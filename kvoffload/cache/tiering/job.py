@@ -126,11 +126,14 @@ class TierJob:
         Raises:
             RuntimeError: one has an outcome.
             TypeError: one of `outcomes` is not an Outcome.
+            ValueError: there are more or fewer outcomes than positions.
             Nothing has changed in these cases.
         """
         for outcome in outcomes:
             if not isinstance(outcome, Outcome):
                 raise TypeError(f"each outcome must be an Outcome, got {outcome!r:.80}")
+        if len(positions) != len(outcomes):
+            raise ValueError(f"outcomes must be one for each of {len(positions)} positions, got {len(outcomes)}")
         with self._lock:
             for at in positions:
                 if self.outcomes[at] is not None:
