@@ -211,8 +211,13 @@ class Records:
 
     @partial(guarded, nested=end_later)
     def abort(self, record: ReservationRecord) -> None:
-        """Called inside another call of the index, it takes effect at the next call."""
+        """Called inside another call of the index, it takes effect at the next call.
+
+        The caller may have submitted stores into the entries, which the record does not know. So the entries stay held
+        until all transfers now in flight have ended: a tier's thread would write into them at once.
+        """
         check_open(record)
+        record.jobs = self._state.all_in_flight()
         self._state.settle(record, well=False)
 
     def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
