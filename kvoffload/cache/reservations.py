@@ -109,8 +109,8 @@ class Reservation:
             self._records.commit(self._record)
 
     def abort(self) -> None:
-        """Make the keys missing and the entries free, at once. Nothing may write the slots any more, so first wait for
-        transfers into them.
+        """Make the keys missing at once. The entries are free when the transfers that you submitted to the engine have
+        ended, as they may write them. Wait for anything else that writes the slots before you call this.
 
         Raises:
             ClosedError: it was committed or aborted before; nothing has changed.
