@@ -25,7 +25,9 @@ class CapacityError(KVOffloadError):
 
 
 class CapabilityError(KVOffloadError):
-    """The driver, the bindings or the GPU lack a feature. The message names it, and a way without it."""
+    """What the call needs is missing here: a feature of the driver, the bindings, the GPU or the system, a Python
+    package, a mode, or an option of vLLM. The message names it, and a way without it if there is one.
+    """
 
 
 class MissingKeyError(KVOffloadError, LookupError):

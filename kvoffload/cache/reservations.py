@@ -165,7 +165,8 @@ class Lease:
         return slot_numbers(self.indices, self._records.num_groups, group)
 
     def order_before(self, stream: CacheStreams) -> None:
-        """Work queued on `stream` from now on starts after all entries have been written; the host does not wait.
+        """Work queued on `stream` from now on starts after all entries have been written. The host waits only while a
+        store is not all in the driver's queues, a second at most.
 
         If a store fails later, the stream goes on; `wait` and `check` raise its error. Raises as `Job.order_before`.
         """
@@ -290,7 +291,8 @@ class CacheJob(Waitable[list[TransferResult]]):
         return self.jobs[0].num_parts if self.jobs else 1
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
-        """Work queued on `stream` from now on starts after all jobs have ended; the host does not wait.
+        """Work queued on `stream` from now on starts after all jobs have ended. The host waits only while a
+        transfer is not all in the driver's queues, a second at most.
 
         If a transfer fails later, the stream goes on; `wait` raises its error. Raises as `Job.order_before`.
 

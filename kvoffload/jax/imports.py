@@ -31,8 +31,8 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
 
     The array keeps the memory allocated, but not the device open. Do not use it after the device is closed.
 
-    DLPack exports neither "bfloat16" nor types of 8 bits. They are imported as unsigned integers, and a jitted function
-    with a donated argument reinterprets them; that copies nothing.
+    The result has `memory`'s dtype. DLPack does not export bfloat16 and float8: this call imports them as unsigned
+    integers and reinterprets them in place. You do nothing for that, and it copies nothing.
 
     On a simulated device the array may be a copy: JAX on the CPU does not reinterpret imported memory in place.
 

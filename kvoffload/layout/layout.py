@@ -42,7 +42,7 @@ class KVLayout(HtmlRepresentation):
         dtype: the type of the elements, such as "bfloat16". Keys depend on it; transfers do not.
         tokens_per_block: how many tokens a block holds. Keys depend on it; transfers do not.
         on_default_stream: whether the kernels that compute on the planes are ordered by the legacy default stream. If
-            so, a transfer with `after=None` follows that stream. False for JAX.
+            so, a transfer with `after=None` follows that stream. False, as for JAX: `after=None` raises ValueError.
         slot_order: the order of the bytes in a slot, "block-major" or "plane-major". None means the order of each
             group's device memory: "block-major" if a block of all planes is one range, as in an array
             `(blocks, planes, ...)`, else "plane-major". Any other order works too, but is slower. Keys depend on it if

@@ -140,7 +140,10 @@ class Mirror:
         group: int = 0,
         first_sub_block: int = 0,
     ) -> None:
-        """Repeat a transfer on the copies. Arguments as for the transfer; errors as for `naive_transfer`."""
+        """Repeat a transfer on the mirror's copies of slots and device memory, on the host. Call it once for each
+        transfer, in the order of submission, before `check`; the transfer need not have ended. Blocks come first, then
+        slots, for a load, too. Errors as for `naive_transfer`.
+        """
         naive_transfer(
             self._engine.layout,
             direction,

@@ -183,7 +183,7 @@ class Promotion(Waitable[int]):
 
     @property
     def ready(self) -> int:
-        """How many leading keys can be loaded now. It only grows, until `done`."""
+        """How many leading keys can be loaded now. It only grows, and is final once `done` is True."""
         return self._record.ready
 
     @property
