@@ -5,7 +5,8 @@
     DriverError, TransferError                                  CUDA failed; the message has CUDA's own
     TierError                                                   a record may still be in a disk or store
 
-If `store`, `load` or a constructor raises, nothing was submitted, stored or allocated, unless the message says so.
+If `store`, `load` or a constructor raises, nothing was submitted, stored or allocated, unless its docstring
+or the message says so.
 """
 
 
@@ -18,19 +19,25 @@ class LayoutError(KVOffloadError, ValueError):
 
 
 class CapacityError(KVOffloadError):
-    """Too few free slots, events or jobs, or too little pinned or GPU memory. Nothing was allocated."""
+    """Too few slots, events or jobs, full queues, too little memory or disk space; or `all_or_nothing`, and not all
+    keys would be stored, for want of room or for another reason, such as a quota. Nothing was allocated or submitted.
+    """
 
 
 class CapabilityError(KVOffloadError):
-    """The driver, the bindings or the GPU lack a feature. The message names it, and a way without it."""
+    """What the call needs is missing here: a feature of the driver, the bindings, the GPU or the system, a Python
+    package, a mode, or an option of vLLM. The message names it, and a way without it if there is one.
+    """
 
 
 class MissingKeyError(KVOffloadError, LookupError):
-    """A key to load is not in the block cache, or its block has not been stored yet."""
+    """A key to load is not in the block cache, or its block has not been stored yet. Nothing was loaded."""
 
 
 class ClosedError(KVOffloadError):
-    """The device, engine or buffer is closed, or was opened by the parent of this forked process."""
+    """What you called, or its engine or device, has been closed, released or ended; or this is a forked child of the
+    process that opened it.
+    """
 
 
 class TransferError(KVOffloadError):
@@ -41,7 +48,7 @@ class TransferError(KVOffloadError):
 
 
 class TierError(KVOffloadError):
-    """A tier below the slots may still hold a record that you removed."""
+    """A tier below the slots may still hold a record that you removed: remove it again once the tier works."""
 
 
 class KVOffloadWarning(UserWarning):

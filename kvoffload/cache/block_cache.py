@@ -61,38 +61,45 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     If a tier fails, hangs or is full, its keys are misses; only `remove` and `clear` raise an error for it. No GPU
     stream waits for a tier. To move the bytes yourself, reserve slots, fill them and commit; or acquire a lease, read,
-    release it.
+    release it. Inside another call in the same thread (in a policy or signal handler) a call raises RuntimeError, or
+    answers at once.
 
     Args:
         engine: an OffloadEngine, or a ShardedEngine; then `after` and `order_before` take a list with one element per
             device. The cache owns the slots: `engine.store` refuses them unless an open reservation of this cache holds
             them. With 0 slots every lookup misses and every store is declined.
         policy: chooses the keys to evict when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`,
-            or a function that takes the capacity in keys and returns one. Above tiers "prefix" declines nothing, since
-            tiers can be given only keys in slots.
+            or a function that takes the capacity in keys and returns one. An object serves one cache, without quotas
+            and priorities. Above tiers "prefix" declines nothing, since tiers can be given only keys in slots.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", no others.
         store_after: a key is stored only once this many lookups have missed it; 0: at once.
         max_load_blocks: the most hits that `lookup` reports; None: no limit. (A very long load delays all others.)
         on_event: called with each `CacheEvent`, one at a time, in order, outside all locks: at the end of a call of the
-            cache, or of `wait` or `done` of its jobs, in the thread that made the call; with tiers in a thread of the
-            cache, too.
+            cache, or of `wait` or `done` of its jobs, in the thread that made the call, or in one that is in `on_event`
+            at that time; with tiers in a thread of the cache, too. An exception from it becomes a KVOffloadWarning.
         tiers: asked in this order, each for the keys that the tiers before did not bring. Each key that is written goes
-            to all. The cache takes them over, and closes them when it is closed. Empty: no tiers; the arguments below
-            are not used.
+            to all. The cache closes them when it is closed or garbage; if this constructor raises, close them yourself.
+            Empty: no tiers; the arguments below are not used.
         write: which keys are written to the tiers. "admitted": keys worth a write, chosen at the end of requests
-            (`touch`) by what was asked for again before; "through": every key once it is stored; "back": every key
-            shortly before it is evicted; "none": none.
+            (`touch`, `CacheRequest.end`) by what was asked for again before; "through": keys once they are stored;
+            "back": keys shortly before they are evicted; "none": none. Nothing waits for a write: keys that are evicted
+            first, or find too many others waiting, are left out.
         prefill_tokens_per_second: how fast the model computes. Keys are not promoted if their tier, at its latest
             measured speed, would take longer than computing them. None: all are promoted. Needs a layout with
             tokens_per_block.
         hung: seconds after which a tier's call counts as hanging. The tier is not used until that call returns.
 
+    Attributes:
+        engine: as given.
+        capacity: keys that fit, `engine.num_slots // num_groups`.
+
     Raises:
         CapacityError: the engine has slots, but fewer than groups; fewer jobs may be in flight than there are groups;
-            another cache owns its slots; or there are tiers and no slots.
+            another cache owns its slots; there is no memory for `capacity` keys; or there are tiers and no slots.
         ClosedError: the engine is closed.
-        LayoutError: as `Tier.attach`.
+        LayoutError: `prefill_tokens_per_second` and a layout without tokens_per_block.
         ValueError, TypeError: bad arguments.
+        The errors of `Tier.attach`.
     """
 
     def __init__(
@@ -155,8 +162,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
-        """Store the keys that are neither present nor pending. The job's `keys` names them; they can be loaded once it
-        ended.
+        """Store the keys that are neither present nor pending. The job's `keys` names them. They are hits once it has
+        ended; before that, only `load` and `acquire` with `pending=True` take them.
+
+        Until the job is done, do not write the source blocks, except in work queued after `job.order_before(stream)`.
 
         Other keys are evicted to make room, but none of `keys`, and none that is pending, leased or being loaded. If
         only some fit, the first are stored and the others declined. A key is also declined if it is worth less than the
@@ -167,14 +176,16 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             blocks: source ids, `blocks_per_slot` for each of `keys`, present ones included (with several groups, a list
                 for each). Repeats are legal.
             after: as for `OffloadEngine.store`.
-            tenant: whose quota and priority the keys have.
+            tenant: whose quota and priority the keys have. With `request`, leave it out: they are the request's.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
-            request: the open request that the keys belong to: its new keys, or more. The tenant is the request's.
+            request: the open request that `keys` belong to. `keys` may be only its new ones, or all so far.
 
         Raises:
             CapacityError: with `all_or_nothing`, a key would be declined; or the engine has no room for the transfer.
-            ValueError, LayoutError, and the errors of `OffloadEngine.store`. Nothing has changed, unless the driver
-            fails between two groups of one call: then the keys evicted for it are gone.
+            ClosedError: `request` has ended; or as `OffloadEngine.store`.
+            ValueError, LayoutError, and the other errors of `OffloadEngine.store`.
+            No key has changed then, though `request` may have got its keys. But after a TransferError, or if the engine
+            refuses a group after the first, the keys evicted for this call may be gone.
         """
         checked = check_keys(keys, repeats=False)
         if all_or_nothing is not False:
@@ -240,6 +251,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     ) -> CacheJob:
         """Load the blocks of keys that are all present and ready. The keys are not evicted until the load has ended.
 
+        Until then do not touch the target blocks, except in work queued after `job.order_before(stream)`.
+
         Args:
             keys: bytes. A key may be repeated, with other target blocks each time.
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (with several groups, a list for
@@ -253,12 +266,14 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
         Raises:
             MissingKeyError: a key is absent or not ready.
-            LayoutError, and the errors of `OffloadEngine.load`. In all these cases nothing has changed.
+            LayoutError, and the errors of `OffloadEngine.load`.
+            Nothing has changed then. But if the engine refuses a group after the first, as for a repeated block, the
+            blocks of earlier groups are being overwritten: call `engine.drain` before you use them.
         """
         checked = check_keys(keys)
         if pending is not False:
             flag("pending", pending)
-        per_group = self._block_ids(len(checked), blocks)
+        per_group = self._block_ids(len(checked), blocks, targets=True)
         if parts is not None:
             self._check_parts(parts)
         after = self.engine.resolve(after)
@@ -303,7 +318,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
         record, tiers = promotion._record, self._tiers
-        per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks)]
+        per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks, targets=True)]
         if parts is not None:
             self._check_parts(parts)
         self._check_open()
@@ -315,8 +330,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             tiers.post(chained)
         return chained
 
-    def _block_ids(self, num_keys: int, blocks: Any) -> list[Int64Array]:
-        """For each group an array (keys, blocks_per_slot)."""
+    def _block_ids(self, num_keys: int, blocks: Any, *, targets: bool = False) -> list[Int64Array]:
+        """For each group an array (keys, blocks_per_slot). Targets must be distinct: the engine checks that group by
+        group, when the groups before are submitted already.
+        """
         layout = self.engine.layout
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
@@ -330,6 +347,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                     f"{name} must hold {layout.blocks_per_slot} ids per key, {num_keys * layout.blocks_per_slot} for "
                     f"{num_keys} keys, got {len(array)}"
                 )
+            if targets and self._groups > 1 and len(np.unique(array)) < len(array):
+                raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
             per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
         return per_group
 

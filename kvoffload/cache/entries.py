@@ -42,11 +42,13 @@ _error = attrgetter("error")
 
 
 class Status(enum.Enum):
-    """Whether a cache has a key."""
+    """Whether a cache has a key in a slot. HIT: it can be loaded. PENDING: reserved, being stored, or on its way from a
+    tier. MISS: neither, though a tier may have it.
+    """
 
     MISS = "miss"
-    HIT = "hit"  # can be loaded
-    PENDING = "pending"  # reserved or being stored
+    HIT = "hit"
+    PENDING = "pending"
 
 
 class Stage(enum.Enum):

@@ -46,23 +46,22 @@ class CacheIndex(KeyCache):
             hits = promotion.wait()                                    # or poll `promotion.done`
             lease = index.acquire(keys[:hits])
 
-    A tier's record is one entry: its row of every pool, all or nothing.
+    Entry `e` is slot `e` of every engine. A tier's record is one entry: row `e` of every pool, all or nothing.
 
     Args:
         capacity: keys that it holds, at most 2**32. With 0 every lookup misses, and every key is declined.
-        policy, tenants, store_after, max_load_blocks, tiers, write, hung: as for `BlockCache`.
-        on_event: called with each `CacheEvent`, one at a time, in order, outside the lock: at the end of a call of the
-            index, in the thread that made the call; with tiers in a thread of the index, too.
-        pools: the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for `Tier.attach`.
-            They must stay mapped until `close` has returned True.
+        policy, tenants, store_after, max_load_blocks, on_event, tiers, write, hung: as for `BlockCache`.
+        pools: with tiers, the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for
+            `Tier.attach`. They must stay mapped until `close` has returned True.
         layout: 16 bytes that say what the rows of all pools mean; see `Tier.attach`.
-        seconds_per_key: how long computing the blocks of a key takes. Keys are not promoted if their tier, at its
+        seconds_per_key: seconds that computing the blocks of a key takes. Keys are not promoted if their tier, at its
             latest measured speed, would take longer. None: all are promoted.
 
     Attributes:
         capacity, max_load_blocks: as given.
-        lock: taken by every call.
-        records: calls for owners that keep records in place of a `Reservation` or `Lease`.
+        lock: for integrations. Nearly every call takes it, for a moment. A call made while you hold it raises
+            RuntimeError, or answers at once.
+        records: for integrations, and may change: calls that take records in place of a `Reservation` or `Lease`.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -108,11 +107,13 @@ class CacheIndex(KeyCache):
 
     @property
     def keys(self) -> list[bytes]:
-        """All keys, ready or pending."""
+        """All keys, ready or pending, in a new list without order."""
         return self._records.keys
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
-        """Record that a request loads the keys that are present. Policies count that use before its `touch`.
+        """Tell the policies that a request loads the keys that are present. Moves no bytes.
+
+        Call it when the load begins, and `touch` as well when the request ends. It holds nothing: see `acquire`.
 
         Args:
             request: the open request that loads them. The keys belong to it from now on; keys that it had before are
@@ -140,7 +141,7 @@ class CacheIndex(KeyCache):
         self, keys: Sequence[bytes], entries: Int64Array, requests: Int64Array, *, tenants: Sequence[str] | None = None
     ) -> int:
         """Fill an index that has not held a key yet: each key becomes ready at the entry given. For owners, after a
-        restart.
+        restart. Reports no event.
 
         Args:
             keys: the oldest request's first; within a request in its order.

@@ -91,7 +91,7 @@ class KeyCache:
         `touch`).
 
         The first key that is not ready in a slot ends the count: a missing one, a pending one, or one that only a tier
-        has (see `promote`).
+        has (see `promote`). Nothing holds the keys: one that is evicted before you load it raises MissingKeyError then.
 
         Raises:
             LayoutError: `keys` is not a list of bytes.
@@ -103,7 +103,7 @@ class KeyCache:
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
         """`lookup` for each of several requests, in one call: the cache does not change in between. Returns the hits of
-        each.
+        each. Raises as `lookup`.
         """
         if self._asks is not None:
             self._look()
@@ -181,8 +181,8 @@ class KeyCache:
 
     def locate(self, keys: Sequence[bytes]) -> list[str]:
         """Where each key is: "host" (can be loaded), "pending" (being stored or promoted), the name of a tier, or
-        "missing"; "unknown" if only asking a tier would tell, as `promote` does. Never blocks. A hint: a tier may lose
-        the key.
+        "missing"; "unknown" if only asking a tier would tell, as `promote` does. Never blocks. A hint: the key may be
+        evicted, or a tier may lose it. Counts nothing.
         """
         statuses = self.status(checked := check_keys(keys))
         places = [_HOST if status is _HIT else _WAITS if status is _PENDING else _MISSING for status in statuses]
@@ -193,7 +193,7 @@ class KeyCache:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request with these keys has ended. Call it once per request, with all of its keys in order,
         whether they were found or not: recency and frequency then follow requests, not the order in which copies
-        completed.
+        completed. For an open request, call its `end` instead.
         """
         used = check_keys(keys)
         if len(used) > 1 and len(frozenset(used)) < len(used):
@@ -204,6 +204,8 @@ class KeyCache:
 
     def open_request(self, *, tenant: str = "") -> CacheRequest:
         """Open a request that stores and loads its keys in pieces: see `CacheRequest`.
+
+        End it by its `end`, or use it in `with`.
 
         Raises:
             ValueError: the cache has no such tenant.
@@ -234,9 +236,9 @@ class KeyCache:
         Args:
             keys: bytes, no repeats, in the order of the request: each needs the ones before. May be all keys of the
                 request: present ones are skipped, and kept.
-            tenant: whose quota and priority they have.
+            tenant: whose quota and priority they have; with `request`, leave it out.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
-            request: the open request that the keys belong to: its new keys, or more. The tenant is the request's.
+            request: the open request that `keys` belong to. `keys` may be only its new ones, or all so far.
 
         Raises:
             CapacityError: with `all_or_nothing`, a missing key would be declined.
@@ -244,6 +246,7 @@ class KeyCache:
             ValueError: the cache has no such tenant; its policy chose keys that must not be evicted; or `request` is of
                 another cache, or of another tenant than `tenant`.
             ClosedError: the engine is closed, or `request` has ended.
+            TransferError: the CUDA context is lost.
             In all these cases nothing has changed.
         """
         if self._asks is not None:
@@ -273,6 +276,7 @@ class KeyCache:
 
         Raises:
             MissingKeyError: a key is absent or not ready; nothing has changed.
+            LayoutError: `keys` is not a list of bytes.
         """
         if self._asks is not None:
             self._asks.advance()
@@ -285,9 +289,10 @@ class KeyCache:
     ) -> Promotion:
         """Bring leading keys from tiers into entries, as many as come in time. Returns at once.
 
-        Call it for requests that are about to run, since each promotion takes entries. Keys already in entries are held
-        there. When it ends, statistics and events count it as a `lookup` that found the keys it made ready; so call one
-        of the two per request. Without tiers it has ended on return, with the leading keys that are ready.
+        Call it for requests that are about to run: until you release it, it holds all of its keys that are in entries.
+        Keys that tiers bring take at most half of the entries, for all promotions together; further ones do not come.
+        When it ends, statistics and events count it as a `lookup` that found the keys it made ready; so call one of the
+        two per request. Without tiers it has ended on return, with the leading keys that are ready.
 
         Args:
             keys: bytes, no repeats, in the order of a request; may be all of its keys.
@@ -333,22 +338,25 @@ class KeyCache:
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until the keys chosen so far are written to the tiers, durably if a tier is durable.
 
-        Keys that a tier does not take, because it fails or is full, are left out.
+        It does not wait for keys that a tier does not take, because it fails or is full.
 
         Returns:
-            False if `timeout` seconds have passed first, or a tier could not drain. Without tiers: True.
+            False if `timeout` seconds have passed first (None: no limit), or a tier could not drain; writing goes on.
+            Without tiers: True.
 
         Raises:
             ClosedError: the cache or its engine is closed.
+            RuntimeError: called inside another call of the cache or of a tier.
         """
         self._check_open()
         return self._tiers is None or self._tiers.drain(timeout)
 
     def remove(self, keys: Sequence[bytes], *, below: bool = True) -> int:
-        """Remove keys: from now on they are missing here, and durably in the tiers, whatever is going on with them.
+        """Remove keys: on return they are missing here, and durably in the tiers, until they are stored anew.
 
-        An entry that a lease or transfer uses becomes free when that ends; the entry of a pending key, when its
-        reservation is committed or aborted.
+        A load, store or promotion of them that is going on ends as usual, and does not bring them back. An entry that a
+        lease or transfer uses becomes free when that ends; the entry of a pending key, when its reservation is
+        committed or aborted.
 
         Args:
             below: also from the tiers.
@@ -357,14 +365,15 @@ class KeyCache:
             How many keys were present or pending here.
 
         Raises:
-            TierError: a tier failed, or did not answer within 60 seconds, so it may still have them. The cache does
-                not.
-            ClosedError: the cache has tiers, and it or its engine is closed.
+            TierError: a tier failed, or did not answer within 60 seconds, so it may still have them. Here and in the
+                other tiers they are gone.
+            ClosedError: with `below`, the cache has tiers, and it or its engine is closed; nothing has changed.
+            RuntimeError: called inside another call of the cache; nothing has changed.
         """
         return self._remove_from_all(list(dict.fromkeys(check_keys(keys))), below)
 
     def clear(self, *, below: bool = True) -> int:
-        """Remove all keys, as `remove` does. Processes that share a tier lose its records, too."""
+        """Remove all keys, and return how many, as `remove` does. Processes that share a tier lose its records, too."""
         return self._remove_from_all(None, below)
 
     def _remove_from_all(self, keys: list[bytes] | None, below: bool) -> int:
@@ -384,11 +393,16 @@ class KeyCache:
         return locked(self, step)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Give up promotions and writes that have not begun, and close the tiers. The engine stays open. Idempotent.
+        """End promotions with the keys that came, give up writes that have not begun (see `drain`), close the tiers.
+
+        The engine stays open, and look-ups, loads and stores go on working. Idempotent. Without tiers it does nothing.
 
         Returns:
             Whether everything ended within about `timeout` seconds. If False, calls of a tier hang; their entries are
-            kept from other keys, and must stay mapped, until those calls return. Without tiers: True.
+            kept from other keys, and must stay mapped, until those calls return: call `close` again to ask.
+
+        Raises:
+            RuntimeError: with tiers, called inside another call of the cache.
         """
         foreign = self._asks is not None and self._asks.devices[0].foreign  # the threads are in the parent
         return self._tiers is None or foreign or self._tiers.close(timeout)
@@ -409,7 +423,7 @@ class KeyCache:
 
     def check(self) -> None:
         """Verify that derived state, and the keys that each policy knows, agree with the truth (see GLOSSARY). For
-        tests.
+        tests: it looks at every key.
 
         Raises:
             AssertionError: they do not; the message says where.

@@ -211,9 +211,18 @@ class Records:
 
     @partial(guarded, nested=end_later)
     def abort(self, record: ReservationRecord) -> None:
-        """Called inside another call of the index, it takes effect at the next call."""
+        """Called inside another call of the index, it takes effect at the next call.
+
+        The caller may have submitted stores into the entries, of which no record knows. So the entries stay held until
+        such transfers in flight have ended: a tier's thread would write into them at once.
+        """
         check_open(record)
-        self._state.settle(record, well=False)
+        state = self._state
+        known = {
+            getattr(job, "id", None) for each in (*state.storing, *state.loading, *state.awaited) for job in each.jobs
+        }
+        record.jobs = tuple(job for job in state.all_in_flight() if getattr(job, "id", None) not in known)
+        state.settle(record, well=False)
 
     def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         """Make its key missing at once. Its entry is free when `jobs`, which may write it, have ended."""

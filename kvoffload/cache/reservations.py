@@ -49,11 +49,11 @@ class Reservation:
     """Entries for missing keys: fill them, then commit or abort. Usable from any thread.
 
     As a context manager it commits at the end of the block, or aborts on an exception, unless you did either inside.
-    Until then no other request gets these entries, and the keys cannot be loaded. If a reservation becomes garbage
-    first, a later call of the cache aborts it.
+    Until then no other request gets these entries, and the keys are pending. If a reservation becomes garbage first, a
+    later call of the cache aborts it.
 
     Attributes:
-        keys: the keys to store, in the order given: the missing ones without `declined`.
+        keys: the keys to store, in the order given: the missing ones without `declined`. Perhaps none.
         positions: the position of each of `keys` in the list given.
         indices: the entry of each of `keys`.
         evicted: keys that were evicted for them.
@@ -78,7 +78,7 @@ class Reservation:
 
     @property
     def stage(self) -> Stage:
-        """OPEN; SETTLING: committed, and its transfers have not ended; COMMITTED; or ABORTED."""
+        """OPEN; SETTLING: committed, but no call of the cache has seen its transfers end; COMMITTED; or ABORTED."""
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
@@ -86,11 +86,11 @@ class Reservation:
         return slot_numbers(self.indices, self._records.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
-        """Declare the slots filled: the keys are hits from now on.
+        """Declare the slots of all groups filled: the keys are hits now, unless removed. Stop writing the slots.
 
         Args:
-            jobs: transfers into the slots that may not have ended. The keys then become hits once all have succeeded;
-                if one fails, the reservation is aborted.
+            jobs: transfers into the slots that may not have ended: what `engine.store` returned. The keys are pending
+                until all have succeeded; if one fails, the next call of the cache aborts the reservation.
 
         Raises:
             ClosedError: it was committed or aborted before.
@@ -109,7 +109,8 @@ class Reservation:
             self._records.commit(self._record)
 
     def abort(self) -> None:
-        """Make the keys missing and the entries free. You must not write the slots any more.
+        """Make the keys missing at once. The entries are free when the transfers that you submitted to the engine have
+        ended, as they may write them. Wait for anything else that writes the slots before you call this.
 
         Raises:
             ClosedError: it was committed or aborted before; nothing has changed.
@@ -164,9 +165,10 @@ class Lease:
         return slot_numbers(self.indices, self._records.num_groups, group)
 
     def order_before(self, stream: CacheStreams) -> None:
-        """Work queued on `stream` from now on starts after all entries have been written; the host does not wait.
+        """Work queued on `stream` from now on starts after all entries have been written. The host waits only while a
+        store is not all in the driver's queues, a second at most.
 
-        If a store fails later, the stream goes on; `wait` and `check` raise its error.
+        If a store fails later, the stream goes on; `wait` and `check` raise its error. Raises as `Job.order_before`.
         """
         run_all(partial(job.order_before, stream) for job in self._jobs())
 
@@ -175,8 +177,9 @@ class Lease:
         jobs.
 
         Raises:
-            TransferError: a store failed; its slot does not hold the bytes of its key.
+            TransferError: a store failed; its slot does not hold the bytes of its key. The lease still holds all keys.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
+            RuntimeError: called inside another call in the same thread.
         """
         refuse_nested(self._records.lock, "wait")
         wait_until(lambda: all(job.done for job in self._jobs()), timeout, repr(self))
@@ -188,7 +191,7 @@ class Lease:
             source.raise_if_failed()
 
     def release(self) -> None:
-        """Unpin the keys; you must not read their slots any more. Idempotent."""
+        """Unpin the keys. Nothing may read their slots any more, not even work queued before. Idempotent."""
         self._records.release(self._record)
 
     def _jobs(self) -> list[Completion]:
@@ -208,15 +211,16 @@ class Lease:
 class CacheJob(Waitable[list[TransferResult]]):
     """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
 
-    Usable from any thread, and awaitable: `await cache.store(...)` is `wait()` in an asyncio task.
+    Usable from any thread, and awaitable: `await cache.store(...)` is `wait()` in an asyncio task. Until it is done,
+    its blocks are in use, as for a `Job`, whatever failed.
 
-    Once `wait` has returned or raised TransferError, or `done` was True, the cache knows of the end: stored keys are
-    hits, and the event "stored" or "failed" was reported. If `on_event` itself calls `wait`, the job's event is
-    reported after the current one.
+    Once `wait` has returned, or `done` was True, the cache knows of the end: stored keys are hits, and the event
+    "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. If you drop the job, its
+    transfers go on, and a later call of the cache finds their end.
 
     Attributes:
-        keys: the keys whose blocks are being copied.
-        jobs: the engine's jobs.
+        keys: the keys whose blocks are copied: of a store, without keys that were present, pending or declined.
+        jobs: the engine's jobs, one per group.
     """
 
     keys: tuple[bytes, ...]
@@ -240,8 +244,10 @@ class CacheJob(Waitable[list[TransferResult]]):
         """Wait for all jobs, at most `timeout` seconds for each, and return a result per job.
 
         Raises:
-            TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
+            TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending. With a
+                `timeout`, others may still run: ask `done`.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
+            RuntimeError: called inside another call in the same thread.
         """
         refuse_nested(self._records.lock, "wait")
         timeout, results = as_timeout(timeout), list[TransferResult]()
@@ -259,10 +265,8 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def error(self) -> TransferError | None:
-        """Why a transfer failed, or a pending store that it loaded from; None: no failure is known yet. `wait` raises
-        it.
-
-        Until `done`, the blocks of all jobs are in use, whatever failed.
+        """Why a transfer failed, or the store of a key that `load(pending=True)` found pending. None: no failure is
+        known yet. `wait` raises it.
         """
         for job in self.jobs:
             if job.error is not None:
@@ -287,10 +291,14 @@ class CacheJob(Waitable[list[TransferResult]]):
         return self.jobs[0].num_parts if self.jobs else 1
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
-        """Work queued on `stream` from now on starts after all jobs have ended; see `Job.order_before`.
+        """Work queued on `stream` from now on starts after all jobs have ended. The host waits only while a
+        transfer is not all in the driver's queues, a second at most.
+
+        If a transfer fails later, the stream goes on; `wait` raises its error. Raises as `Job.order_before`.
 
         Args:
-            part: for a load in parts: after this part of every job.
+            stream: a stream; with a `ShardedEngine`, a list with one for each device.
+            part: of a load in parts, counted from 0: after this part of every job, and all parts before it.
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
         run_all(partial(job.order_before, stream, part=part) for job in jobs)
@@ -342,10 +350,11 @@ class CacheRequest:
     """A handle for calls that store and load the keys of one request in pieces. Made by `open_request`.
 
     A call with `request=` gives the request all of its keys, stored, present, declined or loaded, in the order in which
-    they first come. While the request is open, no call that names it evicts any of them; if nothing else can be
-    evicted, new keys are declined. Other calls may evict them, unless they are leased or pending.
+    they first come, even if the engine then refuses a store. While the request is open, no call that names it evicts
+    any of them; if nothing else can be evicted, new keys are declined. Other calls may evict them, unless they are
+    leased or pending.
 
-    As a context manager it ends with the block. After an exception it is closed without recording the use of its keys.
+    As a context manager it ends with the block. After an exception it ends without recording the use of its keys.
     If you drop it without `end`, nothing is left behind. Usable from any thread.
 
     Attributes:
@@ -365,11 +374,13 @@ class CacheRequest:
 
     @property
     def ended(self) -> bool:
-        """Whether it is closed: no call may name it any more."""
+        """Whether it has ended: calls that name it raise ClosedError."""
         return self._record.ended
 
     def end(self) -> None:
-        """Record the use of its keys, as `touch` with all of them does. No call may name it afterwards. Idempotent."""
+        """End the request, and record the use of all its keys as `touch` does, which you then do not call. Transfers go
+        on. Idempotent.
+        """
         if self._records.end_request(self._record) and self._record.on_end is not None:
             self._record.on_end(tuple(self._record.keys))
 

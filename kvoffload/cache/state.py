@@ -132,14 +132,14 @@ class CacheState:
             record = item.record if isinstance(item, Watch) else item
             if isinstance(record, LeaseRecord):
                 if record in self.table.leases and not record.released and record not in self.loading:
-                    record.jobs = self._all_in_flight()
+                    record.jobs = self.all_in_flight()
                     self.end(record)
             elif record in self.table.reservations and record.stage is OPEN:
-                record.jobs = self._all_in_flight()
+                record.jobs = self.all_in_flight()
                 self.settle(record, well=False)
             del abandoned[0]  # not popleft(): an interrupt after that call would lose the record
 
-    def _all_in_flight(self) -> tuple[Completion, ...]:
+    def all_in_flight(self) -> tuple[Completion, ...]:
         return tuple(job for source in self.in_flight for job in source())
 
     # filling ------------------------------------------------------------------------------------------------------

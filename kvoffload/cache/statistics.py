@@ -64,17 +64,18 @@ class CacheStatistics:
     Attributes:
         capacity: keys that fit.
         resident: keys that can be loaded.
-        pending: keys reserved or being stored, not ready yet.
-        pinned: keys that a lease or an unfinished load holds.
-        lookups, hits: keys that lookups and promotions asked for, and the leading ones that they found (and reported:
-            see `max_load_blocks`).
-        stored, loaded, evicted: blocks stored, loaded, evicted.
+        pending: keys reserved, being stored or being promoted, not ready yet.
+        pinned: entries that a lease, a promotion or an unfinished load holds.
+        lookups, hits: keys that `lookup`, `status_of` and promotions asked for, and the leading ones that they found
+            (and reported: see `max_load_blocks`).
+        stored, evicted: blocks that became ready by `store` or `commit`; blocks that made room for others.
+        loaded: blocks that `BlockCache.load` has copied, repeats included.
         failed: blocks whose store failed or was aborted.
         declined: blocks not stored because they were worth less than the blocks they would have displaced, were not
             looked up often enough, were over a tenant's quota, or found too few entries free or evictable.
         removed: keys taken out by `remove` and `clear`.
         residency_seconds: how long evicted keys had been in the cache.
-        reuse_distance_blocks: blocks that were touched between two touches of a key.
+        reuse_distance_blocks: blocks that were touched between two touches of a key, if it stayed in the cache.
         tenants: (name, counts) of each tenant that has such counts, by name; "" is the default tenant.
         promoted: blocks that a tier has filled; they do not count as stored.
         hits_from: the hits by where they were found: "host", then each tier that promotions brought hits from.
@@ -116,11 +117,12 @@ class CacheEvent:
     """Something that happened in a block cache.
 
     Attributes:
-        kind: "hit": the leading keys of a request that a `lookup` or promotion found; "miss": all its other keys, even
-            present ones; "stored": can be loaded from now on; "promoted": the same, but a tier brought it; "evicted";
-            "declined"; "failed"; "removed".
-        keys: the keys concerned, in the order of the request.
-        tenant: for "stored", "promoted", "declined" and "failed", the tenant that the call named; else "".
+        kind: "hit": the leading keys of a request that `lookup`, `status_of` or a promotion found; "miss": all its
+            other keys, even present ones; "stored": can be loaded from now on; "promoted": the same, but a tier brought
+            it; "evicted": made room for others; "declined": not worth storing, or no room; "failed": its store failed
+            or was aborted; "removed": by `remove` or `clear`.
+        keys: the keys concerned: in the order of the request; evicted ones in the order in which they went.
+        tenant: for "stored", "promoted", "declined" and "failed", the tenant of the call or its request; else "".
     """
 
     kind: EventKind

@@ -28,8 +28,8 @@ class DeviceBuffer:
     """GPU memory, made by `Device.allocate`. A context manager.
 
     It is freed by `close`, when its device closes, or by a later call of the device after the buffer has become
-    garbage. Other libraries can take it as an array of uint8, in the ways of a `DeviceArray`; their arrays keep the
-    buffer alive, but not the device open.
+    garbage. Other libraries can take it as an array of uint8, in the ways of a `DeviceArray`. Their arrays keep the
+    buffer from becoming garbage; do not use them after `close`, or after the device is closed.
 
     Attributes:
         device: its device.
@@ -86,6 +86,7 @@ class DeviceBuffer:
             ValueError: the array does not fit.
             TypeError: `array` is None, a masked array, or holds Python objects; `offset` is no integer.
             ClosedError: the buffer or its device is closed.
+            DriverError: the driver failed; the buffer may hold any bytes there.
         """
         self.check()
         if isinstance(array, np.ma.MaskedArray):
@@ -125,7 +126,9 @@ class DeviceBuffer:
         return target
 
     def close(self) -> None:
-        """Free the memory. No transfer or kernel may still use it. Idempotent; does nothing in a forked child."""
+        """Free the memory. No transfer or kernel may still use it, nor an array that another library has made of it.
+        Idempotent; does nothing in a forked child.
+        """
         self.device.free(self._resource)
 
     def check(self) -> None:
@@ -148,10 +151,12 @@ class DeviceArray:
     """A C-contiguous array in GPU memory that other libraries take without a copy. Made by `Device.empty`.
 
     CuPy: `cupy.from_dlpack(array)` or `cupy.asarray(array)`; PyTorch: `torch.from_dlpack(array)`; JAX:
-    `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. The consumer's stream waits for the transfers in
-    flight that touch the memory. Their arrays keep the memory alive, but not the device open: do not use them after the
-    device is closed. A simulated device exports host memory, `numpy.from_dlpack(array)`, and waits for such transfers
-    on the host.
+    `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. The consumer's stream waits for the transfers that
+    are in flight then and touch the memory; for later ones use `job.order_before`. A simulated device exports host
+    memory, `numpy.from_dlpack(array)`, and waits for such transfers on the host.
+
+    This array and those of other libraries keep the memory from being freed as garbage. Use none of them after the
+    device, or `buffer`, is closed.
 
     Args:
         buffer: the memory.
@@ -224,6 +229,7 @@ class DeviceArray:
             BufferError: a copy or another device was asked for; or the type is "bfloat16" or a float8 type. Export
                 `view("uint16")` or `view("uint8")` instead, and view that as the right type in the other library.
             ClosedError: the memory is freed, or the device is closed.
+            CapacityError, TransferError, ValueError, TypeError: the stream cannot wait, see `Job.order_before`.
         """
         self.buffer.check()
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
@@ -263,6 +269,7 @@ class DeviceArray:
         Raises:
             AttributeError: numpy has no type for `dtype`.
             ClosedError: the memory is freed, or the device is closed.
+            CapacityError: transfers wait on the host, since the driver's queues are full: `poll` the engine.
         """
         self.buffer.check()
         try:

@@ -19,7 +19,8 @@ class Stream:
     default stream, which CuPy uses by default, nor does that wait for it.
 
     Usable from any thread. A context manager: leaving the block waits for the work and destroys the stream. If you
-    forget to close it, a later call of the device destroys it with a ResourceWarning, or the device when it closes.
+    forget to close it, a later call of the device destroys it with a ResourceWarning once it is garbage, or the device
+    when it closes.
 
     Attributes:
         device: its device.
@@ -76,6 +77,7 @@ class Stream:
         Raises:
             ClosedError, DriverError: as `done`.
             TimeoutError: `timeout` seconds have passed; the work goes on.
+            ValueError: `timeout` is no number.
         """
         wait_until(lambda: self.done, timeout, repr(self))
 

@@ -68,7 +68,7 @@ def open_device(
 
     Raises:
         CapabilityError: there is no driver library or no usable bindings; the message says how to go on.
-        DriverError: the driver failed.
+        DriverError: the driver failed, for example since the machine has no GPU.
         ValueError: an unknown backend, no such GPU, or a context of another GPU.
         TypeError: `context` is not the handle of a context.
     """
@@ -115,19 +115,20 @@ def _load_driver(backend: Any) -> Driver:
 class Device:
     """An open device, made by `open_device`. Usable from any thread; a context manager.
 
-    Closing it drains and closes its engines, then frees the memory and streams that it made. A child of `fork` cannot
+    Closing it drains and closes its engines, then frees the memory and streams that it made. A device that you forget
+    is closed at the end of the interpreter, or, once it is garbage, by the next `open_device`. A child of `fork` cannot
     use its parent's device: there, `close` does nothing, and other calls raise ClosedError.
 
     Attributes:
-        capabilities: the features of driver, bindings and GPU.
+        capabilities: the features of driver, bindings and GPU, a `kvoffload.driver.Capabilities`.
         pci: the PCIe link and NUMA node, as far as Linux reports them.
         index, name: of the GPU.
         context: the handle of its CUDA context. `with device.current():` makes it current for the calling thread.
         stream_priorities: a range of the priorities that streams can have; lower numbers go first.
-        driver: for tests, and for programs that make driver calls of their own.
+        driver: for tests, and for driver calls of your own: `driver.call("cuMemGetInfo")`, inside `current()`.
         simulated: True for the simulated device: its bytes are right, its times say nothing about a GPU.
         simulator: its `SimulatedDriver`, which has the functions of `cuda.bindings.driver` and more; None on a GPU.
-        closed: whether `close` has ended.
+        closed: whether its engines are closed and it takes no more calls.
         lifecycle: held while an engine is constructed or closed, and while the device closes.
     """
 
@@ -172,10 +173,15 @@ class Device:
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Exactly `nbytes` bytes of uninitialised GPU memory, in one driver allocation.
 
+        It is freed by `close` of the result, when the device closes, or by a later call of the device after the result,
+        and all arrays that other libraries made of it, are garbage.
+
         Raises:
             CapacityError: the GPU has too little free memory; the message says how much.
             ValueError: `nbytes` is not an integer of at least 1.
             ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed otherwise.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         nbytes = at_least("nbytes", nbytes, 1)
         self.refuse_nested("allocate")
@@ -197,8 +203,8 @@ class Device:
 
         This is the recommended layout if your kernels can read it: a block of all planes is one contiguous range, and
         so one copy. Plane p of block b lies at `result[0].address + (b * planes + p) * block_bytes`. Kernels that
-        want one array per layer need `allocate_planes`. The memory lives as long as any of the planes;
-        `result[0].owner` is its DeviceBuffer.
+        want one array per layer need `allocate_planes`. The memory lives as long as any of the planes,
+        until the device closes; `result[0].owner` is its DeviceBuffer.
 
         Args:
             num_blocks: how many blocks the cache has.
@@ -206,8 +212,8 @@ class Device:
             block_bytes: bytes of one block of one plane.
 
         Raises:
-            CapacityError: as `allocate`.
             ValueError: not integers of at least 1.
+            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
         """
         num_blocks, planes = at_least("num_blocks", num_blocks, 1), at_least("planes", planes, 1)
         block_bytes = at_least("block_bytes", block_bytes, 1)
@@ -223,17 +229,18 @@ class Device:
         """Allocate `count` planes, one after the other in one driver allocation, uninitialised.
 
         They are for kernels that want an array for each plane. They always fold: a block is one strided operation,
-        which is slower than the contiguous copy of `allocate_blocks`. The memory lives as long as any of the planes;
-        `result[0].owner` is its DeviceBuffer.
+        which is slower than the contiguous copy of `allocate_blocks`. The memory lives as long as any of the planes,
+        until the device closes; `result[0].owner` is its DeviceBuffer.
 
         Args:
             count: how many planes.
-            block_bytes, num_blocks, block_stride: of each plane, as for `Plane`.
+            block_bytes, num_blocks: bytes of a block, and blocks, of each plane.
+            block_stride: bytes from one block to the next; None: `block_bytes`, without padding.
 
         Raises:
-            CapacityError: as `allocate`.
             ValueError: `count` is not an integer of at least 1.
-            LayoutError: a bad `block_bytes`, `num_blocks` or `block_stride`; as `Plane`.
+            LayoutError: a number is not an integer of at least 1, or the stride is less than `block_bytes`.
+            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
         """
         count = at_least("count", count, 1)
         plane = partial(Plane, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride)
@@ -246,6 +253,8 @@ class Device:
         """An uninitialised C-contiguous array in one driver allocation, which other libraries take without a copy.
 
         For a cache, give it the shape `(blocks, planes, ...)` or `(planes, blocks, ...)`, see `KVLayout.from_stacked`.
+        The memory lives as long as the array or an import of it, until `result.buffer.close()`, or until the device
+        closes.
 
         Args:
             shape: extents, all positive.
@@ -253,7 +262,9 @@ class Device:
                 "float8_e4m3fn".
 
         Raises:
-            CapacityError, ValueError, LayoutError: as `allocate` and `DeviceArray`.
+            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
+            ValueError: `shape` is not a sequence of positive integers.
+            LayoutError: `dtype` is not the type of one element, or its size is unknown.
         """
         name, extents = dtype_name(dtype), check_shape(shape)
         return DeviceArray(self.allocate(math.prod(extents) * element_bytes(name)), extents, name)
@@ -271,7 +282,7 @@ class Device:
 
         Raises:
             ValueError: no such priority.
-            ClosedError: the device is closed, or this is a forked child.
+            ClosedError, DriverError, RuntimeError: as `allocate`.
         """
         self.check_process()
         self.check_stream_priority(priority, "priority")
@@ -445,9 +456,10 @@ class Device:
             timeout: seconds to wait for all transfers together; None waits for as long as they take.
 
         Raises:
-            TimeoutError: an engine's transfers were still running. Nothing that it uses was freed, and the device stays
-                open; engines before it are closed.
+            TimeoutError: an engine's transfers were still running (or another thread kept the device busy). Nothing
+                that it uses was freed, and the device stays open; engines before it are closed.
             DriverError: a driver call failed. The other resources were freed.
+            ValueError: `timeout` is no number; nothing has happened.
             RuntimeError: you called it inside a call of an engine or of the device, in the same thread.
         """
         if self.foreign:

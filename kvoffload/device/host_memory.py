@@ -31,7 +31,7 @@ class HostMemory:
     Slot `s` is the `layout.slot_bytes` bytes at `address + s * slot_stride`. The bytes between slots may belong to
     others, such as engines of other processes: the engine registers them, too, but never reads or writes them.
 
-    Keep the memory mapped until the engine is closed. The engine never frees it.
+    Keep the memory mapped until the engine is closed and you use no array over its `slots`. The engine never frees it.
 
     Args:
         address: address of slot 0, a multiple of 4096.

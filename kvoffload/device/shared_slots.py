@@ -43,7 +43,8 @@ class SharedSlots:
     """Slots of one engine in memory that other processes map, too. A context manager.
 
     The constructor allocates all of the memory at once. In another process, use `receive`. Nothing here orders reads
-    and writes of different processes.
+    and writes of different processes. Leaving the `with` block calls `close`, which ends the offer only: in each
+    process the memory stays mapped as long as `array`, or an engine over it, lives.
 
     Args:
         num_slots: at least 1.
@@ -51,7 +52,7 @@ class SharedSlots:
 
     Attributes:
         array: uint8, (num_slots, slot_bytes), C-contiguous, writable in every process. Zeros at first.
-        note: in a process that received the slots, the note of the offer; else "".
+        note: in a process that got the slots by `receive`, the text that the other one gave to `offer`; else "".
 
     Raises:
         CapacityError: the machine has too little memory, or the process's limits allow too little.
@@ -83,13 +84,16 @@ class SharedSlots:
 
     @property
     def host_memory(self) -> HostMemory:
-        """The value for `OffloadEngine(host_memory=)`. The engine registers the memory with the driver."""
+        """The value for `OffloadEngine(host_memory=)`. One engine of this process registers the memory with the driver,
+        and keeps it mapped.
+        """
         return HostMemory.of_buffer(self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1])
 
     # handing over -------------------------------------------------------------------------------------------------
 
     def offer(self, name: str, *, note: str = "") -> None:
-        """Hand the memory to each process of this user, or of root, that asks for `name`, until `close`.
+        """Hand the memory to each process of this user that calls `receive(name)`, until `close` or until this process
+        ends, also if this object becomes garbage. A thread does that; this call returns at once.
 
         Args:
             name: no other offer on this machine (in this network namespace) may have it.
@@ -132,10 +136,14 @@ class SharedSlots:
             name: the name of the offer.
             timeout: how many seconds to wait for the offer if there is none yet.
 
+        Returns:
+            The same memory, with `array` and `note`. It stays mapped here, also after the offer or the offering process
+            has ended, as long as `array` or an engine over it lives.
+
         Raises:
             TimeoutError: nobody offered it within `timeout` seconds, or the offering process did not answer for 10.
             PermissionError: another user offers it.
-            ValueError: the memory does not have the size that the offer says.
+            ValueError: the memory does not have the size that the offer says; `timeout` is no number.
             TypeError: `name` is no string.
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)
@@ -170,7 +178,9 @@ class SharedSlots:
     # the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the offer. The memory stays mapped as long as arrays over it live. Idempotent."""
+        """End the offer: no more processes can `receive` the memory. In each one it stays mapped as long as `array`, or
+        an engine over it, lives there. Idempotent.
+        """
         if self._listener is not None and self._thread is not None:
             try:
                 self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`

@@ -20,11 +20,13 @@ _KERNEL_COMPUTE_CAPABILITY = (8, 0)  # asynchronous copies to shared memory came
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The features of driver, bindings and GPU; `missing` has the reasons why others are absent.
+    """The features of driver, bindings and GPU.
 
     Attributes:
-        driver_version: of the CUDA driver API, for example `(13, 0)`.
-        bindings_version: of cuda.bindings.
+        driver_version: the CUDA version that the driver supports, for example `(13, 0)`.
+        bindings_version: of cuda.bindings, for example `(13, 3)`.
+        compute_capability: of the GPU, for example `(9, 0)`.
+        multiprocessors: how many the GPU has.
         flat_batch: cuMemcpyBatchAsync can be called.
         strided_batch: cuMemcpy3DBatchAsync can be called.
         raw_addresses: both through calls that take array addresses (bindings 13.5).
@@ -32,6 +34,8 @@ class Capabilities:
         copy_engines: asynchronous copy engines of the GPU.
         kernels: kernels can be loaded and launched (whether they can be compiled: `kvoffload.kernels.why_not`).
         max_shared_bytes: shared memory that one block of a kernel can ask for.
+        missing: why a feature is absent, by its name: "cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync", "raw addresses",
+            "kernels".
     """
 
     driver_version: tuple[int, int]

@@ -73,9 +73,10 @@ class Driver:
         self._bind()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call `name`. Returns its single value, its tuple of values, or None.
+        """Call `name`. Returns its single value, its tuple of values, or None. Most functions need a current context.
 
         Raises:
+            KeyError: kvoffload does not use this function, see `has`.
             DriverError: the call returned an error.
             CapabilityError: the bindings found no such function in the driver library, or no driver library at all.
         """

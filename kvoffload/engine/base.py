@@ -69,8 +69,7 @@ class Engine(Generic[_After, _Plan]):
     Attributes:
         devices: the devices that the transfers run on.
         num_slots, max_in_flight: as given.
-        lock: guards the engine, and a BlockCache on it. Take it with `with` only. While you hold it, the engine treats
-            calls as calls inside another call: it refuses them, or answers without asking the GPU.
+        lock: as `OffloadEngine` has it.
     """
 
     devices: tuple[Device, ...]
@@ -114,6 +113,9 @@ class Engine(Generic[_After, _Plan]):
         If the driver's queues are full, the rest waits on the host, and later calls of the engine queue it. The ids are
         copied, so you may change your arrays at once. A call without blocks returns a job that has ended.
 
+        Until the job is done, do not write the blocks and do not touch the slots, except in work on a stream after
+        `job.order_before(stream)`. Transfers of the same engine wait for each other where they must.
+
         Block `i` goes to sub-block `(first_sub_block + i) % f` of `slots[(first_sub_block + i) // f]`, with
         `f = layout.blocks_per_slot`. The other sub-blocks of these slots keep their bytes.
 
@@ -122,7 +124,7 @@ class Engine(Generic[_After, _Plan]):
         GPU: call `drain` before you use the blocks for anything else.
 
         Args:
-            blocks: source ids: ints, or anything that numpy turns into a 1-D integer array. Ids may repeat.
+            blocks: source ids: a list of ints, or anything that numpy turns into a 1-D integer array. Ids may repeat.
             slots: target ids, without repeats, as many as `layout.slots_for` says. If a BlockCache owns the engine's
                 slots, they must belong to an open reservation of that cache.
             group: the group whose block table `blocks` refers to.
@@ -172,6 +174,9 @@ class Engine(Generic[_After, _Plan]):
     ) -> Job:
         """Copy slots to blocks on the device: the inverse of `store`, with the same sub-blocks and the same errors.
 
+        Until the job is done, do not write the slots and do not touch the blocks, except in work on a stream after
+        `job.order_before(stream)`.
+
         Args:
             slots: source ids. Ids may repeat.
             blocks: target ids, without repeats: the copies of one job have no order among each other.
@@ -213,7 +218,9 @@ class Engine(Generic[_After, _Plan]):
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
     ) -> Job:
-        """`store` or `load`, by `direction`. Arguments and errors as there; `parts` and `urgent=True` are for loads."""
+        """`store` or `load`, by `direction`. Arguments and errors as there; `parts` and `urgent=True` are for loads.
+        ValueError for another direction.
+        """
         towards = direction if isinstance(direction, Direction) else Direction(direction)
         requests = self._requests(
             towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts=parts, urgent=urgent
@@ -238,7 +245,7 @@ class Engine(Generic[_After, _Plan]):
             after, copier: as for `store`; for all groups.
 
         Raises:
-            As `store`. The message names the element of `transfers`.
+            As `store`. The message names the element of `transfers`, unless a slot repeats.
         """
         return self._submit(self._requests_of_groups(Direction.STORE, transfers, after, copier))
 
@@ -259,7 +266,7 @@ class Engine(Generic[_After, _Plan]):
             after, copier, source_order, urgent: as for `load`; for all groups.
 
         Raises:
-            As `load`. The message names the element of `transfers`.
+            As `load`. The message names the element of `transfers`, unless a block repeats.
         """
         requests = self._requests_of_groups(Direction.LOAD, transfers, after, copier, source_order, urgent=urgent)
         return self._submit(requests)
@@ -280,7 +287,8 @@ class Engine(Generic[_After, _Plan]):
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> _Plan:
-        """What such a transfer would copy, how, and its expected time. Submits nothing. Raises as `store`.
+        """What such a transfer would copy, how, and its expected time. Submits nothing. Raises
+        as `store`, apart from what concerns `after`, room and a BlockCache.
 
         Returns:
             A PlanReport. A `ShardedEngine` returns a tuple with one per device.
@@ -312,11 +320,11 @@ class Engine(Generic[_After, _Plan]):
             deliver(self._reports.notices)
 
     def poll(self) -> list[TransferResult]:
-        """Results of jobs that have ended, in the order in which the engine found that. Does not wait for the GPU.
+        """Results of jobs that have ended, in the order in which the engine noticed. Does not wait for the GPU.
 
-        Each job is reported once, failed ones with their `error`. A job is not reported once `wait()` or `result()` has
-        returned for it, or raised its error. The engine keeps the newest 65,536 results for the next call. Inside
-        another call in the same thread it returns an empty list, and the next call reports the jobs. A job of a
+        Each job is reported once, failed ones with their `error`. A job is not reported once `wait()`, `result()` or an
+        `await` of it has returned, or raised its error. The engine keeps the newest 65,536 results for the next call.
+        Inside another call in the same thread it returns an empty list, and the next call reports the jobs. A job of a
         `ShardedEngine` ends when it has ended on all devices.
 
         It also queues transfers that wait on the host, and calls a tracer's `on_end` in this thread.
@@ -471,10 +479,12 @@ class Engine(Generic[_After, _Plan]):
     # the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait on the host until all jobs have ended. Failed jobs do not raise here; `poll` reports them.
+        """Wait on the host until no job is unfinished; jobs that other threads submit meanwhile count, too. Failed jobs
+        do not raise here; `poll` reports them.
 
         Raises:
-            TimeoutError: `timeout` seconds have passed; the jobs go on.
+            TimeoutError: `timeout` seconds have passed (None: no limit); the jobs go on.
+            ValueError: `timeout` is no number.
             RuntimeError: you called it inside another call in the same thread.
             ClosedError: this is a forked child.
         """
@@ -491,7 +501,8 @@ class Engine(Generic[_After, _Plan]):
         """Refuse new transfers, drain, unpin the pool, destroy streams and events.
 
         Idempotent; if it is interrupted, call it again. In a forked child it does nothing. Arrays that you took from
-        `slots` stay valid: the pool becomes ordinary memory. `poll` still returns the results of finished jobs.
+        `slots` stay valid: the pool becomes ordinary memory. (Over `host_memory` they are valid while you keep that
+        mapped.) `poll` still returns the results of finished jobs.
 
         If you close one of several devices, the engine refuses transfers from then on. Close it, too.
 
@@ -499,7 +510,11 @@ class Engine(Generic[_After, _Plan]):
             timeout: seconds; None waits for as long as it takes.
 
         Raises:
-            TimeoutError: jobs were still running. Nothing was freed, and the engine accepts transfers again.
+            TimeoutError: jobs were still running. Nothing was freed, and the engine accepts transfers again. (Also: a
+                call in another thread kept the engine or its device busy. With several devices some may be closed then;
+                call it again.)
+            DriverError: the driver failed; call it again to free the rest.
+            ValueError: `timeout` is no number; nothing has happened.
             RuntimeError: you called it inside another call in the same thread; nothing has happened.
         """
         if os.getpid() != self._process:

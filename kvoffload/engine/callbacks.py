@@ -38,15 +38,20 @@ class Waitable(Generic[_R]):
         raise NotImplementedError
 
     def result(self) -> _R:
-        """The same as `wait()`."""
+        """The same as `wait()` without a timeout."""
         return self.wait()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call `callback(self)` once it has ended, well or not.
 
-        If it is already known to have ended, this thread makes the call at once. Otherwise a background thread of the
-        engine, or of the cache's tiers, polls for the end and makes the call, with no lock held. An exception from the
-        callback is logged (logger "kvoffload").
+        If it is already known to have ended, this thread makes the call at once. Otherwise this returns, and a daemon
+        thread of the engine, or of the cache's tiers, polls for the end and makes the call, with no lock held. All
+        callbacks of an engine share that thread, so return soon. An exception from the callback is logged (logger
+        "kvoffload").
+
+        Raises:
+            TypeError: `callback` cannot be called.
+            ClosedError: this is a forked child, and an engine of the parent is asked.
         """
         self._call_when_done(callback)
 
@@ -54,7 +59,7 @@ class Waitable(Generic[_R]):
         self._when_done(self, callback)
 
     def __await__(self) -> Generator[Any, None, _R]:
-        """`wait` in an asyncio task, while the event loop goes on."""
+        """`wait` in an asyncio task, while the event loop goes on. If the task is cancelled, the work goes on."""
         import asyncio
 
         loop = asyncio.get_running_loop()

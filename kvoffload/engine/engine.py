@@ -44,6 +44,9 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     waits for earlier ones of the other direction that touch its slots or blocks. So a load from slots that are still
     being stored needs no `after` for that. Usable from any thread; a context manager.
 
+    If you forget `close`, the engine is closed with its device, or by a later call of the device once the engine is
+    garbage, with a ResourceWarning.
+
     Args:
         layout: the KV cache. Its memory must stay allocated until the engine is closed.
         device: the device that holds the planes.
@@ -66,7 +69,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
             a job) and by the thread of done callbacks, so set this only if your program keeps calling. None: as much as
             the driver's queues hold.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
-        progress: called with (bytes done, bytes in all) while the pool is pinned; not for `host_memory`.
+        progress: called in this thread with (bytes done, bytes in all) after each GiB or less that is pinned; an
+            exception from it ends the constructor, and nothing stays pinned. Not called for `host_memory`.
 
     Attributes:
         layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given, with defaults filled in.
@@ -167,8 +171,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
 
         Row `s` holds `blocks_per_slot` blocks in the order of the group's `slot_order` (see `KVLayout`), then padding.
-        Read a row only after the store into it has ended; write it only while no unfinished transfer uses it. Rows over
-        `host_memory` are `slot_stride` bytes apart, and after `close` this property has no rows any more.
+        Read a row only after the store into it has ended; write it only while no unfinished transfer uses it. With
+        `host_memory`, rows are `slot_stride` bytes apart, and after `close` there are none here.
         """
         return self._parts.slots
 

@@ -92,9 +92,7 @@ class Transfer:
     """One submitted store or load. The engine's lock guards it; `Job` is the caller's handle on it.
 
     Attributes:
-        id: unique within the engine, rising in the order of submission.
-        direction, nbytes, num_parts: as `Job` has them.
-        method, reason: the copy method, and why it was selected; `method` is None for an empty transfer.
+        id, direction, nbytes, num_parts, method, reason: as `Job` has them.
         sequence: counts the transfers of its direction.
         shares: in the order in which they are queued; they run at the same time.
         engine: its engine, which it keeps alive while it is in flight.
@@ -208,12 +206,9 @@ class ShardedTransfer:
     one of them has.
 
     Attributes:
-        id, direction, nbytes, num_parts: as `Job` has them.
         transfers: one for each device, with the same id; empty if there is nothing to copy.
-        names: of the shards, for messages.
         simulated: whether one of the devices is.
         sequence: counts the transfers of its direction; 0 if there is nothing to copy.
-        trace, forgotten: as `Transfer` has them.
     """
 
     sequence = 0
@@ -291,10 +286,11 @@ class TransferResult(NamedTuple):
     Attributes:
         job_id: `Job.id`.
         direction: `Direction.STORE` or `Direction.LOAD`, which are the strings "store" and "load".
-        nbytes: payload bytes that it was to copy.
+        nbytes: payload bytes that it was to copy, on all devices together.
         seconds: from its first copy to the end of its last one, on the GPU's clock. The wait before the first copy does
             not count, but if the transfer did not fit into the driver's queues, waits of later segments do. NaN if it
-            failed or the driver could not say; 0 if it was empty. For several devices, the longest.
+            failed or the driver could not say; 0 if it was empty. For several devices, the longest. Invented on a
+            simulated device.
         copier: "strided", "gather", "split", "batch" or "loop"; "none" for an empty transfer; the names of all, joined
             by "+", if devices used different ones.
         error: why it failed, or None.
@@ -377,12 +373,12 @@ class Job(Waitable[TransferResult]):
 
     @property
     def direction(self) -> Direction:
-        """`Direction.STORE` or `Direction.LOAD`."""
+        """`Direction.STORE` (device to slots) or `Direction.LOAD`."""
         return self._transfer.direction
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes that it copies."""
+        """Payload bytes that it copies, on all devices together."""
         return self._transfer.nbytes
 
     @property
@@ -392,7 +388,9 @@ class Job(Waitable[TransferResult]):
 
     @property
     def method(self) -> CopyMethod | None:
-        """The copy method: copier, programs of the kernel and their share. None for an empty transfer."""
+        """The copy method: copier, programs of the kernel and their share. None for an empty transfer, or if devices
+        use different ones.
+        """
         return self._transfer.method
 
     @property
@@ -402,12 +400,16 @@ class Job(Waitable[TransferResult]):
 
     @property
     def copier(self) -> str:
-        """The name of the copier; "none" for an empty transfer."""
+        """The name of the copier, such as "strided"; "none" for an empty transfer; the names of all, joined by "+", if
+        devices use different ones.
+        """
         return self._transfer.copier
 
     @property
     def error(self) -> TransferError | None:
-        """Why the transfer failed; None if no failure is known. `wait` raises it."""
+        """Why the transfer failed; None if no failure is known. `wait` raises it. Until `done`, the GPU may still use
+        blocks and slots of a failed transfer.
+        """
         return self._transfer.error
 
     @property
@@ -436,8 +438,9 @@ class Job(Waitable[TransferResult]):
             timeout: seconds; None waits for as long as it takes.
 
         Raises:
-            TransferError: the transfer failed.
+            TransferError: the transfer failed, and has ended.
             TimeoutError: `timeout` seconds have passed; the transfer goes on.
+            ValueError: `timeout` is no number.
             RuntimeError: you called it inside another call in the same thread, for example in a signal handler.
             ClosedError: this is a forked child.
         """
@@ -473,12 +476,14 @@ class Job(Waitable[TransferResult]):
             stream: a handle, or an object with `__cuda_stream__`. For a job of a `ShardedEngine`, a list or tuple with
                 one stream per device, in their order. Each waits for its own device only. A collective operation
                 follows the transfer on all devices, since it starts when all streams have reached it.
-            part: for a load in parts: wait for this part and all before it. None waits for the whole transfer.
+            part: for a load in parts: wait for this part, counted from 0, and all before it. None waits for the whole
+                transfer.
 
         Raises:
             TypeError: `stream` is no stream, or not a list with one per device.
             ValueError: the transfer has no such part; or CUDA does not know the stream in this context.
-            TransferError: the transfer has failed already, the stream is being captured, or the CUDA context is lost.
+            TransferError: the transfer has failed already (the GPU may still be at work on it: `wait` before you use
+                its blocks), the stream is being captured, or the CUDA context is lost.
             CapacityError: the transfer, or the part, could not all be queued within a second. With several devices, the
                 streams of the devices before the one that refused wait all the same.
             ClosedError: the device is closed, or this is a forked child.

@@ -67,12 +67,13 @@ Requests = tuple[Request, ...]
 class GroupTransfer:
     """The blocks and slots of one group in a transfer of several, see `OffloadEngine.store_groups`.
 
-    Nothing is checked here; `store_groups` and `load_groups` do that.
+    Nothing is checked or copied here; `store_groups` and `load_groups` do that when they are called.
 
     Attributes:
         group: the group whose block table `blocks` refers to.
-        blocks, slots: ids, as for `OffloadEngine.store` and `load`; as many slots as `layout.slots_for` says.
-        first_sub_block: the sub-block of the first slot to begin with.
+        blocks, slots: ids: a list of ints, or anything that numpy turns into a 1-D integer array. As many slots as
+            `layout.slots_for(len(blocks), first_sub_block=...)` says.
+        first_sub_block: the sub-block of the first slot to begin with, from 0.
     """
 
     group: int

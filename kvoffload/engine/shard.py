@@ -90,13 +90,8 @@ class Shard:
         most_reports: how many results of transfers to keep for `poll`.
 
     Attributes:
-        layout, device, num_slots, sm_limit, prefer, profile: as `OffloadEngine` has them.
-        lock: the engine's.
         closed: set once everything is freed, by `close` of the engine or of the device.
-        driver, context: the device's.
         folds: the groups of the layout, folded.
-        limits: checks the arguments of transfers.
-        reports: the results of its transfers.
         parts: its driver resources. They outlive the shard until they are freed.
     """
 

@@ -53,24 +53,36 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
     not wait for each other.
 
     Args:
-        layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`.
+        layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`. Their memory must
+            stay allocated until the engine is closed.
         devices: the devices that hold the planes, all opened by this process.
         num_slots: slots in each device's pool, of that layout's `slot_bytes`. (There is no `host_memory` here.)
-        sm_limit, prefer, profile, most_queued_bytes, stream_priority: as for `OffloadEngine`, for each device. With
-            `profile=None` each device has the profile of its GPU.
+        sm_limit: how many multiprocessors of each GPU a copy kernel may use; 0 forbids kernels.
+        prefer: "overlap" selects copy methods for GPUs that compute during transfers, "latency" those that end soonest
+            on idle GPUs.
+        profile: what transfers cost, for all devices. None: for each device the profile of its GPU.
         max_in_flight: jobs that may be unfinished at a time, on all devices together.
+        most_queued_bytes: how many payload bytes of each direction may be queued on each GPU; None: as much as the
+            driver's queues hold. The rest waits on the host until a later call of the engine.
+        stream_priority: of the engine's streams, within every device's `stream_priorities`.
         progress: called with (bytes done, bytes in all) of one device's pool while that is pinned; devices follow each
             other.
 
     Attributes:
         layout: the ShardedLayout.
         devices, num_slots, max_in_flight: as given.
-        lock: guards the engine on all devices; as that of `OffloadEngine`.
+        lock: guards the engine on all devices. Take it with `with` only. While you hold it, calls are refused, or
+            answered without asking the GPUs.
 
     Raises:
-        LayoutError: the layouts do not agree, see `ShardedLayout`; or as `OffloadEngine`.
-        ValueError: the number of devices is not that of the layouts; or as `OffloadEngine`.
-        CapacityError, ClosedError, TypeError, RuntimeError: as `OffloadEngine`. Nothing is left pinned.
+        LayoutError: the layouts do not agree, see `ShardedLayout`; or a plane is not memory of its device, or runs past
+            the end of its allocation.
+        ValueError, TypeError: bad arguments; there are more or fewer devices than layouts.
+        CapacityError: a pool, or 2 MiB for tables of kernels, cannot be pinned.
+        DriverError: the driver failed in another way.
+        ClosedError: a device is closed, or this is a forked child.
+        RuntimeError: you called it inside a call of an engine on one of these devices, in the same thread.
+        After any error nothing stays pinned.
     """
 
     def __init__(
@@ -279,7 +291,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
     def slots(self) -> tuple[UInt8Array, ...]:
         """The pinned pool of each device: uint8, (num_slots, layout.layouts[i].slot_bytes), writable.
 
-        Row `s` of array `i` is the part of slot `s` on device `i`; see `OffloadEngine.slots`.
+        Row `s` of array `i` is the part of slot `s` on device `i`. Read it only after the store into it has ended on
+        all devices; write it only while no unfinished transfer uses it. The arrays stay valid after `close`.
         """
         return tuple(shard.parts.slots for shard in self._shards)
 

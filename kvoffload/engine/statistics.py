@@ -13,7 +13,7 @@ class DirectionTotals:
         jobs: how many ended, including failed and empty ones.
         failed: how many failed.
         nbytes: payload bytes of the others.
-        seconds: their `TransferResult.seconds`, summed; unknown ones are left out.
+        seconds: their `TransferResult.seconds`, summed; unknown ones are left out. Invented on a simulated device.
     """
 
     jobs: int = 0
@@ -33,8 +33,8 @@ class EngineStatistics:
         in_flight: jobs that are not known to have ended.
         held: jobs in flight with copies that wait on the host for room in the driver's queues.
         unreported: ended jobs that `poll` will report.
-        dropped_reports: results that `poll` dropped, since 65,536 newer ones were waiting.
-        streams, events: how many the engine has created.
+        dropped_reports: results that `poll` will never report, since 65,536 newer ones were waiting for it.
+        streams, events: how many the engine has; 0 after `close`.
         streams_in_use, events_in_use: how many of these are busy now.
         store, load: totals of each direction.
     """

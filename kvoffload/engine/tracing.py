@@ -30,8 +30,8 @@ class Tracer(Protocol):
     def on_end(self, started: Any, result: TransferResult) -> object:
         """The transfer has ended, well or not: `result.error` says which.
 
-        The thread that found the end calls it, with no lock held, inside a call such as `poll` or `wait` of a job. The
-        host finds an end some time after it happened; `result.seconds` is the time on the GPU.
+        The thread that found the end calls it, without the engine's lock, inside a call such as the engine's `poll` or
+        `wait` of a job. The host finds an end some time after it happened; `result.seconds` is the time on the GPU.
 
         Called once for each `on_submit` that has returned. If an interrupt (KeyboardInterrupt, an exception from a
         signal handler) comes in between, a later call such as `poll` or `drain` delivers it. The call can be missing if
@@ -52,7 +52,7 @@ current: Tracer | None = None  # read by every submission
 
 
 def set_tracer(tracer: Tracer | None) -> Tracer | None:
-    """From now on `tracer` follows every transfer of every engine in this process; None ends that.
+    """From now on `tracer` follows every transfer that is submitted to any engine in this process; None ends that.
 
     Each store or load that copies something calls `started = tracer.on_submit(job)` when it is submitted, and
     `tracer.on_end(started, result)` of the same tracer when the engine finds that it has ended. A transfer of a
@@ -60,7 +60,7 @@ def set_tracer(tracer: Tracer | None) -> Tracer | None:
     transfer.
 
     Returns:
-        The tracer that was set before.
+        The tracer that was set before, or None. It still gets the ends of transfers that were submitted to it.
 
     Raises:
         TypeError: `tracer` lacks `on_submit` or `on_end`; nothing has changed.

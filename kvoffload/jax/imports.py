@@ -27,10 +27,12 @@ def import_jax() -> Any:
 
 def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     """Import device memory as a `jax.Array`, without a copy. JAX's computations with it wait, on the GPU, for all
-    transfers that are in flight now and touch the memory.
+    transfers that are in flight now and touch the memory, and for no later ones: import again after those.
 
-    DLPack exports neither "bfloat16" nor types of 8 bits. They are imported as unsigned integers, and a jitted function
-    with a donated argument reinterprets them; that copies nothing.
+    The array keeps the memory allocated, but not the device open. Do not use it after the device is closed.
+
+    The result has `memory`'s dtype. DLPack does not export bfloat16 and float8: this call imports them as unsigned
+    integers and reinterprets them in place. You do nothing for that, and it copies nothing.
 
     On a simulated device the array may be a copy: JAX on the CPU does not reinterpret imported memory in place.
 
@@ -42,6 +44,9 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
         CapabilityError: JAX is not installed.
         TypeError: `memory` is no `DeviceArray`.
         LayoutError: JAX made a copy.
+        ClosedError: the memory is freed, or the device is closed.
+        CapacityError: transfers wait on the host, since the driver's queues are full: `poll` the engine.
+        TransferError: the CUDA context is lost.
     """
     if not isinstance(memory, DeviceArray):
         raise TypeError(f"memory must be a DeviceArray from Device.empty(), got {shown(memory)}")

@@ -35,17 +35,18 @@ class OwnedCache:
         engine.store(blocks, slots, after=cache)                # on the GPU it follows the step
         cache.arrays, logits = step(cache.arrays, tokens)       # this step follows the store
 
-    Reading `arrays` after a transfer gives new arrays in the same memory, and deletes the old ones, so using those
-    raises. JAX's computations with the new arrays wait on the GPU for the transfer. The host does not wait.
+    The first read of `arrays` after a transfer gives new arrays in the same memory, and deletes the old ones, so using
+    those raises from then on. (Before that read they work, unordered.) JAX's computations with the new arrays wait on
+    the GPU for the transfer. The host does not wait.
 
     Your part:
 
     - Donate the cache to every update, and set `arrays` to the result. The setter checks on every device that the
       result lies in the cache's memory. On several devices compute with `jax.shard_map`, or give `jax.jit` the cache's
       shardings: `out_shardings=cache.sharding`.
-    - Give transfers `after=cache`. If other computations read the arrays since their last update, name their results,
-      too: `after=cache.after(logits)`.
-    - Keep no array across a transfer, except as `unordered` allows.
+    - Give transfers `after=cache`; without `after` they are refused. If other computations read the arrays since their
+      last update, name their results, too: `after=cache.after(logits)`.
+    - Keep no array across a transfer, except as `unordered` allows, and use none after a device is closed.
 
     If a step took the arrays and you did not set its result, because it raised or was interrupted, reading `arrays`
     waits on the host until JAX has ended all computations, imports the memory again and warns (KVOffloadWarning). The
@@ -85,7 +86,8 @@ class OwnedCache:
         devices: a tuple.
         shapes: the tree with a `jax.ShapeDtypeStruct` for each array, for `step.lower(cache.shapes)`.
         sharding: the tree with the sharding of each array; None for each array of one device.
-        memories: a `DeviceBuffer` on each device.
+        memories: a `DeviceBuffer` on each device. It is freed once the cache, its layout and its arrays are garbage, or
+            when the device closes.
         nbytes: bytes of the arrays on all devices together.
 
     Raises:
@@ -94,7 +96,9 @@ class OwnedCache:
         ValueError: `shapes` has no shape or a wrong one, or a dtype is missing.
         LayoutError: a sharding is over other devices, divides blocks, divides an axis unevenly, or is for another kind
             of memory; or as `KVLayout.from_stacked`.
-        CapacityError: too little GPU memory. After any error nothing stays allocated.
+        CapacityError: too little GPU memory.
+        ClosedError: a device is closed, or this is a forked child.
+        After any error nothing stays allocated.
     """
 
     # Truth: `memories`, which no interrupt can lose. Derived: `_latest`, `_followed` and `_replaced`, changed together
@@ -161,6 +165,8 @@ class OwnedCache:
         Raises:
             LayoutError: you set another tree; or an array in it has another address, shape, dtype or sharding, was
                 deleted, or is no `jax.Array`. The cache stays as it was.
+            TransferError: you set arrays that were computed concurrently with transfers, on a simulated device.
+            ClosedError: a device is closed.
         """
         return self._structure.unflatten(self._ordered())
 
@@ -175,7 +181,8 @@ class OwnedCache:
     def unordered(self) -> Any:
         """The arrays, for computing concurrently with transfers: JAX does not wait for transfers that were submitted
         since you last read `arrays`. Such a computation must not touch blocks that are being loaded, nor write blocks
-        that are being stored. On a simulated device it is the same as `arrays`.
+        that are being stored. On a simulated device, and while no result of a donation is set, it is the same as
+        `arrays`.
         """
         return self._structure.unflatten(self._ordered() if self._simulated or self.is_deleted() else self._latest)
 

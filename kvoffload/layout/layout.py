@@ -42,7 +42,7 @@ class KVLayout(HtmlRepresentation):
         dtype: the type of the elements, such as "bfloat16". Keys depend on it; transfers do not.
         tokens_per_block: how many tokens a block holds. Keys depend on it; transfers do not.
         on_default_stream: whether the kernels that compute on the planes are ordered by the legacy default stream. If
-            so, a transfer with `after=None` follows that stream. False for JAX.
+            so, a transfer with `after=None` follows that stream. False, as for JAX: `after=None` raises ValueError.
         slot_order: the order of the bytes in a slot, "block-major" or "plane-major". None means the order of each
             group's device memory: "block-major" if a block of all planes is one range, as in an array
             `(blocks, planes, ...)`, else "plane-major". Any other order works too, but is slower. Keys depend on it if
@@ -54,11 +54,13 @@ class KVLayout(HtmlRepresentation):
     Attributes:
         groups: a tuple of `Group`.
         slot_bytes: the size of one host slot: the payload of the largest group, rounded up to a multiple of 4096.
+        blocks_per_slot, dtype, tokens_per_block, on_default_stream, block_axes: as given.
 
     Raises:
         LayoutError: there are no groups; planes share bytes; planes of one group have different `num_blocks`; a number
             is below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` is
             unknown; or `block_axes` is not a list of different names.
+        ValueError: `on_default_stream` is neither True nor False.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class KVLayout(HtmlRepresentation):
         Raises:
             LayoutError: an array is not in GPU memory, is read-only or empty, or its blocks are not contiguous; or the
                 axis that `block_axes` names "tokens" does not have `tokens_per_block` elements; or as for `KVLayout`.
+            ClosedError: the memory of a `DeviceArray` has been freed.
         """
         given = list(arrays)
         names = [f"arrays[{index}]" for index in range(len(given))]
@@ -157,7 +160,8 @@ class KVLayout(HtmlRepresentation):
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
     ) -> KVLayout:
-        """A layout of one group, from one array that holds all planes. Nothing is copied.
+        """A layout of one group, from one array that holds all planes. Nothing is copied; the layout keeps the array
+        alive.
 
         A transfer then takes one copy for each block, however many planes there are: one contiguous range if the array
         is block-major, `(blocks, planes, ...)`, which is the faster and the recommended order; one row for each plane
@@ -171,6 +175,7 @@ class KVLayout(HtmlRepresentation):
 
         Raises:
             LayoutError: as for `from_arrays`, or the two axes are the same, or out of range.
+            ClosedError: as for `from_arrays`.
         """
         view = view_of(array, "array")
         layout = cls(
@@ -219,7 +224,9 @@ class KVLayout(HtmlRepresentation):
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
-        """How many slots a transfer of so many blocks needs if it begins at `first_sub_block` of its first slot."""
+        """How many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0, of its
+        first slot. The numbers are not checked.
+        """
         return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
 
     def __repr__(self) -> str:

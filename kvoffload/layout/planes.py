@@ -50,7 +50,8 @@ class Plane:
         block_bytes: the bytes of one block. Padding between blocks is never read or written.
         num_blocks: how many blocks there are; block ids go from 0 to `num_blocks - 1`.
         block_stride: bytes from one block to the next. None means `block_bytes`: no padding.
-        owner: any object that must live as long as the plane, such as the array that the memory belongs to.
+        owner: any object that must live as long as the plane, such as the array that the memory belongs to. Without
+            one, keep the memory allocated until every engine over the plane is closed.
 
     Raises:
         LayoutError: a number is not an integer of at least 1, the stride is smaller than the block, or the plane ends

@@ -39,7 +39,7 @@ class ShardedLayout:
 
     Attributes:
         layouts: a tuple of them.
-        groups: a tuple of `ShardedGroup`.
+        groups: a tuple of `ShardedGroup`, each with the `Group` of every device.
         blocks_per_slot, tokens_per_block, dtype: the values that all layouts have.
 
     Raises:
@@ -93,10 +93,12 @@ class ShardedLayout:
         Args:
             arrays: a list or tuple of arrays for `KVLayout.from_stacked`, in the order of the devices. All must have as
                 many blocks; heads or planes may differ.
-            plane_axis, block_axis, options: as for `KVLayout.from_stacked`; the same for all arrays.
+            plane_axis, block_axis: which axis of every array counts the planes, and which the blocks.
+            options: further keyword arguments of `KVLayout.from_stacked`; the same for all arrays.
 
         Raises:
-            LayoutError: as `KVLayout.from_stacked`, with a note that names the array; or as `ShardedLayout`.
+            LayoutError: an array cannot be a layout, see `KVLayout.from_stacked`; a note names it. Or the layouts do
+                not agree, see `ShardedLayout`.
             TypeError: `arrays` is no list or tuple.
         """
         if not isinstance(arrays, list | tuple):
@@ -122,14 +124,16 @@ class ShardedLayout:
         shard alone. docs/keys.md says how it is computed.
 
         Raises:
-            LayoutError: as `KVLayout.fingerprint`.
+            LayoutError: `dtype`, `block_axes` or `tokens_per_block` is None.
         """
         each = b"".join(layout.fingerprint for layout in self.layouts)
         message = struct.pack("<Q", len(self.layouts)) + each
         return blake2b(message, digest_size=16, person=b"kvoffload shards").digest()
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
-        """As `KVLayout.slots_for`, for every device."""
+        """How many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0, of its
+        first slot. It is the same on every device.
+        """
         return self.layouts[0].slots_for(num_blocks, first_sub_block=first_sub_block)
 
     def __repr__(self) -> str:

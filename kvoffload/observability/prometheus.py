@@ -150,13 +150,14 @@ _OWN_LABELS = {"state", "direction", "le", "tenant", "tier"}
 
 
 class CacheCollector:
-    """A custom collector of prometheus_client that exports the statistics of caches.
+    """A custom collector of prometheus_client: each time it is asked, it exports the statistics of caches, of their
+    engines and of their tiers. Caches that are garbage, or whose engine is closed, are left out.
 
     Times of a simulated device mean nothing and are not exported.
 
     Args:
         cache: a BlockCache, or an object with the same `statistics()`. Not kept alive.
-        labels: put on every metric of this cache.
+        labels: strings, put on every metric of this cache.
 
     Raises:
         CapabilityError: prometheus_client is not installed.
@@ -224,15 +225,17 @@ def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheColle
     """Register a collector for a cache.
 
     Args:
+        cache: a BlockCache, or an object with the same `statistics()`. Not kept alive.
         registry: a `prometheus_client.CollectorRegistry`; None: the default one.
-        cache, labels: as for CacheCollector.
+        labels: strings, put on every metric of this cache.
 
     Returns:
         The collector. `collector.add` exports more caches, `registry.unregister(collector)` ends the export.
 
     Raises:
-        ValueError: the registry has a collector of these metrics already.
-        The errors of CacheCollector.
+        CapabilityError: prometheus_client is not installed.
+        ValueError: the registry has a collector of these metrics already, or a label's name is not allowed.
+        TypeError: a label's value is not a string.
     """
     collector = CacheCollector(cache, **labels)
     chosen = _client().core.REGISTRY if registry is None else registry

@@ -31,7 +31,11 @@ class Batch(NamedTuple):
 
     Attributes:
         sequence: the number of the batch, from 0 on. A missing number stands for messages that were lost.
-        payload: for msgpack: lists, tuples, dicts, strings, numbers and None.
+        payload: for msgpack: lists, tuples, dicts, strings, numbers and None. With the form "array" it is
+            `(ts, events, data_parallel_rank)`, with "map" a dict with these names; `ts` is in seconds since the epoch.
+            An event is `("BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium,
+            lora_name)`, `("BlockRemoved", block_hashes, medium)` or `("AllBlocksCleared",)`; as a dict its name is
+            `type`.
     """
 
     sequence: int
@@ -132,6 +136,7 @@ class RouterEvents:
 
         Raises:
             ValueError: there are too few tokens for so many keys, or `token_ids` are not integers.
+            RuntimeError: you called it inside another call of this object, in the same thread.
         """
         step, ids = self.tokens_per_key, as_tokens(token_ids).tolist()
         if len(ids) < step * len(keys):
@@ -213,7 +218,9 @@ class RouterEvents:
     # sending ------------------------------------------------------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """The messages since the previous call, as a batch for you to send; None if there are none."""
+        """The messages since the previous call, as a batch for you to send; None if there are none. It is also kept for
+        `since`.
+        """
         refuse_nested(self._lock, "take")
         with self._lock:
             if not self._pending:
@@ -227,7 +234,9 @@ class RouterEvents:
             return batch
 
     def since(self, sequence: int) -> list[Batch]:
-        """The kept batches with this number and later ones: for subscribers that missed some."""
+        """The kept batches with this number and later ones, the oldest first: for subscribers that missed some. Batches
+        that are kept no more, or were lost, are left out.
+        """
         with self._lock:
             return [batch for batch in self._batches if batch.sequence >= sequence]
 

@@ -57,14 +57,12 @@ class HandleTable(Generic[Item]):
         self._live[item.handle] = item
 
     def get(self, handle: int) -> Item:
-        """The live object; raises RefusedError with INVALID_HANDLE."""
         try:
             return self._live[handle]
         except KeyError:
             raise RefusedError(INVALID_HANDLE) from None
 
     def is_stale(self, handle: int) -> bool:
-        """Whether this was a handle of this table whose object is destroyed."""
         return self._first < handle <= self._next and handle % 16 == 0 and handle not in self._live
 
     def remove(self, handle: int) -> None:
@@ -101,7 +99,6 @@ class Operation:
         self.regions = regions
 
     def open(self) -> bool:
-        """Whether the operation waits for no word in memory."""
         return True
 
     def run(self) -> float:
@@ -186,7 +183,6 @@ class Captures:
             stream.capture = None
 
     def exchange_mode(self, mode: Any) -> Any:
-        """Set the calling thread's mode, and return the previous one."""
         before = getattr(self._local, "mode", GLOBAL)
         self._local.mode = _MODE(int(mode))
         return before

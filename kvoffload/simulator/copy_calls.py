@@ -298,7 +298,6 @@ def _submit_copies(
 
 
 def _spans(first: Indices, pitch: Indices, columns: Descriptors) -> Spans:
-    """Every copy, from its first byte to the end of its last row."""
     return first, first + (columns.height - 1) * pitch + columns.width
 
 
@@ -338,7 +337,6 @@ def require_list(values: Any, kind: type, argument: str, count: int) -> Sequence
 
 
 def flat_copies(targets: Any, sources: Any, sizes: Any, count: int) -> Descriptors:
-    """Descriptors of a flat batch from sequences of at least `count` unsigned integers."""
     width = _unsigned(sizes, count)
     return _checked(_unsigned(targets, count), _unsigned(sources, count), width, np.ones(count, np.int64), width, width)
 
@@ -355,12 +353,10 @@ def access_orders(orders: Sequence[int], first_indices: Sequence[int], count: in
 
 
 def order_at(address: int) -> int:
-    """The source access order of the CUmemcpyAttributes at an address: its first field."""
     return space.read_word(address)
 
 
 def structures(addresses: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A copy of C structures that lie anywhere, as one structured array."""
     nbytes = dtype.itemsize
     if len(addresses) and addresses[-1] - addresses[0] == nbytes * (len(addresses) - 1):
         steps = np.diff(np.array(addresses, np.int64))
@@ -373,7 +369,6 @@ def structures(addresses: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def strided_copies(operations: NDArray[Any]) -> Descriptors:
-    """Descriptors of an array of OPERATION_DTYPE; raises RefusedError as documented."""
     wrong = (operations["src_type"] != _POINTER_OPERAND) | (operations["dst_type"] != _POINTER_OPERAND)
     wrong |= ~np.isin(operations["order"], (STREAM, DURING_API_CALL, ANY)) | (operations["depth"] == 0)
     for side in ("src", "dst"):

@@ -179,7 +179,7 @@ class SimulatedDriver:
             from (13, 5) on there is `raw`.
         memory_bytes: memory of each device.
         device_count: how many devices it has.
-        queue_depth: places of a stream's queue. A submission that finds too few free blocks.
+        queue_depth: places of a stream's queue. A submission that finds too few free ones waits.
         strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`.
         max_register_bytes: the most that one cuMemHostRegister takes; None: any.
         pinnable_bytes: the most that can be pinned in all; None: any.
@@ -187,7 +187,7 @@ class SimulatedDriver:
 
     Attributes:
         faults: planned failures, see `Faults`.
-        call_count: calls so far, by the driver function's name.
+        call_count: calls so far, failed ones included, by the driver function's name; 0 for other names.
         device_faults: why contexts were lost, as text; CUDA only reports a number.
         scheduler: `scheduler.drift_probability` is the chance that something runs before a submission returns: 1 is
             an eager device, 0 the laziest.
@@ -196,10 +196,13 @@ class SimulatedDriver:
         blocked_submissions: how often a submission waited for a full queue.
         attributes: device attributes by number; tests may change them.
         staged_copies: whether cuMemcpyHtoD from pageable memory returns before the device has the bytes, as CUDA may.
-        raw: None, or the raw-address calls of the 13.5 bindings.
+        raw: the raw-address calls of the 13.5 bindings; None for older bindings.
         device_ordinal_works: False: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is 0 for all memory, as with several releases
             of the bindings.
         pools_report_their_device: whether pools have CU_MEMPOOL_ATTR_LOCATION_TYPE and _ID, of CUDA 13.
+
+    Raises:
+        TypeError, ValueError: an argument.
     """
 
     simulated = True
@@ -282,14 +285,17 @@ class SimulatedDriver:
     ) -> None:
         """Queue a Python function as if it were a kernel; it runs when the stream gets there.
 
-        It runs under the driver's lock, so it must not wait for another thread that calls the driver.
+        It runs in whichever driver call advances the stream, under the driver's lock, so it must not wait for another
+        thread that calls the driver. An exception of the function leaves that call.
 
         Args:
+            stream: a stream of the calling thread's current context.
+            function: called without arguments; its result is ignored.
             reads, writes: its (address, nbytes) pairs. If a GPU could not reach one when the function is due, such as
                 unpinned host memory, the context is lost and the function does not run.
 
         Raises:
-            DriverError: the simulator's; a launch would return this error.
+            DriverError: the simulator's; a launch would return this error, its `status`. Nothing is queued.
         """
         with self.lock:
             try:
@@ -300,15 +306,15 @@ class SimulatedDriver:
             self.scheduler.drift()
 
     def view(self, address: Any, nbytes: int) -> space.Bytes:
-        """Device or pinned memory as a writable uint8 array, without a copy. It does not wait for queued work, and does
-        not keep the memory alive. Raises ValueError for other addresses.
+        """Device or pinned memory as a writable uint8 array, (nbytes,), without a copy. It does not wait for queued
+        work, and does not keep the memory alive: do not use it after a free. Raises ValueError for other addresses.
         """
         self._holding(address, nbytes)
         return space.view(int(address), nbytes)
 
     def exported(self, address: Any, nbytes: int, owner: object) -> space.Bytes:
         """Like `view`, but the array keeps `owner` and the memory alive. After a free it reads the fill of freed
-        memory, never another allocation's bytes.
+        memory, 0xDE, never another allocation's bytes.
         """
         return space.held_view(int(address), nbytes, (owner, self._holding(address, nbytes).storage))
 
@@ -320,24 +326,27 @@ class SimulatedDriver:
         return region
 
     def pending_operations(self) -> int:
-        """How many operations are queued, in all contexts."""
+        """How many operations are queued and have not run, in all contexts."""
         return self.scheduler.pending
 
     def run_all(self) -> None:
-        """Run all queued operations, except those behind a wait for the host."""
+        """Run all queued operations, except those behind a wait for the host. Does not wait for that."""
         with self.lock:
             self.scheduler.run_all()
 
     def check_guards(self) -> None:
-        """Report a violation for every allocation with overwritten neighbouring bytes."""
+        """Look for allocations with overwritten neighbouring bytes. With `strict` the first raises SimulatorError;
+        otherwise `violations` gets a text for each.
+        """
         with self.lock:
             for region in self.memory.live():
                 self.check_guards_of(region)
 
     def leaks(self) -> dict[str, int]:
-        """How many streams, events, allocations and so on exist now, by kind: all 0 if everything was freed.
+        """How many objects of each kind exist now, over all contexts: all 0 if everything was freed.
 
-        Objects that a primary context still had at its last release stay counted.
+        Keys: those of `contents`, and allocation_handles, contexts (without primary ones), primary_retains. Objects
+        that a primary context still had at its last release stay counted.
         """
         with self.lock:
             contexts = self.contexts.values()
@@ -349,7 +358,10 @@ class SimulatedDriver:
             return {kind: count + self.left_in_contexts.get(kind, 0) for kind, count in counts.items()}
 
     def contents(self, context: Context | None = None) -> dict[str, int]:
-        """How many objects of each kind a context has, or all contexts have."""
+        """How many objects of each kind a context has; None: all contexts.
+
+        Keys, always present: streams, events, device_allocations, host_allocations, registered_ranges, modules.
+        """
         kinds = [region.kind for region in self.memory.live(context)]
 
         def count(table: HandleTable[Any]) -> int:
@@ -365,7 +377,9 @@ class SimulatedDriver:
         }
 
     def allocate_outside(self, nbytes: int, device: int, allocator: Allocator | str, **options: Any) -> int:
-        """`allocate_adjacent`, for one allocation; returns its address."""
+        """Allocate device memory as another library does, and return its address. `options`: `readers` and
+        `handle_bytes` of `allocate_adjacent`. Free it with `free_outside`.
+        """
         return self.allocate_adjacent([nbytes], [device], allocator, **options)[0]
 
     def allocate_adjacent(
@@ -380,12 +394,12 @@ class SimulatedDriver:
         """Allocate device memory as another library does, at addresses that follow each other. Returns the addresses.
 
         No copy may cross from one allocation to the next. Free each with `free_outside`; in "mapped" memory that leaves
-        a gap.
+        a gap. They count in `contents` and `leaks`.
 
         Args:
             sizes: bytes of each allocation.
             devices: the GPU of each.
-            allocator: an `Allocator`.
+            allocator: an `Allocator`, or its value: "default pool", "own pool", "mapped", "unknown".
             readers: for "own pool": other devices that can access it.
             handle_bytes: for "mapped": bytes per handle, the last one maps the rest; None: one handle maps all.
         """
@@ -405,6 +419,7 @@ class SimulatedDriver:
             return [region.base for region in regions]
 
     def free_outside(self, address: int) -> None:
+        """Free memory of `allocate_outside` or `allocate_adjacent`. AssertionError for memory that others allocated."""
         with self.lock:
             region = self.memory.at(address)
             assert region is not None, "freed twice"
@@ -433,7 +448,6 @@ class SimulatedDriver:
         return stack[-1] if stack else None
 
     def require(self, needs: Needs) -> Context | None:
-        """The current context, if it is needed. Raises RefusedError if a need is not met."""
         if needs == Needs.NOTHING:
             return None
         if not self.initialized:
@@ -441,7 +455,6 @@ class SimulatedDriver:
         return self.context() if needs == Needs.CONTEXT else None
 
     def context(self) -> Context:
-        """The current context; RefusedError if there is none, or if it is destroyed or lost."""
         stack = self.context_stack
         if not stack:
             raise RefusedError(INVALID_CONTEXT)
@@ -453,7 +466,6 @@ class SimulatedDriver:
         return context
 
     def stream(self, handle: Any) -> Stream:
-        """The stream of a handle, the default streams included; raises RefusedError."""
         number = integer(handle)
         if number == LEGACY or (number == 0 and not self.per_thread_default):
             return self.context().legacy
@@ -479,8 +491,7 @@ class SimulatedDriver:
         self.pools[handle] = Pool(device, (device,))
         return handle
 
-    def violate(self, text: str) -> None:
-        """Note undefined behaviour; under `strict` it ends the call."""
+    def violate(self, text: str) -> None:  # undefined behaviour
         self.violations.append(text)
         if self.strict:
             raise SimulatorError(text)
@@ -488,18 +499,13 @@ class SimulatedDriver:
     # Submission
 
     def submission_stream(self, handle: Any) -> Stream:
-        """The stream of a call, which must belong to the current context."""
         stream = self.stream(handle)
         if stream.context is not self.context():
             raise RefusedError(INVALID_HANDLE)
         return stream
 
     def submit(self, stream: Stream, operation: Operation) -> int:
-        """Queue an operation. Blocks while the queue is full.
-
-        Returns:
-            Its number in the stream, or 0 if the stream is being captured.
-        """
+        # Returns its number in the stream, or 0 if the stream is being captured. Blocks while the queue is full.
         if stream.capture is not None:
             stream.capture.check()
             stream.capture.node_count += 1
@@ -512,7 +518,6 @@ class SimulatedDriver:
         return self.scheduler.submit(stream, operation)
 
     def finish(self, stream: Stream, serial: int, what: str) -> None:
-        """Advance streams until `stream` has done its operation number `serial`."""
         self._wait(lambda: stream.completed >= serial, what)
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
@@ -530,9 +535,6 @@ class SimulatedDriver:
         self.modules.remove(module.handle)
 
     def free_region(self, region: Region) -> None:
-        """Free an allocation or unregister a range. It is a violation if queued copies use it, or if neighbouring bytes
-        changed.
-        """
         if region.pending:
             self.violate(f"freed while a queued copy uses it: {region.nbytes} bytes at {region.base:#x}")
         self.check_guards_of(region)

@@ -26,9 +26,12 @@ class PlannedFault:
 class Faults:
     """The planned faults of one simulated driver. A count such as `nth=1` means the next call or copy from now on.
 
+    Each failure happens once. Names are those of driver functions, such as "cuMemcpyAsync"; unknown ones are accepted
+    and never apply. A count below 1 is a ValueError, except for `fail_operation`.
+
     Attributes:
-        call_count: calls so far, by the driver function's name.
-        total_calls: calls so far.
+        call_count: calls so far, failed ones included, by the driver function's name.
+        total_calls: calls so far, of all names.
         calls: None; set it to a list, and every call appends (name, arguments).
     """
 
@@ -41,6 +44,8 @@ class Faults:
     def fail_call(self, name: str, nth: int = 1, *, error: Any = None, after: bool = False) -> None:
         """Make the nth call of `name` return `error` without doing its work; with `after=True`, after doing it.
 
+        If several failures fall on one call, the one that was planned first happens, and the others are dropped.
+
         Args:
             error: a CUresult or its number; None: CUDA_ERROR_UNKNOWN.
         """
@@ -52,8 +57,8 @@ class Faults:
 
     def sticky(self, at_call: int | None = None) -> None:
         """Lose a context to an illegal address: that of the next operation that executes, or, with `at_call`, of the
-        driver call with that number from now on. From then on every call in that context returns
-        CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed.
+        driver call with that number from now on, in its thread's current context. Work queued in that context never
+        runs, and calls that need it return CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed.
         """
         if at_call is None:
             self._sticky_soon = True
@@ -61,11 +66,16 @@ class Faults:
             self._plan(_ANY, at_call, cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, sticky=True)
 
     def fail_operation(self, nth: int = 1) -> None:
-        """Make the nth copy that executes fault halfway; its context is lost, as with `sticky`."""
+        """Make the nth copy that executes fault halfway; its context is lost, as with `sticky`. A second call replaces
+        the first; 0 cancels it.
+        """
         self._copy_countdown = nth
 
     def delay(self, name: str, seconds: float) -> None:
-        """Make every call of `name` sleep `seconds` first, without the driver's lock."""
+        """Make every call of `name` sleep `seconds` first, without the driver's lock, until `clear`.
+
+        A second delay of this name replaces the first.
+        """
         self.delays[name] = seconds
 
     def clear(self) -> None:
@@ -94,7 +104,6 @@ class Faults:
             time.sleep(seconds)
 
     def next_call(self, name: str, args: tuple[Any, ...]) -> PlannedFault | None:
-        """Count a call, and return the fault planned for it, or None."""
         self.call_count[name] += 1
         self.total_calls += 1
         if self.calls is not None:

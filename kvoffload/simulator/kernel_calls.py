@@ -117,7 +117,6 @@ def cuLaunchKernel(
 
 
 def _arguments(driver: SimulatedDriver, code: Code, pointers: Any) -> list[tuple[str, str, int]]:
-    """Read the arguments: `pointers` is an array with the address of each."""
     if not code.parameters:
         return []
     count = len(code.parameters)

@@ -39,7 +39,6 @@ class Code:
 
     @classmethod
     def parse(cls, image: bytes) -> Code:
-        """Raises ValueError if `image` is not an image."""
         if not image.startswith(MAGIC):
             raise ValueError("no image of a simulated kernel")
         fields = json.loads(image[len(MAGIC) :])

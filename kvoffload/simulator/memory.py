@@ -75,7 +75,6 @@ class Region:
         return base, min(self.handle_bytes, self.end - base)
 
     def serves(self, device: int) -> bool:
-        """Whether a kernel on a device can reach it."""
         return self.kind is not Kind.FREED and (not self.on_device or self.context.device == device)
 
     def guards_intact(self) -> bool:
@@ -232,7 +231,6 @@ class MemoryTable:
         return False
 
     def mapped(self, address: int, nbytes: int) -> bool:
-        """Whether the process itself may touch a range."""
         return 0 < address < space.ADDRESS_LIMIT - nbytes and (address, nbytes) in self._mapped
 
     def _zone(self, address: int) -> Region | None:

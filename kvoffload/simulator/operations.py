@@ -41,8 +41,6 @@ class DeviceFaultError(Exception):
 
 
 class WaitEventOperation(Operation):
-    """Holds its stream until its dependencies are done."""
-
     __slots__ = ()
     places = 0
 
@@ -229,8 +227,6 @@ class BatchCopy(Copy):
 
 
 class CopyOperation(Operation):
-    """One copy call: its parts differ in source access order."""
-
     __slots__ = ("fault", "parts", "places")
     is_copy = True
 

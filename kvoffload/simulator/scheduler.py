@@ -57,7 +57,6 @@ class Scheduler:
     # Submission
 
     def submit(self, stream: Stream, operation: Operation) -> int:
-        """Append an operation to a queue. Returns its number in that stream."""
         for region in operation.regions:
             region.pending += 1
         legacy, blocking = stream.context.legacy, stream.context.blocking  # CUDA's "implicit synchronisation"

@@ -56,7 +56,6 @@ def rows(address: int, width: int, height: int, pitch: int) -> Bytes:
 
 
 def read_word(address: int) -> int:
-    """The unsigned 32-bit word at an address that is a multiple of 4."""
     start = address - _ORIGIN
     return int(_everything[start : start + 4].view(np.uint32)[0])
 

@@ -17,19 +17,24 @@ from kvoffload.tiers.threaded import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFaults:
-    """The rate of each fault, 0.0 to 1.0 of all calls of a tier's methods.
+    """The rate of each fault, 0.0 to 1.0 of a tier's reads, writes, removals and flushes, each record read or written
+    for itself. `exists` and `contains` have no faults.
 
     Attributes:
-        fail: FAILED; a read leaves half a record of other bytes in its entry.
-        error: OSError in a method, which `ThreadedTier` turns into FAILED.
+        fail: FAILED; a read leaves half a record of other bytes in its entry. After a flush: `drain` is False.
+        error: OSError in the call, so FAILED, too; a read leaves its entry as it was.
         delay: the call takes longer, by up to `longest_delay` seconds.
         hang: the call returns only after `FaultyTier.release_hung` or `heal`, and then does its work.
         decline: writes only: DECLINED.
-        drop: writes only: DONE, but there is no record afterwards.
-        tear: writes only: DONE, but half of the record is not written. A read notices, leaves other bytes in its entry,
-            and is MISSING.
+        drop: writes of new records only: DONE, but there is no record afterwards.
+        tear: writes of new records only: DONE, and `exists` finds the record, but it is corrupt: the first read leaves
+            other bytes in its entry, and is MISSING.
         wrong_bytes: reads only: DONE with one byte that differs from the bytes put. No tier that verifies does so: use
             it only to test verification above tiers.
+        longest_delay: seconds, 0 or more; no rate.
+
+    Raises:
+        ValueError: a rate is out of range, or `longest_delay` is no number of seconds.
     """
 
     fail: float = 0.0
@@ -51,18 +56,19 @@ class TierFaults:
 
 
 class FaultyTier(ThreadedTier):
-    """Another tier's methods, with faults. With one thread, the seed determines its behaviour.
+    """Another tier's methods, with faults. With one thread, equal calls in the same order get equal faults for a seed.
 
     Records are never wrong unless `wrong_bytes` says so: a lost or torn record is a miss.
 
     Args:
         faults: the rates; by default none, for use with `fail_all` and `hang_all`.
-        inner: a tier without a pool, whose methods are called; its own threads are not started. Default: a MemoryTier.
+        inner: a tier that is not attached, whose methods are called, `release` by `close`; its own threads are not
+            started. Do not attach or close it yourself. Default: a MemoryTier of 1 GiB.
         seed: of the faults.
         limits: see `Limits`; one thread by default.
 
     Attributes:
-        faults: may be replaced at any time.
+        faults: may be replaced at any time; the next call has the new rates.
         inner: as given.
     """
 
@@ -94,27 +100,36 @@ class FaultyTier(ThreadedTier):
 
     @property
     def hung(self) -> int:
-        """Calls that hang now."""
+        """How many calls hang now, at most one for each thread."""
         return self._hung
 
     def fail_all(self) -> None:
-        """From now on every call fails, as with a medium that is gone, until `heal`."""
+        """From now on every get, put, removal and flush fails, as with a medium that is gone, until `heal`.
+
+        Keys are FAILED, `drain` returns False. `exists` and `contains` still answer.
+        """
         with self._state:
             self._all_fail = True
 
     def hang_all(self) -> None:
-        """From now on every call hangs, until `heal`."""
+        """From now on every get, put, removal and flush hangs, until `heal`; call that before `close`.
+
+        `contains` still answers; so does `exists`, as long as one thread of the tier does not hang.
+        """
         with self._state:
             self._all_hang = True
 
     def release_hung(self) -> None:
-        """Let the calls that hang now go on; a read then writes to its entry, and a write reads from it."""
+        """Let the calls that hang now go on: a read then writes to its entry, and a write reads from it.
+
+        Returns before they have ended. After `hang_all` the next calls hang again.
+        """
         with self._state:
             self._releases += 1
             self._state.notify_all()
 
     def heal(self) -> None:
-        """No faults from now on: `faults` is TierFaults(), and hanging calls go on."""
+        """No faults from now on: `faults` is TierFaults(), and hanging calls go on. Returns before they have ended."""
         with self._state:
             self.faults = TierFaults()
             self._all_fail = self._all_hang = False

@@ -309,7 +309,6 @@ def many_threads_at_once(setup: TierSetup) -> None:
     with setup.session() as session:
 
         def put_fetch_and_remove(entries: range) -> None:
-            """Records with keys and entries that no other thread has."""
             tier, pools, keys = session.tier, session.pools, session.keys(entries)
             for first in range(0, 20_000, 1000):
                 for entry in entries:
@@ -394,7 +393,6 @@ def cancelled_keys_are_not_touched(setup: TierSetup) -> None:
 
 
 def _check_fetched(session: TierSession, entry: int, number: int, outcome: Outcome) -> None:
-    """An entry that a record was to be fetched to."""
     if outcome is DONE:
         version = session.pools.version(entry)
         assert version == number, f"get is DONE, with content {version} instead of {number}"
@@ -544,9 +542,10 @@ def check_tier(
     seconds.
 
     Args:
-        make: returns a new tier without a pool, each time. If the tiers are durable, let all use the same store; the
-            check clears it. Others begin empty. A tier must have room for four times `entries` records and no reason to
-            decline them. Whether it stays within `max_bytes` is checked if that is at most 4096 records.
+        make: returns a new tier each time, not attached yet. If the tiers are durable, let all use the same store; the
+            check clears it. Others begin empty. The first tier is only asked whether it is durable, never attached nor
+            closed. A tier must have room for four times `entries` records and no reason to decline them. A tier whose
+            `max_bytes` has room for more than 4096 records is not filled up to it.
         entries: of the pool that the tier gets, at least 8.
         row_bytes: of an entry on each device, a multiple of 4096.
         pools: the number of devices, with one array for each. Check a tier with 1 and with 2; a durable one needs
@@ -555,10 +554,12 @@ def check_tier(
         timeout: seconds that a job may take; a check may take four times as long.
 
     Returns:
-        The names of the checks.
+        The names of the checks made.
 
     Raises:
-        AssertionError: the tier breaks a promise; the message names the check and the expected result.
+        AssertionError: the tier breaks a promise, raises an error or does not come to an end; the message names the
+            check. Later checks are not made. A check that has not ended goes on in its thread.
+        ValueError: `entries`, `pools` or `timeout`.
     """
     at_least("entries", entries, 8)
     setup = TierSetup(make, entries, row_bytes, at_least("pools", pools, 1), seed, to_wait("timeout", timeout))

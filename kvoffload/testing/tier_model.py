@@ -20,8 +20,9 @@ class FuzzReport(NamedTuple):
     """The work of `fuzz_tier`.
 
     Attributes:
-        operations: keys that were put, fetched, asked for and removed.
-        outcomes: how many keys had each, such as ("get", "done").
+        operations: keys that were put, fetched, asked for and removed; each `clear` and `drain` counts as one.
+        outcomes: how many keys had each, by operation and `Outcome.value`, such as ("get", "done"). Operations: "put",
+            "get", "exists", "remove", "clear".
     """
 
     operations: int
@@ -84,8 +85,6 @@ class TierModel:
 
 
 class TierFuzz:
-    """One series of random operations on a tier with a pool; see `fuzz_tier`."""
-
     def __init__(
         self,
         tier: Tier,
@@ -111,11 +110,6 @@ class TierFuzz:
         self.outcomes = Counter[tuple[str, str]]()
 
     def run(self, operations: int) -> None:
-        """At least as many operations, each on one key.
-
-        Raises:
-            AssertionError: an answer that no honest tier gives.
-        """
         kinds = ("put", "get", "exists", "remove", "look", "clear", "drain")
         while self.operations < operations:
             kind = self._random.choices(kinds, (40, 42, 7, 8, 3, 0.05, 0.1))[0]
@@ -222,17 +216,21 @@ def fuzz_tier(
     """Put, fetch, ask for, remove and cancel random keys, several jobs at a time, and compare every byte with a model.
 
     Args:
-        tier: without a pool; it gets one, and is closed afterwards.
-        operations: the least number, counted in keys.
-        entries, row_bytes, pools: of its pool: one array for each of `pools` devices.
-        keys: how many different ones.
+        tier: not attached yet; it gets a pool, and is closed afterwards. Its records are not removed.
+        operations: how many at least, counted in keys.
+        entries, row_bytes, pools: of its pool: one array of `entries` rows, at least 8, for each of `pools` devices.
+            `row_bytes` is a multiple of 4096.
+        keys: how many different ones, at least 8.
         lossless: the tier has room for all keys and no faults: a miss is an error, too.
         seed: of the operations.
-        while_waiting: called while a job has not ended; `FaultyTier.release_hung` for a tier that hangs.
+        while_waiting: called in this thread, again and again, until a job has ended: `FaultyTier.release_hung` for a
+            tier that hangs. If given, there are no drains.
         timeout: seconds that one job may take.
 
     Raises:
-        AssertionError: wrong bytes, a removed record, an entry touched outside a job, ...; the message has the seed.
+        AssertionError: wrong bytes, a removed record, an entry touched outside a job, a job that takes too long, any
+            error of the tier; the message has the seed.
+        ValueError: `timeout` is no number. Any error of `tier.attach`; then the tier is not closed.
     """
     timeout = to_wait("timeout", timeout)
     memory = TierPools(entries, row_bytes, pools, seed)

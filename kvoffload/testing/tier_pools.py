@@ -79,8 +79,6 @@ class TierPools:
 
 @dataclass(frozen=True)
 class TierSetup:
-    """The arguments of `check_tier`."""
-
     make: Callable[[], Tier]
     entries: int
     row_bytes: int
@@ -128,7 +126,6 @@ class TierSession:
         return [self.key(number) for number in numbers]
 
     def outcomes(self, job: TierJob) -> list[Outcome]:
-        """Outcomes of a job that ends."""
         outcomes = job.wait(self.timeout)
         assert len(outcomes) == len(job.keys), f"{len(outcomes)} outcomes of {len(job.keys)} keys"
         assert job.done, "wait has returned, and done is False"
@@ -143,7 +140,6 @@ class TierSession:
         return list(range(len(numbers)))
 
     def put(self, numbers: Sequence[int], keys: Sequence[bytes] | None = None) -> list[Outcome]:
-        """Put records, and check that the entries were not written to."""
         entries = self.fill(numbers)
         outcomes = self.outcomes(self.tier.put(self.keys(numbers) if keys is None else keys, entries))
         for entry, number in zip(entries, numbers, strict=True):
@@ -151,7 +147,6 @@ class TierSession:
         return outcomes
 
     def put_all(self, numbers: Sequence[int], keys: Sequence[bytes] | None = None) -> None:
-        """Put records; all must be DONE."""
         for start in range(0, len(numbers), self.count):
             part = slice(start, start + self.count)
             outcomes = self.put(numbers[part], None if keys is None else keys[part])
@@ -174,7 +169,6 @@ class TierSession:
         return found
 
     def expect(self, numbers: Sequence[int], keys: Sequence[bytes] | None = None) -> None:
-        """These records come back, byte for byte, in this order."""
         keys = self.keys(numbers) if keys is None else keys
         for start in range(0, len(numbers), self.count):
             part = slice(start, start + self.count)

@@ -30,22 +30,28 @@ POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulat
 
 
 def pattern(key: object, nbytes: int) -> UInt8Array:
-    """`nbytes` bytes, uint8, (nbytes,), that depend only on `repr(key)`: the same in every process and on every
-    machine.
+    """A new array of `nbytes` bytes, uint8, (nbytes,), that depend only on `repr(key)`: the same in every process and
+    on every machine.
 
-    Different keys give unrelated bytes, so that a block in the wrong place shows at once.
+    Different keys give unrelated bytes, so that a block in the wrong place shows at once. For one key, more bytes begin
+    with the same bytes.
     """
     digest = hashlib.shake_128(repr(key).encode()).digest(nbytes)
     return np.frombuffer(digest, dtype=np.uint8).copy()
 
 
 def poison(array: UInt8Array, *, value: int = POISON) -> None:
-    """Overwrite a host array with one byte, so that you can tell which bytes later transfers leave unwritten."""
+    """Overwrite a host array with one byte, 0 to 255, in place, so that you can tell which bytes later transfers leave
+    unwritten. It waits for no transfer: call it while none uses the array.
+    """
     array[...] = value
 
 
 def scramble(buffer: DeviceBuffer, seed: int) -> UInt8Array:
-    """Fill GPU memory with random bytes, and return them: uint8, (nbytes,). They are there when this returns."""
+    """Fill GPU memory with random bytes, and return a host copy: uint8, (nbytes,). They are there when this returns.
+
+    It waits for no transfer and no stream but the legacy default stream. The same seed gives the same bytes.
+    """
     content = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
     buffer.copy_from(content)
     return content
@@ -68,9 +74,17 @@ def naive_transfer(
     """The reference for a transfer: a loop over blocks and planes that makes the same copies in host arrays, in place.
 
     Args:
-        layout, direction, blocks, slots, group, first_sub_block: as for `OffloadEngine.store` and `load`.
+        layout: gives the addresses and sizes of blocks.
+        direction: "store" copies from `memory` to `pool`, "load" back.
+        blocks, slots: block numbers, and the slots for them, `layout.blocks_per_slot` blocks in each, in order.
         memory: device memory: for the base address of each allocation its bytes, uint8, 1-D.
         pool: the slots, uint8, (num_slots, layout.slot_bytes).
+        group: the layout's group that the blocks belong to.
+        first_sub_block: place of the first block in the first slot.
+
+    Raises:
+        AssertionError: `memory` lacks bytes of a block.
+        IndexError: a slot does not exist, or there are too few. In both cases some bytes may have been copied.
     """
     factor = layout.blocks_per_slot
     for index, block in enumerate(blocks):
@@ -99,12 +113,16 @@ def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -
 class Mirror:
     """Host copies of an engine's slots and of device memory, on which `naive_transfer` repeats each transfer.
 
-    Create it while the engine is idle. Call `expect` after (or before) each transfer, and `check` when the engine is
-    idle again: it compares every byte, padding and guard bytes included.
+    Create it while the engine is idle. Call `expect` for each transfer, in the order of their submission, and `check`
+    when the engine is idle again: it compares every byte, padding and guard bytes included.
 
     Args:
-        engine: its pool is copied.
-        buffers: all device memory of the layout, and any other that must not change.
+        engine: its pool is copied. One device only.
+        buffers: all device memory of the layout, and any other that must not change. Keep them open until `check`.
+
+    Attributes:
+        memory: the copy of each buffer, by its address. If you write to device memory yourself, write the same here.
+        pool: the copy of the slots; likewise.
     """
 
     def __init__(self, engine: OffloadEngine, buffers: Sequence[DeviceBuffer]) -> None:
@@ -122,7 +140,10 @@ class Mirror:
         group: int = 0,
         first_sub_block: int = 0,
     ) -> None:
-        """Repeat a transfer on the copies."""
+        """Repeat a transfer on the mirror's copies of slots and device memory, on the host. Call it once for each
+        transfer, in the order of submission, before `check`; the transfer need not have ended. Blocks come first, then
+        slots, for a load, too. Errors as for `naive_transfer`.
+        """
         naive_transfer(
             self._engine.layout,
             direction,
@@ -135,7 +156,11 @@ class Mirror:
         )
 
     def check(self) -> None:
-        """Raise AssertionError where the engine's pool or the device memory differs from the copies."""
+        """Compare the engine's pool and the device memory with the copies. It waits for no transfer.
+
+        Raises:
+            AssertionError: they differ; the message says how many bytes, and the first one.
+        """
         _check_same("the slot pool", self._engine.slots, self.pool)
         for buffer in self._buffers:
             _check_same(f"device memory at {buffer.address:#x}", buffer.to_numpy(), self.memory[buffer.address])
@@ -157,7 +182,7 @@ def _check_same(what: str, actual: UInt8Array, expected: UInt8Array) -> None:
 
 @contextmanager
 def leak_check(device: Device) -> Iterator[None]:
-    """Fail if more resources are in use after the block than before.
+    """Fail if more resources are in use after the block than before. If the block raises, nothing is counted.
 
     Counted: objects that the device owns, open file descriptors (where /proc lists them), threads; on a simulated
     device also streams, events, allocations, registered ranges and contexts. Engines created inside the block must be
@@ -188,11 +213,14 @@ def _count(device: Device) -> dict[str, int]:
 
 
 def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
-    """Close a simulated device; check that nothing undefined happened, no guard byte changed, and nothing is left.
+    """Close a simulated device and its engines; check that nothing undefined happened, no guard byte changed, and
+    nothing is left in its driver: share the driver with no other open device.
 
     Raises:
-        AssertionError: one of these checks failed, or the device is not simulated.
-        TimeoutError: transfers were still running after `timeout` seconds.
+        AssertionError: one of these checks failed, or the device is not simulated. If a guard byte changed before, the
+            device stays open.
+        TimeoutError: transfers were still running after `timeout` seconds; the device stays open.
+        Other errors of `Device.close`.
     """
     simulator = device.simulator
     assert simulator is not None, "check_clean_close needs a simulated device"
@@ -207,7 +235,14 @@ def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
 
 
 class ConformanceCase(NamedTuple):
-    """One check that `check_copier_conformance` made; `nbytes`: payload moved in both directions."""
+    """One check that `check_copier_conformance` made.
+
+    Attributes:
+        layout: what its layout is like, in words.
+        blocks_per_slot: of the layout.
+        copier: its name.
+        nbytes: payload of all its transfers, stores and loads together.
+    """
 
     layout: str
     blocks_per_slot: int
@@ -224,7 +259,7 @@ def check_copier_conformance(
     device, where they are interpreted.
 
     Args:
-        device: any open device.
+        device: any open device. It stays open; what the checks allocate is freed, except after an error.
         copiers: names; None: all that can run on this device.
         seed: for the bytes and the ids.
 
@@ -232,7 +267,9 @@ def check_copier_conformance(
         The checks made.
 
     Raises:
-        AssertionError: a copier moved other bytes than the loop, or touched a byte that it should not have.
+        AssertionError: a copier moved other bytes than the loop, touched a byte that it should not have, or failed.
+        ValueError, CapabilityError: a copier is unknown, or cannot run on this device.
+        TimeoutError: transfers took longer than 60 seconds.
     """
     names = copiers
     if names is None:  # whether a kernel can run is known for certain when an engine has loaded one

@@ -29,14 +29,15 @@ class DiskTier(ThreadedTier):
     """Records in one preallocated file for each path. The files never grow beyond `nbytes`.
 
     Every read compares header, key and checksum, so anything that a crash, a torn write or a failing disk leaves is a
-    miss. `remove` and `clear` are durable when their jobs have ended, puts after `drain`. docs/disk-format.md specifies
-    the format, and its limits: the default checksum is no signature, and prompts lie on the disk unencrypted.
+    miss. `remove` and `clear` are durable when their jobs are DONE, puts when `drain` has returned True; `close` syncs,
+    too, and logs if that fails. docs/disk-format.md specifies the format, and its limits: the default checksum is no
+    signature, and prompts lie on the disk unencrypted.
 
     Args:
         path: a file, or several, best on different disks, over which records are spread. Missing files are created with
             mode 0600. The folder must exist. Only its owner may write it, unless it has the sticky bit, as `/tmp` has,
-            which the system may clean.
-        nbytes: size of all files together, allocated at once. Required, unless `read_only`.
+            which the system may clean. If one file is blank or damaged, `attach` empties all, with a warning.
+        nbytes: size of all files together, allocated by `attach`. Required, unless `read_only`.
         identity: a text for everything but the layout that the bytes depend on: model and revision, adapter,
             quantisation, positions, shard. Files of another identity are refused.
         policy, tenants: how a full tier evicts, and quotas, as for `BlockCache`. Records of tenants that are not named
@@ -44,9 +45,9 @@ class DiskTier(ThreadedTier):
         key: 16 to 64 secret bytes. Keyed blake2b then verifies records: it also finds deliberate changes, and takes at
             least 15 times as long (see `checksums`). None: xxh3_128, which finds accidents.
         reset: if the files have another layout, identity, size, key or set, drop their records instead of refusing
-            them. Files that are no disk tier's stay refused.
-        read_only: read the files while another process writes them. Puts are DECLINED, removals FAILED, and records
-            that the other process adds after `attach` are not found.
+            them, in `attach`. Files that are no disk tier's stay refused.
+        read_only: read the files while another process writes them. Puts are DECLINED. Removals are FAILED, and this
+            tier then misses these keys. Records that the other process adds after `attach` are not found.
         direct: bypass the page cache where the file system can; see `direct_io`.
         name: for metrics and messages.
         limits: see `Limits`. 4 threads transfer by default; one more computes checksums meanwhile.
@@ -107,12 +108,12 @@ class DiskTier(ThreadedTier):
 
     @property
     def direct_io(self) -> tuple[bool, ...]:
-        """For each file whether transfers bypass the page cache; () before `attach`."""
+        """For each file whether transfers bypass the page cache; () before `attach` and after `close`."""
         return () if self._disk is None else self._disk.files.direct
 
     @property
     def num_slots(self) -> int:
-        """How many records fit; 0 before `attach`."""
+        """How many records the files can hold, full or empty; 0 before `attach` and after `close`."""
         return 0 if self._disk is None else self._disk.files.num_slots
 
     # for ThreadedTier ---------------------------------------------------------------------------------------------

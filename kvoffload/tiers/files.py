@@ -169,7 +169,6 @@ class OpenFile:
 
 
 def _after(views: Iterable[Buffer], count: int) -> list[Buffer]:
-    """The bytes after the first `count` bytes of `views`."""
     rest: list[Buffer] = []
     for view in views:
         if count >= view.nbytes:

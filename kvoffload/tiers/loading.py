@@ -38,7 +38,7 @@ def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
     Raises:
         ValueError: no package has a tier of that name, or several have.
         TypeError: the entry point does not make a `Tier`, or an options object and one of its fields were given.
-        Any error of the class or function.
+        Any error of the class or function, or of importing it.
     """
     if kind in _OWN:
         groups: dict[str, type[Any]] = {"limits": Limits, "connection": _CONNECTIONS.get(kind, Limits)}

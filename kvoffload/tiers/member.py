@@ -252,7 +252,6 @@ class Member:
     def _verified(
         self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]], digests: Sequence[bytes]
     ) -> list[ReadResult]:
-        """Read payloads, neighbouring slots in one call, and compare their digests."""
         with self._gate:
             results = in_runs(
                 lambda slot, views: self.file.read_payload(views, self.payload_offset(slot)), slots, payloads
@@ -416,7 +415,6 @@ def hash_of(key: bytes) -> int:
 
 
 def hashes_of(keys: Sequence[bytes]) -> Int64Array:
-    """`hash_of` each key, int64, (keys,)."""
     hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
     hashes[hashes == 0] = 1
     return hashes

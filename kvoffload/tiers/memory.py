@@ -18,13 +18,15 @@ from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 class MemoryTier(ThreadedTier):
     """Records in unpinned host memory. A full tier evicts the record that was written or read longest ago.
 
+    The memory is freed with the tier object, not by `close`.
+
     Args:
-        nbytes: bytes of all records. During puts each thread takes one record more.
+        nbytes: most bytes of all records, taken as records come. During puts each thread takes one record more.
         name: for metrics and messages.
         limits: see `Limits`; 2 threads by default.
 
     Raises:
-        ValueError: `nbytes` is less than 1. From `attach`: CapacityError, `nbytes` holds no record.
+        ValueError: `nbytes` is no integer of at least 1. From `attach`: CapacityError, `nbytes` holds no record.
     """
 
     threads = 2

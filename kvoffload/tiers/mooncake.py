@@ -87,7 +87,7 @@ class MooncakeTier(RemoteTier):
     MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC.
 
     Attributes:
-        protocol: "rdma" or "tcp", as transfers use it.
+        protocol: "rdma" or "tcp", as chosen by the constructor.
 
     Args:
         master: "host:port", or the servers where masters in high availability register: "etcd://host:port;host:port".
@@ -104,7 +104,7 @@ class MooncakeTier(RemoteTier):
     Raises:
         CapabilityError: missing are the package (`pip install 'kvoffload[mooncake]'`), its library `libibverbs1`,
             xxhash, or for "rdma" an active device. From `attach`: the pool cannot be registered.
-        TypeError, ValueError: an argument.
+        TypeError, ValueError: an argument; `master` without a port, say.
     """
 
     bytes_per_call = 16 << 20
@@ -298,7 +298,6 @@ def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[O
 
 
 def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
-    """The codes; ConnectionError if one is an error."""
     if codes and min(codes) < 0:
         raise ConnectionError(f"{call} of {len(codes)} names failed with {min(codes)}, an error code of Mooncake")
     return codes
@@ -341,7 +340,6 @@ def _set_environment(milliseconds: int) -> None:
 
 @cache
 def _variables_of_user() -> frozenset[str]:
-    """The variables that are set when the first tier is made."""
     return frozenset(os.environ)
 
 

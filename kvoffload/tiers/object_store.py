@@ -30,9 +30,9 @@ class ObjectStoreTier(RemoteTier):
         identity, prefix, key, name, limits: see `RemoteTier`; 8 threads by default.
         config: only with a URL: obstore's options for this kind of store, such as `endpoint`, `region`,
             `access_key_id`. Others come from environment variables and the machine's role.
-        client_options: only with a URL of a network store: obstore's options for connections, such as
-            `root_certificate`, `proxy_url`, `allow_http`.
-        timeout: only with a URL of a network store: seconds that a request may take. Requests are not retried.
+        client_options: obstore's options for connections, such as `root_certificate`, `proxy_url`, `allow_http`.
+        timeout: seconds that a request may take. Requests are not retried. Both apply to a URL of a network store, and
+            are ignored otherwise.
 
     Raises:
         CapabilityError: obstore or xxhash is missing (`pip install 'kvoffload[objectstore]'`).

@@ -13,10 +13,10 @@ _Options = TypeVar("_Options")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How many threads and queued keys a tier may have. Every tier of this package takes one.
+    """How many threads and queued keys a tier may have.
 
     Attributes:
-        threads: threads that call the medium. None: the number that its class names.
+        threads: threads that call the medium. None: the tier's default.
         max_queued: keys of puts that may wait, and as many keys of `get` and `exists` together. Further keys are
             DECLINED. Removals are never declined.
 

@@ -150,11 +150,13 @@ class RemoteTier(ThreadedTier):
 
     You get the bytes that were put, or a miss. Every fetch compares key, layout, identity and checksum in the record's
     header; a record that differs counts as corrupt and is deleted. Names contain digests of layout, identity and
-    checksum key, so tiers that differ in one of these do not see each other's records, and `clear` does not delete
-    them. While the store does not answer, keys are FAILED; when it answers again, its records are found again.
+    checksum key, so tiers that differ in one of these, or in `prefix`, do not see each other's records, and `clear`
+    deletes only its own. While the store does not answer, keys are FAILED; later its records are found again.
 
     A FAILED put may still reach the store later. So if you remove a key just after such a put, its record may come back
     with the bytes that were put.
+
+    Several threads call a subclass's methods at a time. If one that gets names raises, all keys of its call are FAILED.
 
     Args:
         identity: a text for everything but tokens, salt and layout that the bytes depend on: model and revision,
@@ -164,10 +166,10 @@ class RemoteTier(ThreadedTier):
             key misses. None: xxh3_128, which finds only accidents; see `DiskTier`.
         name: for metrics, messages and the answers of `BlockCache.locate`.
         durable: records outlive the store's processes.
-        limits: None: `Limits()`.
+        limits: threads and queue; None: `Limits()`.
 
     Attributes:
-        format: makes names and headers; set by `attach`.
+        format: makes names and headers; set by `attach`, before it calls `connect`.
 
     Raises:
         CapabilityError: xxhash is missing, and there is no `key`.
@@ -176,7 +178,9 @@ class RemoteTier(ThreadedTier):
 
     format: RecordFormat
     asks_for_all_keys = True
-    """`have_names` is one call of the client, however many names. Then a put asks once, for all its keys."""
+    """True: `have_names` is one call of the client, however many names; a put asks once, for all its keys. A class
+    that needs a call for each name sets False.
+    """
 
     def __init__(
         self,
@@ -205,11 +209,14 @@ class RemoteTier(ThreadedTier):
 
     @abstractmethod
     def connect(self) -> None:
-        """Make the client. `attach` calls this with `self.pools` set. Do not raise if the store does not answer."""
+        """Make the client. `attach` calls this with `self.pools` set. Do not raise if the store does not answer.
+
+        What it raises, `attach` raises; `disconnect` is then not called.
+        """
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Close the client. All other calls have returned, and none will follow."""
+        """Close the client. Called once; all other calls have returned, and none will follow. Errors are logged."""
 
     @abstractmethod
     def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
@@ -221,7 +228,8 @@ class RemoteTier(ThreadedTier):
                 left half written unless the record is DONE.
 
         Returns:
-            For each record DONE, MISSING or FAILED; `reject(name)` if the stored bytes have another size.
+            For each record DONE, MISSING or FAILED. If the stored bytes have another size, call `reject(name)`: what it
+            returns is the outcome.
         """
 
     @abstractmethod
@@ -239,18 +247,30 @@ class RemoteTier(ThreadedTier):
 
     @abstractmethod
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        """Ask the store whether it has all parts of each record. A hint: it may evict them a moment later."""
+        """Ask the store whether it has all parts of each record, in order. A hint: it may evict them a moment later.
+
+        Raise if the store does not answer: False means that it has answered.
+        """
 
     @abstractmethod
     def delete_names(self, names: Sequence[str]) -> list[bool]:
-        """Delete records, so that none is found when you return. Return for each whether it, or a part, was there."""
+        """Delete records, so that none is found when you return. Return for each whether it, or a part, was there.
+
+        Raise if one may still be there.
+        """
 
     @abstractmethod
     def delete_folder(self, folder: str) -> None:
-        """Delete all records whose names begin with `folder`, which ends with "/"."""
+        """Delete all records whose names begin with `folder`, which ends with "/": none is left when you return.
+
+        No match is fine. Raise if that fails: `clear` then reports FAILED; else it reports DONE.
+        """
 
     def describe(self) -> dict[str, str | int]:
-        """Facts for `kvoffload doctor`, such as `version`, `used_bytes`, `max_bytes`; {} by default."""
+        """Facts about the store for `kvoffload doctor`, such as `version`, `used_bytes`, `max_bytes`; {} by default.
+
+        Called between `connect` and `disconnect`. It may ask the store, and raise.
+        """
         return {}
 
     def new_headers(self, count: int) -> UInt8Array:

@@ -138,7 +138,6 @@ def _described(found: Sequence[Found]) -> str:
 
 
 def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -> str | None:
-    """How the valid members differ from the wanted set; None if they do not."""
     members = [(each.path, each.superblock) for each in found if each.superblock is not None]
     for path, superblock in members:
         if (superblock.algorithm, superblock.key_check) != (wanted.algorithm, wanted.key_check):
@@ -240,7 +239,6 @@ def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[Stat
 
 
 def _beginning(file: OpenFile, offset: int) -> bytes:
-    """A page of the file, or less if the file ends there."""
     size = max(0, min(PAGE, file.nbytes - offset))
     data = bytearray(size)
     file.read([memoryview(data)], offset)

@@ -139,7 +139,6 @@ class SlotFiles:
 
     @property
     def direct(self) -> tuple[bool, ...]:
-        """For each file whether payloads bypass the page cache."""
         return tuple(member.file.direct for member in self._members)
 
     # records ------------------------------------------------------------------------------------------------------

@@ -51,26 +51,27 @@ class Origin:
 
 
 class ThreadedTier(Tier):
-    """A tier whose methods may block. A subclass sets `name` and `capabilities`, and has the methods below.
+    """A tier whose methods may block. A subclass calls this constructor, sets `name` and `capabilities`, and has the
+    methods below.
 
     Per record: `read_record`, `write_record`, `has_record`. If one call of your medium transfers several records, have
     `read_records`, `write_records`, `have_records` instead, and set `bytes_per_call`. Always: `remove_records` and
     `remove_all`. The others do nothing unless you override them.
 
     Several threads call the methods at a time. Two calls never write one key at a time, and none writes a key while
-    another removes it. Reads come before writes, except that a write follows 16 reads. Whatever a method raises makes
-    its keys FAILED, and so does a result of a wrong type or length; the thread goes on. A method that never returns
-    blocks its thread and leaves its keys without an outcome.
+    another removes it. Reads come before writes, except that a write follows 16 reads. If a method for keys raises, or
+    its result has a wrong type or length, its keys are FAILED; the thread goes on. A method that never returns blocks
+    its thread and leaves its keys without an outcome.
 
     Args:
-        limits: None: `Limits()`.
+        limits: threads and queue; None: `Limits()`.
 
     Attributes:
         threads: how many call the methods. Set it in the class; `limits` overrides it.
         bytes_per_call: most bytes of the records in one call of `read_records` or `write_records`; a single record may
             be larger. The keys of a job are first divided among the threads. 0, the default: one record a call.
-        max_queued: as in `Limits`.
-        pools: as given to `attach`; () before.
+        max_queued: keys of puts that may wait, and as many keys of `get` and `exists`.
+        pools: the arrays that `attach` was given; () before.
         record_bytes: bytes of one record, over all pools; 0 before `attach`.
 
     Raises:
@@ -101,15 +102,17 @@ class ThreadedTier(Tier):
     def read_record(self, key: bytes, rows: Rows) -> Outcome:
         """Copy a record to the rows and verify it. Return DONE, MISSING or FAILED.
 
-        If its bytes differ from the ones that were put, call `count_corrupt` and return MISSING. Unless you return
-        DONE, the rows may hold anything. Do not touch them after returning.
+        `rows`: one uint8 array, one-dimensional, for each of `pools`: views of one entry. If the record's bytes
+        differ from the ones that were put, call `count_corrupt` and return MISSING. Unless you return DONE, the rows
+        may hold anything. Do not touch them after returning.
         """
         raise NotImplementedError(f"{type(self).__name__} must have read_record, or read_records")
 
     def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
         """Copy the rows to a record. Return DONE, DECLINED or FAILED; DONE without a copy if the key has a record.
 
-        Do not write to the rows, and do not read them after returning.
+        `rows`: one uint8 array, one-dimensional, for each of `pools`. Do not write to them, nor read them after
+        returning. A read must not return DONE for a half written record.
         """
         raise NotImplementedError(f"{type(self).__name__} must have write_record, or write_records")
 
@@ -122,11 +125,11 @@ class ThreadedTier(Tier):
         raise NotImplementedError(f"{type(self).__name__} must have has_record, or have_records")
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
-        """`read_record` for several keys of one job. Return an outcome for each."""
+        """`read_record` for several keys of one job. Return a list of their outcomes, in order."""
         return [self._guarded(partial(self.read_record, *each)) for each in zip(keys, rows, strict=True)]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
-        """`write_record` for several keys of one job. Return an outcome for each."""
+        """`write_record` for several keys of one job. Return a list of their outcomes, in order."""
         return [self._guarded(partial(self.write_record, *each, origin)) for each in zip(keys, rows, strict=True)]
 
     def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
@@ -138,33 +141,41 @@ class ThreadedTier(Tier):
 
     @abstractmethod
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove records, durably when you return. Return for each key whether there was one."""
+        """Remove records, durably when you return. Return for each key whether there was one.
+
+        If this raises, all keys of the job are FAILED.
+        """
 
     @abstractmethod
     def remove_all(self) -> None:
-        """Remove all records, durably when you return."""
+        """Remove all records, durably when you return. If this raises, `clear` is FAILED."""
 
     def put_ended(self, job: TierJob) -> None:
-        """Called when every key of a `put` has its outcome, so no write of it will begin. Must not block or raise."""
+        """Called once, by any thread, when every key of a `put` has its outcome, so no write of it will begin. Not for
+        a put of no keys. Must not block; what it raises is logged.
+        """
 
     def get_ended(self, job: TierJob) -> None:
-        """Called when every key of a `get` has its outcome. Must not block or raise."""
+        """Called for a `get` as `put_ended` for a `put`."""
 
     def flush(self) -> None:
-        """Make all written records durable. `drain` calls it."""
+        """Make all written records durable. `drain` calls it, and returns False if it raises."""
 
     def start(self, layout: bytes | None) -> None:
-        """Open files or connections; `self.pools` is set. If this raises, close them yourself: `attach` passes the
-        error on, and `release` is not called.
+        """Open files or connections; `pools` and `record_bytes` are set. `layout`: see `attach`. If this raises, close
+        them yourself: `attach` passes the error on, and `release` is not called.
         """
 
     def release(self) -> None:
-        """Close what `start` opened. All other calls but `has_record` have returned. May block: a tier's thread calls
-        it, or `close` if none runs.
+        """Close what `start` opened. Called once, when no thread reads, writes or removes any more; `has_record`,
+        `num_records`, `put_ended` and `get_ended` may still be called. May block: a tier's thread calls it, or `close`
+        if none runs. What it raises is logged.
         """
 
     def num_records(self) -> int | None:
-        """How many records there are; None if unknown. Must not block. Called at any time, even after `release`."""
+        """How many records there are; None if unknown. Must not block or raise. Called at any time, even before `start`
+        and after `release`.
+        """
         return None
 
     def count_corrupt(self, records: int = 1) -> None:
@@ -172,7 +183,7 @@ class ThreadedTier(Tier):
         self._workers.count(corrupt=records)
 
     def warn(self, error: BaseException) -> None:
-        """Log why a key is FAILED or DECLINED, at most once in 10 seconds."""
+        """Log why a key is FAILED or DECLINED. Does nothing if an error was logged less than 10 seconds ago."""
         self._workers.warn(error)
 
     # the interface ------------------------------------------------------------------------------------------------

@@ -30,10 +30,10 @@ class ValkeyConnection:
 
     Attributes:
         username, password: for AUTH. With a password alone: the server's user "default". The server's ACL must give the
-            user "~{<prefix>/*", +mget +set +strlen +unlink +scan, for the client itself +info +client +ping, and in a
-            cluster +cluster|slots +cluster|myid.
-        tls: encrypt connections, and verify the servers' certificates.
-        ca_file: PEM file with the certificates to trust instead of the system's.
+            user "~{<prefix>/*" (names begin with that brace, as in "{kvoffload/1/": a hash tag), +mget +set +strlen
+            +unlink +scan, for the client itself +info +client +ping, and in a cluster +cluster|slots +cluster|myid.
+        tls: encrypt connections, and verify the servers' certificates. The files below do not turn it on.
+        ca_file: PEM file with the certificates to trust instead of the system's. `attach` reads it.
         cert_file, key_file: PEM files with this client's certificate and key, for servers that ask for one.
         options: further arguments for valkey-glide's `GlideClientConfiguration`, or `GlideClusterClientConfiguration`
             in a cluster. They override the ones that the tier sets.
@@ -164,7 +164,10 @@ class ValkeyTier(RemoteTier):
         }
 
     def reject(self, name: str) -> Outcome:
-        """As `RemoteTier.reject`. Also closes the thread's connection, which may have changed the bytes."""
+        """Count a record as corrupt, delete it and return MISSING. Never raises.
+
+        Also closes this thread's connection, which may have changed the bytes; the next call makes another one.
+        """
         self._drop_client()
         return super().reject(name)
 

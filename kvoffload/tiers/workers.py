@@ -58,11 +58,9 @@ class Removal(Work):
     keys: frozenset[bytes] | None
 
     def concerns(self, write: Write) -> bool:
-        """Whether it removes a key of this write."""
         return self.keys is None or not self.keys.isdisjoint(write.keys)
 
     def concerned(self, write: Write) -> list[int]:
-        """Positions of the keys of this write that it removes."""
         keys = write.job.keys
         return [at for at in write.positions if self.keys is None or keys[at] in self.keys]
 
@@ -124,7 +122,6 @@ class WorkQueues:
         self.running = [each for each in self.running if each is not work]
 
     def waiting_writes(self, concerned: Removal) -> list[Write]:
-        """Waiting writes of keys of this removal."""
         if concerned.keys is not None and self._written_keys.isdisjoint(concerned.keys):
             return []
         return [work for work in self.writes if concerned.concerns(work)]
@@ -265,7 +262,6 @@ class Workers:
                     self._changed.notify_all()
 
     def figures(self) -> dict[str, Any]:
-        """The fields of `TierStatistics` except `records`."""
         now = time.monotonic()
         with self._lock:
             self._drop_ended()
@@ -336,7 +332,6 @@ class Workers:
         return None
 
     def warn(self, error: BaseException) -> None:
-        """Log an error, at most once in `_SECONDS_BETWEEN_WARNINGS`."""
         now = time.monotonic()
         with self._lock:
             due = now - self._warned >= _SECONDS_BETWEEN_WARNINGS

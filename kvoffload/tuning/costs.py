@@ -66,7 +66,7 @@ class Shape(NamedTuple):
         plane_blocks: blocks x planes; the gather kernel copies them one by one.
         operations: strided operations, after adjacent blocks of a slot were merged.
         rows: rows of all operations together. Each is one contiguous copy.
-        nbytes: bytes to copy.
+        nbytes: payload bytes.
     """
 
     direction: Direction
@@ -78,12 +78,14 @@ class Shape(NamedTuple):
 
 
 class Situation(StrEnum):
-    """What else the GPU and its link do during a transfer."""
+    """What else the GPU and its link do during a transfer: nothing, large or small matrix products, or contiguous
+    copies in the other direction.
+    """
 
     IDLE = "idle"
     LARGE_PRODUCTS = "large products"
     SMALL_PRODUCTS = "small products"
-    BOTH_DIRECTIONS = "both directions"  # contiguous copies in the other direction
+    BOTH_DIRECTIONS = "both directions"
 
 
 CONCURRENT_COMPUTE = (Situation.LARGE_PRODUCTS, Situation.SMALL_PRODUCTS)

@@ -50,10 +50,12 @@ _H200_CLASS = ("H100", "H200", "H800", "GH200", "B100", "B200", "B300")
 
 
 class ProfileKey(NamedTuple):
-    """The machine that a profile was measured on, and is valid for.
+    """The machine that a profile was measured on. It is valid only where all of these are equal.
 
     Attributes:
-        driver, bindings: versions, for example "13.0" and "13.3".
+        gpu: its name, such as "NVIDIA H200".
+        driver: the CUDA version that the driver supports, such as "13.0".
+        bindings: the version of cuda-bindings, such as "13.3".
         link_generation: the highest PCIe generation that the GPU supports, since an idle link may show a lower one.
             None if Linux does not say.
         link_width: lanes in use. None if Linux does not say.
@@ -82,7 +84,7 @@ class Profile:
         key: the machine that it was measured on; None for a default.
         source: where the figures come from, as text to show.
         simulated: True if a simulated device was measured: the figures mean nothing for a GPU.
-        costs: by direction, on an idle GPU.
+        costs: by direction, on an idle GPU; `seconds` computes times from it.
         situations: the same by situation, from fewer transfers. Empty if unknown, as are the following.
         host: by copier, how long a submission keeps its caller.
         around: by copier, how much longer a transfer takes for its caller (from the call until it is seen to have
@@ -121,7 +123,7 @@ class Profile:
         return _host_seconds(self.around, method, shape)
 
     def slowdown(self, method: CopyMethod) -> float:
-        """How many times as long a small matrix product takes concurrently with such transfers; at least 1.0.
+        """How many times as long a small matrix product takes concurrently with such transfers; 1.0 if unknown.
 
         For a number of programs that was not measured this is the value of the next lower number, or of the lowest. For
         a split that was not measured it is the value of the kernel alone.
@@ -195,7 +197,7 @@ def _limit(costs: Costs, link: float) -> Costs:
 
 
 def key_of(device: Device) -> ProfileKey:
-    """The key of the profile that is valid for this device."""
+    """The key of the profile that is valid for this device. A simulated device has one, too."""
     capabilities, pci = device.capabilities, device.pci
     return ProfileKey(
         gpu=device.name,
@@ -226,9 +228,9 @@ def check_profile(profile: object) -> Profile:
 
 
 def load_profile(key: ProfileKey | None) -> Profile:
-    """The measured profile for `key` from the cache folder, or a default. With None, the default for unknown GPUs.
+    """The measured profile for `key` from `profile_path(key)`, or a default. With None, the default for unknown GPUs.
 
-    A file that cannot be used is ignored, with one warning per process.
+    A file that cannot be used is ignored, with one KVOffloadWarning per process.
     """
     if key is None:
         return default_profile(None)
@@ -252,7 +254,9 @@ def load_profile(key: ProfileKey | None) -> Profile:
 
 
 def default_profile(key: ProfileKey | None) -> Profile:
-    """The profile to use until one is measured: one for H200-class GPUs on PCIe Gen5 x16, one for all others."""
+    """The profile to use until one is measured: one for H200-class GPUs on PCIe Gen5 x16, one for all others and for
+    None. A link that Linux does not report counts as PCIe Gen5 x16.
+    """
     of_h200, of_unknown = _defaults()
     if key is None or not any(name in key.gpu for name in _H200_CLASS):
         return of_unknown
@@ -275,19 +279,29 @@ def _defaults() -> tuple[Profile, Profile]:
 
 
 def profile_path(key: ProfileKey) -> Path:
+    """Where `save_profile` writes the profile of this key, and `load_profile` looks for it. It may not exist.
+
+    The folder is `profiles` in that of the environment variable KVOFFLOAD_CACHE, else in the user's cache folder.
+    """
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cachefiles.cache_folder() / "profiles" / f"{digest[:32]}.json"
 
 
 def save_profile(profile: Profile) -> Path | None:
-    """Write a measured profile for `load_profile`. Returns the path; None, with a warning, if it cannot be written."""
-    assert profile.key is not None, "defaults are not kept"
+    """Write a measured profile for `load_profile`, in place of an older one with its `key`, which is not None. Returns
+    the path; None, with a KVOffloadWarning, if it cannot be written.
+
+    Raises:
+        ValueError: it has no key, as the default profiles.
+    """
+    if profile.key is None:
+        raise ValueError("profile must be a measured one, with a key: defaults come with the package")
     path = profile_path(profile.key)
     return path if cachefiles.write(path, render(profile)) else None
 
 
 def render(profile: Profile) -> bytes:
-    """The profile as JSON: times in microseconds, the link in GB/s."""
+    """The profile as JSON, for `parse`: times in microseconds, the link in GB/s, all numbers rounded."""
     fields = {
         "format": FORMAT,
         "source": profile.source,

@@ -37,7 +37,8 @@ class WorkerMetadata(OffloadingWorkerMetadata):
 
 class KVOffloadConnector(OffloadingConnector):
     """vLLM's OffloadingConnector, with the same arguments, for a `KVOffloadSpec`. If a store fails, its keys stay
-    missing. If a load fails, vLLM computes the request again or fails it, by kv_load_failure_policy.
+    missing. If a load fails, vLLM computes the request again or fails it, by kv_load_failure_policy; a load that it
+    awaits within its step (sync_load_budget_bytes) raises TransferError in the worker instead.
 
     Raises:
         TypeError: from `register_kv_caches`, if the configured spec is not `KVOffloadSpec`.

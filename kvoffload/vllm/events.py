@@ -27,7 +27,6 @@ class EventLog:
                 self._events.append(noted)
 
     def take(self) -> Iterable[OffloadingEvent]:
-        """Events since the last call."""
         with self._lock:
             events, self._events = self._events, []
         return events

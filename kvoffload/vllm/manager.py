@@ -105,7 +105,7 @@ class KVOffloadManager(OffloadingManager):
 
     @cached_property
     def index(self) -> CacheIndex:
-        """The keys. Opened at its first use, with the tiers if there are any."""
+        """The keys. Opened at its first use, with the tiers if there are any: that use raises their errors."""
         on_event = None if self._events is None else self._events.note
         if self._promotions is not None:
             return self._promotions.open(on_event)
@@ -134,7 +134,10 @@ class KVOffloadManager(OffloadingManager):
             self._promotions.advance()
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """The slots of keys that `lookup` found. They are not evicted before `complete_load` of the same keys."""
+        """The slots of keys that `lookup` found. They are not evicted before `complete_load` of the same keys.
+
+        Raises MissingKeyError if a key has no slot; then nothing is held.
+        """
         index, wanted = self.index, list(keys)
         state = state_of(index, req_context, self._resets)
         used = wanted if len(wanted) < 2 else in_order(wanted, req_context)
@@ -234,7 +237,9 @@ class KVOffloadManager(OffloadingManager):
         return PrepareStoreOutput(list(stored), CPULoadStoreSpec(slots), list(record.evicted))
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Note that every worker has ended the store. Its keys are hits, or missing if one reported a failure."""
+        """Note that every worker has ended the store of these keys. The keys of one `prepare_store` become hits
+        together, when the last of them is complete, or missing if one failed.
+        """
         filling_of = self._filling
         for key in keys:
             filling = filling_of.get(key)
@@ -268,7 +273,10 @@ class KVOffloadManager(OffloadingManager):
     # the rest -----------------------------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Make all keys missing, in tiers, too. Slots of transfers under way are free at `on_reset_flushed`."""
+        """Make all keys missing, in tiers, too. Slots of transfers under way are free at `on_reset_flushed`.
+
+        If a tier cannot remove its records, that is logged, and the tiers are closed for good.
+        """
         self._resets += 1
         kept = 0 if self._events is None else len(self._events)
         if self._promotions is None:
@@ -306,7 +314,7 @@ class KVOffloadManager(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        """Close the tiers, and wait at most 10 seconds for their writes."""
+        """Close the tiers, and wait at most 10 seconds for their writes. Without tiers it does nothing."""
         if self._promotions is not None:
             self._promotions.close()
 

@@ -41,7 +41,7 @@ class TierChoice:
 
 @dataclass(frozen=True)
 class Options:
-    """The options in kv_connector_extra_config. Names without "kvoffload_" are vLLM's.
+    """The options in kv_connector_extra_config. Names without "kvoffload_" are vLLM's. Only `read` checks them.
 
     Attributes:
         cpu_bytes_to_use: bytes of host memory for all workers of this engine together, at least 1.
@@ -59,7 +59,7 @@ class Options:
             the model, its weights, and more.
         kvoffload_tier_write: when chunks are written to tiers: "admitted", "through", "back" or "none", see
             `BlockCache`.
-        kvoffload_promotion_seconds: longest time that a request waits for tiers, above 0.
+        kvoffload_promotion_seconds: longest time that a request waits for tiers, above 0; then it computes.
         kvoffload_prefill_tokens_per_second: speed of computing, by which chunks are left to be computed that a tier
             would bring more slowly. None: unknown, everything in the tiers is read.
     """
@@ -80,12 +80,13 @@ class Options:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Options:
-        """Read a kv_connector_extra_config. vLLM's other names are ignored.
+        """Read a kv_connector_extra_config. Other options of vLLM are ignored.
 
         Raises:
             ValueError: cpu_bytes_to_use is missing, a name that begins with "kvoffload_" is unknown, or a value has a
                 wrong type or is out of range.
-            CapabilityError: an option of vLLM's that has no effect here.
+            CapabilityError: eviction_policy, cache_policy_module_path, canonical_layout or secondary_tiers is set; they
+                have no effect here.
         """
         known = {field.name for field in fields(cls)}
         for name in config:

@@ -148,7 +148,6 @@ class Promotions:
                 self._active.discard(state)
 
     def _promote(self, state: PromotionState, seen: Mapping[OffloadKey, None], seconds: float) -> None:
-        """Begin to promote the wanted keys of one group, and hold the request's other keys of this group with them."""
         wanted = state.wanted.intersection(seen)
         if not wanted or seconds <= 0:
             return

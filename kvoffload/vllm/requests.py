@@ -116,7 +116,6 @@ class Offers:
             known += 1
 
     def passing(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys that have been offered often enough. The others count as skipped."""
         if self.threshold < 2:
             return list(keys)
         found = [key for key in keys if self._counts.get(key, 0) >= self.threshold]

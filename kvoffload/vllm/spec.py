@@ -34,8 +34,10 @@ class KVOffloadSpec(OffloadingSpec):
         num_chunks: slots of each worker; 0 if cpu_bytes_to_use is less than a chunk of all workers.
 
     Raises:
-        ValueError, CapabilityError: see `Options.read`.
-        CapabilityError, CapacityError: with kvoffload_tiers, another connector than KVOffloadConnector, or no slots.
+        ValueError: kv_connector_extra_config lacks cpu_bytes_to_use, or has an unknown or wrong option.
+        CapabilityError: an option of vLLM's has no effect here; or with kvoffload_tiers, the connector is another than
+            KVOffloadConnector.
+        CapacityError: with kvoffload_tiers, there are no slots.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -62,7 +64,8 @@ class KVOffloadSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side, the same at each call. Pins no memory, and needs no GPU.
 
-        If all workers offer their slots by now, it opens the tiers, and raises their errors. Else the first use does.
+        If all workers offer their slots by now, it opens the tiers, and raises their errors. Else the manager's first
+        use does.
         """
         if self._manager is not None:
             return self._manager
@@ -89,6 +92,7 @@ class KVOffloadSpec(OffloadingSpec):
         Raises:
             CapacityError: the memory cannot be pinned, or a chunk is larger than vLLM's configuration says.
             LayoutError: the tensors are not on the GPU.
+            Also errors of `open_device`. After an error make another spec.
         """
         if self._worker is None:
             given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
@@ -113,7 +117,7 @@ class KVOffloadSpec(OffloadingSpec):
         return self._worker
 
     def open_device(self, kv_caches: CanonicalKVCaches) -> Device:
-        """Open the GPU of the tensors. A subclass may give another device, for tests."""
+        """Open the GPU of the tensors. Nothing here closes it. A subclass may give another device, for tests."""
         return open_device(kv_caches.tensors[0].tensor.device.index or 0)
 
     def current_stream(self, kv_caches: CanonicalKVCaches) -> Callable[[], StreamLike]:

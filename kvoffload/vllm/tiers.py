@@ -79,7 +79,6 @@ class TiersOfWorkers:
         )
 
     def workers_are_there(self) -> bool:
-        """Whether all workers offer their slots now."""
         try:
             for rank in range(self._config.parallel.world_size):
                 SharedSlots.receive(self.name_of(rank)).close()
@@ -146,6 +145,5 @@ class TiersOfWorkers:
 
     @property
     def identity(self) -> str:
-        """The given identity, or one made from vLLM's configuration."""
         given = self._options.kvoffload_tier_identity
         return identity_of(self._connector, self._config) if given is None else given

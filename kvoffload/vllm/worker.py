@@ -77,7 +77,6 @@ class _Transfer:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why an ended transfer failed, or None."""
         return self.error if self.job is None else self.job.error
 
 
@@ -127,7 +126,7 @@ class KVOffloadWorker(OffloadingWorker):
             raise
 
     def offer(self, name: str, note: str) -> None:
-        """Let the scheduler's process map the slots, see `SharedSlots.offer`."""
+        """Let the scheduler's process map the slots, which must be `shared`; see `SharedSlots.offer`."""
         assert self._slots is not None
         self._slots.offer(name, note=note)
 
@@ -135,7 +134,8 @@ class KVOffloadWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks to slots, after the work that vLLM has queued so far. Returns True at once, unless
-        `max_in_flight` transfers are unfinished: then it first waits for the oldest.
+        `max_in_flight` transfers are unfinished: then it first waits for the oldest. If the driver refuses the copy,
+        that counts as a failed transfer.
         """
         assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
         transfers = self._by_group(src_spec, dst_spec)
@@ -199,7 +199,8 @@ class KVOffloadWorker(OffloadingWorker):
         """The transfers that have ended since the last call, all as successes. Does not wait.
 
         Raises:
-            TransferError: a load has failed, and there is no KVOffloadConnector to report it.
+            TransferError: a load has failed, and there is no KVOffloadConnector to report it. The worker is of no use
+                any more: later calls raise again, and other transfers may never be returned.
         """
         if not self._transfers:
             return []
@@ -231,10 +232,11 @@ class KVOffloadWorker(OffloadingWorker):
             self._failed_slots |= transfer.slots
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until these transfers have ended.
+        """Wait until these transfers have ended. Unknown ids and those that `get_finished` has returned are ignored.
 
         Raises:
-            TransferError: an expedited load has failed; the model would compute with wrong bytes.
+            TransferError: an expedited load has failed; the model would compute with wrong bytes. The others may not
+                have ended.
         """
         for job_id in job_ids:
             transfer = self._transfers.get(job_id)
@@ -250,17 +252,17 @@ class KVOffloadWorker(OffloadingWorker):
                 ) from transfer.failure
 
     def take_failed_loads(self) -> set[int]:
-        """vLLM's numbers of loads that failed since the last call."""
+        """vLLM's numbers of failed loads that `get_finished` has met since the last call of this."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
     def take_failed_slots(self) -> set[int]:
-        """Slots of transfers that failed since the last call."""
+        """Slots of failed transfers, of stores and loads, that `get_finished` has met since the last call of this."""
         failed, self._failed_slots = self._failed_slots, set()
         return failed
 
     def shutdown(self) -> None:
-        """Wait for transfers in flight, and free the pinned memory. Idempotent."""
+        """Wait for transfers in flight, for as long as they take, and free the pinned memory. Idempotent."""
         self.engine.close()
         if self._slots is not None:
             self._slots.close()

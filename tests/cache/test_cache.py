@@ -246,6 +246,18 @@ def test_several_groups_and_blocks_per_key() -> None:
         cache.check()
 
 
+def test_a_load_whose_later_group_repeats_a_block_overwrites_none_of_an_earlier_group() -> None:
+    with grouped() as (bench, cache, _):
+        cache.store(keys(0), [[1, 2], [11, 12]]).wait(10)
+        before = bench.block(20).copy()
+        with pytest.raises(LayoutError, match=r"blocks\[1\] repeats an id"):
+            cache.load(keys(0), [[20, 21], [30, 30]])
+        bench.engine.drain(10)
+        assert np.array_equal(bench.block(20), before)
+        cache.load(keys(0), [[20, 21], [30, 31]]).wait(10)
+        assert not np.array_equal(bench.block(20), before)
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_counts_do_not_depend_on_when_copies_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's copies may have ended before the next group's are submitted."""

@@ -48,6 +48,13 @@ def test_stored_arrives_when_done_was_true(watched: Watched) -> None:
     assert watched.kinds() == ["stored"]
 
 
+def test_a_key_whose_copy_has_ended_is_stored_before_it_is_removed(watched: Watched) -> None:
+    watched.cache.store(keys(0), [3])
+    watched.bench.settle()
+    assert watched.cache.remove(keys(0)) == 1
+    assert watched.kinds() == ["stored", "removed"]
+
+
 def test_done_calls_the_hook_in_the_thread_that_asks() -> None:
     threads: list[int] = []
     asking: list[int] = []

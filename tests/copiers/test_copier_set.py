@@ -249,6 +249,14 @@ def test_a_job_says_what_carries_it_and_why(device: kvoffload.Device) -> None:
         assert all_are(bench.slot(5), 6)
 
 
+def test_a_method_is_completed_once_for_transfers_of_one_shape(device: kvoffload.Device) -> None:
+    asked = CopyMethod("gather")
+    with rig(device, sm_limit=4) as bench:
+        first, second = (bench.engine.store(ids, ids, copier=asked).method for ids in ([1, 2], [4, 3]))
+        assert first != asked
+        assert first is second, "the answer is remembered"
+
+
 def test_a_profile_given_is_used(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
     profile = default_profile(None)

@@ -286,4 +286,5 @@ def test_an_array_made_from_simulated_memory_keeps_it() -> None:
         warnings.simplefilter("error")
         device.close()
     assert (last.view(np.uint8) == 0xDE).all()  # freed with the device, and still memory
-    last[:] = 1
+    if last.flags.writeable:  # numpy before 2 imports read-only
+        last[:] = 1

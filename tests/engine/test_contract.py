@@ -456,6 +456,9 @@ def test_too_many_jobs_in_flight_raise_and_nothing_happens(few: Machine) -> None
         with pytest.raises(CapacityError, match="3 jobs are unfinished"):
             few.engine.check_room(1)
     assert few.engine.statistics() == before
+    empty = [few.engine.store([], []), few.engine.load([], [])]
+    assert all(job.done for job in empty), "they are never in flight"
+    assert [result.job_id for result in few.engine.poll()] == [job.id for job in empty]
     for gate in gates:
         gate.open()
     few.engine.drain(10)

@@ -1,7 +1,7 @@
 """Ctrl-C at any moment of a submission or of a completion: the exception comes out, and no job is lost.
 
-`tests/interrupts/test_interrupts_everywhere.py` does this to every public call; here, every point of a few is tried, and
-what follows is looked at more closely.
+`tests/interrupts/test_interrupts_everywhere.py` does this to every public call. Here, every point of a few is tried,
+and what follows is looked at more closely.
 """
 
 from __future__ import annotations

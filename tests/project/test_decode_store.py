@@ -43,7 +43,7 @@ def test_each_role_is_a_command_of_its_own(name: str, corrupt: bool, tmp_path: P
     with MooncakeServers(tmp_path) as servers:
         store = ("--store", "mooncake", f"master={servers.master.address}")
         if corrupt:
-            assert "RuntimeError: 0 of " in refusal(name, *FEW, *store, "--role", "read")
+            assert "RuntimeError: only 0 of " in refusal(name, *FEW, *store, "--role", "read")
         assert set(counts(run(name, *FEW, *store, "--role", "write"))) == {TO_STORE}
         spoil = ("--corrupt",) if corrupt else ()
         said = verdicts(run(name, *FEW, *store, "--role", "read", *spoil, exit_code=int(corrupt)))

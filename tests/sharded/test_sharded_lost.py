@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sharding import Machine
 
-from kvoffload import NO_WAIT, TransferError
+from kvoffload import NO_WAIT, DriverError, TransferError
 
 ILLEGAL_ADDRESS = 700
 
@@ -24,6 +24,7 @@ def test_a_lost_context_on_one_device_fails_the_job(lost: int) -> None:
     engine.advance()
     assert job.error is not None
     assert str(job.error).startswith(f"shard {lost} ")
+    assert isinstance(job.error.__cause__, DriverError), "what CUDA said is kept"
     assert not job.finished, "the other device may still write its range of the slot"
     with pytest.raises(TransferError, match="context is lost"):
         engine.store([2], [2], after=NO_WAIT)

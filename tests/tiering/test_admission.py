@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -107,6 +109,17 @@ def test_memory_is_bounded(seed: int) -> None:
     assert 250 <= most <= 500
 
 
+def test_a_request_that_comes_again_and_again_takes_no_more_memory() -> None:
+    admission, keys = WriteAdmission(CAPACITY), [key(number) for number in range(20)]
+    admission.stored(keys)
+    tracemalloc.start()
+    for _ in range(2000):
+        admission.ended(keys)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 150_000, "less than 75 bytes for each request"
+
+
 def test_the_memory_forgets_the_oldest_keys_and_counts_them() -> None:
     memory, first, second = KeyMemory(8), Sighting(1, 0, 0), Sighting(1, 0, 1)
     keys = [key(number) for number in range(10)]
@@ -195,6 +208,16 @@ def test_a_key_that_the_host_does_not_hold_ends_what_is_written() -> None:
     admission.stored(keys)
     admission.left_host(keys[3:4])
     assert admission.ended(keys) == keys[:3]
+
+
+def test_after_lost_events_the_host_holds_the_keys_that_it_is_told() -> None:
+    admission = WriteAdmission(CAPACITY)
+    keys = [key(number) for number in range(6)]
+    admission.stored(keys[:4])
+    admission.written(keys[:1])
+    admission.resynchronise([*keys[:3], *keys[4:]])
+    assert admission.ended(keys) == keys[1:3], "the first is on the disk still, the fourth has left the host"
+    assert "5 keys in the host" in repr(admission)
 
 
 def test_repeated_keys_count_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 from functools import partial
 from typing import Any
@@ -188,7 +189,7 @@ def test_deadlines_that_pass_open_a_breaker() -> None:
             tier.hang_all()
             assert bench.cache.promote(keys([number]), deadline=0.2).wait(SECONDS) == 0
             tier.heal()
-            until(lambda: not bench.manager._promoter.io())
+            until(lambda: not bench.manager.busy)
         assert bench.cache.tier_statistics()[0].opened == 1
 
 
@@ -244,6 +245,35 @@ def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() ->
         assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
         assert bench.cache.promote(keys([0]), deadline=None).wait(SECONDS) == 0
         until(lambda: tier.statistics().queued_writes == 0)
+
+
+def test_keys_of_a_job_that_tries_a_tier_are_not_given_up() -> None:
+    tier = FaultyTier(limits=Limits(threads=1))
+    with tiered(tier, capacity=64) as bench:
+        bench.written([0])
+        tier.hang_all()
+        while bench.cache.tier_statistics()[0].state is not BreakerState.OPEN:
+            bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS)
+        tier.heal()
+        until(lambda: tier.statistics().in_calls == 0)
+        tier.hang_all()
+        stored = iter(range(8, 10_000, 4))
+
+        def tried() -> bool:
+            first = next(stored)
+            bench.store(range(first, first + 4))
+            settled(bench)
+            return bench.cache.tier_statistics()[0].state is BreakerState.TRYING
+
+        until(tried)
+        until(lambda: tier.hung == 1)
+        waiting = tier.statistics().queued_writes
+        settled(bench)
+        settled(bench)
+        assert tier.statistics().queued_writes == waiting >= 3
+        tier.heal()
+        assert bench.cache.drain(SECONDS)
+        assert bench.cache.tier_statistics()[0].not_written == 0
 
 
 @pytest.mark.parametrize("fault", ["fail_all", "hang_all"])
@@ -600,4 +630,22 @@ def test_no_call_waits_for_a_tier_that_hangs() -> None:
         bench.cache.locate(keys(range(20)))
         bench.cache.tier_statistics()
         bench.check_loaded(range(20, 24))
+        assert not promotion.done
+
+
+def test_a_lease_that_was_dropped_waits_for_no_tier() -> None:
+    """Tiers write entries of promotions alone."""
+    tier = FaultyTier()
+    with tiered(tier) as bench:
+        bench.written([0])
+        bench.store([1])
+        assert bench.cache.drain(SECONDS)
+        tier.hang_all()
+        promotion = bench.cache.promote(keys([0]), deadline=None)
+        until(lambda: tier.hung)
+        lease = bench.cache.acquire(keys([1]))
+        assert bench.cache.statistics().pinned == 1
+        del lease
+        gc.collect()
+        assert bench.cache.statistics().pinned == 0
         assert not promotion.done

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import Gate
 from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
@@ -37,6 +39,29 @@ def test_keys_come_back_from_a_tier_with_their_bytes() -> None:
             assert promotion.wait(SECONDS) == 4
             bench.check_loaded(range(4))
         assert bench.cache.statistics().promoted == 4
+
+
+def test_an_aborted_reservations_slots_wait_for_stores_that_may_write_them() -> None:
+    """Else a tier's thread would fill them with a key, and a store that is still queued would overwrite its bytes."""
+    with tiered(capacity=1) as bench:
+        bench.written([0])
+        bench.store([1])
+        assert bench.cache.drain(SECONDS)
+        stream = bench.device.stream()
+        gate = Gate(bench.device)
+        gate.hold(stream.handle)
+        reservation = bench.cache.reserve([b"aborted"])
+        bench.engine.store(bench.blocks([5]), reservation.slots(), after=stream)
+        reservation.abort()
+        with bench.cache.promote(keys([0]), deadline=0.05) as promotion:
+            assert promotion.wait(SECONDS) == 0, "the slot is still written"
+        gate.open()
+        bench.engine.drain(SECONDS)
+        with bench.cache.promote(keys([0])) as promotion:
+            assert promotion.wait(SECONDS) == 1
+            bench.check_loaded([0])
+        gate.close()
+        stream.close()
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -297,6 +322,25 @@ def test_bad_arguments_of_the_constructor(options: dict[str, Any], error: type[E
             with pytest.raises(error, match=text):
                 kvoffload.BlockCache(engine, **{"tiers": [DictTier()], **options})
             BlockCache(engine)
+
+
+def test_a_promotion_is_not_waited_for_inside_a_call_of_a_tier() -> None:
+    """The tier may hold a lock there that its threads need to bring the keys."""
+
+    class Waiting(DictTier):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            if chained is not None:
+                for waitable in (promotion, chained):
+                    with pytest.raises(RuntimeError, match=r"wait was called .* in the middle of another call"):
+                        waitable.wait(SECONDS)
+            return super().contains(keys)
+
+    chained = None
+    with tiered(Waiting()) as bench:
+        promotion = bench.cache.promote(keys([0]))
+        chained = promotion.load([0], after=NO_WAIT)
+        assert bench.cache.locate(keys([0])) == ["missing"]
+        assert (promotion.wait(SECONDS), chained.wait(SECONDS)) == (0, ())
 
 
 def test_loads_follow_promotions() -> None:

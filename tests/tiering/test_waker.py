@@ -1,4 +1,4 @@
-"""Waker: what is urgent is looked at now, the rest together."""
+"""Waker: what is urgent is looked at now, the rest together; and what needs no further look wakes it not at all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import threading
 import pytest
 from tiering import SECONDS, until
 
+from kvoffload import CacheIndex
 from kvoffload.cache.tiering import manager as module
 from kvoffload.cache.tiering.manager import Waker
+from kvoffload.cache.tiering.promoter import Promoter
+from kvoffload.cache.tiering.promotion import PromotionRecord
 
 
 def waits(waker: Waker, seconds: float) -> threading.Thread:
@@ -59,3 +62,12 @@ def test_it_sleeps_no_longer_than_it_was_asked_to(monkeypatch: pytest.MonkeyPatc
     if soon:
         waker.soon()
     assert ends(waits(waker, 0.01))
+
+
+def test_a_look_after_which_no_promotion_waits_for_another_wakes_nothing() -> None:
+    """Else the thread would look without end."""
+    index, woken = CacheIndex(4), list[bool]()
+    promoter = Promoter(index._records, [], None, 4, lambda: woken.append(True))
+    promoter.begin(PromotionRecord([b"k"], "", None, lambda _: None))
+    assert [record.ready for record in promoter.advance()] == [0]
+    assert woken == []

@@ -11,7 +11,7 @@ import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
-from kvoffload import Tenant
+from kvoffload import NO_WAIT, Tenant
 from kvoffload.cache.tiering.admission import WriteAdmission
 from kvoffload.cache.tiering.manager import MOST_MESSAGES
 from kvoffload.testing import FaultyTier
@@ -82,6 +82,13 @@ def test_what_is_written(write: Any, seed: int) -> None:
     else:  # some are evicted before they are written: eviction does not wait
         assert stored // 2 < written <= stored, (seed, stored, written)
         assert found > 150, (seed, found)
+
+
+def test_a_store_that_nothing_asks_about_is_written() -> None:
+    tier = DictTier()
+    with tiered(tier) as bench:
+        bench.cache.store(keys([0, 1]), [0, 1], after=NO_WAIT)
+        until(lambda: sorted(tier.store) == keys([0, 1]))
 
 
 def test_what_a_tier_has_lost_is_written_again_while_it_is_in_slots() -> None:
@@ -171,6 +178,19 @@ def test_what_no_tier_takes_before_it_is_evicted_is_written_later(outcome: Outco
         tier.refusing = None
         look_again(bench, 7)
         assert sorted(tier.store) == keys([0, 1])
+
+
+def test_a_tier_that_declines_is_not_offered_the_same_again_until_something_is_stored() -> None:
+    tier = Refusing(Outcome.DECLINED)
+    with tiered(tier, write="back") as bench:
+        fill(bench, range(8))
+        offered = bench.cache.tier_statistics()[0].not_written
+        for _ in range(5):
+            bench.cache.promote(keys([99])).wait(SECONDS)  # the thread looks at everything
+        assert bench.cache.drain(SECONDS)
+        assert bench.cache.tier_statistics()[0].not_written == offered
+        look_again(bench, 7)
+        assert bench.cache.tier_statistics()[0].not_written > offered
 
 
 def test_what_finds_a_full_queue_before_it_is_evicted_is_written_later() -> None:

@@ -53,6 +53,15 @@ def test_only_outcomes_are_outcomes(outcome: Any) -> None:
     job.settle([0], [DONE])
 
 
+@pytest.mark.parametrize("outcomes", [[DONE], [DONE, DONE, DONE]])
+def test_outcomes_are_one_for_each_position(outcomes: list[Outcome]) -> None:
+    job = TierJob([b"a", b"b"])
+    job.begin([0, 1])
+    with pytest.raises(ValueError, match="one for each of 2 positions"):
+        job.settle([0, 1], outcomes)
+    assert job.outcomes == [None, None]
+
+
 def test_cancel_leaves_what_has_begun() -> None:
     job = TierJob([b"a", b"b"])
     job.begin([0])

@@ -291,39 +291,6 @@ def test_foreign_bytes_under_a_name_are_deleted(mooncake_servers: MooncakeServer
     foreign.close()
 
 
-def test_a_read_that_fails_while_the_master_is_silent_deletes_nothing(
-    mooncake_servers: MooncakeServers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import mooncake.store
-
-    asked: list[str] = []
-
-    class Client(mooncake.store.MooncakeDistributedStore):  # type: ignore[misc]
-        fails = False
-
-        def batch_get_into_multi_buffers(self, names: Any, addresses: Any, sizes: Any) -> Any:
-            if self.fails:
-                return [-800] * len(names)
-            return super().batch_get_into_multi_buffers(names, addresses, sizes)
-
-        def get_size(self, name: str) -> int:
-            asked.append(name)
-            return -901
-
-    monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
-    tier = MooncakeTier(mooncake_servers.master.address, identity="silent read", limits=Limits(threads=1))
-    with RemoteSession(tier) as session:
-        assert session.put(b"k", 1) is DONE
-        assert session.put(b"l", 2) is DONE
-        Client.fails = True
-        assert session.tier.get([b"k", b"l"], [1, 2]).wait(SECONDS) == [FAILED, FAILED]
-        assert len(asked) == 1  # each answer takes the timeout
-        Client.fails = False
-        assert session.get(b"k") == 1
-        assert session.get(b"l") == 2
-        assert tier.statistics().corrupt == 0
-
-
 def test_a_full_store_declines_or_evicts(servers: MooncakeServers) -> None:
     with RemoteSession(MooncakeTier(servers.master.address, identity="full", soft_pin=60.0), row_bytes=ROW) as session:
         outcomes = Counter(session.put(b"%d" % number, number) for number in range(100))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from remote_sessions import RemoteSession
 
-from kvoffload.tiers import MooncakeConnection, MooncakeTier, Outcome
+from kvoffload.tiers import Limits, MooncakeConnection, MooncakeTier, Outcome
 from kvoffload.tiers.mooncake import can_set_up
 
 TCP = MooncakeConnection(protocol="tcp")
@@ -25,7 +25,7 @@ class ReplicateConfig:
 class MooncakeDistributedStore:
     def setup(self, config):
         with open(FOLDER + "/setups", "a") as file:
-            print(os.getpid(), config["global_segment_size"], file=file)
+            print(os.getpid(), config["global_segment_size"], config["local_hostname"], file=file)
         with open(FOLDER + "/answer") as file:
             answer = file.read()
         if answer == "none":
@@ -37,6 +37,14 @@ class MooncakeDistributedStore:
 
     def batch_is_exist(self, names):
         return [1] * len(names)
+
+    def batch_get_into_multi_buffers(self, names, addresses, sizes):
+        return [-800] * len(names)
+
+    def get_size(self, name):
+        with open(FOLDER + "/asked", "a") as file:
+            print(name, file=file)
+        return -901
 
     def close(self):
         pass
@@ -52,10 +60,20 @@ class Client:
     def answer(self, code: str) -> None:
         (self.folder / "answer").write_text(code)
 
+    def asked(self) -> list[str]:
+        """The names of the records whose size it was asked for."""
+        return (self.folder / "asked").read_text().split()
+
     def setups(self) -> list[tuple[bool, int]]:
         """Of each: whether it was in this process, and the memory that it would contribute."""
-        lines = (self.folder / "setups").read_text().splitlines()
-        return [(int(pid) == os.getpid(), int(nbytes)) for pid, nbytes in map(str.split, lines)]
+        return [(int(pid) == os.getpid(), int(nbytes)) for pid, nbytes, _ in self._lines()]
+
+    def hostnames(self) -> set[str]:
+        """Under which others are to reach the clients."""
+        return {hostname for _, _, hostname in self._lines()}
+
+    def _lines(self) -> list[list[str]]:
+        return [line.split() for line in (self.folder / "setups").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -95,6 +113,26 @@ def test_a_client_is_set_up_here_only_if_it_could_be_in_a_child(
         assert session.exists(b"k")
         assert session.exists(b"k")
         assert client.setups()[2:] == [(False, 0), (True, 4096)]
+        assert not session.tier.capabilities.durable, "the records are in the memory of processes"
+
+
+def test_a_read_that_fails_while_the_master_is_silent_deletes_nothing(client: Client, master: str) -> None:
+    client.answer("0")
+    tier = MooncakeTier(master, identity="t", connection=TCP, limits=Limits(threads=1))
+    with RemoteSession(tier) as session:
+        assert session.tier.get([b"k", b"l"], [1, 2]).wait(30) == [Outcome.FAILED] * 2
+        assert client.asked() == [tier.format.name(b"k")], "each answer takes the timeout"
+        assert tier.statistics().corrupt == 0
+
+
+@pytest.mark.parametrize("hostname", [None, "here.example"])
+def test_others_reach_a_client_by_the_address_that_the_master_sees_unless_told(
+    client: Client, master: str, hostname: str | None
+) -> None:
+    client.answer("0")
+    connection = MooncakeConnection(protocol="tcp", hostname=hostname)
+    with RemoteSession(MooncakeTier(master, identity="t", connection=connection)):
+        assert client.hostnames() == {hostname or "127.0.0.1"}
 
 
 def test_no_message_shows_the_password_of_an_address(
@@ -117,5 +155,5 @@ def test_no_message_shows_the_password_of_an_address(
 
 def test_a_child_that_gets_no_answer_is_ended(client: Client) -> None:
     client.answer("none")
-    assert not can_set_up({"global_segment_size": "0"}, 2.0)
+    assert not can_set_up({"global_segment_size": "0", "local_hostname": "here"}, 2.0)
     assert client.setups() == [(False, 0)]

@@ -14,8 +14,6 @@ from servers import Process, need_module, s3_options, seaweed
 from kvoffload.testing import check_tier, fuzz_tier
 from kvoffload.tiers import ObjectStoreTier, Outcome
 
-pytestmark = pytest.mark.servers
-
 DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
 
 
@@ -41,6 +39,7 @@ def opened(obstore: Any, port: int) -> Any:
     return obstore.store.from_url(options["store"], **{name: options[name] for name in ("config", "client_options")})
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("pools", [1, 2])
 def test_s3_conforms(s3_server: Process, obstore: Any, pools: int, seed: int) -> None:
     assert obstore
@@ -73,6 +72,7 @@ def test_objects_of_other_sizes_are_misses_that_are_deleted(obstore: Any) -> Non
         assert session.get(b"k") == 3
 
 
+@pytest.mark.servers
 def test_a_record_that_is_there_is_left_as_it_is(session: RemoteSession, s3_server: Process) -> None:
     identity = session.tier.identity
     assert session.put(b"k", 1) is DONE
@@ -83,6 +83,7 @@ def test_a_record_that_is_there_is_left_as_it_is(session: RemoteSession, s3_serv
         assert second.get(b"k") == 1
 
 
+@pytest.mark.servers
 def test_objects_of_others_under_a_records_name_are_misses_that_are_deleted(
     session: RemoteSession, s3_server: Process, obstore: Any
 ) -> None:
@@ -98,6 +99,7 @@ def test_objects_of_others_under_a_records_name_are_misses_that_are_deleted(
     assert session.get(b"k") == 3
 
 
+@pytest.mark.servers
 def test_clearing_deletes_this_tiers_objects_alone(session: RemoteSession, s3_server: Process, obstore: Any) -> None:
     store = opened(obstore, s3_server.port)
     name = session.tier.format.name(b"k")
@@ -136,6 +138,7 @@ def test_the_log_shows_no_password_of_an_endpoint(obstore: Any, caplog: pytest.L
     assert "hunter2" not in caplog.text
 
 
+@pytest.mark.servers
 def test_a_wrong_secret_fails(s3_server: Process, obstore: Any) -> None:
     assert obstore
     options = s3_options(s3_server.port)
@@ -145,6 +148,7 @@ def test_a_wrong_secret_fails(s3_server: Process, obstore: Any) -> None:
         assert session.get(b"k") is FAILED
 
 
+@pytest.mark.servers
 def test_a_server_that_is_gone_fails_and_is_noticed_when_it_is_back(tmp_path: Path, obstore: Any) -> None:
     assert obstore
     server = seaweed(tmp_path)

@@ -11,7 +11,6 @@ import pytest
 from faulty_proxy import FaultyProxy, ProxyFaults
 from remote_sessions import RemoteSession
 from servers import Process, ValkeyCluster, ask, certificates, need_module, valkey
-from tier_classes import attached
 
 from kvoffload.testing import check_tier, fuzz_tier
 from kvoffload.tiers import Limits, Outcome, ValkeyConnection, ValkeyTier
@@ -323,49 +322,3 @@ def until(session: RemoteSession, version: int, *, put: bool = True) -> bool:
     """Put and fetch until the client has connected again; at most a hundred calls."""
     tries = range(100)
     return any((not put or session.put(b"k", version) is DONE) and session.get(b"k") == version for _ in tries)
-
-
-@pytest.mark.parametrize(
-    "addresses",
-    [
-        "", "host", "host:", ":1", "host:port", [7], [], "host:0", "host:65536", "redis://host:6379",
-        "user:hunter2@host:6379", "redis://user:hunter2@host:6379",
-    ],
-)  # fmt: skip
-def test_addresses_that_are_refused(addresses: Any) -> None:
-    with pytest.raises(ValueError, match="addresses must be") as found:
-        ValkeyTier(addresses, identity="x")
-    assert "hunter2" not in str(found.value)
-
-
-@pytest.mark.parametrize("argument", ["timeout", "expiry"])
-@pytest.mark.parametrize("value", [0.0, -1, "2", float("nan"), float("inf"), True])
-def test_times_that_are_refused(argument: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{argument} must be a number of seconds"):
-        ValkeyTier(identity="x", **{argument: value})
-
-
-def test_a_user_without_a_password_is_refused() -> None:
-    """It would connect as the server's default user."""
-    with pytest.raises(ValueError, match="username needs a password"):
-        ValkeyConnection(username="kv")
-
-
-@pytest.mark.parametrize("cluster", [False, True])
-def test_options_that_the_client_has_not_are_refused_at_once(cluster: bool) -> None:
-    tier = ValkeyTier(identity="x", cluster=cluster, connection=ValkeyConnection(options={"not_one": 1}))
-    with pytest.raises(TypeError, match="not_one"), attached(tier):
-        pass
-
-
-def test_no_secret_of_a_connection_is_shown() -> None:
-    connection = ValkeyConnection(username="kv", password="hunter2", options={"credentials": "hunter3"})
-    assert "kv" in repr(connection)
-    assert "hunter" not in repr(connection)
-
-
-@pytest.mark.parametrize("connection", [{"password": "hunter2"}, "kv:hunter2@host", 5])
-def test_what_is_no_connection_is_refused(connection: Any) -> None:
-    with pytest.raises(TypeError, match=r"connection must be a kvoffload\.tiers\.ValkeyConnection, or None") as found:
-        ValkeyTier(identity="x", connection=connection)
-    assert "hunter2" not in str(found.value)

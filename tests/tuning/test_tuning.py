@@ -299,6 +299,12 @@ def measured(key: ProfileKey = H200) -> Profile:
     return replace(default_profile(H200), key=key, source="measured on a day")
 
 
+def test_a_default_profile_is_not_kept(folder: Path) -> None:
+    with pytest.raises(ValueError, match="defaults come with the package"):
+        save_profile(default_profile(H200))
+    assert not list(folder.rglob("*.json"))
+
+
 def test_a_profile_comes_back_as_it_was(folder: Path) -> None:
     path = save_profile(measured())
     assert path is not None

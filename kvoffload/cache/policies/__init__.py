@@ -19,6 +19,7 @@ from kvoffload.cache.policies.s3fifo import S3FIFO
 
 PolicyName: TypeAlias = Literal["arc", "lru", "prefix", "s3fifo"]
 PolicyChoice: TypeAlias = PolicyName | Policy | Callable[[int], Policy]
+"""`policy=` of a cache; the function takes the capacity in keys."""
 
 POLICIES: dict[PolicyName, Callable[[int], Policy]] = {"arc": ARC, "lru": LRU, "prefix": Prefix, "s3fifo": S3FIFO}
 DEFAULT_POLICY: PolicyName = "prefix"
@@ -41,7 +42,7 @@ __all__ = [
 
 
 def make_policy(policy: PolicyChoice | str, capacity: int) -> Policy:
-    """The policy for a cache of `capacity` keys: by name, the object itself, or the result of `policy(capacity)`.
+    """The policy for a cache of `capacity` keys: by name, the object itself, or what `policy(capacity)` returns.
 
     Raises:
         ValueError: no policy has that name.

@@ -13,8 +13,8 @@ class Room(NamedTuple):
     """How new keys come into a full cache.
 
     Attributes:
-        admitted: how many of the new keys, from the first, are worth storing.
-        victims: the resident keys to evict for them, in the order in which they go.
+        admitted: how many of the new keys, from the first, are worth storing: at most the free entries and `victims`.
+        victims: the resident keys to evict for them, no repeats, in the order in which they go.
     """
 
     admitted: int
@@ -47,13 +47,13 @@ class Policy(ABC):
     others it just renews the recency. Among the keys of one call the first counts as the most recently used, so that a
     key is evicted after the keys that need it.
 
-    If a method raises, no wrong key stays in the cache. The exception reaches the caller of the cache, and before the
-    next call the cache creates the policy again. If it was given an object, rather than a name or a function, it calls
-    `reset`.
+    If a method raises, no wrong key stays in the cache, and the exception reaches the caller of the cache. If that was
+    `insert`, `load`, `touch` or `remove`, the cache creates the policy again before the next call; if it was given an
+    object, rather than a name or a function, it calls `reset`.
 
     Attributes:
         declines_with_room: whether `make_room` may admit fewer keys than there is room for. If False, the cache asks
-            only when room is missing.
+            only when room is missing, or the keys have a quota.
     """
 
     declines_with_room: ClassVar[bool] = True
@@ -75,7 +75,8 @@ class Policy(ABC):
         """These resident keys were taken out.
 
         Args:
-            evicted: True if `victims` or `make_room` chose them; False if the cache took them out for another reason.
+            evicted: True if `victims` or `make_room` chose them, in their order; False if the cache took them out for
+                another reason.
         """
 
     @abstractmethod
@@ -100,7 +101,7 @@ class Policy(ABC):
         This default admits all newcomers.
 
         Returns:
-            None if it would have to evict more keys than it may.
+            None if it would have to evict more keys than it may; the cache may then ask for fewer newcomers.
         """
         victims = self.victims(max(0, len(newcomers) - room), protected)
         return None if victims is None else Room(len(newcomers), victims)

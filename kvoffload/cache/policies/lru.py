@@ -14,7 +14,7 @@ from kvoffload.cache.policies.open_keys import Opened, OpenKeys, Queue
 class LRU(Policy):
     """Evicts the least recently used key. O(1), plus the protected keys that it passes over.
 
-    An open request is as recent as its latest piece, with all its keys.
+    An open request is as recent as its latest piece, with all its keys. `capacity` is not used.
     """
 
     declines_with_room = False

@@ -44,10 +44,6 @@ class WriteAdmission(WriteChoice):
             first use only if they nearly always are asked for again. For blocks that were asked for before, at most 0.1
             counts.
         remembered: keys whose earlier uses are known; None: four times the capacity, from 131,072 to 2,097,152.
-
-    Raises:
-        ValueError, TypeError: `capacity` or `remembered` is not an integer of at least 1, or `least_hits` is not a
-            finite number of at least 0.
     """
 
     learns = True

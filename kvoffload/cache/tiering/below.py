@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
 
 @dataclass(frozen=True, slots=True)
 class CacheTierStatistics:
-    """A cache's counts for one of its tiers.
+    """A cache's counts for one of its tiers, since the cache was created.
 
     Attributes:
         name: of the tier.
@@ -28,10 +28,11 @@ class CacheTierStatistics:
         not_found: keys that it was asked for and did not bring.
         slower: keys that it was not asked for, since computing them was expected to take less time.
         written: keys that it took.
-        not_written: keys that were given to it and not written: its queue was full, it failed, or it had no room.
-        dropped: keys that were worth writing and not given to it: too many slots were being written already, it was not
-            usable, or they had been evicted.
-        seconds_per_record: the time that fetching one takes, as measured in the last 30 seconds; else None.
+        not_written: keys that the cache gave to it and it did not write: its queue was full, it failed, or had no room.
+        dropped: keys worth writing that the cache did not give to it: too many keys waited already, its breaker was
+            open, the key had been evicted, or is longer than 64 bytes.
+        seconds_per_record: a fetch's seconds from beginning to end, waiting included, divided by its keys answered: a
+            running mean. None if none was measured in the last 30 seconds.
         tier: the tier's own statistics.
     """
 
@@ -53,8 +54,6 @@ class TierBelow:
 
     Attributes:
         local_index: whether it knows at once which keys it has.
-        hung: seconds after which a call counts as hanging.
-        promoted, not_found, slower, written, not_written, dropped: see `CacheTierStatistics`.
     """
 
     def __init__(self, tier: Tier, hung: float) -> None:
@@ -212,19 +211,19 @@ _HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one th
 
 
 class BreakerState(enum.Enum):
-    """Whether a tier is used."""
+    """Whether a cache uses a tier.
 
-    CLOSED = "closed"  # it is
-    OPEN = "open"  # it is not
-    TRYING = "trying"  # one job is with it, and decides
+    CLOSED: it does. OPEN: it does not, after failures or while a call hangs. TRYING: one job is with the tier, and its
+    outcome closes or opens the breaker.
+    """
+
+    CLOSED = "closed"
+    OPEN = "open"
+    TRYING = "trying"
 
 
 class Breaker:
-    """The breaker of one tier. Not for several threads at a time.
-
-    Args:
-        hung: seconds after which a tier's call counts as hanging.
-    """
+    """The breaker of one tier. Not for several threads at a time."""
 
     def __init__(self, hung: float = _HUNG) -> None:
         self.state = BreakerState.CLOSED

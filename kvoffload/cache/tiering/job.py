@@ -20,14 +20,20 @@ from kvoffload.internal.waiting import wait_until
 
 
 class Outcome(enum.Enum):
-    """How one key of a job ended."""
+    """How one key of a job ended.
 
-    DONE = "done"  # put: readable; get: the entry holds the bytes that were put, verified; exists: probably there
-    MISSING = "missing"  # get: no record, or one whose bytes are not those that were put; exists, remove: no record
-    DECLINED = "declined"  # the queue is full; put: the record is not worth the room
-    FAILED = "failed"  # an error of the medium
-    EXPIRED = "expired"  # the deadline passed before the tier began
-    CANCELLED = "cancelled"  # cancelled, or the tier was closed, before the tier began
+    DONE: put: the record is readable; get: the entry holds the bytes that were put, verified; exists: probably there;
+    remove, clear: gone for good. MISSING: no record; get: or one whose bytes are not those that were put. DECLINED: the
+    queue is full; put: the record is not worth the room. FAILED: an error of the medium. Before the tier began:
+    EXPIRED: the deadline passed; CANCELLED: the job was cancelled, or the tier closed.
+    """
+
+    DONE = "done"
+    MISSING = "missing"
+    DECLINED = "declined"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
 
 
 class TierJob:
@@ -39,6 +45,7 @@ class TierJob:
         deadline: by `time.monotonic`, in seconds. Keys that the tier has not begun by then are EXPIRED. None: no limit.
         outcomes: for each key; None while it waits or the tier works on it. Written only by `settle`, `settle_waiting`
             and `cancel`.
+        cancelled: whether `cancel` was called.
     """
 
     __slots__ = (
@@ -90,7 +97,10 @@ class TierJob:
         return [outcome for outcome in self.outcomes if outcome is not None]
 
     def cancel(self) -> None:
-        """Keys that the tier has not begun are CANCELLED at once, or EXPIRED if the deadline has passed."""
+        """Keys that the tier has not begun are CANCELLED at once, or EXPIRED if the deadline has passed.
+
+        The others go on: until `done`, the tier may touch their entries.
+        """
         late = self.deadline is not None and time.monotonic() >= self.deadline
         self.cancelled = True
         self.settle_waiting(Outcome.EXPIRED if late else Outcome.CANCELLED)
@@ -111,16 +121,19 @@ class TierJob:
         return begun
 
     def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """Set the outcomes of keys. The tier must not touch their entries any more.
+        """Set the outcomes of keys, one for each position. The tier must not touch their entries any more.
 
         Raises:
             RuntimeError: one has an outcome.
             TypeError: one of `outcomes` is not an Outcome.
+            ValueError: there are more or fewer outcomes than positions.
             Nothing has changed in these cases.
         """
         for outcome in outcomes:
             if not isinstance(outcome, Outcome):
                 raise TypeError(f"each outcome must be an Outcome, got {outcome!r:.80}")
+        if len(positions) != len(outcomes):
+            raise ValueError(f"outcomes must be one for each of {len(positions)} positions, got {len(outcomes)}")
         with self._lock:
             for at in positions:
                 if self.outcomes[at] is not None:

@@ -108,8 +108,6 @@ class TierManager:
         self._chained: list[ChainedLoad] = []
         self._removals = removals = list[weakref.ref[Removal]]()
         self._promoter.refused = lambda keys: _removed(removals, keys) if removals else ()
-        promoter = weakref.WeakMethod(self._promoter.io)
-        records._state.in_flight.append(lambda: () if (io := promoter()) is None else io())
         reference = weakref.ref(self, lambda _: notify())
         self._thread = threading.Thread(
             target=_run, args=(reference, waker, list(tiers)), name="kvoffload-tiers", daemon=True
@@ -322,8 +320,7 @@ class TierManager:
     @property
     def busy(self) -> bool:
         """Whether tiers may still touch slots, or callers wait for work of the thread."""
-        work = self._promoter.going_on or self._writer.going_on or self._promoter.io() or self._chained
-        return bool(work or self._messages)
+        return bool(self._promoter.busy or self._writer.going_on or self._chained or self._messages)
 
     # the end ------------------------------------------------------------------------------------------------------
 

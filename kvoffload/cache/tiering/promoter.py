@@ -48,16 +48,10 @@ class Promoter:
         self._settled = 0  # keys of fetches
         self._late: list[tuple[TierJob, int]] = []  # keys that were given up before their outcome
 
-    def io(self) -> tuple[TierIo, ...]:
-        """The keys of tiers' jobs that may write entries now, for the index. Any thread may call it."""
-        lock = self._records.lock
-        jobs = [
-            (fetch.job, at)
-            for record in list(self.going_on)
-            for fetch in list(record.fetches)
-            for at in range(len(fetch.job.keys))
-        ]
-        return tuple(TierIo(job, at, lock) for job, at in [*jobs, *self._late] if job.outcomes[at] is None)
+    @property
+    def busy(self) -> bool:
+        """Whether promotions go on, or tiers may still write entries for some that have ended. For any thread."""
+        return bool(self.going_on) or any(job.outcomes[at] is None for job, at in self._late)
 
     def begin(self, record: PromotionRecord) -> None:
         """Take up a promotion: lease the keys in slots, and ask tiers for the others as far as that is worth it."""

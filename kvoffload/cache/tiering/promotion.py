@@ -91,7 +91,6 @@ class PromotionRecord:
         brought: how many of the leased entries tiers have filled.
         refuse_nested: raises RuntimeError inside another call, which must not wait.
         tiers: by position, the name of the tier that brought the key.
-        counted: whether it counts as a lookup of its keys once it has ended.
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
         released: whether nothing more is to be leased.
@@ -184,12 +183,12 @@ class Promotion(Waitable[int]):
 
     @property
     def ready(self) -> int:
-        """How many leading keys can be loaded now. It only grows, until `done`."""
+        """How many leading keys can be loaded now. It only grows, and is final once `done` is True."""
         return self._record.ready
 
     @property
     def done(self) -> bool:
-        """Whether no more keys will come."""
+        """Whether the promotion has ended: no more keys will come. `finished` is the same."""
         return self._record.ended
 
     finished = done
@@ -199,6 +198,7 @@ class Promotion(Waitable[int]):
 
         Raises:
             TimeoutError: `timeout` seconds have passed; the promotion goes on.
+            RuntimeError: called inside another call in the same thread.
         """
         self._record.refuse_nested("wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
@@ -212,7 +212,7 @@ class Promotion(Waitable[int]):
         Args:
             blocks: target ids for all keys, as for `BlockCache.load`. Leave these blocks alone until the load has
                 ended; the blocks of keys that do not come are not written.
-            after, parts: as for `BlockCache.load`. The load follows a stream's work up to its submission.
+            after, parts: as for `BlockCache.load`. The load follows work queued on a stream until it is submitted.
 
         Raises:
             ClosedError: the promotion was released.
@@ -224,13 +224,18 @@ class Promotion(Waitable[int]):
         return self._load_after(self, blocks, after, parts)
 
     def cancel(self) -> None:
-        """Bring no more keys: work that the tiers have not begun is dropped, keys that came stay. It is `done` soon."""
+        """Bring no more keys; those that came stay. It is `done` soon, and does not wait for calls of a tier that have
+        begun: their entries stay reserved until they return.
+        """
         self._record.cancelled = True
         if self._tiers is not None:
             self._tiers.wake()
 
     def release(self) -> None:
-        """Keys that came may be evicted from now on, and no more are brought. Idempotent."""
+        """Cancel it if it has not ended, and let the keys that came be evicted; keys of its `load`, once that is
+        submitted. Returns at once: a tier's calls that have begun end later, and keep their entries until then.
+        Idempotent.
+        """
         self._record.released = True
         self._record.release_leases()
         if not self._record.ended:
@@ -250,10 +255,12 @@ class Promotion(Waitable[int]):
 class ChainedLoad(Waitable[tuple[bytes, ...]]):
     """A load that follows a promotion, and holds its keys until it is submitted. Usable from any thread, and awaitable.
 
+    It goes on if you drop it. For a stream to wait for it, wait until it is `submitted`, then call `job.order_before`.
+
     Attributes:
-        job: the load, once submitted; None before, and if no key came.
+        job: the load, once submitted. It stays None if no key came, or the load could not be submitted.
         submitted: whether the promotion has ended, and the load was submitted, was empty, or failed to be submitted.
-        error: why it could not be submitted, or None.
+        error: why it could not be submitted, or None. (If copying fails, see `job.error`.)
     """
 
     def __init__(
@@ -280,8 +287,9 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         """Wait until the promotion and the load have ended; returns the leading keys that were loaded.
 
         Raises:
-            TransferError: the load failed.
+            TransferError: the load failed; its target blocks hold nothing of use.
             TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
+            RuntimeError: called inside another call in the same thread.
             The errors of `BlockCache.load`, if it could not be submitted.
         """
         if self._promotion is not None:

@@ -156,7 +156,7 @@ def _edges(capacity: int, longest: int) -> list[int]:
         round(capacity * 2 ** (step / _RANGES_PER_DOUBLING))
         for step in range(int(doublings * _RANGES_PER_DOUBLING) + 1)
     }
-    return sorted({0, capacity, max(capacity, longest)} | {edge for edge in below | above if edge > 0})
+    return sorted({0, capacity, max(capacity, longest)} | below | above)
 
 
 def _table(ranges: int) -> list[list[float]]:

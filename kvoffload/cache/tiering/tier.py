@@ -35,10 +35,11 @@ class TierCapabilities:
     """The kind of a tier. The cache above chooses by it how to ask the tier, and `check_tier` what to test.
 
     Attributes:
-        durable: records outlive the process.
+        durable: records for which `drain` has returned True survive a crash, of the store's servers, too.
         shared: other processes or machines may put and remove records, too.
-        local_index: `contains` answers from memory. Without one it says False, and only `exists` knows.
-        max_bytes: the tier never takes more than so many bytes. None: somebody else sets the limit, such as the store.
+        local_index: `contains` answers from memory. Without one it says False for every key, and only `exists` knows.
+        max_bytes: the tier's records never take more bytes than this. None: somebody else sets the limit, such as the
+            store.
     """
 
     durable: bool
@@ -57,9 +58,9 @@ class TierStatistics:
             counts as written.
         bytes_written, bytes_read: the bytes of these records.
         missing: keys of `get` with the outcome MISSING, corrupt records included.
-        corrupt: records whose bytes differ from the ones that were put.
-        declined, failed, expired, cancelled: keys of any job with that outcome.
-        queued_writes, queued_reads: keys that wait for a thread: of puts, and of all other jobs.
+        corrupt: records that a read found to differ from the bytes that were put.
+        declined, failed, expired, cancelled: keys of any job with that outcome; a `clear` or `drain` is one key.
+        queued_writes, queued_reads: keys that wait for a thread: of puts, and of all other jobs, removals included.
         in_calls: keys that a thread is working on.
         longest_call: seconds since the oldest of these calls began; 0 if there is none.
     """
@@ -87,11 +88,13 @@ Notify = Callable[[], None]
 class Tier(ABC):
     """A store of records below a cache's pool. Any thread may call any method, several at a time.
 
-    Most tiers are easier to write as a `kvoffload.tiers.ThreadedTier`, whose methods may block.
-    `kvoffload.testing.check_tier` tests a tier against these docstrings.
+    A subclass sets `name` and `capabilities`. A full tier may evict any record at any time. Most tiers are easier to
+    write as a `kvoffload.tiers.ThreadedTier`, whose methods may block. `kvoffload.testing.check_tier` tests a tier
+    against these docstrings.
 
     Attributes:
-        name: short, for metrics and messages.
+        name: short, for metrics and messages. A cache's tiers have different ones, and none of "host", "pending",
+            "missing" and "unknown", which `locate` uses.
         capabilities: see `TierCapabilities`.
     """
 
@@ -102,7 +105,8 @@ class Tier(ABC):
     def attach(self, pools: Sequence[UInt8Array], layout: bytes | None) -> None:
         """Take the pool that records come from and go to. The cache calls this once, before all operations.
 
-        If it raises LayoutError or CapacityError, the tier has no pool yet, and you may call it again.
+        It may block, to open files for example. If it raises, except ClosedError, the tier has no pool yet, and you may
+        call it again.
 
         Args:
             pools: one array for each device, all with as many rows: uint8, (entries, bytes), C-contiguous, writable.
@@ -115,6 +119,7 @@ class Tier(ABC):
             LayoutError: the pool or the layout does not suit the tier, or its records have another layout.
             CapacityError: there is no room for one record.
             ClosedError: the tier is closed, or has a pool already.
+            Also errors of the medium, such as OSError.
         """
 
     @abstractmethod
@@ -129,16 +134,18 @@ class Tier(ABC):
     ) -> TierJob:
         """Copy one entry of the pool into a record for each key, later. Returns at once.
 
-        If the tier already has a key, the outcome is DONE and its record stays as it is.
+        If the tier already has a key, the outcome is DONE and its record stays as it is. After FAILED there may be a
+        record or none. DECLINED: the queue is full, or the tier does not want the record.
 
         Args:
             keys: 1 to 64 bytes each, no repeats, in the order of a request: a record is of use only with all before it.
             entries: for each key the row of the pool, no repeats. Do not write a row until its key has an outcome.
             tenant: whose records they are, for tiers with quotas.
             deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED. None: no limit.
-            notify: called without arguments each time when keys have got outcomes. It must not block. Any thread may
-                call it, none with a lock of the tier's: a thread of the tier, one that cancels or closes, and the
-                caller's own before `put` returns. If it raises, the tier logs that.
+            notify: called without arguments each time when keys have got outcomes; never for a job without keys, which
+                is done at once. It must not block. Any thread may call it, none with a lock of the tier's: a thread of
+                the tier, one that cancels or closes, and the caller's own before `put` returns. If it raises, the tier
+                logs that.
 
         Raises:
             LayoutError: an argument is not as described. Nothing has happened. The other operations do the same.
@@ -154,34 +161,37 @@ class Tier(ABC):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        """Copy the record of each key into one entry of the pool, later. Returns at once; arguments as for `put`.
+        """Copy the record of each key into one entry of the pool, later. Returns at once. Arguments and errors as for
+        `put`.
 
         Do not read or write a row until its key has an outcome. DONE: the row holds the bytes that were put, verified.
-        Any other outcome: the row may hold anything. Earlier keys come first as far as possible.
+        MISSING: no record, or a corrupt one. After FAILED or MISSING the row may hold anything; after DECLINED, EXPIRED
+        or CANCELLED it is untouched. Earlier keys come first as far as possible.
         """
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes], *, deadline: float | None = None, notify: Notify | None = None) -> TierJob:
         """Ask which keys have records: DONE or MISSING. A hint: a later `get` may still find no record, or a bad one.
 
-        An error of the medium is FAILED; arguments as for `put`.
+        Returns at once. An error of the medium is FAILED. Arguments, errors and the other outcomes as for `put`.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
-        """Remove records. DONE: the record is gone, and stays gone after any crash. MISSING: there was none.
+        """Remove records, later. DONE: the record is gone, and stays gone after any crash. MISSING: there was none.
 
-        Everything that was put before this call is gone when the job ends: waiting puts of these keys are CANCELLED,
-        and the removal waits for puts that have begun.
+        Records of earlier puts are gone, too: waiting puts of these keys are CANCELLED, and the removal waits for puts
+        that have begun. After FAILED, or CANCELLED by `close`, a record may still be there, or come back after a crash.
+        Never DECLINED or EXPIRED. Arguments and errors as for `put`.
         """
 
     @abstractmethod
     def clear(self, *, notify: Notify | None = None) -> TierJob:
-        """Remove all records, as `remove` does. The job has one key, b"", which is DONE when all are gone."""
+        """Remove all records that `get` could find, as `remove` does. The job has one key, b"": DONE, all are gone."""
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say from memory whether each key has a record. Never blocks and never raises.
+        """Say from memory whether each key has a record: a hint, as `exists`. Never blocks and never raises.
 
         All False without a local index, before `attach` and after `close`.
         """
@@ -195,13 +205,15 @@ class Tier(ABC):
         """Wait until every put so far has its outcomes and, in a durable tier, its records survive a crash.
 
         Returns False if that takes longer than `timeout` seconds (None: no limit), or if they cannot be made durable.
+        True says nothing about the outcomes: puts may have failed.
         """
 
     @abstractmethod
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel keys that wait, let calls that have begun end, and release files and connections.
+        """Cancel keys that wait, let calls that have begun end, and release files and connections. Does not raise for
+        the medium; call `drain` first to keep what was put.
 
-        You may call it again, and must if it returned False.
+        From now on operations raise ClosedError. You may call it again, and must if it returned False.
 
         Returns:
             True if everything has ended within `timeout` seconds. False: a call of the medium still runs and may touch
