@@ -1,0 +1,206 @@
+"""Chooses between two copy methods by what the last transfers took, at a bounded price for finding out.
+
+A profile says what a method takes in a few situations. It cannot say which situation this is: whether other streams run
+long kernels, what else is on the link. Transfers say it: the driver gives their times anyway. Nothing is submitted for
+the sake of measuring.
+
+For each kind of transfer (direction, whether the other direction is active, size up to a factor of two) both methods
+have an `Estimate`: the ratio of the seconds that transfers took to those that the profile predicts. The method with
+fewer expected seconds carries the transfer. The other one is *tried*, so that its estimate stays true, if
+
+1. the budget has the price: what a try costs beyond the better method, as far as is known. The budget grows by 3% of
+   the time of all transfers. So methods that are nearly equal are compared often, and one that takes five times as long
+   is tried once in 130 transfers;
+2. the last try was surprisingly fast: it may have been chance, so it is repeated at once;
+3. the better method became clearly faster or slower since the last try: the situation has changed;
+4. it was never tried, and the better method is known.
+
+Cases 2 to 4 may overdraw the budget, up to a limit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvoffload.tuning import CopyMethod
+
+_BUDGET = 0.03  # of the time of all transfers
+_LEAST_PRICE = 0.25  # prices in transfers by the better method; so equal methods are compared every 8 transfers
+_MOST_PRICE = 5.0  # that is paid in the end, unless more was expected: the time may have been chance
+_OVERDRAFT = 10.0
+_KNOWN = 4  # times, after which an estimate is worth its full price
+_PATIENCE = 16  # transfers until the next try, unless the last one's time is there before
+
+_GAIN, _GAIN_OF_SURPRISE = 0.25, 0.1  # how far a time moves an estimate
+_SURPRISE, _CHANGE = 1.3, 1.14  # at least; ratios of times
+_SURPRISE_BY_SPREAD, _CHANGE_BY_SPREAD = 2.5, 1.8
+_SPREAD, _MOST_SPREAD = 0.1, 4.0  # times scatter by 10% where nothing else is known
+
+
+class Way(NamedTuple):
+    """A method that could carry a transfer.
+
+    Attributes:
+        predicted: seconds on the GPU's clock by the profile.
+        extra: further seconds to take into account: of the caller, and of slower computation.
+    """
+
+    method: CopyMethod
+    predicted: float
+    extra: float = 0.0
+
+
+class Forecast(NamedTuple):
+    """A choice between two ways. As text it says which one, and why.
+
+    Attributes:
+        number: of the way that carries the transfer, 0 or 1.
+        seconds: expected, of both ways, with the extra ones.
+        price: taken from the budget for a try; 0.0 if it is none.
+        known: whether the expectation comes from transfers, not from the profile alone.
+    """
+
+    comparison: Comparison
+    ways: tuple[Way, Way]
+    nbytes: int
+    number: int
+    seconds: tuple[float, float]
+    price: float
+    known: bool
+
+    def __str__(self) -> str:
+        rate, other_rate = (
+            f"{self.nbytes / (self.seconds[each] - self.ways[each].extra) / 1e9:.3g}"
+            for each in (self.number, 1 - self.number)
+        )
+        source = "the last transfers" if self.known else "the profile"
+        tried = ", tried" if self.price else ""
+        other = self.ways[1 - self.number].method
+        return f"{self.ways[self.number].method}: {rate} GB/s expected from {source}{tried}; {other} {other_rate}"
+
+
+class Estimate:
+    """The ratio of observed to predicted seconds of a method.
+
+    Attributes:
+        spread: how far single times are from it, on the average.
+        count: times that it comes from, since it jumped.
+        doubt: how far the last time was off, as a ratio, if that was a surprise; else 1.0.
+        seen: the ratio of the other method when this one's last time came.
+        age: how many times of the other method came since.
+        wanted: cases 2 to 4 ask for a try.
+    """
+
+    __slots__ = ("age", "count", "doubt", "ratio", "seen", "spread", "wanted")
+
+    def __init__(self) -> None:
+        self.ratio = self.doubt = self.seen = 1.0
+        self.spread = _SPREAD
+        self.age = self.count = 0
+        self.wanted = False
+
+    def note(self, ratio: float) -> None:
+        """Move towards a new ratio.
+
+        1. It is about as usual.
+        2. A surprise: a single one counts little, since it may be chance (a clock, another process on the link).
+        3. The second surprise in a row, in the same direction: the situation has changed, so jump to the nearer one.
+           Two jumps soon after each other show that times scatter as much. Then such times are no surprise any more,
+           and the estimate is their mean.
+        """
+        off = ratio / self.ratio
+        far = off if off > 1.0 else 1.0 / off
+        limit = max(_SURPRISE, 1.0 + _SURPRISE_BY_SPREAD * self.spread)
+        doubt, self.doubt = self.doubt, 1.0
+        self.count += 1
+        if far <= limit:  # 1
+            gain = max(_GAIN, 1.0 / self.count)
+        elif doubt == 1.0 or (off > 1.0) != (doubt > 1.0):  # 2
+            self.doubt, gain = off, _GAIN_OF_SURPRISE
+            off = limit if off > 1.0 else 1.0 / limit
+        else:  # 3
+            gain = 1.0
+            off = min(off, doubt) if off > 1.0 else max(off, doubt)
+            if self.count > 2 * _KNOWN:
+                self.spread, far = _SPREAD, 1.0 + _SPREAD
+            self.count = 1
+        self.ratio *= 1.0 + gain * (off - 1.0)
+        self.spread += _GAIN_OF_SURPRISE * (min(far - 1.0, _MOST_SPREAD) - self.spread)
+
+    def has_left(self, ratio: float) -> bool:
+        """Whether it is clearly above or below an earlier value."""
+        far = self.ratio / ratio if self.ratio > ratio else ratio / self.ratio
+        return self.doubt == 1.0 and far > max(_CHANGE, 1.0 + _CHANGE_BY_SPREAD * self.spread)
+
+
+class Comparison:
+    """Two methods for one kind of transfer."""
+
+    __slots__ = ("_budget", "_quiet", "estimates")
+
+    def __init__(self) -> None:
+        self.estimates = Estimate(), Estimate()
+        self._budget = 0.0  # seconds
+        self._quiet = 0  # transfers until the next try
+
+    def choose(self, ways: tuple[Way, Way], nbytes: int) -> Forecast:
+        one, two = self.estimates
+        (_, predicted, extra), (_, other_predicted, other_extra) = ways
+        seconds = one.ratio * predicted + extra, two.ratio * other_predicted + other_extra
+        if seconds[0] <= seconds[1]:
+            number, better, other, least, loss = 0, one, two, seconds[0], seconds[1] - seconds[0]
+        else:
+            number, better, other, least, loss = 1, two, one, seconds[1], seconds[0] - seconds[1]
+        if self._quiet:
+            self._quiet -= 1
+            return Forecast(self, ways, nbytes, number, seconds, 0.0, better.count > 0)
+        price = loss if other.count >= _KNOWN else loss * other.count / _KNOWN
+        if price < _LEAST_PRICE * least:
+            price = _LEAST_PRICE * least
+        budget = self._budget
+        if budget < price and not (other.wanted and budget > -_OVERDRAFT * least):
+            return Forecast(self, ways, nbytes, number, seconds, 0.0, better.count > 0)
+        self._budget = min(budget, 2.0 * price) - price  # no more is saved, for times when tries are cheap
+        self._quiet = _PATIENCE
+        return Forecast(self, ways, nbytes, 1 - number, seconds, price, other.count > 0)
+
+    def note(self, forecast: Forecast, seconds: float) -> None:
+        """A transfer that was chosen so took these seconds on the GPU's clock."""
+        number, price = forecast.number, forecast.price
+        estimate, other = self.estimates[number], self.estimates[1 - number]
+        way, least = forecast.ways[number], forecast.seconds[1 - number]
+        if not seconds > 0.0:  # unknown
+            return
+        self._budget += _BUDGET * seconds
+        if price:  # a try costs what it took beyond the other way
+            loss = min(seconds + way.extra - least, max(price, _MOST_PRICE * least))
+            self._budget += price - max(loss, _LEAST_PRICE * least)
+            self._quiet = 0
+        estimate.note(seconds / way.predicted)
+        estimate.seen, estimate.age = other.ratio, 0
+        estimate.wanted = estimate.doubt < 1.0  # 2
+        other.age += 1
+        if other.age <= 2 * _KNOWN:  # still the situation in which the other one was seen, but better known
+            other.seen = estimate.ratio
+        if other.count:
+            other.wanted = other.doubt < 1.0 or estimate.has_left(other.seen)  # 2, 3
+        else:
+            other.wanted = estimate.count > 1  # 4
+
+
+class Observed:
+    """The comparisons of an engine, by kind of transfer. Under the engine's lock. An interrupt leaves it usable: each
+    value may be old, none is half written.
+    """
+
+    def __init__(self) -> None:
+        self._comparisons: dict[tuple[bool, bool, int], Comparison] = {}  # at most 4 for each number of bits of a size
+
+    def comparison(self, stores: bool, opposite: bool, nbytes: int) -> Comparison:
+        """That of a transfer's kind, between the same two methods in the same order each time.
+
+        Args:
+            stores: its direction.
+            opposite: whether transfers in the other direction are in flight.
+        """
+        return self._comparisons.setdefault((stores, opposite, nbytes.bit_length()), Comparison())
