@@ -182,8 +182,6 @@ class CopierSet:
         found = self._selected.get(key)
         if found is None:
             found = self._select(plan, wanted, profile, prefer, opposite)
-            if found.copier == "pack":
-                self._rings[0 if stores else 1].open()
             if len(self._selected) >= _MOST_SELECTIONS:
                 self._selected.clear()
             self._selected[key] = found
@@ -215,7 +213,12 @@ class CopierSet:
         return None
 
     def share(self, copier: CopierName, plan: BlockPlan) -> Share:
-        found: Copier = self._of_copy_engine[copier] if copier != "pack" else self._packing(plan.group_index)
+        """The plan's work for a copier. The context must be current: pack's ring may be allocated here."""
+        if copier == "pack":
+            self._rings[0 if plan.direction is Direction.STORE else 1].open()
+            found: Copier = self._packing(plan.group_index)
+        else:
+            found = self._of_copy_engine[copier]
         work = found.prepare(plan)
         return Share(work, found, len(work), plan.nbytes)
 
