@@ -27,7 +27,7 @@ from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal.types import UInt64Array
 from kvoffload.kernels import KernelSpec, LoadedKernel
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierChoice, CopierName, CopyMethod
+from kvoffload.tuning import COPIERS, CopierName
 from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Scenario, Timing, time_rounds
 from kvoffload_bench.setup import Placement, TransferSetup
 
@@ -187,11 +187,6 @@ def open_grid(lab: Lab, row_bytes: int, capacity: int) -> tuple[GridStride | Non
 
 PREFERENCES = ("overlap", "latency")
 COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
-METHODS = (
-    CopyMethod("gather", 4, 1.0),
-    CopyMethod("split", 2),
-    CopyMethod("split", 1),
-)
 _SHORT_BYTES = 8 << 20  # up to here a delay of the host shows in the figures
 _MORE_ROUNDS = 3
 
@@ -206,13 +201,10 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B" if nbytes % 1024 else f"{nbytes // 1024} KiB"
 
 
-def measure(
-    setup: TransferSetup, methods: Sequence[CopyMethod], counts: Sequence[int] | None, not_run: dict[str, str]
-) -> Iterator[dict[str, Any]]:
+def measure(setup: TransferSetup, counts: Sequence[int] | None, not_run: dict[str, str]) -> Iterator[dict[str, Any]]:
     """A record for each direction and number of slots of a group: a line of a table.
 
     Args:
-        methods: with programs, beside the copiers without.
         counts: of slots; None: all that the setup has.
         not_run: is told why a copy method cannot be used here.
 
@@ -238,22 +230,18 @@ def measure(
             setup.prepare(direction)
             for count in counts or (every,):
                 setup.take(count)
-                yield _record(setup, small_setup, direction, methods, grid)
+                yield _record(setup, small_setup, direction, grid)
 
 
 def _record(
     setup: TransferSetup,
     small_setup: TransferSetup,
     direction: Direction,
-    methods: Sequence[CopyMethod],
     grid: GridStride | None,
 ) -> dict[str, Any]:
     # 1. the scenarios: the engine with every copier, bare calls, and the contiguous copy
-    wanted: dict[str, tuple[CopierChoice, str]] = {choice(prefer): (None, prefer) for prefer in PREFERENCES}
-    for copier in (*COPY_ENGINE, *with_shares(setup, direction, methods)):
-        name, label = (copier, copier) if isinstance(copier, str) else (copier.copier, copier.label)
-        if setup.missing[name] is None:
-            wanted[label] = copier, PREFERENCES[0]
+    wanted: dict[str, tuple[CopierName | None, str]] = {choice(prefer): (None, prefer) for prefer in PREFERENCES}
+    wanted |= {copier: (copier, PREFERENCES[0]) for copier in COPIERS if setup.missing[copier] is None}
     chosen: dict[str, str] = {}
     scenarios = {
         name: scenario_of(
@@ -292,7 +280,12 @@ def _bare_copies(setup: TransferSetup, direction: Direction, grid: GridStride | 
 
 
 def time_engine(
-    setup: TransferSetup, direction: Direction, name: str, chosen: dict[str, str], copier: CopierChoice, prefer: str
+    setup: TransferSetup,
+    direction: Direction,
+    name: str,
+    chosen: dict[str, str],
+    copier: CopierName | None,
+    prefer: str,
 ) -> float:
     """One transfer; seconds on the GPU clock. Of one group: the time of its job. Of several groups: from the first call
     to the end of the last job, which includes some host time, since an engine times each job by itself.
@@ -319,20 +312,10 @@ def time_engine(
 
 
 def _warm_engine(
-    small_setup: TransferSetup, setup: TransferSetup, direction: Direction, copier: CopierChoice, prefer: str
+    small_setup: TransferSetup, setup: TransferSetup, direction: Direction, copier: CopierName | None, prefer: str
 ) -> float:
-    """A small transfer with the copy method that the next one on `setup` will have."""
-    return small_setup.seconds(small_setup.submit(direction, copier or setup.chosen_method(direction, prefer)))
-
-
-def with_shares(setup: TransferSetup, direction: Direction, methods: Sequence[CopyMethod]) -> list[CopyMethod]:
-    """Copy methods with the shares that the engine's profile gives to splits; splits of share 0 or 1 are left out."""
-    shape, profile = setup.shape(direction), setup.engine.profile
-    shared = [
-        method._replace(share=profile.split_share(shape, method.programs)) if method.copier == "split" else method
-        for method in methods
-    ]
-    return [method for method in shared if method.copier != "split" or 0 < method.share < 1]
+    """A small transfer with the copier that the next one on `setup` will have."""
+    return small_setup.seconds(small_setup.submit(direction, copier or setup.chosen_copier(direction, prefer)))
 
 
 def scenario_of(setup: TransferSetup, direction: Direction, run: TimedCopy, warm: Callable[[], object]) -> Scenario:

@@ -18,8 +18,8 @@ from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierChoice, CopyMethod
-from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GRID_STRIDE, GridStride, open_grid, with_shares
+from kvoffload.tuning import COPIERS, CopierName
+from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GRID_STRIDE, GridStride, open_grid
 from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab
 from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
@@ -27,14 +27,6 @@ from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
 _SERIES_BYTES = 256 << 20
 _FEWEST, _MOST = 2, 64  # transfers of a series
 CHOICE = "choice"
-METHODS = (
-    CopyMethod("strided"),
-    CopyMethod("gather", 4, 1.0),
-    CopyMethod("pack"),
-    CopyMethod("split", 2),
-    CopyMethod("batch"),
-    CopyMethod("loop"),
-)
 GRID = f"{GRID_STRIDE}, pinned"
 _APART = (FLAT_BATCH, "batch", "loop")
 _FLAT_COPIES = 32_768  # of one driver call; a call with 51,828 has crashed a driver
@@ -228,7 +220,7 @@ class StreamSubmitter:
         self._used.clear()
 
 
-def by_engine(field: FieldSetup, copiers: Mapping[Direction, CopierChoice]) -> EngineSubmitter:
+def by_engine(field: FieldSetup, copiers: Mapping[Direction, CopierName | None]) -> EngineSubmitter:
     """Submits the transfers of these directions to a setup's engine."""
     transfers = field.transfers(tuple(copiers))
     return EngineSubmitter(field.setup.engine, transfers, copiers, after=NO_WAIT, series=field.size.transfers)
@@ -275,16 +267,12 @@ class FieldMethods:
         self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
         submitter, nbytes = by_engine(self._field, dict.fromkeys(directions)), self._field.size.nbytes
         found = {CHOICE: SeriesMethod(submitter, self._field, nbytes, submitter.by_direction)}
-        methods: dict[str, dict[Direction, CopierChoice]] = {}
         for direction in directions:
             self._field.transfer(direction, 0)
-            for method in with_shares(setup, direction, METHODS):
-                if missing[method.copier] is None:
-                    methods.setdefault(method.label, {})[direction] = method
-        for name, copiers in methods.items():
-            if len(copiers) == len(directions):
+        for name in COPIERS:
+            if missing[name] is None:
                 field = self._apart if name in _APART else self._field
-                found[name] = SeriesMethod(by_engine(field, copiers), field, nbytes)
+                found[name] = SeriesMethod(by_engine(field, dict.fromkeys(directions, name)), field, nbytes)
         return found | self._bare
 
     def _on_streams(

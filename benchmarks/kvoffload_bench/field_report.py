@@ -8,21 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload.terminal.console import Output, counted
+from kvoffload.tuning import COPIERS
 from kvoffload_bench.field_compute import Situation
-from kvoffload_bench.field_methods import CHOICE, METHODS
+from kvoffload_bench.field_methods import CHOICE
 from kvoffload_bench.harness import CONTIGUOUS_COPY
 from kvoffload_bench.report import Fields, fixed
 
 Record = Mapping[str, Any]
 PLACE = ("model", "layout", "situation", "direction", "blocks")  # what the records of one comparison have in common
 _LEGEND = (
-    "by: the copy method of most transfers; gat/str: gather for stores, strided for loads",
+    "by: the copy method of most transfers; pac/str: pack for stores, strided for loads",
     "/limit: GB/s over those of contiguous copies",
     "best, regret: the fastest copy method, and how much faster it is than the choice",
     "slow: time of a product during the choice's series over its time alone",
     "max us: the longest call of store() or load()",
 )
-_LABELS = tuple(method.label for method in METHODS)
 
 
 def regret(best: float, choice: float) -> float:
@@ -52,7 +52,7 @@ def _compared(methods: Mapping[str, Record]) -> dict[str, Any] | None:
     }
     found |= {"choice_gb_per_s": choice, "chosen": chosen["chosen"], "call_max_us": chosen["call_max_us"]}
     found["compute_slowdown"] = chosen.get("compute_slowdown")
-    ours = [name for name in _LABELS if name in rates]
+    ours = [name for name in COPIERS if name in rates]
     best = max(ours, key=rates.__getitem__, default=None)
     if best is not None:
         found |= {"best_method": best, "best_gb_per_s": rates[best], "choice/best": choice / rates[best]}

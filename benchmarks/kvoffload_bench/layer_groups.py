@@ -25,7 +25,6 @@ from kvoffload_bench.setup import TransferSetup
 _MODEL = "llama-3.1-8b"
 _BLOCKS = [32, 256]
 _PARTS = [1, 2, 4, 8, 16, 32]
-_COPIERS = (*COPY_ENGINE, "gather")  # those that copy parts
 _SIMULATED_SHARE = 16  # of the blocks, one in so many is loaded on the simulated device
 _TEXT = """\
 Times loads in 1, 2, 4, ... parts of equally many planes: until the first part may be used, and until all may. Every \
@@ -39,7 +38,7 @@ def add_parser(benches: Any) -> None:
     add("--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=text)
     add("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
     add("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
-    add("--copier", choices=_COPIERS, metavar="NAME", help=", ".join(_COPIERS))
+    add("--copier", choices=COPY_ENGINE, metavar="NAME", help=", ".join(COPY_ENGINE))
     add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 

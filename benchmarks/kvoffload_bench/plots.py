@@ -22,8 +22,7 @@ _CHOICE = Series("kvoffload's choice", "#d6336c", width=3.2, bold=True)
 _SERIES = {
     "choice, overlap": _CHOICE,
     "strided": Series("strided, no SM", "#1c7ed6"),
-    "split 2": Series("split, 2 SMs", "#7048e8"),
-    "gather 4": Series("gather, 4 SMs", "#2b8a3e"),
+    "pack": Series("pack, all SMs for microseconds", "#2b8a3e"),
     "batch": Series("batch in chunks, no SM", "#e67700"),
     "grid-stride 12": Series("grid-stride kernel, 12 SMs", "#495057", ours=False),
     "flat batch": Series("one flat batch", "#868e96", ours=False),

@@ -34,7 +34,7 @@ from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance
-from kvoffload.tuning import CopierChoice
+from kvoffload.tuning import CopierName
 from kvoffload_bench.field_compute import ComputeTimes, ConcurrentCompute, Situation, compute_ended, slowdown
 from kvoffload_bench.harness import WARM_UP, Lab, Scenario, Timing, time_rounds
 
@@ -101,7 +101,7 @@ class EngineSubmitter:
         self,
         engine: OffloadEngine,
         transfers: Mapping[Direction, Sequence[Sequence[Any]]],
-        copiers: Mapping[Direction, CopierChoice],
+        copiers: Mapping[Direction, CopierName | None],
         *,
         after: Any,
         series: int,
@@ -138,8 +138,8 @@ class EngineSubmitter:
     def finish(self) -> None:
         for job in self._ended:
             job.wait()
-            if self._in_series and job.method is not None:
-                self.chosen[job.direction][job.method.label] += 1
+            if self._in_series and job.nbytes:
+                self.chosen[job.direction][job.copier] += 1
         self._ended.clear()
         self._engine.poll()
 

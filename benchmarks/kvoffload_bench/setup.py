@@ -12,19 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffload.copiers import NAMES
-from kvoffload.copiers.selection import choose
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder, address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
+from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierChoice, CopyMethod, Shape
+from kvoffload.tuning import COPIERS, CopierName
 from kvoffload_bench.harness import Lab
 
 _FLAT_COPIES = 4096  # of one driver call; a call with 51,828 has crashed a driver
@@ -268,31 +267,34 @@ class TransferSetup:
     @property
     def missing(self) -> Mapping[str, str | None]:
         """For every copier None, or why it cannot be used here."""
-        return dict.fromkeys(NAMES) | self.engine.missing_copiers
+        found = dict.fromkeys(COPIERS) | self.engine.missing_copiers
+        if found["pack"] is None:
+            try:
+                self.engine.plan(Direction.STORE, self.groups[0].blocks, self.groups[0].slots, copier="pack")
+            except CapabilityError as error:
+                found["pack"] = str(error)
+        return found
 
-    def shape(self, direction: Direction) -> Shape:
-        """Of the transfer of one group."""
-        blocks, slots = len(self.groups[0].blocks), len(self.groups[0].slots)
-        rows = slots * self.rows_per_slot
-        operations = rows if self.placement is Placement.SCATTERED else slots
-        return Shape(direction, blocks, blocks * self.plane_count, operations, rows, rows * self.row_bytes)
+    def chosen_copier(self, direction: Direction, prefer: str) -> CopierName:
+        """The copier that the engine chooses for a group."""
+        self._prefer(prefer)
+        copier = self.engine.plan(direction, self.groups[0].blocks, self.groups[0].slots).copier
+        assert copier is not None
+        return copier
 
-    def chosen_method(self, direction: Direction, prefer: str) -> CopyMethod:
-        """The copy method that the engine chooses for a group."""
-        engine = self.engine
-        names = [name for name, reason in self.missing.items() if reason is None]
-        return choose(self.shape(direction), names, engine.profile, prefer, engine.sm_limit).method
+    def _prefer(self, prefer: str) -> None:
+        self.engine._shard.prefer = "latency" if prefer == "latency" else "overlap"
 
     def submit(
         self,
         direction: Direction,
-        copier: CopierChoice = None,
+        copier: CopierName | None = None,
         *,
         prefer: str = "overlap",
         after: Any = NO_WAIT,
     ) -> list[Job]:
         """Submit the transfer: a job for each group."""
-        self.engine.prefer = prefer
+        self._prefer(prefer)
         return [
             self.engine.submit(direction, each.blocks, each.slots, group=group, after=after, copier=copier)
             for group, each in enumerate(self.groups)

@@ -4,12 +4,13 @@ A *pair* is a block with the slot that it is stored to or loaded from. The engin
 own, of the same planes and the same pool; each submission takes the next few pairs of a random order.
 
 Every bare submission pushes the context, computes addresses from block and slot numbers into arrays, records a marker
-on the caller's stream and makes the copy stream wait for it, makes one copy call between two timing events, and pops
-the context. The copy call is one of
+on the caller's stream and makes the copy stream wait for it, makes the copy calls between two timing events, and pops
+the context. The copy calls are
 
     batch     cuMemcpyBatchAsync with one copy a block, of planes that interleave
     strided   cuMemcpy3DBatchAsync with one operation a block, of planes that fold
-    gather    cuLaunchKernel of the library's kernel, after 16 bytes a block were written into a pinned table
+    pack      cuLaunchKernel of the library's two kernels, after 16 bytes a block were written into a pinned table, and
+              cuMemcpyBatchAsync with one copy a block; on the same stream
 
 All calls go to the driver API, without the checks, the retries and the ordering that `Driver` and the engine add.
 """
@@ -26,16 +27,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvoffload.copiers.pack_kernels import TABLE_SPEC
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import Driver, address_of, binding_types
 from kvoffload.driver.tables import DTYPE_3D
 from kvoffload.engine.job import Job
 from kvoffload.errors import DriverError
 from kvoffload.internal.types import Int64Array, UInt64Array
-from kvoffload.kernels import load_kernel
+from kvoffload.kernels import KernelSpec, LoadedKernel, load_kernel
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
-from kvoffload.terminal.machine import aligned_gather_kernel
+from kvoffload.terminal.machine import aligned_pack_kernel
 from kvoffload.terminal.options import COMMON, add_command
 from kvoffload.tuning import CopierName
 from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, time_rounds
@@ -43,8 +45,7 @@ from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 
 UNFINISHED = 16  # submissions that may be unfinished at a time
-_GATHER_PROGRAMS = 4
-_GATHER_ROW_BYTES = 2048
+_ROW_BYTES = 2048
 
 
 class BareSubmission(ABC):
@@ -141,7 +142,10 @@ class BareBatch(BareSubmission):
         )
         attributes = types.CUmemcpyAttributes()
         attributes.srcAccessOrder = types.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        self._attributes, self._block_bytes = [attributes], setup.row_bytes
+        self._attributes, self._block_bytes = [attributes], self._bytes_of_copy(setup)
+
+    def _bytes_of_copy(self, setup: TransferSetup) -> int:
+        return setup.row_bytes
 
     def _fill(self, index: int, blocks: Int64Array, slots: Int64Array) -> None:  # noqa: ARG002
         count = len(blocks)
@@ -201,41 +205,53 @@ class _LaunchRecorder:
         return self._api.cuLaunchKernel(*arguments)
 
 
-class BareGather(BareSubmission):
-    """One kernel launch; rows of the planes are in device memory, blocks and slots in a pinned table.
+class BarePack(BareBatch):
+    """Two kernel launches and a copy a block, by way of device memory that all transfers use in turn.
 
     Raises:
         CapabilityError: no kernel can be used here.
     """
 
+    def _bytes_of_copy(self, setup: TransferSetup) -> int:
+        return sum(plane.block_bytes for plane in setup.groups[0].planes)
+
     def _make_tables(self, setup: TransferSetup, most_blocks: int, undo: ExitStack) -> None:
+        super()._make_tables(setup, most_blocks, undo)
         lab = setup.lab
-        row_bytes = min(_GATHER_ROW_BYTES, setup.block_bytes)
+        row_bytes = min(_ROW_BYTES, setup.block_bytes)
         rows = self._fragment_table(setup, row_bytes)
-        buffer = undo.enter_context(lab.device.allocate(rows.nbytes))
-        buffer.copy_from(rows)
-        pinned = PinnedMemory(lab.driver, -(-16 * most_blocks * UNFINISHED // PAGE_BYTES) * PAGE_BYTES)
-        undo.callback(pinned.release)
+        fragments = undo.enter_context(lab.device.allocate(rows.nbytes))
+        fragments.copy_from(rows)
         table_bytes = 16 * most_blocks
+        on_device = undo.enter_context(lab.device.allocate(table_bytes))
+        staging = undo.enter_context(lab.device.allocate(most_blocks * self._block_bytes))
+        self._places = staging.address + np.arange(most_blocks) * self._block_bytes
+        pinned = PinnedMemory(lab.driver, -(-table_bytes * UNFINISHED // PAGE_BYTES) * PAGE_BYTES)
+        undo.callback(pinned.release)
         self._tables = pinned.array[: table_bytes * UNFINISHED].view(np.int64).reshape(UNFINISHED, -1)
         table = lab.driver.host_device_address(pinned.address)
         self._table_addresses = [table + table_bytes * index for index in range(UNFINISHED)]
-        self._slot_base = np.uint64(lab.driver.host_device_address(setup.pool_address))
+        self._rows = fragments.address, on_device.address, rows.shape[1]
+        spec = aligned_pack_kernel(self._direction, row_bytes)
+        self._tile_fragments = spec.constant("FRAGMENTS")
+        self._copy_table, self._table_launch = self._loaded(lab, TABLE_SPEC, (table, on_device.address, 0), undo)
+        self._pack, self._pack_launch = self._loaded(lab, spec, (*self._rows, 0), undo)
+        lab.driver.stream_synchronize(self._stream)
+
+    def _loaded(
+        self, lab: Lab, spec: KernelSpec, nothing: Sequence[int], undo: ExitStack
+    ) -> tuple[LoadedKernel, list[Any]]:
+        """A kernel, and the arguments of the call that launches it; given `nothing`, it does nothing."""
         recorder = _LaunchRecorder(lab.driver.api)
         version, simulated = lab.driver.bindings_version, lab.driver.simulated
         driver = Driver(recorder, raw=None, bindings_version=version, simulated=simulated)
-        spec = aligned_gather_kernel(self._direction, _GATHER_PROGRAMS, row_bytes)
-        self._kernel = load_kernel(driver, lab.device.capabilities, spec)
-        undo.callback(self._kernel.close)
-        self._rows = (buffer.address, rows.shape[1])
-        no_blocks = (buffer.address, table, rows.shape[1], 0)
-        self._kernel.launch(self._stream, 1, no_blocks)
-        self._launch = recorder.arguments
-        lab.driver.stream_synchronize(self._stream)
-        self._tile_fragments = spec.constant("FRAGMENTS")
+        kernel = load_kernel(driver, lab.device.capabilities, spec)
+        undo.callback(kernel.close)
+        kernel.launch(self._stream, 1, nothing)
+        return kernel, recorder.arguments
 
     def _fragment_table(self, setup: TransferSetup, row_bytes: int) -> Int64Array:
-        """See `kvoffload.kernels.gather`: int64, (5, rows)."""
+        """See `kvoffload.kernels.pack`: int64, (5, rows)."""
         columns = []
         for index, plane in enumerate(setup.groups[0].planes):
             start = np.arange(0, plane.block_bytes, row_bytes)
@@ -249,15 +265,21 @@ class BareGather(BareSubmission):
         count = len(blocks)
         table = self._tables[index]
         table[:count] = blocks
-        table[count : 2 * count] = self._slot_addresses(slots).view(np.int64)
-        rows, row_count = self._rows
-        self._kernel.pack((rows, self._table_addresses[index], row_count, count))
+        table[count : 2 * count] = self._places[:count]
+        self._words[0, :count] = self._places[:count]
+        self._words[1, :count] = self._slot_addresses(slots)
+        _, on_device, _ = self._rows
+        self._copy_table.pack((self._table_addresses[index], on_device, 2 * count))
+        self._pack.pack((*self._rows, count))
 
-    def _copy(self, count: int, stream: int) -> tuple[Any, ...]:  # noqa: ARG002
-        launch = self._launch
-        launch[1] = min(_GATHER_PROGRAMS, -(-self._rows[1] * count // self._tile_fragments))
-        result: tuple[Any, ...] = self._api.cuLaunchKernel(*launch)
-        return result
+    def _copy(self, count: int, stream: int) -> tuple[Any, ...]:
+        self._pack_launch[1] = -(-self._rows[2] * count // self._tile_fragments)
+        if self._direction is Direction.LOAD:
+            copied = super()._copy(count, stream)
+        results = [self._api.cuLaunchKernel(*each) for each in (self._table_launch, self._pack_launch)]
+        if self._direction is Direction.STORE:
+            copied = super()._copy(count, stream)
+        return next((each for each in results if int(each[0])), copied)
 
 
 # the command ----------------------------------------------------------------------------------------------------------
@@ -288,7 +310,7 @@ class _Layout(NamedTuple):
 _LAYOUTS = (
     _Layout("block-major", Placement.INTERLEAVED, "batch", BareBatch),
     _Layout("plane-major", Placement.FOLDED, "strided", BareStrided),
-    _Layout("separate allocations", Placement.SCATTERED, "gather", BareGather),
+    _Layout("separate allocations", Placement.SCATTERED, "pack", BarePack),
 )
 
 

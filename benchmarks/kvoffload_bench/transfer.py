@@ -15,14 +15,12 @@ from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output, counted
 from kvoffload.terminal.options import COMMON, add_command, models, numbers
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import COPIERS
 from kvoffload_bench.copy_methods import (
     BARE_STRIDED,
-    COPY_ENGINE,
     COPY_LOOP,
     FLAT_BATCH,
     GRID_STRIDE,
-    METHODS,
     PREFERENCES,
     choice,
     measure,
@@ -35,7 +33,7 @@ from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 Record = Mapping[str, Any]
 _ORDER = (
     *map(choice, PREFERENCES),
-    *(*COPY_ENGINE, *(method.label for method in METHODS)),
+    *COPIERS,
     *(BARE_STRIDED, FLAT_BATCH, COPY_LOOP, GRID_STRIDE),
     CONTIGUOUS_COPY,
 )
@@ -47,9 +45,8 @@ _LARGE_BYTES = 32 << 20
 
 
 def method_of(reason: str) -> str:
-    """The copy method at the beginning of a job's reason, as `CopyMethod.label`."""
-    copier, _, rest = reason.partition(":")[0].partition(" with ")
-    return f"{copier} {rest.split(' ')[0]}".rstrip()
+    """The copy method at the beginning of a job's reason."""
+    return reason.partition(":")[0]
 
 
 def choice_verdict(name: str, records: Sequence[Record]) -> str:
@@ -164,7 +161,6 @@ def _place(record: Record) -> str:
 
 # the commands ---------------------------------------------------------------------------------------------------------
 
-_FEWER_METHODS = (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2), CopyMethod("split", 1))
 _STEP_BYTES = 32  # block bytes of a sweep are multiples of this
 _SIZES = [4096, 8192, 16384, 32768, 65536]
 _COUNTS = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
@@ -202,7 +198,7 @@ def add_parser(benches: Any) -> None:
     add("--blocks", type=numbers, metavar="N,...", help="blocks of a transfer (default 32 MiB)")
     add("--blocks-per-slot", type=numbers, default=[1, 8], metavar="N,...", help="adjacent blocks (default 1,8)")
     _add_planes(parser, tuple(Placement), f"default all: {', '.join(Placement)}", drawn=False)
-    parser.set_defaults(run=partial(run, "transfer", _of_models, _FEWER_METHODS))
+    parser.set_defaults(run=partial(run, "transfer", _of_models))
     example = "bench sweep --sizes 4096,32768 --counts 64,1024"
     text = "bytes of a copy x number of copies"
     parser = add_command(benches, "sweep", text, _SWEEP_TEXT, example=example, common=COMMON)
@@ -210,7 +206,7 @@ def add_parser(benches: Any) -> None:
     add("--sizes", type=numbers, metavar="BYTES,...", help="of a copy (default 4096 to 65536)")
     add("--counts", type=numbers, metavar="N,...", help="copies of a transfer (64 to 8192)")
     _add_planes(parser, (Placement.FOLDED, Placement.SCATTERED), "folded or scattered (default both)", drawn=True)
-    parser.set_defaults(run=partial(run, "sweep", _of_grid, METHODS))
+    parser.set_defaults(run=partial(run, "sweep", _of_grid))
 
 
 def _add_planes(parser: argparse.ArgumentParser, known: tuple[Placement, ...], text: str, *, drawn: bool) -> None:
@@ -219,13 +215,13 @@ def _add_planes(parser: argparse.ArgumentParser, known: tuple[Placement, ...], t
     add_bench_options(parser, 5, drawn=drawn)
 
 
-def run(name: str, cases: Any, methods: Sequence[CopyMethod], arguments: argparse.Namespace) -> int:
+def run(name: str, cases: Any, arguments: argparse.Namespace) -> int:
     wrong = [size for size in getattr(arguments, "sizes", None) or () if size % _STEP_BYTES]
     if wrong:
         raise CommandError(f"--sizes: {wrong[0]} is no multiple of {_STEP_BYTES}")
 
     def measured(lab: Lab, output: Output) -> Fields:
-        return _measure(list(cases(arguments, lab)), methods, lab, output)
+        return _measure(list(cases(arguments, lab)), lab, output)
 
     return conduct(arguments, name, measured, partial(show, name))
 
@@ -250,13 +246,13 @@ def _of_grid(arguments: argparse.Namespace, lab: Lab) -> Iterable[Case]:
             yield Case(geometry_of(planes, size, lab.size.scale), placement, 1, slots[-1], slots)
 
 
-def _measure(cases: Sequence[Case], methods: Sequence[CopyMethod], lab: Lab, output: Output) -> Fields:
+def _measure(cases: Sequence[Case], lab: Lab, output: Output) -> Fields:
     fields: Fields = {"transfers": [], "not_run": {}}
     with output.progress("transfers") as progress:
         for number, (geometry, placement, blocks_per_slot, blocks, slots) in enumerate(cases, start=1):
             places: dict[str, Any] = {"placement": placement, "blocks_per_slot": blocks_per_slot, "count": blocks}
             with TransferSetup(lab, geometry, **places) as setup:
-                fields["transfers"] += measure(setup, methods, slots, fields["not_run"])
+                fields["transfers"] += measure(setup, slots, fields["not_run"])
                 fields["profile"] = setup.engine.profile.source
             progress(number, len(cases))
     records = fields["transfers"]

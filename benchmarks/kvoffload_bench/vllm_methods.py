@@ -26,7 +26,7 @@ from kvoffload_bench.harness import Lab
 from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.vllm_classes import TransferClasses
 
-ENGINE, ENGINE_COPIES = "kvoffload", "kvoffload, sm_limit=0"
+ENGINE, ENGINE_COPIES = "kvoffload", "kvoffload, staging_bytes=0"
 WORKER, BACKEND = "CPUOffloadingWorker", "DmaCopyBackend"
 OURS, THEIRS = (ENGINE, ENGINE_COPIES), (WORKER, BACKEND)
 POISON = 0x25
@@ -330,7 +330,7 @@ class VllmMethods:
         with ExitStack() as undo:
             self._worker = WorkerSubmitter(classes, setup, undo)
             self._backend = BackendSubmitter(classes, setup, self._worker.host, undo)
-            options: dict[str, dict[str, Any]] = {ENGINE: {}, ENGINE_COPIES: {"sm_limit": 0}}
+            options: dict[str, dict[str, Any]] = {ENGINE: {}, ENGINE_COPIES: {"staging_bytes": 0}}
             for name, given in options.items():
                 engine = OffloadEngine(KVLayout([planes]), device=lab.device, num_slots=setup.num_slots, **given)
                 self._engines[name] = undo.enter_context(engine)

@@ -134,7 +134,7 @@ _FEWEST_ROUNDS = 3  # of each method, to say of a cell whose computation loses m
 _SHORT = {WORKER: "worker", BACKEND: "dma"}
 _LEGEND = (
     "wall clock, from the call that submits a transfer until it is reported to have ended",
-    "ours: GB/s of an engine with default options; sm 0: of one with sm_limit=0",
+    "ours: GB/s of an engine with default options; copies: of one with staging_bytes=0",
     "vLLM, by: GB/s of the faster of CPUOffloadingWorker (worker) and DmaCopyBackend (dma); x: ours over it",
     "us: median host time of the call that submits a transfer, ours / vLLM's (dma: a thread does the work)",
     "slow: time of a product during the transfers over its time alone, ours / vLLM's",
@@ -268,7 +268,7 @@ def _verdict(summary: Mapping[str, Record]) -> str:
 
 
 def _summary_lines(name: str, each: Record) -> Iterator[str]:
-    label = {ENGINE: "default options", ENGINE_COPIES: "sm_limit=0"}[name]
+    label = {ENGINE: "default options", ENGINE_COPIES: "staging_bytes=0"}[name]
     yield (
         f"{label}: {each['at_least_1']} of {each['cells']} cells >= 1.0x, median {each['median']:.2f}, lowest "
         f"{each['lowest'][name]['ratio']:.2f} ({_at(each['lowest'])}), highest {each['highest'][name]['ratio']:.2f} "
@@ -289,7 +289,7 @@ def _at(each: Record) -> str:
 
 
 def _show_place(allocator: str, situation: Situation, comparisons: Iterable[Record], output: Output) -> None:
-    columns = ("transfer", "moves", "ours", "sm 0", "vLLM", "by", "x", "us", "slow")
+    columns = ("transfer", "moves", "ours", "copies", "vLLM", "by", "x", "us", "slow")
     lines = []
     for each in comparisons:
         if (each["allocator"], each["situation"]) != (allocator, situation):

@@ -1,9 +1,9 @@
-"""Measures a profile: transfers through real engines, and a matrix product concurrent with each copy method.
+"""Measures a profile: transfers through real engines.
 
 Times are medians on the GPU's clock, of transfers one at a time on an idle GPU. Some transfers are also timed in the
-field, by wall clock: beside products of matrices, large and small, and beside copies in the other direction. For the
-slow-downs, transfers follow each other without a pause while a 2048^3 bf16 product is repeated. A copier that cannot
-run here is left out, and then never chosen.
+field, by wall clock: beside products of matrices, large and small, and beside copies in the other direction. A copier
+that cannot run here is left out, and then never chosen. What pack costs follows from contiguous copies, see
+`kvoffload.copiers.selection`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
 from kvoffload.calibration.backdrops import Backdrop, opposite_copies, products
-from kvoffload.calibration.compute import Computation
 from kvoffload.calibration.schedule import (
     FULL,
     MINIATURE,
@@ -27,26 +25,20 @@ from kvoffload.calibration.schedule import (
     TrialSet,
     check_sets,
     flat_sets,
-    restrict,
     same_trials,
-    split_sets,
     strided_sets,
 )
 from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
 from kvoffload.copiers import why_not
 from kvoffload.device.device import Device
-from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Deviation, Profile, key_of
-from kvoffload.tuning.costs import CONCURRENT_COMPUTE, CopierName, CopyMethod, Costs, Situation
+from kvoffload.tuning.costs import CONCURRENT_COMPUTE, Costs, Situation
 from kvoffload.tuning.fitting import Sample, fit, fit_host
 
 Samples = dict[Situation, dict[Direction, list[Sample]]]
 Progress = Callable[[int, int], None]  # steps done, steps in all
-
-_IN_FLIGHT = 3  # unfinished transfers during the matrix product, so that they follow each other without a pause
-_CONCURRENT_ROUNDS = 3
 
 
 class Tuning(NamedTuple):
@@ -55,7 +47,7 @@ class Tuning(NamedTuple):
     Attributes:
         transfers: how many timings the profile is made from.
         seconds: wall clock of the whole measurement.
-        missing: why a copier, "concurrent compute" or "slowdown" could not be measured.
+        missing: why a copier or "concurrent compute" could not be measured.
     """
 
     profile: Profile
@@ -78,11 +70,7 @@ def tune(device: Device, *, scale: Scale | None = None, progress: Progress | Non
     scale = scale or (MINIATURE if device.simulated else FULL)
     missing = {name: reason for name, reason in why_not(device.capabilities).items() if reason is not None}
     with TrialMemory(device, scale.planes, scale.scattered_bytes, scale.pitch) as memory:
-        if "gather" not in missing:  # whether the kernel can be used is known when an engine has loaded it
-            trial = Trial(CopyMethod("gather", 1, 1.0), 1)
-            with TrialEngine(device, memory, same_trials(False, scale.planes, scale.copy_bytes[0], [trial])) as trying:
-                missing |= trying.engine.missing_copiers
-        return _Tuner(device, restrict(scale, missing), missing, memory, progress).run()
+        return _Tuner(device, scale, missing, memory, progress).run()
 
 
 class _Tuner:
@@ -101,7 +89,8 @@ class _Tuner:
     def run(self) -> Tuning:
         scale, missing = self._scale, self._missing
         first = [*flat_sets(scale, missing), *strided_sets(scale)]
-        self._total = len(first) + 2 + len(scale.split_bytes) + 2 * len(scale.check_bytes)
+        checking = list(check_sets(scale, missing))
+        self._total = len(first) + 1 + len(checking)
         with ExitStack() as undo:
             field = scale.field
             try:
@@ -116,10 +105,8 @@ class _Tuner:
             link = self._link()
             samples = self._no_samples()
             self._time(first, samples)
-            self._time(split_sets(scale, _fit(link[Situation.IDLE], samples[Situation.IDLE])), samples)
         situations = {situation: _fit(link[situation], found) for situation, found in samples.items()}
         costs = situations.pop(Situation.IDLE)
-        slowdowns = self._slowdowns(costs)
         profile = Profile(
             key=key_of(self._device),
             source=f"measured on {datetime.date.today()}" + (" BY A SIMULATED DEVICE" * self._device.simulated),
@@ -127,11 +114,10 @@ class _Tuner:
             situations=situations,
             host=fit_host(self._host),
             around=fit_host(self._around),
-            slowdowns=slowdowns,
             simulated=self._device.simulated,
         )
         checks = self._no_samples()
-        self._time(check_sets(scale, missing, costs), checks)
+        self._time(checking, checks)
         found = checks[Situation.IDLE].values()
         profile = replace(profile, errors=deviations(profile, [each for samples in found for each in samples]))
         return Tuning(profile, self._timed, time.perf_counter() - self._begin, missing)
@@ -171,48 +157,12 @@ class _Tuner:
     def _link(self) -> dict[Situation, dict[Direction, float]]:
         """Bytes per second of one contiguous copy."""
         samples = self._no_samples()
-        trial_set = same_trials(True, 1, self._scale.link_bytes, [Trial(CopyMethod("loop"), 1)])
+        trial_set = same_trials(True, 1, self._scale.link_bytes, [Trial("loop", 1)])
         self._time([trial_set], samples)
         return {
             situation: {direction: self._scale.link_bytes / each[0].seconds for direction, each in found.items()}
             for situation, found in samples.items()
         }
-
-    # slow-downs ---------------------------------------------------------------------------------------------------
-
-    def _slowdowns(self, costs: Mapping[Direction, Costs]) -> dict[str, float]:
-        """By label: the time of the product beside transfers over its time alone, in the slower direction."""
-        scale = self._scale
-        try:
-            computation = Computation(self._device, scale.product)
-        except CapabilityError as error:
-            self._missing["slowdown"] = str(error)
-            return {}
-        trial_set = TrialSet(True, scale.planes, scale.concurrent_bytes, {})
-        trials = []
-        for direction in Direction:
-            shape = trial_set.shape(direction, scale.concurrent_blocks)
-            names: list[CopierName] = ["strided", "loop"] if "batch" in self._missing else ["strided", "batch", "loop"]
-            methods = [CopyMethod(name) for name in names]
-            methods += [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
-            shares = {each: costs[direction].split_share(shape, each) for each in scale.split_programs}
-            methods += [CopyMethod("split", each, share) for each, share in shares.items() if 0 < share < 1]
-            trials += [(direction, Trial(method, scale.concurrent_blocks)) for method in methods]
-        together = {each: [trial for direction, trial in trials if direction is each] for each in Direction}
-        with computation, TrialEngine(self._device, self._memory, trial_set._replace(trials=together)) as trial_engine:
-            computation.seconds_each(scale.products)  # clocks rise
-            rounds = []
-            for _ in range(_CONCURRENT_ROUNDS):
-                alone = statistics.median(computation.seconds_each(scale.products))
-                found: dict[str, float] = {}
-                for direction, trial in trials:
-                    with _Traffic(trial_engine, direction, trial) as traffic:
-                        times = computation.seconds_each(scale.products, traffic.keep_up)
-                    slowdown = statistics.median(times) / max(alone, 1e-9)
-                    found[trial.method.label] = max(found.get(trial.method.label, 0.0), slowdown)
-                rounds.append(found)
-        self._step()
-        return {label: max(1.0, statistics.median(each[label] for each in rounds)) for label in rounds[0]}
 
 
 def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sample]]) -> dict[Direction, Costs]:
@@ -224,31 +174,8 @@ def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sampl
     return {direction: fit(fastest[direction], samples[direction]) for direction in Direction}
 
 
-class _Traffic:
-    """Repeats a transfer. A context manager; its end waits for the last one."""
-
-    def __init__(self, trial_engine: TrialEngine, direction: Direction, trial: Trial) -> None:
-        self._trial_engine, self._direction, self._trial = trial_engine, direction, trial
-        self._jobs: deque[Job] = deque()
-
-    def keep_up(self) -> None:
-        """Submit transfers until `_IN_FLIGHT` are unfinished."""
-        while self._jobs and self._jobs[0].done:
-            self._jobs.popleft().wait()
-        while len(self._jobs) < _IN_FLIGHT:
-            self._jobs.append(self._trial_engine.submit(self._direction, self._trial))
-
-    def __enter__(self) -> _Traffic:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with ExitStack() as stack:
-            for job in self._jobs:
-                stack.callback(job.wait)
-
-
 def deviations(profile: Profile, samples: Iterable[Sample]) -> dict[str, Deviation]:
     found: dict[str, list[float]] = {}
-    for method, shape, seconds in samples:
-        found.setdefault(method.copier, []).append(abs(profile.seconds(method, shape) / seconds - 1.0))
+    for copier, shape, seconds in samples:
+        found.setdefault(copier, []).append(abs(profile.seconds(copier, shape) / seconds - 1.0))
     return {name: Deviation(statistics.median(each), max(each), len(each)) for name, each in found.items()}

@@ -1,8 +1,7 @@
 """Which transfers are timed for a profile, and on which planes. Pure: no device is used here.
 
-scattered planes   batch, loop, gather: sizes of a copy x copies             -> curves
+scattered planes   batch, loop: sizes of a copy x copies                       -> curves
 folded planes      strided: sizes of a row x rows in an operation x operations -> fitted prices
-folded planes      split: sizes of a row x blocks x shares for the kernel    -> fitted, and the best share
 both               sizes in between, for the errors alone
 
 `FieldScale` says which transfers are also timed in every situation of the field.
@@ -10,21 +9,19 @@ both               sizes in between, for the errors alone
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
 from kvoffload.calibration.compute import LARGE, MEDIUM, SMALL, Product
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning.costs import CopyMethod, Costs, Shape
-
-_LEANS = (0.8, 1.0, 1.2, 1.4)
+from kvoffload.tuning.costs import CopierName, Shape
 
 
 class Trial(NamedTuple):
-    """A transfer to time: its copy method, and how many blocks it has."""
+    """A transfer to time: its copier, and how many blocks it has."""
 
-    method: CopyMethod
+    copier: CopierName
     blocks: int
 
 
@@ -50,16 +47,12 @@ class TrialSet(NamedTuple):
     def most_blocks(self) -> int:
         return max((trial.blocks for trials in self.trials.values() for trial in trials), default=1)
 
-    @property
-    def most_programs(self) -> int:
-        return max((trial.method.programs for trials in self.trials.values() for trial in trials), default=0)
-
 
 class FieldScale(NamedTuple):
     """Which of the transfers are timed in the field.
 
     Attributes:
-        copy_bytes, copies, gather_programs: of batch, loop and gather.
+        copy_bytes, copies: of batch and loop.
         row_bytes, operations: of strided copies.
         large, small: the products that run meanwhile.
         opposite_bytes: of the contiguous copies in the other direction.
@@ -68,7 +61,6 @@ class FieldScale(NamedTuple):
 
     copy_bytes: tuple[int, ...]
     copies: tuple[int, ...]
-    gather_programs: tuple[int, ...]
     row_bytes: tuple[int, ...]
     operations: tuple[int, ...]
     large: Product
@@ -77,17 +69,13 @@ class FieldScale(NamedTuple):
     repeats: int
 
     def has(self, trial_set: TrialSet, trial: Trial) -> bool:
-        """Whether a trial of a set is timed in the field; splits are not, see `kvoffload.copiers.selection`."""
-        copier, programs, _ = trial.method
-        if copier == "strided":
+        """Whether a trial of a set is timed in the field."""
+        if trial.copier == "strided":
             return trial_set.block_bytes in self.row_bytes and trial.blocks in self.operations
-        if copier == "split":
-            return False
         copies = trial.blocks * trial_set.planes
         if trial_set.planes == 1:  # the contiguous copy, and few copies
             return True
-        known = trial_set.block_bytes in self.copy_bytes and copies in self.copies
-        return known and (not programs or programs in self.gather_programs)
+        return trial_set.block_bytes in self.copy_bytes and copies in self.copies
 
 
 class Scale(NamedTuple):
@@ -97,20 +85,15 @@ class Scale(NamedTuple):
         planes: of most sets.
         scattered_bytes: size of a plane that does not fold.
         pitch: bytes from plane to plane of planes that fold; no power of two, since few real ones are. Both sizes are
-            large, since transfers beyond the reach of the GPU's TLBs are slower, above all those of a kernel that
-            shares the GPU with others.
+            large, since transfers beyond the reach of the GPU's TLBs are slower.
         most_bytes: larger transfers are left out, since all lines are straight there.
         link_bytes: size of the contiguous copy.
-        copy_bytes, copies: of batch and gather.
+        copy_bytes, copies: of batch.
         few_bytes, few: of batch, for blocks that are one range each.
         loop_bytes, loop_copies: of the loop, which is slow.
         row_bytes, heights, operations: of strided copies; a height is rows in an operation.
         wide_bytes, wide_operations: of strided operations of one row.
-        split_bytes, split_blocks: of splits.
         check_bytes, check_blocks: for the errors.
-        gather_programs, split_programs: of the kernel.
-        concurrent_bytes, concurrent_blocks: of the transfers beside the product.
-        product, products: the computation, a small product since it is slowed most, and how often it is repeated.
         field: the transfers beside compute and in both directions.
         repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine gets a profile, too.
     """
@@ -131,16 +114,8 @@ class Scale(NamedTuple):
     operations: tuple[int, ...]
     wide_bytes: tuple[int, ...]
     wide_operations: tuple[int, ...]
-    split_bytes: tuple[int, ...]
-    split_blocks: tuple[int, ...]
     check_bytes: tuple[int, ...]
     check_blocks: tuple[int, ...]
-    gather_programs: tuple[int, ...]
-    split_programs: tuple[int, ...]
-    concurrent_bytes: int
-    concurrent_blocks: int
-    product: Product
-    products: int
     field: FieldScale
     repeats: int
     hurried: int
@@ -159,14 +134,9 @@ FULL = Scale(
     row_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)),
     heights=(8, 64), operations=(1, 8, 64),
     wide_bytes=tuple(each * _KIB for each in (64, 256, 1024)), wide_operations=(16, 128),
-    split_bytes=tuple(each * _KIB for each in (2, 4, 8, 16, 32, 64)), split_blocks=(8, 32, 128),
     check_bytes=tuple(each * _KIB for each in (3, 6, 12, 48)), check_blocks=(3, 11, 40),
-    gather_programs=(1, 2, 3, 4, 8), split_programs=(1, 2),
-    concurrent_bytes=8 * _KIB, concurrent_blocks=64,
-    product=MEDIUM, products=240,
     field=FieldScale(
         copy_bytes=tuple(each * _KIB for each in (4, 16, 64, 256, 1024)), copies=(64, 128, 1024, 4096, 16384),
-        gather_programs=(1, 4),
         row_bytes=tuple(each * _KIB for each in (4, 8, 16, 24, 32, 64, 1024)), operations=(1, 8, 64),
         large=LARGE, small=MEDIUM, opposite_bytes=32 * _MIB, repeats=3,
     ),
@@ -180,41 +150,29 @@ MINIATURE = Scale(  # for the simulated device
     loop_bytes=(64, 256), loop_copies=(4, 16),
     row_bytes=(64, 256), heights=(2, 4), operations=(1, 4),
     wide_bytes=(256,), wide_operations=(2, 4),
-    split_bytes=(64, 256), split_blocks=(2, 4),
     check_bytes=(128,), check_blocks=(3,),
-    gather_programs=(1, 2), split_programs=(1, 2),
-    concurrent_bytes=64, concurrent_blocks=4,
-    product=SMALL, products=2,
     field=FieldScale(
-        copy_bytes=(64,), copies=(4,), gather_programs=(1,), row_bytes=(64,), operations=(1,),
+        copy_bytes=(64,), copies=(4,), row_bytes=(64,), operations=(1,),
         large=SMALL, small=SMALL, opposite_bytes=4 * _KIB, repeats=1,
     ),
     repeats=1, hurried=1, seconds=600.0,
 )  # fmt: skip
 
 
-def restrict(scale: Scale, missing: Mapping[str, str]) -> Scale:
-    """The scale without transfers by a kernel that cannot run."""
-    gather = () if "gather" in missing else scale.gather_programs
-    split = () if "split" in missing else scale.split_programs
-    return scale._replace(gather_programs=gather, split_programs=split)
-
-
 def flat_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
-    """For the curves of batch, gather and loop."""
-    methods = [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
-    methods += [] if "batch" in missing else [CopyMethod("batch")]
-    for nbytes in scale.copy_bytes if methods else ():
-        yield _flat_set(scale, nbytes, scale.copies, methods)
-    for nbytes in () if "batch" in missing else scale.few_bytes:
-        yield same_trials(False, 1, nbytes, [Trial(CopyMethod("batch"), count) for count in scale.few])
+    """For the curves of batch and loop."""
+    if "batch" not in missing:
+        for nbytes in scale.copy_bytes:
+            yield _flat_set(scale, nbytes, scale.copies, "batch")
+        for nbytes in scale.few_bytes:
+            yield same_trials(False, 1, nbytes, [Trial("batch", count) for count in scale.few])
     for nbytes in scale.loop_bytes:
-        yield _flat_set(scale, nbytes, scale.loop_copies, [CopyMethod("loop")])
+        yield _flat_set(scale, nbytes, scale.loop_copies, "loop")
 
 
-def _flat_set(scale: Scale, nbytes: int, copies: tuple[int, ...], methods: list[CopyMethod]) -> TrialSet:
+def _flat_set(scale: Scale, nbytes: int, copies: tuple[int, ...], copier: CopierName) -> TrialSet:
     counts = [count // scale.planes for count in copies if count * nbytes <= scale.most_bytes]
-    return same_trials(False, scale.planes, nbytes, [Trial(method, count) for count in counts for method in methods])
+    return same_trials(False, scale.planes, nbytes, [Trial(copier, count) for count in counts])
 
 
 def strided_sets(scale: Scale) -> Iterator[TrialSet]:
@@ -222,49 +180,18 @@ def strided_sets(scale: Scale) -> Iterator[TrialSet]:
     for nbytes in scale.row_bytes:
         for height in scale.heights:
             counts = [count for count in scale.operations if count * height * nbytes <= scale.most_bytes]
-            yield same_trials(True, height, nbytes, [Trial(CopyMethod("strided"), count) for count in counts])
+            yield same_trials(True, height, nbytes, [Trial("strided", count) for count in counts])
     for nbytes in scale.wide_bytes:
-        yield same_trials(True, 1, nbytes, [Trial(CopyMethod("strided"), count) for count in scale.wide_operations])
+        yield same_trials(True, 1, nbytes, [Trial("strided", count) for count in scale.wide_operations])
 
 
 def same_trials(folds: bool, planes: int, block_bytes: int, trials: list[Trial]) -> TrialSet:
     return TrialSet(folds, planes, block_bytes, dict.fromkeys(Direction, trials))
 
 
-def split_sets(scale: Scale, costs: Mapping[Direction, Costs]) -> Iterator[TrialSet]:
-    """Shares around the one that `costs` of strided and gather would balance."""
-    for nbytes in scale.split_bytes if scale.split_programs else ():
-        trial_set = same_trials(True, scale.planes, nbytes, [])
-        trials: dict[Direction, list[Trial]] = {direction: [] for direction in costs}
-        for direction, shape in _shapes(scale, trial_set, costs, scale.split_blocks):
-            for programs in scale.split_programs:
-                shares = sorted({costs[direction].split_share(shape, programs, lean) for lean in _LEANS})
-                methods = [CopyMethod("split", programs, share) for share in shares if 0 < share < 1]
-                trials[direction] += [Trial(method, shape.blocks) for method in methods]
-        yield trial_set._replace(trials=trials)
-
-
-def check_sets(scale: Scale, missing: Mapping[str, str], costs: Mapping[Direction, Costs]) -> Iterator[TrialSet]:
-    """Transfers of other sizes and counts than `costs` were fitted to."""
-    apart = [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
-    apart += [] if "batch" in missing else [CopyMethod("batch")]
-    together = [CopyMethod("strided"), *(CopyMethod("split", programs) for programs in scale.split_programs)]
-    for nbytes, (folds, methods) in product(scale.check_bytes, ((False, apart), (True, together))):
-        trial_set = same_trials(folds, scale.planes, nbytes, [])
-        trials: dict[Direction, list[Trial]] = {direction: [] for direction in costs}
-        for direction, shape in _shapes(scale, trial_set, costs, scale.check_blocks):
-            for method in methods:
-                if method.copier == "split":
-                    method = method._replace(share=costs[direction].split_share(shape, method.programs))
-                if method.copier != "split" or 0 < method.share < 1:
-                    trials[direction].append(Trial(method, shape.blocks))
-        yield trial_set._replace(trials=trials)
-
-
-def _shapes(
-    scale: Scale, trial_set: TrialSet, directions: Iterable[Direction], blocks: tuple[int, ...]
-) -> Iterator[tuple[Direction, Shape]]:
-    for direction, count in product(directions, blocks):
-        shape = trial_set.shape(direction, count)
-        if shape.nbytes <= scale.most_bytes:
-            yield direction, shape
+def check_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
+    """Transfers of other sizes and counts than the costs were fitted to."""
+    copiers: tuple[CopierName, ...] = ("strided",) if "batch" in missing else ("batch", "strided")
+    for nbytes, copier in product(scale.check_bytes, copiers):
+        counts = [count for count in scale.check_blocks if count * scale.planes * nbytes <= scale.most_bytes]
+        yield same_trials(copier == "strided", scale.planes, nbytes, [Trial(copier, count) for count in counts])

@@ -102,7 +102,7 @@ class TrialEngine:
             KVLayout([planes]),
             device=device,
             num_slots=most + most // 4 + 1,
-            sm_limit=trial_set.most_programs,
+            staging_bytes=0,
             profile=default_profile(None),
         )
         random = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ class TrialEngine:
 
     def submit(self, direction: Direction, trial: Trial) -> Job:
         blocks, slots = self._blocks[: trial.blocks], self._slots[: trial.blocks]
-        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=trial.method)
+        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=trial.copier)
 
     def seconds(self, direction: Direction, trial: Trial) -> float:
         """Seconds of one transfer on an idle GPU, on the GPU's clock; NaN if unknown."""
@@ -124,9 +124,9 @@ class TrialEngine:
         until_seen = time.perf_counter() - begin
         seconds = job.wait().seconds
         shape = self._trial_set.shape(direction, trial.blocks)
-        self.host.append(Sample(trial.method, shape, host))
+        self.host.append(Sample(trial.copier, shape, host))
         if not math.isnan(seconds):
-            self.around.append(Sample(trial.method, shape, max(0.0, until_seen - seconds)))
+            self.around.append(Sample(trial.copier, shape, max(0.0, until_seen - seconds)))
         return seconds
 
     def seconds_in_field(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
@@ -174,7 +174,7 @@ class TrialEngine:
             known = [max(value, _LEAST_SECONDS) for value in seconds[_WARM_UP:] if not math.isnan(value)]
             if known:
                 shape = self._trial_set.shape(direction, trial.blocks)
-                samples.append(Sample(trial.method, shape, statistics.median(known)))
+                samples.append(Sample(trial.copier, shape, statistics.median(known)))
         return samples
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output, counted, open_backend
 from kvoffload.terminal.files import require_writable, write_whole
 from kvoffload.terminal.machine import describe_device, missing_copiers
-from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide, whole
+from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide
 from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile
 
 _PLANES = 64
@@ -29,20 +29,19 @@ _PLACEMENTS = {
     "scattered": "each in its own allocation; a block takes one copy for each plane",
 }
 _PREFER = {
-    "overlap": "the method that costs least: its time, plus the time that concurrent computation and the caller lose",
+    "overlap": "the method that costs least beside large and small matrix products, counting the time that the caller "
+    "loses",
     "latency": "the method that ends soonest after the call, on an idle GPU",
 }
 _COPIERS = {
     "batch": "contiguous copies, many in one driver call",
-    "gather": "a kernel with so many programs, each of which takes an SM",
     "loop": "contiguous copies, one driver call each",
-    "split": "a kernel with so many programs copies some blocks, strided copies the others",
+    "pack": "a kernel packs blocks into GPU memory for microseconds, contiguous copies carry them",
     "strided": "one operation copies a block of all planes; many operations in one call",
 }
-_INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _TEXT = """\
-Measures each copy method, and how much it slows a concurrent computation, in less than 30 seconds. Let nothing else \
-use the GPU meanwhile. Saves a profile for this GPU, driver and link, by which engines choose copy methods."""
+Measures each copy method of the copy engine in less than 30 seconds. Let nothing else use the GPU meanwhile. Saves a \
+profile for this GPU, driver and link, by which engines choose copy methods."""
 
 
 def add_parser(commands: Any) -> None:
@@ -57,13 +56,6 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help=f"with --show: {' or '.join(PREFERENCES)}",
     )
-    parser.add_argument(
-        "--sm-limit",
-        type=whole(0, 1 << 16),
-        default=4,
-        metavar="N",
-        help="with --show: the most SMs a kernel may take (default 4)",
-    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile to FILE only")
     add_wide(parser, "the runner-up, with --show")
     add_common_options(parser)
@@ -76,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json, wide=arguments.wide)
     with open_backend(arguments, output) as device:
         if arguments.show:
-            _show(device, output, arguments.prefer, arguments.sm_limit)
+            _show(device, output, arguments.prefer)
         else:
             _tune(device, output, arguments.output)
     return 0
@@ -120,7 +112,6 @@ def _figures(profile: Profile) -> dict[str, Any]:
             for situation, found in profile.situations.items()
         },
         "host_us": {name: {"fixed": each.fixed * 1e6, "copy": each.copy * 1e6} for name, each in profile.host.items()},
-        "slowdowns": profile.slowdowns,
         "errors": {name: error._asdict() for name, error in profile.errors.items()},
     }
 
@@ -137,9 +128,6 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kep
             f"tune: {written}: {tuning.transfers:,} transfers in {tuning.seconds:.1f} s; one contiguous copy reaches "
             f"{links} GB/s; {fields['device']}, link {fields['link']}"
         )
-        slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
-        title = "a matrix product during transfers: its time over its time alone"
-        output.table(title, ("copy method", "slow-down"), slow)
         errors = [
             (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
             for name, error in profile.errors.items()
@@ -180,23 +168,23 @@ class Decision:
     reason: str
 
 
-def decisions(profile: Profile, available: frozenset[str], prefer: str, sm_limit: int) -> Iterator[Decision]:
+def decisions(profile: Profile, available: frozenset[str], prefer: str) -> Iterator[Decision]:
     for direction, placement, block_bytes, blocks in product(Direction, _PLACEMENTS, _BLOCK_BYTES, _BLOCKS):
         copies = blocks * _PLANES
         operations = blocks if placement == "folded" else copies
         shape = Shape(direction, blocks, copies, operations, copies, copies * block_bytes)
-        choice = choose(shape, available, profile, prefer, sm_limit)
-        ranked = rank(shape, available, profile, prefer, sm_limit)
-        second = next((each for each in ranked if each.method.label != choice.method.label), None)
+        choice = choose(shape, available, profile, prefer)
+        ranked = rank(shape, available, profile, prefer)
+        second = next((each for each in ranked if each.copier != choice.copier), None)
         yield Decision(
             direction=str(direction),
             placement=placement,
             block_bytes=block_bytes,
             blocks=blocks,
             planes=_PLANES,
-            method=choice.method.label,
+            method=choice.copier,
             gb_per_s=_rate(shape, choice.seconds),
-            runner_up=None if second is None else second.method.label,
+            runner_up=None if second is None else second.copier,
             runner_up_gb_per_s=None if second is None else _rate(shape, second.seconds),
             reason=choice.reason,
         )
@@ -206,14 +194,14 @@ def _rate(shape: Shape, seconds: float) -> float | None:
     return None if seconds == inf else shape.nbytes / seconds / 1e9
 
 
-def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
+def _show(device: Device, output: Output, prefer: str) -> None:
     profile = profile_for(device)
     with output.progress("trying copy methods"):
-        missing = missing_copiers(device, sm_limit)
-    not_offered = _INTERPRETED if device.simulated else ()
+        missing = missing_copiers(device)
+    not_offered = ("pack",) if device.simulated else ()
     available = frozenset(name for name, reason in missing.items() if reason is None and name not in not_offered)
-    found = list(decisions(profile, available, prefer, sm_limit))
-    fields = describe_device(device) | {"profile": profile.source, "prefer": prefer, "sm_limit": sm_limit}
+    found = list(decisions(profile, available, prefer))
+    fields = describe_device(device) | {"profile": profile.source, "prefer": prefer}
     fields["not_available"] = {name: reason for name, reason in missing.items() if reason is not None}
     fields["not_offered"] = list(not_offered)
     output.result(fields | _figures(profile) | {"decisions": [asdict(each) for each in found]})
@@ -224,7 +212,7 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     for placement, meaning in _PLACEMENTS.items():
         output.line(f"planes {placement}: {meaning}")
     shown = {each.method for each in found} | {each.runner_up for each in found if each.runner_up and output.wide}
-    for copier in sorted({label.partition(" ")[0] for label in shown}):
+    for copier in sorted(shown):
         output.line(f"{copier}: {_COPIERS[copier]}")
 
     def cell(each: Decision) -> str:
@@ -246,7 +234,7 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     for name, reason in fields["not_available"].items():
         output.line(f"not available: {name}: {reason}")
     if not_offered:
-        output.line("gather and split are kernels: the simulated device runs them only if you ask for them")
+        output.line("pack is a kernel: the simulated device runs it only if you ask for it")
     if profile.key is None and not device.simulated:
         output.line("")
         output.line("these figures are from another machine: `kvoffload tune` measures this one")

@@ -1,23 +1,30 @@
 """The copiers: each submits the copies of a plan by a driver call of its own.
 
 strided   one operation per block for all planes that fold: cuMemcpy3DBatchAsync, else cuMemcpy2DAsync in a loop
-gather    a kernel, for planes that do not fold and blocks too small for the copy engine
-split     strided for some of the blocks and gather for the rest, at the same time
+pack      a kernel packs rows into device memory, contiguous copies carry whole blocks
 batch     flat copies in chunks: cuMemcpyBatchAsync
 loop      flat copies one by one: cuMemcpyAsync; works with every driver
 
 selection.py chooses among them, copier_set.py has the copiers of an engine.
 """
 
-from kvoffload.copiers.base import Copier, Share, Staged, Submit, Work, shares_together
+from kvoffload.copiers.base import Copier, Share, Submit, Work, shares_together
 from kvoffload.copiers.batch import BatchCopier
-from kvoffload.copiers.copier_set import NAMES, CopierSet, check_carries_parts, check_copier, shape_of, why_not
-from kvoffload.copiers.gather import FragmentShape, GatherCopier, GatherKernels, kernel_spec
+from kvoffload.copiers.copier_set import (
+    CopierSet,
+    check_carries_parts,
+    check_copier,
+    checked_staging,
+    shape_of,
+    why_not,
+)
 from kvoffload.copiers.loop import LoopCopier
+from kvoffload.copiers.pack import STAGING_BYTES, PackCopier
+from kvoffload.copiers.pack_kernels import FragmentShape, PackKernels, kernel_spec
 from kvoffload.copiers.strided import StridedCopier
 
 __all__ = [
-    "NAMES", "BatchCopier", "Copier", "CopierSet", "FragmentShape", "GatherCopier", "GatherKernels", "LoopCopier",
-    "Share", "Staged", "StridedCopier", "Submit", "Work", "check_carries_parts", "check_copier", "kernel_spec",
-    "shape_of", "shares_together", "why_not",
+    "STAGING_BYTES", "BatchCopier", "Copier", "CopierSet", "FragmentShape", "LoopCopier", "PackCopier", "PackKernels",
+    "Share", "StridedCopier", "Submit", "Work", "check_carries_parts", "check_copier", "checked_staging",
+    "kernel_spec", "shape_of", "shares_together", "why_not",
 ]  # fmt: skip

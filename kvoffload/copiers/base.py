@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from kvoffload.copiers.part_fragments import BlocksInParts
-from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import SourceOrder
 from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan, joined
 
-Work: TypeAlias = TransferPlan | BlockPlan | BlocksInParts  # a plan in the shape that a copier carries
+Work: TypeAlias = TransferPlan | BlockPlan  # a plan in the shape that a copier carries
 
 
 class Submit(Protocol):
@@ -21,19 +19,6 @@ class Submit(Protocol):
     """
 
     def __call__(self, stream: int, start: int | None, /) -> None: ...
-
-
-class Staged(NamedTuple):
-    """Copies that are ready to be queued.
-
-    Attributes:
-        submit: queues them.
-        table: pinned memory that the GPU reads while they run, or None. The tracker releases it when all copies of the
-            transfer that use it have ended.
-    """
-
-    submit: Submit
-    table: Table | None = None
 
 
 class Copier(Protocol):
@@ -53,8 +38,8 @@ class Copier(Protocol):
     def queue_cost(self, operations: int) -> int:
         """How many places of a driver queue this many operations of a prepared plan take."""
 
-    def stage(self, work: Any, order: SourceOrder) -> Staged | None:
-        """Write the arguments of at most `segment_operations` operations; None while there is no room for their table.
+    def stage(self, work: Any, order: SourceOrder) -> Submit:
+        """Write the arguments of at most `segment_operations` operations.
 
         This is a separate step so that only driver calls lie between a transfer's start event and its first copy.
         Staged work is valid until the copier stages other work.

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from kvoffload.copiers.base import Staged
+from kvoffload.copiers.base import Submit
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable
 from kvoffload.errors import DriverError
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
@@ -69,7 +69,7 @@ class BatchCopier:
     def queue_cost(self, operations: int) -> int:
         return _OVERHEAD_PLACES + -(-operations // CHUNK) + operations // _COPIES_PER_PLACE
 
-    def stage(self, work: TransferPlan, order: SourceOrder) -> Staged:
+    def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
         count, loads = len(work.device_address), work.direction is Direction.LOAD
         if loads:
             self._table.fill(work.device_address, work.host_address, work.width)
@@ -81,7 +81,7 @@ class BatchCopier:
             and self._preludes is not None
             and int(work.width[0] if len(work.width) == 1 else np.minimum.reduce(work.width)) < _CPU_COPY_BYTES
         )
-        return Staged(partial(self._submit, count, order, prelude))
+        return partial(self._submit, count, order, prelude)
 
     def _submit(self, count: int, order: SourceOrder, prelude: bool, stream: int, start: int | None) -> None:
         if start is not None:

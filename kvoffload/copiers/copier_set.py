@@ -8,58 +8,63 @@ from typing import Any, NamedTuple
 from kvoffload import kernels
 from kvoffload.copiers.base import Copier, Share
 from kvoffload.copiers.batch import BatchCopier
-from kvoffload.copiers.gather import GatherCopier, GatherKernels
 from kvoffload.copiers.loop import LoopCopier
-from kvoffload.copiers.pack import STAGING_BYTES, PackCopier, Place, StagingRing
+from kvoffload.copiers.pack import STAGING_BYTES, PackCopier, Place, StagingRing, least_ring_bytes
+from kvoffload.copiers.pack_kernels import PackKernels
 from kvoffload.copiers.selection import choose
 from kvoffload.copiers.strided import StridedCopier
 from kvoffload.copiers.table_arena import Table
-from kvoffload.device.pinned import RegisteredMemory
 from kvoffload.driver import Capabilities, Driver
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal.cachefiles import warn_once
+from kvoffload.internal.checks import at_least
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import BlockPlan, Direction
-from kvoffload.tuning import CopierChoice, CopierName, CopyMethod, Profile, Shape
-
-_KERNELS = ("gather", "split", "pack")
-NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop", "pack")
+from kvoffload.tuning import COPIERS, CopierName, Profile, Shape
 
 
-def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:
+def why_not(capabilities: Capabilities, staging_bytes: int = STAGING_BYTES) -> dict[str, str | None]:
     """For every copier, None or the reason why it cannot run here. A kernel may still fail when it is loaded."""
-    no_kernel = "sm_limit=0 forbids kernels" if sm_limit == 0 else kernels.why_not(capabilities)
     return {
         "strided": None,
-        "gather": no_kernel,
-        "split": no_kernel,
-        "pack": no_kernel,
+        "pack": kernels.why_not(capabilities) if staging_bytes else "staging_bytes=0 forbids kernels",
         "batch": None if capabilities.flat_batch else capabilities.missing["cuMemcpyBatchAsync"],
         "loop": None,
     }
+
+
+def checked_staging(staging_bytes: Any, layout: KVLayout) -> int:
+    """Raise unless it is 0 or has room for the layout's blocks. The default is never refused: the copy engine carries
+    blocks that it has no room for.
+    """
+    nbytes = at_least("staging_bytes", staging_bytes, 0)
+    largest = max(group.bytes_per_block for group in layout.groups)
+    least = min(STAGING_BYTES, least_ring_bytes(largest))
+    if 0 < nbytes < least:
+        raise ValueError(
+            f"staging_bytes={nbytes} has no room for two blocks of {largest} bytes; give at least {least}, or 0 to "
+            "forbid kernels"
+        )
+    return nbytes
 
 
 def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
     """Raise ValueError if `name` is neither a copier nor None, CapabilityError if that copier cannot run here."""
     if name is None:
         return
-    if isinstance(name, CopyMethod):
-        if not 0.0 <= name.share <= 1.0:
-            raise ValueError(f"copier has a share of {name.share!r}; a share is from 0.0 to 1.0")
-        name = name.copier
-    if not isinstance(name, str) or name not in NAMES:
-        raise ValueError(f"copier must be one of {', '.join(NAMES)} or None, got {name!r}")
+    if not isinstance(name, str) or name not in COPIERS:
+        raise ValueError(f"copier must be one of {', '.join(COPIERS)} or None, got {name!r:.80}")
     if missing[name] is not None:
         raise CapabilityError(f"copier={name!r} cannot run here: {missing[name]}; the loop copier works")
 
 
-def check_carries_parts(name: CopierChoice) -> None:
+def check_carries_parts(name: CopierName | None) -> None:
     """Raise ValueError if `name` names a copier that cannot copy a load in parts."""
-    if (name.copier if isinstance(name, CopyMethod) else name) == "split":
+    if name == "pack":
         raise ValueError(
-            f"copier={name!r} cannot copy a load in parts: kernel and copy engine go through the planes side by side, "
-            "each at its own pace; ask for strided, gather, batch, loop or None, or leave parts out"
+            "copier='pack' cannot copy a load in parts: its kernel unpacks whole blocks; ask for strided, batch, loop "
+            "or None, or leave parts out"
         )
 
 
@@ -70,9 +75,9 @@ def shape_of(plan: BlockPlan) -> Shape:
 
 
 class Selection(NamedTuple):
-    """A copy method, and why it is selected."""
+    """A copier, and why it is selected."""
 
-    method: CopyMethod
+    copier: CopierName
     reason: str
 
 
@@ -85,18 +90,24 @@ class CopierSet:
     Args:
         driver: its context must be current in `open` and `close`.
         capabilities: the device's.
-        sm_limit: the most programs of a kernel; 0 forbids kernels.
+        layout: what they copy.
+        staging_bytes: of the ring of each direction, checked; 0 forbids kernels.
 
     Attributes:
         missing: for every copier, None or the reason why it cannot run here.
         interpreted: kernels take 2 ms a tile here, so they run only when they are asked for.
     """
 
-    def __init__(self, driver: Driver, capabilities: Capabilities, sm_limit: int) -> None:
-        self.missing = why_not(capabilities, sm_limit)
+    def __init__(self, driver: Driver, capabilities: Capabilities, layout: KVLayout, staging_bytes: int) -> None:
+        self.missing = why_not(capabilities, staging_bytes)
         self._driver = driver
         self._capabilities = capabilities
-        self._sm_limit = sm_limit
+        self._block_bytes = [group.bytes_per_block for group in layout.groups]
+        one = layout.blocks_per_slot == 1  # then the planes of a block follow each other in the slot
+        self._in_one_piece = [
+            one or len(group.planes) == 1 or group.slot_order == "block-major" for group in layout.groups
+        ]
+        self._staging_bytes = staging_bytes
         self.interpreted = driver.simulated
         self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
         self._of_copy_engine: dict[str, Copier] = {
@@ -104,26 +115,22 @@ class CopierSet:
             "batch": self._batch,
             "loop": LoopCopier(driver),
         }
-        self._gather: dict[int, GatherCopier] = {}
-        self._kernels: GatherKernels | None = None
+        self._kernels: PackKernels | None = None
         self._pack: dict[int, PackCopier] = {}
-        self._rings = StagingRing(driver, STAGING_BYTES), StagingRing(driver, STAGING_BYTES)  # of stores, of loads
+        self._rings = StagingRing(driver, staging_bytes), StagingRing(driver, staging_bytes)  # of stores, of loads
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._selected_by: tuple[Profile | None, str] = (None, "")
 
-    def open(self, layout: KVLayout, memory: RegisteredMemory) -> None:
+    def open(self, layout: KVLayout) -> None:
         """Allocate memory, and load the kernels for the layout's groups. `missing` says if a kernel cannot be loaded.
-
-        Args:
-            memory: the slot pool.
 
         Raises:
             CapacityError, DriverError: memory is short, or the driver failed. Then call `close`.
         """
         self._batch.open()
-        if self._sm_limit == 0:
+        if self._staging_bytes == 0:
             return
-        self._kernels = GatherKernels(self._driver, memory)
+        self._kernels = PackKernels(self._driver)
         try:
             self._kernels.open(self._capabilities, layout)
         except (CapabilityError, DriverError) as error:
@@ -131,35 +138,39 @@ class CopierSet:
                 raise
             self._kernels.close()
             self._kernels = None
-            self.missing.update(dict.fromkeys(_KERNELS, str(error)))
+            self.missing["pack"] = str(error)
             warn_once(
-                f"no copy kernels: {error}. Transfers that they would carry take the copy engine; sm_limit=0 says that "
-                "this is meant, `kvoffload doctor` says more",
+                f"no copy kernels: {error}. Transfers that they would carry take the copy engine; staging_bytes=0 says "
+                "that this is meant, `kvoffload doctor` says more",
                 cause="no kernels",
             )
 
     @property
-    def offered(self) -> tuple[str, ...]:
-        """The copiers to choose from: all that can run, but no kernels on the simulated device."""
-        able = tuple(name for name in NAMES if self.missing[name] is None)
-        return tuple(name for name in able if name not in _KERNELS) if self.interpreted else able
+    def staging_bytes(self) -> int:
+        """Bytes of device memory that the rings have."""
+        return sum(ring.allocated for ring in self._rings)
+
+    def offered(self, plan: BlockPlan) -> tuple[CopierName, ...]:
+        """The copiers to choose from for a plan: all that can carry it, but no kernel on the simulated device."""
+        able = tuple(name for name in COPIERS if self.missing[name] is None)
+        unfit = self.interpreted or self._why_not_pack(plan) is not None
+        return tuple(name for name in able if name != "pack") if unfit else able
 
     def select(
-        self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool = False
+        self, plan: BlockPlan, wanted: CopierName | None, profile: Profile, prefer: str, opposite: bool = False
     ) -> Selection:
-        """The copy method for a plan, and why; remembered for all plans of the same shape. In this order:
+        """The copier for a plan, and why; remembered for all plans of the same shape. In this order:
 
         1. An answer that is remembered, for the same profile and preference.
-        2. `wanted` is a `CopyMethod`: that one, with numbers that are missing or out of range filled in.
-        3. `wanted` is the name of a copier: its best method by the profile.
-        4. None: the profile's choice among `offered`; for a load in parts, without copiers that cannot carry them.
+        2. `wanted`.
+        3. None is wanted: the profile's choice among `offered`.
 
         Args:
             wanted: checked by `check_copier`.
             opposite: whether transfers in the other direction are in flight.
 
         Raises:
-            CapabilityError: "gather" is wanted for a load in parts, and cannot carry these parts.
+            CapabilityError: "pack" is wanted and cannot carry the plan.
         """
         if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
             self._selected.clear()
@@ -171,84 +182,53 @@ class CopierSet:
         found = self._selected.get(key)
         if found is None:
             found = self._select(plan, wanted, profile, prefer, opposite)
-            if parts is not None and found.method.copier == "gather":
-                assert self._kernels is not None
-                self._kernels.in_parts(plan.group_index, parts)  # takes its room now, so the answer stays right
-            elif found.method.copier == "pack":
-                self._rings[0 if stores else 1].open()
             if len(self._selected) >= _MOST_SELECTIONS:
                 self._selected.clear()
             self._selected[key] = found
         return found
 
     def _select(
-        self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool
+        self, plan: BlockPlan, wanted: CopierName | None, profile: Profile, prefer: str, opposite: bool
     ) -> Selection:
-        shape = shape_of(plan)
-        if isinstance(wanted, CopyMethod):
-            self._check_parts(wanted.copier, plan)
-            return Selection(self._complete(wanted, shape, profile), "asked for")
-        parts = plan.group.num_parts
-        available: tuple[str, ...] = self.offered
         if wanted is not None:
-            self._check_parts(wanted, plan)
-            available = (wanted,)
-        elif parts > 1:
-            unable = _KERNELS if self._why_not_in_parts(plan) else ("split", "pack")
-            available = tuple(name for name in available if name not in unable)
-        method, reason, _ = choose(shape, available, profile, prefer, self._sm_limit, parts, opposite)
-        return Selection(method, reason if wanted is None else "asked for by name")
+            if wanted == "pack" and (reason := self._why_not_pack(plan)):
+                raise CapabilityError(f"copier='pack' cannot carry this: {reason}; the loop copier can")
+            return Selection(wanted, "asked for")
+        parts = plan.group.num_parts
+        copier, reason, _ = choose(shape_of(plan), self.offered(plan), profile, prefer, parts, opposite)
+        return Selection(copier, reason)
 
-    def _check_parts(self, name: str, plan: BlockPlan) -> None:
-        if name == "gather" and plan.group.num_parts > 1 and (reason := self._why_not_in_parts(plan)):
-            raise CapabilityError(f"copier='gather' cannot carry these parts: {reason}; the loop copier can")
+    def _why_not_pack(self, plan: BlockPlan) -> str | None:
+        """Why pack cannot carry a plan though it can run; None if it can."""
+        nbytes = self._block_bytes[plan.group_index]
+        if plan.group.num_parts > 1:
+            return "it is a load in parts"
+        if not self._in_one_piece[plan.group_index]:
+            return 'a block is not one range of a slot, see slot_order="block-major" of KVLayout'
+        if least_ring_bytes(nbytes) > self._staging_bytes:
+            return (
+                f"staging_bytes={self._staging_bytes} has no room for two blocks of {nbytes} bytes, give the engine "
+                f"{least_ring_bytes(nbytes)}"
+            )
+        return None
 
-    def _why_not_in_parts(self, plan: BlockPlan) -> str | None:
-        if self._kernels is None:
-            return self.missing["gather"]
-        return self._kernels.why_not_in_parts(plan.group_index, plan.group.parts)
+    def share(self, copier: CopierName, plan: BlockPlan) -> Share:
+        """The plan's work for a copier. The context must be current: pack's ring may be allocated here."""
+        if copier == "pack":
+            self._rings[0 if plan.direction is Direction.STORE else 1].open()
+            found: Copier = self._packing(plan.group_index)
+        else:
+            found = self._of_copy_engine[copier]
+        work = found.prepare(plan)
+        return Share(work, found, len(work), plan.nbytes)
 
-    def _complete(self, wanted: CopyMethod, shape: Shape, profile: Profile) -> CopyMethod:
-        if wanted.copier not in ("gather", "split"):
-            return CopyMethod(wanted.copier)
-        programs = min(max(1, wanted.programs), self._sm_limit)
-        if wanted.copier == "gather":
-            return CopyMethod("gather", programs, 1.0)
-        return CopyMethod("split", programs, wanted.share or profile.split_share(shape, programs))
-
-    def shares(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
-        """The plan's shares. In a split of few blocks, one side may get none; then there is one share."""
-        if method.copier == "gather":
-            return (self._by_kernel(method, plan),)
-        if method.copier == "split":
-            return self._split(method, plan)
-        if method.copier == "pack":
-            return (self._by_pack(plan),)
-        return (_share(self._of_copy_engine[method.copier], plan),)
-
-    def _split(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
-        by_engine = len(plan) - round(len(plan) * method.share)
-        if by_engine == 0:
-            return (self._by_kernel(method, plan),)
-        strided = _share(self._of_copy_engine["strided"], plan.cut(0, by_engine))
-        if by_engine == len(plan):
-            return (strided,)
-        return (self._by_kernel(method, plan.cut(by_engine, len(plan))), strided)  # the kernel is quicker to queue
-
-    def _by_kernel(self, method: CopyMethod, plan: BlockPlan) -> Share:
-        assert self._kernels is not None
-        copier = self._gather.get(method.programs)
+    def _packing(self, group: int) -> PackCopier:
+        copier = self._pack.get(group)
         if copier is None:
-            copier = self._gather[method.programs] = GatherCopier(self._kernels, method.programs)
-        return _share(copier, plan)
-
-    def _by_pack(self, plan: BlockPlan) -> Share:
-        assert self._kernels is not None
-        copier = self._pack.get(plan.group_index)
-        if copier is None:
+            assert self._kernels is not None
             copies = self._of_copy_engine["loop" if self.missing["batch"] else "batch"]
-            copier = self._pack[plan.group_index] = PackCopier(self._kernels, copies, self._rings, plan.group_index)
-        return _share(copier, plan)
+            copier = self._pack[group] = PackCopier(self._kernels, copies, self._rings, self._block_bytes[group])
+        return copier
 
     def keep(self) -> None:
         """The context is lost: free nothing that the GPU may still use."""
@@ -266,8 +246,3 @@ class CopierSet:
         """Free the copiers' memory; nothing may be in flight. If it is interrupted, call it again."""
         kernels = () if self._kernels is None else (self._kernels.close,)
         run_all((self._batch.close, *(ring.close for ring in self._rings), *kernels))
-
-
-def _share(copier: Copier, plan: BlockPlan) -> Share:
-    work = copier.prepare(plan)
-    return Share(work, copier, len(work), plan.nbytes)

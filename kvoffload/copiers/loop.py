@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from kvoffload.copiers.base import Staged
+from kvoffload.copiers.base import Submit
 from kvoffload.device.streams import SEGMENT_LIMIT
 from kvoffload.driver import Driver, SourceOrder
 from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan
@@ -27,10 +27,10 @@ class LoopCopier:
     def queue_cost(self, operations: int) -> int:
         return operations
 
-    def stage(self, work: TransferPlan, order: SourceOrder) -> Staged:  # noqa: ARG002
+    def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:  # noqa: ARG002
         width = np.broadcast_to(work.width, work.target.shape)
         copies = list(zip(work.target.tolist(), work.source.tolist(), width.tolist(), strict=True))
-        return Staged(partial(self._submit, copies))
+        return partial(self._submit, copies)
 
     def _submit(self, copies: list[tuple[int, int, int]], stream: int, start: int | None) -> None:
         copy = self._driver.copy

@@ -3,9 +3,10 @@
     store    planes ──kernel──> ring of device memory ──contiguous copies──> slots
     load     slots ──contiguous copies──> ring of device memory ──kernel──> planes
 
-The kernel is that of `gather`, with places in the ring in the role of slots, and as many short programs as there are
-tiles: it moves about 2 TB/s, so it takes microseconds, and the link sees copies of whole blocks whatever the size of
-the rows. On an H200, 64 MiB with rows of 4 to 32 KiB alike: 0.99 of what block-major blocks of the same size reach.
+The kernel is many short programs that move about 2 TB/s together, so it takes microseconds, and the link sees copies of
+whole blocks whatever the size of the rows. On an H200, 64 MiB with rows of 4 to 32 KiB alike: 0.99 of what block-major
+blocks of the same size reach. A kernel that reads or writes the host itself, on a few multiprocessors, came to 0.6 to
+0.9, and slowed concurrent computation more.
 
 A transfer goes through the ring in *pieces*. The next piece is packed while one is copied.
 """
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvoffload.copiers.base import Copier, Staged, Submit
-from kvoffload.copiers.gather import GatherCopier, GatherKernels
+from kvoffload.copiers.base import Copier, Submit
+from kvoffload.copiers.pack_kernels import LAUNCH_PLACES, PackKernels
+from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import Driver, SourceOrder
 from kvoffload.layout.fold import ONE
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
@@ -29,10 +31,23 @@ if TYPE_CHECKING:
     from kvoffload.engine.job import Segment
 
 # A piece is a launch, which may wait for a wave of a long kernel of others. 64 MiB with rows of 32 KiB on an H200, GB/s
-# of stores / loads / both beside 8192^3 products: pieces of 64 MiB 41 / 44 / 78, of 32 MiB 41 / 43 / 70, of 16 MiB (of a
-# ring of 64) 37 / 35 / 51. The ring holds two pieces, with their tables.
-PIECE_BYTES = 64 << 20
-STAGING_BYTES = 2 * PIECE_BYTES + (1 << 20)  # for each direction
+# of stores / loads / both beside 8192^3 products: pieces of 64 MiB 41 / 44 / 78, of 32 MiB 41 / 43 / 70, of 16 MiB (in
+# a ring of 64) 37 / 35 / 51. The ring holds two pieces, with their tables.
+_PIECE_BYTES = 64 << 20
+STAGING_BYTES = 2 * _PIECE_BYTES + (1 << 20)  # for each direction
+_TABLE_BYTES_PER_BLOCK = 16
+_ALIGNMENT_BYTES = 256
+
+
+def least_ring_bytes(block_bytes: int) -> int:
+    """The smallest ring for blocks of so many bytes: two pieces of one block each."""
+    return 2 * (2 * _ALIGNMENT_BYTES + block_bytes)
+
+
+def blocks_of_piece(block_bytes: int, ring_bytes: int) -> int:
+    """How many blocks a piece has at most, so that the ring holds two pieces with their tables."""
+    room = (ring_bytes // 2 - 2 * _ALIGNMENT_BYTES) // (block_bytes + _TABLE_BYTES_PER_BLOCK)
+    return max(1, min(room, _PIECE_BYTES // block_bytes))
 
 
 class Place:
@@ -92,6 +107,7 @@ class StagingRing:
         2. There is not: the rest of the ring is skipped, as if it were taken, so that places stay in the order of age.
         """
         ended: list[Place] = []
+        nbytes = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES  # the next place begins aligned, too
         if self._next + nbytes > self.nbytes:  # 2
             self._claim(self._next, self.nbytes, ended)
             self._next = 0
@@ -129,9 +145,10 @@ class StagingRing:
 
 
 class Piece(NamedTuple):
-    """A staged piece: `kernel` goes to the lane's stream for kernels, `copies` to one for copies."""
+    """A staged piece: `kernel`, which reads `table`, goes to the lane's stream for kernels, `copies` to another."""
 
-    kernel: Staged
+    kernel: Submit
+    table: Table
     copies: Submit
     place: Place
     ended: list[Place]
@@ -141,31 +158,29 @@ class PackCopier:
     """Carries the blocks of one group through a ring.
 
     Args:
-        shared: kernels and fragments.
+        shared: the kernels.
         copies: carries contiguous copies.
         rings: by direction: of stores, of loads.
-        group: index of the group.
+        block_bytes: of a block of its group.
     """
 
     is_kernel = True
 
     def __init__(
-        self, shared: GatherKernels, copies: Copier, rings: tuple[StagingRing, StagingRing], group: int
+        self, shared: PackKernels, copies: Copier, rings: tuple[StagingRing, StagingRing], block_bytes: int
     ) -> None:
-        self._kernels = GatherCopier(shared, 0)
-        self._copy_table = shared.copy_table
+        self._kernels = shared
         self._copies = copies
         self._rings = rings
-        self._fragments = shared.groups[group].fragments
-        self._nbytes = shared.groups[group].group.bytes_per_block
-        self.segment_operations = min(max(1, PIECE_BYTES // self._nbytes), copies.segment_operations)
+        self._nbytes = block_bytes
+        self.segment_operations = min(blocks_of_piece(block_bytes, rings[0].nbytes), copies.segment_operations)
 
     def prepare(self, plan: BlockPlan) -> BlockPlan:
         return plan
 
-    def queue_cost(self, operations: int) -> int:
+    def queue_cost(self, operations: int) -> int:  # noqa: ARG002
         """Of the kernel; `copy_cost` is that of the copies."""
-        return self._kernels.queue_cost(operations)
+        return LAUNCH_PLACES
 
     def copy_cost(self, operations: int) -> int:
         return self._copies.queue_cost(operations)
@@ -176,7 +191,7 @@ class PackCopier:
         table = self._kernels.write_blocks(work)
         if table is None:
             return None
-        head = -(-16 * count // 256) * 256
+        head = -(-_TABLE_BYTES_PER_BLOCK * count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         place, ended = self._rings[0 if work.direction is Direction.STORE else 1].take(head + count * nbytes)
         address = place.address + head + np.arange(count) * nbytes
         host = work.slot_address
@@ -188,15 +203,13 @@ class PackCopier:
         width = np.array([nbytes], dtype=np.uint64)
         plan = TransferPlan(work.direction, address.view(np.uint64), host.view(np.uint64), width, ONE, width, width)
         copies = self._copies.stage(plan, order)
-        assert copies is not None
-        launch = self._kernels.pack(work, self._fragments, place.address)
-        self._copy_table.pack((table.device_address, place.address, 2 * count))
-        kernel = Staged(partial(self._submit, launch), table)
-        return Piece(kernel, copies.submit, place, ended)
+        launch = self._kernels.launch(work, place.address)
+        self._kernels.copy_table.pack((table.device_address, place.address, 2 * count))
+        return Piece(partial(self._submit, launch), table, copies, place, ended)
 
     def _submit(self, launch: Submit, stream: int, start: int | None) -> None:
-        self._copy_table.queue(stream, 1)
+        self._kernels.copy_table.queue(stream, 1)
         launch(stream, start)
 
-    def stage(self, work: BlockPlan, order: SourceOrder) -> Staged | None:
+    def stage(self, work: BlockPlan, order: SourceOrder) -> Submit:  # noqa: ARG002
         raise AssertionError("a piece is staged by stage_piece")

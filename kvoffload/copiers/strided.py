@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvoffload.copiers.base import Staged
+from kvoffload.copiers.base import Submit
 from kvoffload.device.streams import SEGMENT_LIMIT
 from kvoffload.driver import Driver, SourceOrder, StridedTable
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
@@ -30,7 +30,7 @@ class StridedCopier:
     def queue_cost(self, operations: int) -> int:
         return operations
 
-    def stage(self, work: TransferPlan, order: SourceOrder) -> Staged:
+    def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
         count = len(work.device_address)
         rows = self._table.rows[:count]
         stores = work.direction is Direction.STORE
@@ -41,7 +41,7 @@ class StridedCopier:
         rows["width"], rows["height"] = work.width, work.height
         if self._batched:
             rows["order"] = order
-        return Staged(partial(self._submit, count))
+        return partial(self._submit, count)
 
     def _submit(self, count: int, stream: int, start: int | None) -> None:
         if start is not None:

@@ -35,7 +35,7 @@ from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.planning.layer_groups import PartsLike
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierName, CopyMethod
+from kvoffload.tuning import CopierName
 
 _FOR_INTEGRATIONS = frozenset(
     [
@@ -106,7 +106,7 @@ class Engine(Generic[_After, _Plan]):
         group: int = 0,
         first_sub_block: int = 0,
         after: _After = None,  # type: ignore[assignment]
-        copier: CopierName | CopyMethod | None = None,
+        copier: CopierName | None = None,
     ) -> Job:
         """Copy blocks from the device to pinned slots. Returns once the copies are queued on the GPU.
 
@@ -138,9 +138,7 @@ class Engine(Generic[_After, _Plan]):
                 `NO_WAIT`: nothing. A `ShardedEngine` takes a list or tuple with one such value per device, in their
                 order; or an object whose method `after()` returns one, such as `kvoffload.jax.OwnedCache`; or None or
                 `NO_WAIT` for all devices.
-            copier: "strided", "gather", "split", "batch" or "loop"; or a `CopyMethod`, which also gives the programs of
-                the kernel (1 to `sm_limit`; other numbers are moved into that range) and, for a split, its share of
-                the blocks (0: the profile's). None: the profile decides.
+            copier: "strided", "pack", "batch" or "loop". None: the profile decides.
 
         Returns:
             The job. A driver error while copies are queued, now or later, fails the job and raises nothing here.
@@ -167,7 +165,7 @@ class Engine(Generic[_After, _Plan]):
         group: int = 0,
         first_sub_block: int = 0,
         after: _After = None,  # type: ignore[assignment]
-        copier: CopierName | CopyMethod | None = None,
+        copier: CopierName | None = None,
         source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
@@ -189,7 +187,7 @@ class Engine(Generic[_After, _Plan]):
             parts: copy the planes in parts, one after the other, so that one layer's computation can start before later
                 layers have arrived: `job.order_before(stream, part=k)`. A number gives equal parts in the order of the
                 planes. A list gives the indices of the planes of each part, every plane once; then all devices must
-                have as many planes in the group. The copier "split" cannot copy parts.
+                have as many planes in the group. The copier "pack" cannot copy parts.
             urgent: go ahead of loads that wait on the host, but not of a load that has begun, of other urgent loads, or
                 of loads that this one must follow. `most_queued_bytes` bounds how long it waits for loads that are
                 queued on the GPU already.
@@ -213,7 +211,7 @@ class Engine(Generic[_After, _Plan]):
         group: int = 0,
         first_sub_block: int = 0,
         after: _After = None,  # type: ignore[assignment]
-        copier: CopierName | CopyMethod | None = None,
+        copier: CopierName | None = None,
         source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
@@ -232,7 +230,7 @@ class Engine(Generic[_After, _Plan]):
         transfers: Sequence[GroupTransfer],
         *,
         after: _After = None,  # type: ignore[assignment]
-        copier: CopierName | CopyMethod | None = None,
+        copier: CopierName | None = None,
     ) -> Job:
         """Store blocks of several groups as one transfer with one job. All is checked before anything happens.
 
@@ -254,7 +252,7 @@ class Engine(Generic[_After, _Plan]):
         transfers: Sequence[GroupTransfer],
         *,
         after: _After = None,  # type: ignore[assignment]
-        copier: CopierName | CopyMethod | None = None,
+        copier: CopierName | None = None,
         source_order: SourceOrderName = "auto",
         urgent: bool = False,
     ) -> Job:
@@ -285,7 +283,7 @@ class Engine(Generic[_After, _Plan]):
         *,
         group: int = 0,
         first_sub_block: int = 0,
-        copier: CopierName | CopyMethod | None = None,
+        copier: CopierName | None = None,
     ) -> _Plan:
         """What such a transfer would copy, how, and its expected time. Submits nothing. Raises
         as `store`, apart from what concerns `after`, room and a BlockCache.
@@ -362,11 +360,12 @@ class Engine(Generic[_After, _Plan]):
         with self.lock:
             in_flight, reports = self._in_flight, self._reports
             usage = zip(*(shard.parts.usage() for shard in self._shards), strict=True)
-            pinned_bytes, streams, streams_in_use, events, events_in_use = map(sum, usage)
+            pinned_bytes, staging_bytes, streams, streams_in_use, events, events_in_use = map(sum, usage)
             return EngineStatistics(
                 simulated=any(device.simulated for device in self.devices),
                 num_slots=self.num_slots,
                 pinned_bytes=pinned_bytes,
+                staging_bytes=staging_bytes,
                 in_flight=self.in_flight,
                 held=sum(record.held for queue in in_flight.both for record in list(queue.transfers)),
                 unreported=len(reports.results),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
 from kvoffload.device.host_memory import HostMemory
@@ -53,13 +54,13 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         num_slots: how many slots the pinned pool has, `layout.slot_bytes` bytes each. None: 1024. With 0 slots the
             engine pins nothing and refuses every slot id.
         host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots`.
-        sm_limit: how many multiprocessors a copy kernel may use. 0 forbids kernels and compiles none. (The simulated
-            device runs a kernel only if you ask for it, since it interprets kernels slowly.) If kernels cannot be
-            loaded, you get a KVOffloadWarning, and the copy engine carries all transfers.
-        prefer: "overlap", for a GPU that computes during transfers: selects the copy method that costs least, counting
-            its own time and the time that computation loses, in the worse of two kinds of computation. "latency":
-            selects the one that ends soonest on an idle GPU. Either way the copy engine wins over a kernel if it is
-            within 1.1 times of the best.
+        staging_bytes: device memory for each direction through which the copier "pack" carries blocks whose planes are
+            apart: a kernel, for some microseconds on all multiprocessors, packs them there. Allocated when that copier
+            is first used; at least room for two blocks. 0 forbids kernels and compiles none. (The simulated device runs
+            a kernel only if you ask for it, since it interprets kernels slowly.) If kernels cannot be loaded, you get a
+            KVOffloadWarning, and the copy engine carries all transfers.
+        prefer: "overlap", for a GPU that computes during transfers: selects the copier that costs least in the worse of
+            two kinds of computation. "latency": selects the one that ends soonest on an idle GPU.
         profile: what transfers cost here, see `kvoffload.tuning`. None: the one that `kvoffload tune` measured for this
             GPU, driver, link and bindings, else one from the package.
         max_in_flight: how many jobs may be unfinished at a time. The next submission raises CapacityError.
@@ -73,7 +74,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
             exception from it ends the constructor, and nothing stays pinned. Not called for `host_memory`.
 
     Attributes:
-        layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given, with defaults filled in.
+        layout, device, num_slots, staging_bytes, prefer, profile, max_in_flight: as given, with defaults filled in.
         lock: guards the engine, and a BlockCache on it. Take it with `with` only. While you hold it, the engine treats
             calls as calls inside another call: it refuses them, or answers without asking the GPU.
 
@@ -95,7 +96,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         device: Device,
         num_slots: int | None = None,
         host_memory: HostMemory | None = None,
-        sm_limit: int = 4,
+        staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",
         profile: Profile | None = None,
         max_in_flight: int = 4096,
@@ -104,12 +105,12 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        given = num_slots, sm_limit, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
+        given = num_slots, staging_bytes, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
         options = EngineOptions(*given, host_memory=host_memory)
         self._shard = shard = Shard(layout, device, options, self._shared, most_reports=MOST_REPORTS)
         self._shards, self._names = (shard,), ("",)
         self.layout, self.device, self.devices, self.num_slots = layout, device, (device,), shard.num_slots
-        self.sm_limit, self.prefer, self.profile = shard.sm_limit, shard.prefer, shard.profile
+        self.staging_bytes, self.prefer, self.profile = shard.staging_bytes, shard.prefer, shard.profile
         self.max_in_flight = shard.parts.in_flight.max_in_flight
         self._parts, self._in_flight, self._reports = shard.parts, shard.parts.in_flight, shard.reports
         # Bound methods, not methods that call them: this is on the path of every transfer.

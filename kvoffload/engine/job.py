@@ -18,7 +18,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from kvoffload.copiers import Share
 from kvoffload.copiers.pack import Place
@@ -31,7 +31,7 @@ from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import StreamLike
 from kvoffload.internal.waiting import wait_until
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName
 
 
 class State(enum.IntEnum):
@@ -92,7 +92,7 @@ class Transfer:
     """One submitted store or load. The engine's lock guards it; `Job` is the caller's handle on it.
 
     Attributes:
-        id, direction, nbytes, num_parts, method, reason: as `Job` has them.
+        id, direction, nbytes, num_parts, copier, reason: as `Job` has them.
         sequence: counts the transfers of its direction.
         shares: in the order in which they are queued; they run at the same time.
         engine: its engine, which it keeps alive while it is in flight.
@@ -116,7 +116,7 @@ class Transfer:
     # Values that most transfers start with stay in the class: assigning them to each would take 1 us.
     simulated = False
     source_order = SourceOrder.STREAM
-    method: CopyMethod | None = None
+    copier: CopierName | Literal["none"] = "none"
     reason = "nothing to copy"
     state = State.NEW
     sequence = 0
@@ -157,10 +157,6 @@ class Transfer:
     @property
     def held(self) -> bool:
         return not self.enqueued
-
-    @property
-    def copier(self) -> str:
-        return "none" if self.method is None else self.method.copier
 
     def fail(self, cause: BaseException) -> None:
         """Queue no more segments. The transfer has failed when the queued ones have ended."""
@@ -260,12 +256,6 @@ class ShardedTransfer:
         return math.nan if any(map(math.isnan, each)) else max(each, default=0.0)
 
     @property
-    def method(self) -> CopyMethod | None:
-        """The copy method of all shards; None if they differ, or if there is nothing to copy."""
-        methods = {transfer.method for transfer in self.transfers}
-        return methods.pop() if len(methods) == 1 else None
-
-    @property
     def copier(self) -> str:
         """The copiers of the shards, each once, joined by "+"."""
         return "+".join(dict.fromkeys(transfer.copier for transfer in self.transfers)) or "none"
@@ -291,7 +281,7 @@ class TransferResult(NamedTuple):
             not count, but if the transfer did not fit into the driver's queues, waits of later segments do. NaN if it
             failed or the driver could not say; 0 if it was empty. For several devices, the longest. Invented on a
             simulated device.
-        copier: "strided", "gather", "split", "batch" or "loop"; "none" for an empty transfer; the names of all, joined
+        copier: "strided", "pack", "batch" or "loop"; "none" for an empty transfer; the names of all, joined
             by "+", if devices used different ones.
         error: why it failed, or None.
     """
@@ -352,7 +342,7 @@ class Job(Waitable[TransferResult]):
 
     A job of a `ShardedEngine` is the transfer on all of its devices. It is done when it has ended on all of them, and
     fails if it fails on one. `nbytes` sums over the devices. `error` is that of the first device, in their order, that
-    has failed. If devices use different methods, `method` is None, and `copier` has the names of all, joined by "+".
+    has failed. If devices use different copiers, `copier` has the names of all, joined by "+".
     """
 
     __slots__ = ("__weakref__", "_engine", "_transfer")
@@ -387,15 +377,8 @@ class Job(Waitable[TransferResult]):
         return self._transfer.num_parts
 
     @property
-    def method(self) -> CopyMethod | None:
-        """The copy method: copier, programs of the kernel and their share. None for an empty transfer, or if devices
-        use different ones.
-        """
-        return self._transfer.method
-
-    @property
     def reason(self) -> str:
-        """Why that copy method was selected, for people to read."""
+        """Why that copier was selected, for people to read."""
         return self._transfer.reason
 
     @property

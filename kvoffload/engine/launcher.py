@@ -2,26 +2,26 @@
 
 The shares of a transfer run at the same time if they are on different streams. Segments of a share follow each other.
 
-    lane's stream for kernels   ─markers, previous, conflict─●start─[kernel's share]──────●
-    lane's stream for copies                         wait start ─[segment]─●─[segment]─ wait ●─●end
+    stream for copies           ─markers, previous, conflict─●start─[first share]─────────●
+    another stream for copies                        wait start ─[segment]─●─[segment]─ wait ●─●end
 
 A load in parts has one share. No segment has two parts, so a part has ended at the event behind its last segment.
 
-    lane's stream for copies    ─markers, ...─●start─[part 0]─●─[some of part 1]─●─[the rest]─●─[part 2]─●end
+    stream for copies           ─markers, ...─●start─[part 0]─●─[some of part 1]─●─[the rest]─●─[part 2]─●end
 
 Call everything here under the engine's lock, with the context current and `InFlight.consistent` False.
 """
 
 from __future__ import annotations
 
-from kvoffload.copiers import Share, Staged
-from kvoffload.copiers.pack import PackCopier, Place
+from kvoffload.copiers import PackCopier, Share
+from kvoffload.copiers.pack import Place
 from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
 from kvoffload.errors import DriverError, KVOffloadError
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import BlockPlan, Direction
 
 _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
 
@@ -67,17 +67,16 @@ class Launcher:
         if conflict is not None and not (conflict.enqueued or conflict.finished):  # 1
             return False
         transfer.submitting = True  # before the first driver call, so that a repair knows of it (5)
-        ahead: dict[int, Staged] = {}
         try:
             while not transfer.enqueued:  # 2
-                if not self._enqueue_segment(queue, transfer, ahead):  # 3
+                if not self._enqueue_segment(queue, transfer):  # 3
                     break
         except KVOffloadError as error:  # 4
             self.fail(transfer, error)
         transfer.submitting = False
         return transfer.enqueued
 
-    def _enqueue_segment(self, queue: TransferQueue, transfer: Transfer, ahead: dict[int, Staged]) -> bool:
+    def _enqueue_segment(self, queue: TransferQueue, transfer: Transfer) -> bool:
         """Queue the next segment, then record an event behind it. False if there is no room. Before the segment,
 
         1. if it is the transfer's first: the stream waits for all that the transfer follows, and records `start`;
@@ -98,29 +97,14 @@ class Launcher:
             return self._enqueue_piece(queue, transfer, copier, stop, nbytes)
         # Look for room first: with a full queue the driver call would block, under the engine's lock.
         places = copier.queue_cost(stop - begin) + EVENT_COST
-        stream = stream_with_room(queue.lane, places, copier.is_kernel)
+        stream = stream_with_room(queue.lane, places, kernel=False)
         if stream is None:
             return False
         first = number == 0 and begin == 0
-        if first and self._most_bytes is None:
-            # Stage the later shares now, so that they are ready while the first runs. Kernels come first and are staged
-            # when they are queued; staged copies have no table, and so may be discarded.
-            for later, (rest, carrier, _, _) in enumerate(transfer.shares[1:], start=1):
-                if not carrier.is_kernel:
-                    prepared = carrier.stage(rest.cut(0, carrier.segment_operations), transfer.source_order)
-                    assert prepared is not None
-                    assert prepared.table is None
-                    ahead[later] = prepared
-        if ahead and number in ahead:
-            staged: Staged | None = ahead.pop(number)
-        else:
-            staged = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
-        if staged is None:  # no room in the tables
-            return False
+        submit = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         # Record it before any driver call: after an interrupt, the record says which work the GPU may have.
         previous = transfer.segments[-1] if transfer.segments else None
         segment = Segment(number, transfer.part, stream, places)
-        segment.table = staged.table
         transfer.segments.append(segment)
         stream.places += places
         if nbytes:
@@ -136,7 +120,7 @@ class Launcher:
         elif previous is not None and previous.stream is not stream:
             assert previous.event is not None
             self._driver.stream_wait_event(stream.handle, previous.event)
-        staged.submit(stream.handle, transfer.start if first else None)
+        submit(stream.handle, transfer.start if first else None)
         self._end_segment(transfer, segment, stop)
         return True
 
@@ -162,6 +146,7 @@ class Launcher:
         copies = stream_with_room(lane, copy_places + EVENT_COST, kernel=False)
         if kernels is None or copies is None:
             return False
+        assert isinstance(work, BlockPlan)
         piece = copier.stage_piece(work.cut(begin, stop), transfer.source_order)
         if piece is None:  # no room in the tables
             return False
@@ -169,7 +154,7 @@ class Launcher:
         previous = transfer.segments[-1] if transfer.segments else None
         by_kernel = Segment(number, transfer.part, kernels, kernel_places + EVENT_COST)
         by_copies = Segment(number, transfer.part, copies, copy_places + EVENT_COST)
-        by_kernel.table = piece.kernel.table
+        by_kernel.table = piece.table
         stores = transfer.direction is Direction.STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
         front.place = back.place = piece.place
@@ -198,7 +183,7 @@ class Launcher:
         if stores:
             if start is not None:
                 self._driver.event_record(start, copies.handle)
-            piece.kernel.submit(kernels.handle, None)
+            piece.kernel(kernels.handle, None)
         else:
             piece.copies(copies.handle, start)
         front.event = self._mark(front.stream)
@@ -206,7 +191,7 @@ class Launcher:
         if stores:
             piece.copies(copies.handle, None)
         else:
-            piece.kernel.submit(kernels.handle, None)
+            piece.kernel(kernels.handle, None)
         self._end_segment(transfer, back, stop)
         return True
 
@@ -228,7 +213,7 @@ class Launcher:
         `begin` while there is no room.
 
         A segment has at most a quarter of the bound, or one operation, so that the stream has work while the next one
-        is queued. All parts of a load are cut at the same blocks, since they share the tables of these blocks.
+        is queued.
         """
         assert self._most_bytes is not None
         of_each = max(1, share.nbytes // share.size)
@@ -267,7 +252,7 @@ class Launcher:
     def _follow(
         self, queue: TransferQueue, transfer: Transfer, stream: LaneStream, also: LaneStream | None = None
     ) -> None:
-        """Have a transfer's first stream wait for all that the transfer must follow, and `also` for all but the transfer
+        """Have a transfer's first stream wait for all that the transfer must follow, and `also` for all but the one
         before it in its lane.
         """
         for marker in transfer.markers:

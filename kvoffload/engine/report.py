@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName
 
 
 class Alternative(NamedTuple):
-    """Another copy method, and its expected seconds on the GPU's clock; infinity if unknown."""
+    """Another copier, and its expected seconds on the GPU's clock; infinity if unknown."""
 
-    method: CopyMethod
+    copier: CopierName
     seconds: float
 
 
@@ -27,11 +27,11 @@ class PlanReport(HtmlRepresentation):
         nbytes: payload bytes.
         operations: the number of strided operations, after adjacent blocks of a slot are merged.
         rows: the rows of all operations together. The batch and loop copiers make one copy per row.
-        method, reason: the copy method, and why it is selected. `method` is None if there is nothing to copy.
+        copier, reason: the copier, and why it is selected. `copier` is None if there is nothing to copy.
         seconds: expected time on the GPU's clock, from the first copy on; infinity if unknown. With `prefer="overlap"`
-            it is the mean of the times beside large and beside small matrix products. With "latency", and for a method
+            it is the mean of the times beside large and beside small matrix products. With "latency", and for a copier
             that is never selected by itself, it is the time on an idle GPU.
-        alternatives: the other methods that the engine could select, in its order of preference. That is not the order
+        alternatives: the other copiers that the engine could select, in its order of preference. That is not the order
             of `seconds`: see `prefer` of `OffloadEngine`.
         profile: the source of the expected times. They are a real GPU's, on the simulated device, too.
         simulated: whether the device is simulated.
@@ -42,7 +42,7 @@ class PlanReport(HtmlRepresentation):
     nbytes: int
     operations: int
     rows: int
-    method: CopyMethod | None
+    copier: CopierName | None
     reason: str
     seconds: float
     alternatives: tuple[Alternative, ...]

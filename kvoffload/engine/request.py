@@ -21,7 +21,7 @@ from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierName, CopyMethod
+from kvoffload.tuning import CopierName
 
 SourceOrderName = Literal["auto", "stream", "any"]
 SOURCE_ORDERS: tuple[SourceOrderName, ...] = ("auto", "stream", "any")
@@ -49,7 +49,7 @@ class Request(NamedTuple):
     first_sub_block: int
     sources: tuple[Any, ...]
     arrays: bool
-    copier: CopierName | CopyMethod | None
+    copier: CopierName | None
     source_order: SourceOrderName
     parts: Parts | None
     urgent: bool
@@ -97,7 +97,7 @@ class Limits(NamedTuple):
         group: int,
         first_sub_block: int,
         after: After,
-        copier: CopierName | CopyMethod | None = None,
+        copier: CopierName | None = None,
         source_order: SourceOrderName = "auto",
         *,
         parts: int | Sequence[Sequence[int]] | None = None,

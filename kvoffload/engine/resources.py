@@ -34,7 +34,9 @@ class EngineResources:
         slot_addresses: host addresses of the slots, int64, (num_slots,).
     """
 
-    def __init__(self, device: Device, in_flight: InFlight, reports: Reports, sm_limit: int, priority: int) -> None:
+    def __init__(
+        self, device: Device, in_flight: InFlight, reports: Reports, copiers: CopierSet, priority: int
+    ) -> None:
         driver = self._driver = device.driver
         self._numa_cpus = hostinfo.numa_node_cpus(device.pci.numa_node)
         self._stream_priority = priority
@@ -44,7 +46,7 @@ class EngineResources:
         self.pinning_seconds = 0.0
         self.slot_addresses: Int64Array
         self._slot_bytes = 0
-        self.copiers = CopierSet(driver, device.capabilities, sm_limit)
+        self.copiers = copiers
         self.in_flight = in_flight
         self.launcher = Launcher(driver, self.in_flight)
         self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers, reports)
@@ -68,7 +70,7 @@ class EngineResources:
         self.pinning_seconds = time.perf_counter() - begin
         slot_stride = None if host_memory is None else host_memory.slot_stride
         self.slot_addresses = addresses_of_slots(layout, self.memory.address, num_slots, slot_stride)
-        self.copiers.open(layout, self.memory)
+        self.copiers.open(layout)
         for queue in self.in_flight.both:
             queue.lane.open(self._stream_priority)
 
@@ -99,8 +101,10 @@ class EngineResources:
             )
         )
 
-    def usage(self) -> tuple[int, int, int, int, int]:
-        """Pinned bytes, streams, streams in use, events, events in use. Inside another call, counted from the truth."""
+    def usage(self) -> tuple[int, int, int, int, int, int]:
+        """Pinned bytes, staging bytes, streams, streams in use, events, events in use. Inside another call, counted
+        from the truth.
+        """
         in_flight = self.in_flight
         lanes = [queue.lane for queue in in_flight.both]
         streams_in_use = sum(lane.in_use for lane in lanes)
@@ -111,7 +115,8 @@ class EngineResources:
             events_in_use = len({event for transfer in transfers for event in transfer.events()})
         streams = sum(len(lane.streams) for lane in lanes) + len(self.wait_streams)
         events = in_flight.timers.created + in_flight.markers.created
-        return self.memory.pinned_bytes, streams, streams_in_use, events, events_in_use
+        staging_bytes = self.copiers.staging_bytes
+        return self.memory.pinned_bytes, staging_bytes, streams, streams_in_use, events, events_in_use
 
 
 def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayout) -> int:

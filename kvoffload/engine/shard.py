@@ -3,7 +3,7 @@
 A transfer goes through three calls, under the lock and with the device's context current:
 
     check      refuse whatever can be refused: nothing has happened
-    prepare    make its record, select the copy method, find what it must follow, and record markers on the caller's
+    prepare    make its record, select the copier, find what it must follow, and record markers on the caller's
                streams, which CUDA may refuse
     enqueue    put it in flight, and queue as many segments as there is room for; a driver error fails it
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from kvoffload.copiers import Share, shape_of, shares_together
+from kvoffload.copiers import CopierSet, Share, checked_staging, shape_of, shares_together
 from kvoffload.copiers.selection import check_prefer, rank
 from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
@@ -44,7 +44,7 @@ from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
-from kvoffload.tuning import CopyMethod, Profile, profile_for
+from kvoffload.tuning import CopierName, Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
 QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
@@ -56,7 +56,7 @@ class EngineOptions:
     """The arguments of an engine that all its devices share; see `OffloadEngine`."""
 
     num_slots: int | None
-    sm_limit: int
+    staging_bytes: int
     prefer: Prefer
     profile: Profile | None
     max_in_flight: int
@@ -111,7 +111,7 @@ class Shard:
         device.check_stream_priority(options.stream_priority)
         device.refuse_nested("OffloadEngine")
         device.reclaim()
-        self.sm_limit = at_least("sm_limit", options.sm_limit, 0)
+        self.staging_bytes = checked_staging(options.staging_bytes, layout)
         self.prefer = check_prefer(options.prefer)
         self.profile = profile_for(device) if profile is None else profile
         max_in_flight = at_least("max_in_flight", options.max_in_flight, 1)
@@ -129,7 +129,8 @@ class Shard:
         with device.lifecycle, device.current():
             self.folds = Folds(layout, device.allocations(layout))
             in_flight = InFlight(device.driver, max_in_flight, self._hazards, most_bytes)
-            self.parts = EngineResources(device, in_flight, self.reports, self.sm_limit, options.stream_priority)
+            copiers = CopierSet(device.driver, device.capabilities, layout, self.staging_bytes)
+            self.parts = EngineResources(device, in_flight, self.reports, copiers, options.stream_priority)
             self._resource = device.adopt(self, self.parts.release, "an OffloadEngine")
             try:
                 self.parts.open(layout, self.num_slots, options.host_memory, options.progress)
@@ -177,15 +178,16 @@ class Shard:
         opposed = len(opposite.transfers) > 0
         # 2. plan, 3. select
         if len(requests) == 1:
-            method, reason, shares, nbytes = self._select(request, opposed)
-        else:  # the method is that of most bytes
+            copier, reason, share = self._select(request, opposed)
+            shares: tuple[Share, ...] = (share,)
+        else:  # the copier is that of most bytes
             each = [self._select(one, opposed) for one in requests]
-            method, _, _, nbytes = max(each, key=lambda selected: selected[3])
+            copier = max(each, key=lambda selected: selected[2].nbytes)[0]
             reasons = zip(requests, (selected[1] for selected in each), strict=True)
             reason = "; ".join(dict.fromkeys(f"group {one.group}: {text}" for one, text in reasons))
-            shares = shares_together([share for selected in each for share in selected[2]])
-            nbytes = sum(selected[3] for selected in each)
+            shares = shares_together([selected[2] for selected in each])
         # 4. order: what it must follow
+        nbytes = sum([share.nbytes for share in shares])
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
         transfer.simulated = self.driver.simulated
         if direction is Direction.LOAD:
@@ -198,8 +200,7 @@ class Shard:
                 on_slots = hazards.latest_on_slots(other, one.slots)
                 latest = max(latest, on_slots, hazards.latest_on_blocks(other, one.group, one.blocks))
             transfer.conflict = opposite.unfinished(latest)
-        transfer.method, transfer.reason = method, reason
-        transfer.shares = shares
+        transfer.copier, transfer.reason, transfer.shares = copier, reason, shares
         timers, markers = in_flight.timers, in_flight.markers
         in_flight.consistent = False
         for stream in streams:
@@ -240,10 +241,10 @@ class Shard:
         transfer.submitting = False
         in_flight.consistent = True
 
-    def _select(self, request: Request, opposed: bool) -> tuple[CopyMethod, str, tuple[Share, ...], int]:
+    def _select(self, request: Request, opposed: bool) -> tuple[CopierName, str, Share]:
         plan, copiers = self._plan(request), self.parts.copiers
-        method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
-        return method, reason, copiers.shares(method, plan), plan.nbytes
+        copier, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
+        return copier, reason, copiers.share(copier, plan)
 
     def _plan(self, request: Request) -> BlockPlan:
         group, parts = request.group, request.parts
@@ -296,20 +297,20 @@ class Shard:
         if len(plan) == 0:
             nothing = (plan.direction, 0, 0, 0, 0, None, "nothing to copy", 0.0, ())
             return PlanReport(*nothing, profile=source, simulated=simulated)
-        method, reason = copiers.select(plan, request.copier, profile, self.prefer)
+        copier, reason = copiers.select(plan, request.copier, profile, self.prefer)
         shape = shape_of(plan)
-        ranked = rank(shape, copiers.offered, profile, self.prefer, self.sm_limit)
-        others = [each for each in ranked if each.method.label != method.label]
+        ranked = rank(shape, copiers.offered(plan), profile, self.prefer, plan.group.num_parts)
+        others = [each for each in ranked if each.copier != copier]
         return PlanReport(
             direction=shape.direction,
             blocks=shape.blocks,
             nbytes=shape.nbytes,
             operations=shape.operations,
             rows=shape.rows,
-            method=method,
+            copier=copier,
             reason=reason,
-            seconds=next((each.seconds for each in ranked if each.method == method), profile.seconds(method, shape)),
-            alternatives=tuple(Alternative(each.method, each.seconds) for each in others),
+            seconds=next((each.seconds for each in ranked if each.copier == copier), profile.seconds(copier, shape)),
+            alternatives=tuple(Alternative(each.copier, each.seconds) for each in others),
             profile=source,
             simulated=simulated,
         )

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.current import make_current
 from kvoffload.device.device import Device, checked_devices
 from kvoffload.device.pinned import Progress
@@ -57,8 +58,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             stay allocated until the engine is closed.
         devices: the devices that hold the planes, all opened by this process.
         num_slots: slots in each device's pool, of that layout's `slot_bytes`. (There is no `host_memory` here.)
-        sm_limit: how many multiprocessors of each GPU a copy kernel may use; 0 forbids kernels.
-        prefer: "overlap" selects copy methods for GPUs that compute during transfers, "latency" those that end soonest
+        staging_bytes: memory of each device, for each direction, for the copier "pack"; 0 forbids kernels.
+        prefer: "overlap" selects copiers for GPUs that compute during transfers, "latency" those that end soonest
             on idle GPUs.
         profile: what transfers cost, for all devices. None: for each device the profile of its GPU.
         max_in_flight: jobs that may be unfinished at a time, on all devices together.
@@ -91,7 +92,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         *,
         devices: Sequence[Device],
         num_slots: int = 1024,
-        sm_limit: int = 4,
+        staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",
         profile: Profile | None = None,
         max_in_flight: int = 4096,
@@ -106,7 +107,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             raise ValueError(
                 f"devices must be as many as layouts, one for each: got {len(self.devices)}, and {count} layouts"
             )
-        given = num_slots, sm_limit, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
+        given = num_slots, staging_bytes, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
         shards: list[Shard] = []
         try:
             for layout, device in zip(self.layout.layouts, self.devices, strict=True):

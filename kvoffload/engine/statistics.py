@@ -30,6 +30,8 @@ class EngineStatistics:
         simulated: whether a device is simulated, and `seconds` with it.
         num_slots: slots of the pool.
         pinned_bytes: bytes of the slots while they are pinned; 0 after `close`.
+        staging_bytes: device memory of the staging rings, see `OffloadEngine`; 0 before "pack" is used, and after
+            `close`.
         in_flight: jobs that are not known to have ended.
         held: jobs in flight with copies that wait on the host for room in the driver's queues.
         unreported: ended jobs that `poll` will report.
@@ -42,6 +44,7 @@ class EngineStatistics:
     simulated: bool
     num_slots: int
     pinned_bytes: int
+    staging_bytes: int
     in_flight: int
     held: int
     unreported: int

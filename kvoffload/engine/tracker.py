@@ -74,13 +74,13 @@ class Tracker:
         return transfer.enqueued and not segments
 
     def _release(self, transfer: Transfer, segment: Segment) -> None:
-        """Free the places, the event and the table of an ended segment; not a table that a later segment reads."""
+        """Free the places, the event and the table of an ended segment."""
         segment.stream.places -= segment.places
         if segment.nbytes:
             segment.stream.nbytes -= segment.nbytes
         if segment.event is not None and segment.event != transfer.end:
             self._in_flight.markers.idle.append(segment.event)
-        if segment.table is not None and all(each.table is not segment.table for each in transfer.segments):
+        if segment.table is not None:
             segment.table.release()
         if segment.place is not None and all(each.place is not segment.place for each in transfer.segments):
             segment.place.released = True

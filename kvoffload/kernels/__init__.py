@@ -5,7 +5,7 @@
     load_kernel     a LoadedKernel, from the cache folder or from Triton        loader.py, store.py, compiler.py
     compile_kernel  machine code and PTX; needs neither a GPU nor a driver      compiler.py
 
-The kernels themselves are in modules of their own (gather.py, compute.py), which import Triton and so are
+The kernels themselves are in modules of their own (pack.py, compute.py), which import Triton and so are
 imported by name, when they are compiled. A kernel in the cache folder is loaded without Triton.
 """
 

@@ -197,6 +197,7 @@ def engine_card(
         rows += [
             ("jobs", f"{statistics.in_flight:,} in flight, {held}"),
             ("in use", f"{streams}, {statistics.events_in_use} of {plural(statistics.events, 'event')}"),
+            ("staging rings", f"{size(statistics.staging_bytes)} of device memory"),
         ]
         lines = []
         for name, each in (("store", statistics.store), ("load", statistics.load)):
@@ -205,7 +206,7 @@ def engine_card(
         totals = table(lines, ("", "done", "failed", "bytes", "GB/s on the GPU clock"))
     rows += [
         ("copiers", _copiers(copiers, simulated=device.simulated)),
-        ("selected by", f"prefer={engine.prefer!r}, at most {plural(engine.sm_limit, 'SM')}; {engine.profile.source}"),
+        ("selected by", f"prefer={engine.prefer!r}; {engine.profile.source}"),
     ]
     return card("OffloadEngine", _marks(device, closed=closed), table(rows), totals)
 
@@ -221,7 +222,7 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
     """The copiers that can run on one line, and a line with the reason for each that cannot."""
     able = [name for name, reason in copiers.items() if reason is None]
     interpreted = " (kernels are interpreted here: only when asked for by name)" if simulated else ""
-    lines = [", ".join(able) + (interpreted if "gather" in able else "")]
+    lines = [", ".join(able) + (interpreted if "pack" in able else "")]
     lines += [f"not {name}: {reason}" for name, reason in copiers.items() if reason is not None]
     return join(element("div", line) for line in lines)
 
@@ -280,9 +281,9 @@ def plan_card(report: PlanReport) -> Markup:
         ("why", report.reason),
         ("expected from", report.profile),
     ]
-    methods = [] if report.method is None else [(report.method, report.seconds), *report.alternatives]
+    methods = [] if report.copier is None else [(report.copier, report.seconds), *report.alternatives]
     lines = [
-        (str(method), duration(seconds), _rate(report.nbytes, seconds), "chosen" if method is report.method else "")
+        (str(method), duration(seconds), _rate(report.nbytes, seconds), "chosen" if method is report.copier else "")
         for method, seconds in methods
     ]
     times = table(lines, ("method", "expected", "GB/s", ""))

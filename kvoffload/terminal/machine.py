@@ -11,23 +11,22 @@ from kvoffload.kernels import KernelSpec, load_kernel
 from kvoffload.planning.transfer_plan import Direction
 
 
-def aligned_gather_kernel(direction: Direction, programs: int, row_bytes: int = 2048) -> KernelSpec:
-    """The gather kernel for planes whose addresses and strides are multiples of 16 bytes, in rows of `row_bytes` (a
+def aligned_pack_kernel(direction: Direction, row_bytes: int = 2048) -> KernelSpec:
+    """The kernel of pack for planes whose addresses and strides are multiples of 16 bytes, in rows of `row_bytes` (a
     power of two that divides the bytes of a block) and words of 8 bytes.
     """
-    return kernel_spec(FragmentShape(fragment_bytes=row_bytes, word_bytes=8, alignment=16), direction, programs)
+    return kernel_spec(FragmentShape(fragment_bytes=row_bytes, word_bytes=8, alignment=16), direction)
 
 
-def missing_copiers(device: Device, sm_limit: int = 1) -> dict[str, str | None]:
+def missing_copiers(device: Device) -> dict[str, str | None]:
     """For every copier None, or why it cannot run on the device; a kernel is tried by loading one."""
-    missing = why_not(device.capabilities, sm_limit)
-    if missing["gather"] is None:
-        spec = aligned_gather_kernel(Direction.LOAD, 1)
+    missing = why_not(device.capabilities)
+    if missing["pack"] is None:
         try:
             with device.current():
-                load_kernel(device.driver, device.capabilities, spec).close()
+                load_kernel(device.driver, device.capabilities, aligned_pack_kernel(Direction.LOAD)).close()
         except CapabilityError as error:
-            missing["gather"] = missing["split"] = str(error)
+            missing["pack"] = str(error)
     return missing
 
 

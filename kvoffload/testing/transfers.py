@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffload.copiers import NAMES
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
-from kvoffload.layout.planes import Plane
+from kvoffload.layout.planes import Plane, SlotOrder
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierName, CopyMethod
+from kvoffload.tuning import COPIERS, CopierName
 
 POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulated memory holds
 
@@ -276,7 +275,7 @@ def check_copier_conformance(
         with device.allocate(64) as buffer:
             layout = KVLayout([[Plane(buffer.address, block_bytes=64, num_blocks=1, owner=buffer)]])
             with OffloadEngine(layout, device=device, num_slots=1) as engine:
-                names = [name for name in NAMES if name not in engine.missing_copiers]
+                names = [name for name in COPIERS if name not in engine.missing_copiers]
     cases = []
     for kind, make in _LAYOUTS.items():
         for factor in (1, 3, 8) if kind == _INTERLEAVED else (1, 3):
@@ -284,10 +283,6 @@ def check_copier_conformance(
                 nbytes = _check_copier(device, make, factor, copier, seed)
                 cases.append(ConformanceCase(kind, factor, copier, nbytes))
     return cases
-
-
-# Kernels by as many programs as no default has, and a split of which both parts are there; others take no kernel.
-_METHODS: dict[CopierName, CopyMethod] = {"gather": CopyMethod("gather", 3, 1.0), "split": CopyMethod("split", 2, 0.4)}
 
 
 def _check_copier(
@@ -301,10 +296,12 @@ def _check_copier(
     planes, buffers = make(device)
     for buffer in buffers:
         scramble(buffer, seed)
-    layout = KVLayout([planes], blocks_per_slot=factor)
+    order: SlotOrder | None = "block-major" if copier == "pack" else None  # else it carries one block a slot
+    layout = KVLayout([planes], blocks_per_slot=factor, slot_order=order)
     num_slots = 16
-    method: CopierName | CopyMethod = _METHODS.get(copier, copier)
-    with OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=4 if copier in _METHODS else 0) as engine:
+    # a ring of a few blocks: pieces wait for each other, and the ring is gone round
+    staging_bytes = 8 * max(512, layout.groups[0].bytes_per_block) if copier == "pack" else 0
+    with OffloadEngine(layout, device=device, num_slots=num_slots, staging_bytes=staging_bytes) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)
         nbytes = 0
@@ -317,7 +314,7 @@ def _check_copier(
             for ids in (blocks,) if first_sub_block else (blocks, chance.permutation(blocks)):
                 for direction, each in ((Direction.STORE, ids), (Direction.LOAD, ids[::-1])):
                     job = engine.submit(
-                        direction, each, slots, first_sub_block=first_sub_block, after=NO_WAIT, copier=method
+                        direction, each, slots, first_sub_block=first_sub_block, after=NO_WAIT, copier=copier
                     )
                     mirror.expect(direction, each.tolist(), slots.tolist(), first_sub_block=first_sub_block)
                     nbytes += job.nbytes

@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from kvoffload.tuning.costs import COPIERS, WITH_PROGRAMS, Costs, Curve, FlatCosts, HostCosts, SplitCosts, StridedCosts
+from kvoffload.tuning.costs import COPIERS, Costs, Curve, FlatCosts, HostCosts, StridedCosts
 
 _SIGNIFICANT = 5  # digits kept of a measured value
 _LINE = 110
@@ -38,16 +38,6 @@ def render_costs(costs: Costs) -> dict[str, Any]:
             "row": [_us(each) for each in strided.row_seconds],
         },
         "flat": {name: _render_flat(flat) for name, flat in costs.flat.items()},
-        "gather": {str(programs): _render_flat(flat) for programs, flat in costs.gather.items()},
-        "split": {
-            str(programs): {
-                "extra": _us(split.extra),
-                "row_bytes": split.row_bytes,
-                "stretch": [short(each) for each in split.stretch],
-                "lean": [short(each) for each in split.lean],
-            }
-            for programs, split in costs.split.items()
-        },
     }
 
 
@@ -79,15 +69,7 @@ def parse_costs(fields: dict[str, Any]) -> Costs:
     costs = Costs(
         link=number(fields["link_gb_per_s"], above=0.0) * 1e9,
         flat={str(name): _parse_flat(flat) for name, flat in fields["flat"].items()},
-        gather={_whole(programs): _parse_flat(flat) for programs, flat in fields["gather"].items()},
     )
-    for programs, each in fields["split"].items():
-        sizes = _ascending(each["row_bytes"])
-        stretch, lean = (
-            tuple(number(factor, above=0.0) for factor in _of_length(each[name], len(sizes)))
-            for name in ("stretch", "lean")
-        )
-        costs.split[_whole(programs)] = SplitCosts(number(each["extra"]) * 1e-6, sizes, stretch, lean)
     strided = fields["strided"]
     if strided is None:
         return costs
@@ -101,13 +83,10 @@ def parse_host(fields: dict[str, Any]) -> HostCosts:
     return HostCosts(number(fields["fixed"]) * 1e-6, number(fields["copy"]) * 1e-6)
 
 
-def parse_label(text: str) -> str:
-    """A `CopyMethod.label`; ValueError for anything else."""
-    copier, space, programs = text.partition(" ")
-    if copier not in (WITH_PROGRAMS if space else COPIERS):
-        raise ValueError(f"{text!r:.40} is no copy method; known are {', '.join(COPIERS)}")
-    if space:
-        _whole(programs)
+def parse_copier(text: str) -> str:
+    """The name of a copier; ValueError for anything else."""
+    if text not in COPIERS:
+        raise ValueError(f"{text!r:.40} is no copier; known are {', '.join(COPIERS)}")
     return text
 
 

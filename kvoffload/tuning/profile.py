@@ -1,9 +1,9 @@
-"""Profiles: the costs of every copy method on a machine, measured there or shipped, kept as JSON.
+"""Profiles: the costs of every copier on a machine, measured there or shipped, kept as JSON.
 
 A profile belongs to a GPU's name, the driver, the link and the bindings; `kvoffload tune` measures one and keeps it in
 the cache folder. Without one there are two defaults: for H200-class GPUs on PCIe Gen5 x16, measured; and for every
 other GPU, derived from the first (see `limited_to`). `kvoffload.tuning.costs` computes times from it,
-`kvoffload.copiers.selection` chooses a copy method by them. Nothing here touches a device.
+`kvoffload.copiers.selection` chooses a copier by them. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvoffload.internal.hostinfo import generation_of
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning.costs import (
     FIELD,
-    CopyMethod,
+    CopierName,
     Costs,
     Curve,
     FlatCosts,
@@ -32,9 +32,9 @@ from kvoffload.tuning.costs import (
 )
 from kvoffload.tuning.costs_json import (
     number,
+    parse_copier,
     parse_costs,
     parse_host,
-    parse_label,
     pretty,
     render_costs,
     render_host,
@@ -44,7 +44,7 @@ from kvoffload.tuning.costs_json import (
 if TYPE_CHECKING:
     from kvoffload.device.device import Device
 
-FORMAT = 2
+FORMAT = 3
 _GEN4_X16 = 25e9  # bytes per second of payload that PCIe Gen4 x16 reaches, of 31.5 on the wire
 _H200_CLASS = ("H100", "H200", "H800", "GH200", "B100", "B200", "B300")
 
@@ -89,58 +89,35 @@ class Profile:
         host: by copier, how long a submission keeps its caller.
         around: by copier, how much longer a transfer takes for its caller (from the call until it is seen to have
             landed) than on the GPU's clock.
-        slowdowns: by `CopyMethod.label`, how many times as long a small matrix product takes concurrently with such
-            transfers.
         errors: by copier, how far expected times are off, for transfers that `costs` were not fitted to.
     """
 
     key: ProfileKey | None
     source: str
     costs: dict[Direction, Costs]
-    slowdowns: dict[str, float]
     errors: dict[str, Deviation] = field(default_factory=dict)
     situations: dict[Situation, dict[Direction, Costs]] = field(default_factory=dict)
     host: dict[str, HostCosts] = field(default_factory=dict)
     around: dict[str, HostCosts] = field(default_factory=dict)
     simulated: bool = False
 
-    def seconds(self, method: CopyMethod, shape: Shape, situation: Situation = Situation.IDLE) -> float:
-        """Expected seconds on the GPU's clock; infinity for a copy method that was not measured.
+    def seconds(self, copier: CopierName, shape: Shape, situation: Situation = Situation.IDLE) -> float:
+        """Expected seconds on the GPU's clock; infinity for a copier that was not measured.
 
         If the situation was not measured, the seconds are those on an idle GPU.
         """
-        return self.situations.get(situation, self.costs)[shape.direction].seconds(method, shape)
+        return self.situations.get(situation, self.costs)[shape.direction].seconds(copier, shape)
 
-    def host_seconds(self, method: CopyMethod, shape: Shape) -> float:
+    def host_seconds(self, copier: CopierName, shape: Shape) -> float:
         """How many seconds a submission is expected to keep its caller; 0.0 if unknown."""
-        return _host_seconds(self.host, method, shape)
+        return _host_seconds(self.host, copier, shape)
 
-    def seconds_around(self, method: CopyMethod, shape: Shape) -> float:
+    def seconds_around(self, copier: CopierName, shape: Shape) -> float:
         """How many more seconds a transfer is expected to take for its caller than on the GPU's clock; 0.0 if unknown.
 
         The caller's time goes from the call until it sees that the transfer has landed.
         """
-        return _host_seconds(self.around, method, shape)
-
-    def slowdown(self, method: CopyMethod) -> float:
-        """How many times as long a small matrix product takes concurrently with such transfers; 1.0 if unknown.
-
-        For a number of programs that was not measured this is the value of the next lower number, or of the lowest. For
-        a split that was not measured it is the value of the kernel alone.
-        """
-        known = self.slowdowns
-        if method.label in known or not method.programs:
-            return known.get(method.label, 1.0)
-        for copier in (method.copier, "gather"):
-            measured = [int(label.split(" ")[1]) for label in known if label.startswith(f"{copier} ")]
-            if measured:
-                lower = [programs for programs in measured if programs <= method.programs]
-                return known[f"{copier} {max(lower, default=min(measured))}"]
-        return 1.0
-
-    def split_share(self, shape: Shape, programs: int) -> float:
-        """The fraction of the blocks that the kernel should copy so that a split ends soonest; 0.0 if none helps."""
-        return self.costs[shape.direction].split_share(shape, programs)
+        return _host_seconds(self.around, copier, shape)
 
     def limited_to(self, link: float, source: str) -> Profile:
         """A default profile for the same GPU on a link of `link` bytes per second, which is slower.
@@ -158,9 +135,9 @@ class Profile:
         return f"Profile({self.source!r})"
 
 
-def _host_seconds(found: dict[str, HostCosts], method: CopyMethod, shape: Shape) -> float:
-    costs = found.get(method.copier)
-    return 0.0 if costs is None else costs.fixed + costs.copy * driver_copies(method.copier, shape)
+def _host_seconds(found: dict[str, HostCosts], copier: CopierName, shape: Shape) -> float:
+    costs = found.get(copier)
+    return 0.0 if costs is None else costs.fixed + costs.copy * driver_copies(copier, shape)
 
 
 def _limit(costs: Costs, link: float) -> Costs:
@@ -189,7 +166,6 @@ def _limit(costs: Costs, link: float) -> Costs:
         link=min(costs.link, link),
         strided=replace(strided, row_seconds=tuple(max(seconds, nbytes / link) for nbytes, seconds in rows)),
         flat={name: limit(flat) for name, flat in costs.flat.items()},
-        gather={programs: limit(flat) for programs, flat in costs.gather.items()},
     )
 
 
@@ -314,7 +290,6 @@ def render(profile: Profile) -> bytes:
         },
         "host": {name: render_host(costs) for name, costs in profile.host.items()},
         "around": {name: render_host(costs) for name, costs in profile.around.items()},
-        "slowdowns": {label: short(value) for label, value in profile.slowdowns.items()},
         "errors": {
             name: [short(each.median), short(each.worst), each.transfers] for name, each in profile.errors.items()
         },
@@ -340,9 +315,8 @@ def parse(content: bytes) -> Profile:
             situations={
                 each: _parse_directions(fields["situations"][each]) for each in FIELD if each in fields["situations"]
             },
-            host={parse_label(name): parse_host(each) for name, each in fields["host"].items()},
-            around={parse_label(name): parse_host(each) for name, each in fields["around"].items()},
-            slowdowns={parse_label(label): max(1.0, number(value)) for label, value in fields["slowdowns"].items()},
+            host={parse_copier(name): parse_host(each) for name, each in fields["host"].items()},
+            around={parse_copier(name): parse_host(each) for name, each in fields["around"].items()},
             errors={
                 str(name): Deviation(number(median), number(worst), int(number(transfers)))
                 for name, (median, worst, transfers) in fields["errors"].items()

@@ -49,8 +49,8 @@ class Options:
         max_tracker_size: chunks whose offers are counted, at least 1.
         kvoffload_policy: eviction policy: "prefix", "lru", "arc" or "s3fifo".
         kvoffload_prefer: "overlap" or "latency", see `OffloadEngine`.
-        kvoffload_sm_limit: multiprocessors that a copy kernel may use. 0: only copy engines, which suit vLLM's planes,
-            because they fold: on an H200 computation lost less, at more bandwidth (docs/benchmarks.md).
+        kvoffload_staging_bytes: device memory for each direction through which a kernel packs blocks, see
+            `OffloadEngine`; None: its default. 0: only copy engines.
         kvoffload_max_in_flight: unfinished transfers of a worker at a time, at least 1; None: see `OffloadEngine`.
         kvoffload_most_queued_bytes: bytes of one direction that the driver gets at a time, at least 1; None: see
             `OffloadEngine`.
@@ -69,7 +69,7 @@ class Options:
     max_tracker_size: int = 64_000
     kvoffload_policy: PolicyName = DEFAULT_POLICY
     kvoffload_prefer: Preference = "overlap"
-    kvoffload_sm_limit: int = 0
+    kvoffload_staging_bytes: int | None = None
     kvoffload_max_in_flight: int | None = None
     kvoffload_most_queued_bytes: int | None = None
     kvoffload_tiers: tuple[TierChoice, ...] = ()
@@ -110,7 +110,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kvoffload_prefer": get_args(Preference),
     "kvoffload_tier_write": get_args(WriteName),
 }
-_LOWEST = {"store_threshold": 0, "kvoffload_sm_limit": 0}
+_LOWEST = {"store_threshold": 0, "kvoffload_staging_bytes": 0}
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -20,7 +20,7 @@ from kvoffload.vllm.tiers import TiersOfWorkers
 from kvoffload.vllm.worker import KVOffloadWorker
 
 _ALIGNMENT = 4096  # of slots
-_ENGINE_OPTIONS = ("prefer", "sm_limit", "max_in_flight", "most_queued_bytes")
+_ENGINE_OPTIONS = ("prefer", "staging_bytes", "max_in_flight", "most_queued_bytes")
 
 
 class KVOffloadSpec(OffloadingSpec):

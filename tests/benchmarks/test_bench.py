@@ -16,7 +16,6 @@ from kvoffload.errors import DriverError
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
-from kvoffload.tuning import CopyMethod
 from kvoffload_bench.copy_methods import GridStride, bare_calls, bare_strided, flat_batch, time_engine, with_shares
 from kvoffload_bench.harness import SMALL, WARM_UP, ContiguousCopy, Lab, Scenario, time_rounds
 from kvoffload_bench.setup import Placement, TransferSetup
@@ -158,7 +157,7 @@ def methods_of(setup: TransferSetup, direction: Direction, grid: GridStride) -> 
         "grid": grid.timed(setup, direction, 12),
     }
     split = with_shares(setup, direction, [CopyMethod("split", 2)])
-    for copier in ("strided", "batch", "loop", CopyMethod("gather", 4, 1.0), *split):
+    for copier in ("strided", "batch", "loop", "pack", *split):
         methods[str(copier)] = lambda copier=copier: setup.seconds(setup.submit(direction, copier))  # type: ignore[misc]
     return methods
 

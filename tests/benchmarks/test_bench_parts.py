@@ -112,7 +112,7 @@ def test_times_are_medians_of_the_counted_rounds(pretending: Lab, monkeypatch: p
     monkeypatch.setattr(parts, "load", noted)
     monkeypatch.setattr(kvoffload.Job, "order_before", noted_order)
     geometry = MODELS["llama-3.1-8b"].scaled(1 / 64)
-    with TransferSetup(pretending, geometry, count=20, sm_limit=0) as setup, setup.smaller() as small_setup:
+    with TransferSetup(pretending, geometry, count=20, staging_bytes=0) as setup, setup.smaller() as small_setup:
         with closing(parts._Watch(pretending)) as watch:
             rows: list[dict[str, Any]] = list(parts._measure(setup, small_setup, watch, [1, 4], None))
         assert seen.count((4, "setup")) == seen.count((4, "small_setup")) == WARM_UP + 3

@@ -38,7 +38,7 @@ def test_a_warm_store_and_load_take_few_calls(settled: bool) -> None:
     blocks = list(range(8))
     with simulated() as device:
         planes = device.allocate_planes(64, block_bytes=256, num_blocks=16)
-        with OffloadEngine(KVLayout([planes]), device=device, num_slots=256, sm_limit=0) as engine:
+        with OffloadEngine(KVLayout([planes]), device=device, num_slots=256, staging_bytes=0) as engine:
             cache = BlockCache(engine)
             for start in range(0, 80, 8):
                 cache.store(keys(*range(start, start + 8)), blocks, after=NO_WAIT).wait(10)

@@ -18,21 +18,19 @@ from kvoffload.calibration.schedule import (
     TrialSet,
     check_sets,
     flat_sets,
-    restrict,
     same_trials,
-    split_sets,
     strided_sets,
 )
 from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
 from kvoffload.kernels import compile_kernel
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopyMethod, ProfileKey, default_profile
+from kvoffload.tuning import CopierName, ProfileKey, default_profile
 from kvoffload.tuning.fitting import Sample, fit
 
 H200 = ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")
 TINY = MINIATURE._replace(
     copy_bytes=(64,), copies=(4,), loop_bytes=(64,), loop_copies=(4,), row_bytes=(64,), heights=(2, 4),
-    operations=(2,), wide_bytes=(), split_bytes=(64,), split_blocks=(4,), gather_programs=(1,), split_programs=(1,),
+    operations=(2,), wide_bytes=(),
 )  # fmt: skip
 
 
@@ -40,31 +38,27 @@ TINY = MINIATURE._replace(
 
 
 def all_sets(scale: Scale, missing: dict[str, str]) -> list[TrialSet]:
-    scale = restrict(scale, missing)
-    costs = default_profile(H200).costs
-    timed = [*flat_sets(scale, missing), *strided_sets(scale), *split_sets(scale, costs)]
-    return timed + list(check_sets(scale, missing, costs))
+    return [*flat_sets(scale, missing), *strided_sets(scale), *check_sets(scale, missing)]
 
 
-def test_the_schedule_covers_every_copy_method_in_both_directions() -> None:
+def test_the_schedule_covers_the_copy_engine_in_both_directions() -> None:
     for direction in Direction:
-        labels = {trial.method.label for trial_set in all_sets(FULL, {}) for trial in trial_set.trials[direction]}
-        gather = {f"gather {programs}" for programs in (1, 2, 3, 4, 8)}
-        assert labels == {"strided", "batch", "loop", "split 1", "split 2"} | gather
+        copiers = {trial.copier for trial_set in all_sets(FULL, {}) for trial in trial_set.trials[direction]}
+        assert copiers == {"strided", "batch", "loop"}
 
 
 def test_nothing_that_is_missing_is_timed() -> None:
-    missing = {"gather": "no Triton", "split": "no Triton", "batch": "an old driver"}
+    missing = {"pack": "no Triton", "batch": "an old driver"}
     methods = {
-        trial.method
+        trial.copier
         for trial_set in all_sets(FULL, missing)
         for trials in trial_set.trials.values()
         for trial in trials
     }
-    assert methods == {CopyMethod("strided"), CopyMethod("loop")}
+    assert methods == {"strided", "loop"}
 
 
-def test_the_schedule_stays_within_memory_and_splits_whole_blocks() -> None:
+def test_the_schedule_stays_within_memory() -> None:
     for trial_set in all_sets(FULL, {}):
         limit = FULL.pitch if trial_set.folds else FULL.scattered_bytes
         if trial_set.planes > 1:
@@ -73,8 +67,6 @@ def test_the_schedule_stays_within_memory_and_splits_whole_blocks() -> None:
             for trial in trials:
                 assert trial.blocks >= 1
                 assert trial_set.shape(direction, trial.blocks).nbytes <= FULL.most_bytes
-                if trial.method.copier == "split":
-                    assert 0 < round(trial.method.share * trial.blocks) < trial.blocks
 
 
 def test_heights_tell_the_price_of_an_operation_from_that_of_a_row() -> None:
@@ -85,7 +77,7 @@ def test_heights_tell_the_price_of_an_operation_from_that_of_a_row() -> None:
 
 
 def test_checks_are_at_sizes_of_their_own() -> None:
-    used = {*FULL.copy_bytes, *FULL.row_bytes, *FULL.split_bytes}
+    used = {*FULL.copy_bytes, *FULL.row_bytes}
     assert not used & set(FULL.check_bytes)
     assert min(used) < min(FULL.check_bytes)
     assert max(FULL.check_bytes) < max(used)
@@ -102,16 +94,14 @@ def test_what_the_schedule_times_is_enough_to_expect_the_rest(seed: int) -> None
             for direction, trials in trial_set.trials.items():
                 for trial in trials:
                     shape = trial_set.shape(direction, trial.blocks)
-                    seconds = truth.seconds(trial.method, shape) * (1 + noise * random.standard_normal())
-                    found[direction].append(Sample(trial.method, shape, seconds))
+                    seconds = truth.seconds(trial.copier, shape) * (1 + noise * random.standard_normal())
+                    found[direction].append(Sample(trial.copier, shape, seconds))
         return found
 
     samples = timed([*flat_sets(FULL, {}), *strided_sets(FULL)])
     link = {direction: truth.costs[direction].link for direction in Direction}
     costs = {direction: fit(link[direction], samples[direction]) for direction in Direction}
-    splits = timed(split_sets(FULL, costs))
-    costs = {direction: fit(link[direction], samples[direction] + splits[direction]) for direction in Direction}
-    checks = timed(check_sets(FULL, {}, costs), 0.0)
+    checks = timed(check_sets(FULL, {}), 0.0)
     profile = replace(truth, costs=costs)
     for name, deviation in deviations(profile, [each for found in checks.values() for each in found]).items():
         print(name, deviation)
@@ -124,22 +114,16 @@ def test_what_the_schedule_times_is_enough_to_expect_the_rest(seed: int) -> None
 
 def test_trials_move_what_they_say(device: kvoffload.Device) -> None:
     """One timed transfer of each copy method, bytes compared."""
-    methods = [
-        CopyMethod("strided"),
-        CopyMethod("batch"),
-        CopyMethod("loop"),
-        CopyMethod("gather", 2, 1.0),
-        CopyMethod("split", 1, 0.5),
-    ]
-    trials = [Trial(method, 4) for method in methods]
+    copiers: tuple[CopierName, ...] = ("strided", "batch", "loop")
+    trials = [Trial(copier, 4) for copier in copiers]
     with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory:
-        for trial_set in (same_trials(False, 4, 256, trials[1:4]), same_trials(True, 4, 256, trials)):
+        for trial_set in (same_trials(False, 4, 256, trials[1:]), same_trials(True, 4, 256, trials)):
             with TrialEngine(device, memory, trial_set) as trial_engine:
                 engine = trial_engine.engine
                 for trial in trial_set.trials[Direction.LOAD]:
                     engine.slots[:] = np.random.default_rng(1).integers(0, 256, engine.slots.shape, np.uint8)
                     before = engine.slots.copy()
-                    assert trial_engine.submit(Direction.LOAD, trial).wait().copier == trial.method.copier
+                    assert trial_engine.submit(Direction.LOAD, trial).wait().copier == trial.copier
                     engine.slots[:] = 0
                     assert trial_engine.submit(Direction.STORE, trial).wait().nbytes == 4 * 4 * 256
                     moved = engine.slots.any(axis=1)
@@ -153,11 +137,11 @@ def test_rounds_are_interleaved_and_the_first_does_not_count(
     order: list[str] = []
 
     def seconds(self: TrialEngine, direction: Direction, trial: Trial) -> float:  # noqa: ARG001
-        order.append(trial.method.copier)
+        order.append(trial.copier)
         return 100.0 if len(order) <= 2 else float(len(order))
 
     monkeypatch.setattr(TrialEngine, "seconds", seconds)
-    trial_set = same_trials(True, 2, 64, [Trial(CopyMethod("strided"), 1), Trial(CopyMethod("loop"), 1)])
+    trial_set = same_trials(True, 2, 64, [Trial("strided", 1), Trial("loop", 1)])
     with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory, TrialEngine(device, memory, trial_set) as trial_engine:
         samples = trial_engine.rounds(Direction.LOAD, trial_set.trials[Direction.LOAD], lambda: 3)
     assert order == ["strided", "loop"] * 4
@@ -166,7 +150,7 @@ def test_rounds_are_interleaved_and_the_first_does_not_count(
 
 
 def test_where_memory_is_short_large_transfers_are_left_out(device: kvoffload.Device) -> None:
-    trials = [Trial(CopyMethod("strided"), 1), Trial(CopyMethod("strided"), 1000)]
+    trials = [Trial("strided", 1), Trial("strided", 1000)]
     with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory:
         trial_set = same_trials(True, 4, 1024, trials)
         with TrialEngine(device, memory, trial_set) as trial_engine:
@@ -176,7 +160,7 @@ def test_where_memory_is_short_large_transfers_are_left_out(device: kvoffload.De
 
 def test_when_time_is_short_there_are_fewer_rounds(device: kvoffload.Device) -> None:
     field = TINY.field._replace(copy_bytes=(), row_bytes=())  # the contiguous copy alone, in three situations
-    scale = TINY._replace(repeats=2, field=field, split_programs=(), few_bytes=())  # shares depend on what was measured
+    scale = TINY._replace(repeats=2, field=field, few_bytes=())
     slow = tune(device, scale=scale._replace(seconds=0.0))
     fast = tune(device, scale=scale._replace(seconds=600.0))
     in_field = 3 * len(Direction) * field.repeats

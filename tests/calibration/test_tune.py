@@ -17,17 +17,26 @@ import kvoffload
 from kvoffload.calibration import MINIATURE, tune
 from kvoffload.commands import main
 from kvoffload.commands.tune import decisions
-from kvoffload.copiers import NAMES
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
 from kvoffload.testing import SimulatedDriver, check_clean_close
-from kvoffload.tuning import ProfileKey, Situation, default_profile, key_of, load_profile, parse, profile_path, render
+from kvoffload.tuning import (
+    COPIERS,
+    ProfileKey,
+    Situation,
+    default_profile,
+    key_of,
+    load_profile,
+    parse,
+    profile_path,
+    render,
+)
 
 H200 = ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")
 TINY = MINIATURE._replace(
     copy_bytes=(64,), copies=(4,), loop_bytes=(64,), loop_copies=(4,), row_bytes=(64,), heights=(2, 4),
-    operations=(2,), wide_bytes=(), split_bytes=(64,), split_blocks=(4,), gather_programs=(1,), split_programs=(1,),
+    operations=(2,), wide_bytes=(),
 )  # fmt: skip
 
 
@@ -77,9 +86,8 @@ def test_a_simulated_profile_can_be_written_and_is_never_used_for_a_gpu(
     assert "SIMULATED" in profile.source
     for costs in profile.costs.values():
         assert costs.strided is not None
-        assert (set(costs.flat), set(costs.gather), set(costs.split)) == ({"batch", "loop"}, {1}, {1})
-    assert set(profile.slowdowns) == {"strided", "batch", "loop", "gather 1", "split 1"}
-    assert set(profile.errors) == {"strided", "batch", "gather", "split"}
+        assert set(costs.flat) == {"batch", "loop"}
+    assert set(profile.errors) == {"strided", "batch"}
     kept = profile_path(key_of(device))
     kept.parent.mkdir(parents=True)
     kept.write_bytes(path.read_bytes())
@@ -149,21 +157,20 @@ def test_what_cannot_run_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("kvoffload.kernels.loader.triton_version", lambda: None)
     monkeypatch.setitem(sys.modules, "triton", None)
     tuning = tune(old, scale=TINY)
-    assert set(tuning.missing) == {"gather", "split", "batch", "slowdown", "concurrent compute"}
+    assert set(tuning.missing) == {"pack", "batch", "concurrent compute"}
     for costs in tuning.profile.costs.values():
-        assert (set(costs.flat), costs.gather, costs.split) == ({"loop"}, {}, {})
-    assert tuning.profile.slowdowns == {}
+        assert set(costs.flat) == {"loop"}
     check_clean_close(old)
 
 
-def test_a_kernel_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch, device: kvoffload.Device) -> None:
-    """Which only shows when one is."""
+def test_without_kernels_nothing_is_measured_beside_compute(
+    monkeypatch: pytest.MonkeyPatch, device: kvoffload.Device
+) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.warns(KVOffloadWarning, match="no copy kernels"):
-        tuning = tune(device, scale=TINY)
-    assert set(tuning.missing) == {"gather", "split", "slowdown", "concurrent compute"}
+    tuning = tune(device, scale=TINY)
+    assert set(tuning.missing) == {"concurrent compute"}
     assert set(tuning.profile.situations) == {Situation.BOTH_DIRECTIONS}
-    assert "Triton" in tuning.missing["gather"]
+    assert "Triton" in tuning.missing["concurrent compute"]
     assert all(set(costs.flat) == {"batch", "loop"} for costs in tuning.profile.costs.values())
 
 
@@ -200,22 +207,18 @@ def test_show_follows_its_options_and_the_profile(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.commands.tune.profile_for", lambda _: default_profile(H200))
-    kernels = {"gather 1", "gather 2", "gather 4", "split 1", "split 2"}
-    assert {each.method for each in decisions(default_profile(H200), frozenset(NAMES), "latency", 4)} & kernels
+    assert "pack" in {each.method for each in decisions(default_profile(H200), frozenset(COPIERS), "latency")}
     fields = show(capsys, "--prefer", "latency")
     assert fields["profile"] == default_profile(H200).source
-    assert fields["not_offered"] == ["gather", "split"]
+    assert fields["not_offered"] == ["pack"]
     assert fields["not_available"] == {}
-    assert not {method for each in fields["decisions"] for method in (each["method"], each["runner_up"])} & kernels
-    fields = show(capsys, "--sm-limit", "0")
-    assert not {each["method"] for each in fields["decisions"]} & kernels
-    assert fields["not_available"] == dict.fromkeys(("gather", "split"), "sm_limit=0 forbids kernels")
+    assert "pack" not in {method for each in fields["decisions"] for method in (each["method"], each["runner_up"])}
     capsys.readouterr()
     assert main(["tune", "--show", "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
     assert f"figures expected by this profile: {default_profile(H200).source}" in " ".join(out.split())
     assert "strided " in out
-    assert "gather and split are kernels: the simulated device runs them" in " ".join(out.split())
+    assert "pack is a kernel: the simulated device runs it" in " ".join(out.split())
 
 
 def test_show_leaves_out_a_kernel_that_cannot_be_loaded(
@@ -225,7 +228,7 @@ def test_show_leaves_out_a_kernel_that_cannot_be_loaded(
         raise kvoffload.CapabilityError("no room for it")
 
     monkeypatch.setattr("kvoffload.terminal.machine.load_kernel", refuse)
-    assert show(capsys)["not_available"] == dict.fromkeys(("gather", "split"), "no room for it")
+    assert show(capsys)["not_available"] == {"pack": "no room for it"}
 
 
 def test_show_has_nothing_to_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -245,6 +248,6 @@ def test_a_profile_is_measured_and_kept(
     fields = json.loads(capsys.readouterr().out)
     profile = load_profile(key_of(gpu_device))
     assert profile.source.startswith("measured on")
-    assert {"strided", "batch", "gather", "split"} <= set(fields["errors"])
+    assert set(fields["errors"]) == {"strided", "batch"}
     assert all(error["transfers"] > 0 for error in fields["errors"].values())
-    assert {"strided", "batch", "loop"} <= set(fields["slowdowns"])
+    assert {"strided", "batch", "loop"} <= set(fields["host_us"])

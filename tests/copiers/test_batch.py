@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gathering import fill_slots, separate
 from helpers import LEVELS, no_leaks, rig, simulated
+from packing import fill_slots, separate
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine, TransferError
@@ -46,7 +46,7 @@ def test_loads_of_small_rows_begin_with_a_prelude_and_go_in_chunks(level: str, b
         simulator: Any = device.simulator
         planes, buffers = separate(device, 1, 64, 500)
         scramble(buffers[0], 1)
-        with OffloadEngine(KVLayout([planes]), device=device, num_slots=500, sm_limit=0) as engine:
+        with OffloadEngine(KVLayout([planes]), device=device, num_slots=500, staging_bytes=0) as engine:
             fill_slots(engine, 2)
             mirror = Mirror(engine, buffers)
             rng = np.random.default_rng(blocks)
@@ -66,7 +66,7 @@ def test_loads_of_small_rows_begin_with_a_prelude_and_go_in_chunks(level: str, b
 @pytest.mark.parametrize(("block_bytes", "expected"), [(28 * KIB - 16, 1), (28 * KIB, 0), (64 * KIB, 0)])
 def test_large_rows_need_no_prelude(device: kvoffload.Device, block_bytes: int, expected: int) -> None:
     planes, buffers = separate(device, 2, block_bytes, 8)
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, sm_limit=0) as engine:
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, staging_bytes=0) as engine:
         device.simulator.faults.calls = []
         engine.load(range(8), range(8), copier="batch").wait(10)
         assert calls(device.simulator).count(("prelude", 1)) == expected
@@ -75,7 +75,7 @@ def test_large_rows_need_no_prelude(device: kvoffload.Device, block_bytes: int, 
 
 def test_one_small_plane_among_large_ones_is_enough(device: kvoffload.Device) -> None:
     planes = [device.allocate_planes(1, block_bytes=size, num_blocks=8)[0] for size in (64 * KIB, 1024)]
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, sm_limit=0) as engine:
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, staging_bytes=0) as engine:
         device.simulator.faults.calls = []
         engine.load(range(4), range(4), copier="batch").wait(10)
         assert calls(device.simulator) == [("prelude", 1), ("batch", 8)]
@@ -102,7 +102,7 @@ def test_the_prelude_copies_single_bytes_within_the_scratch_memory(
     """About as long as the driver needs to take in the first chunk; it touches neither planes nor slots."""
     simulator: Any = device.simulator
     planes = device.allocate_planes(1, block_bytes=64, num_blocks=300)
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=300, sm_limit=0) as engine:
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=300, staging_bytes=0) as engine:
         seen = _copies_2d(device)
         engine.load(range(copies), range(copies), copier="batch").wait(10)
         (copy,) = seen
@@ -144,7 +144,7 @@ def test_loads_of_several_segments_begin_each_with_a_prelude(
     """Each of them may find its stream idle."""
     monkeypatch.setattr(batch.BatchCopier, "segment_operations", 20)
     planes = device.allocate_planes(1, block_bytes=64, num_blocks=50)
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=50, sm_limit=0) as engine:
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=50, staging_bytes=0) as engine:
         engine.slots[:] = np.arange(50, dtype=np.uint8)[:, np.newaxis]
         device.simulator.faults.calls = []
         engine.load(range(50), range(49, -1, -1), copier="batch").wait(10)

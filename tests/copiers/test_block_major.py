@@ -7,17 +7,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from counting import copies_by_call
-from helpers import COPIERS, COPY_ENGINE_ONLY
+from helpers import COPIERS, COPY_ENGINE_ONLY, STAGING
 from strategies import slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine, Plane
 from kvoffload.layout.planes import SlotOrder
 from kvoffload.testing import Mirror, poison, scramble
-from kvoffload.tuning import CopierName, CopyMethod
+from kvoffload.tuning import CopierName
 
 PLANES, BLOCK_BYTES, BLOCKS, SLOTS = 5, 48, 30, 6
-METHODS: dict[CopierName, CopyMethod] = {"gather": CopyMethod("gather", 3, 1.0), "split": CopyMethod("split", 2, 0.4)}
+METHODS: dict[CopierName] = {"gather": "pack", "split": CopyMethod("split", 2, 0.4)}
 FACTORS = pytest.mark.parametrize("factor", [1, 3, 8])
 
 
@@ -57,7 +57,7 @@ def test_the_bytes_of_a_naive_loop_and_no_others(
     layout = KVLayout([planes], blocks_per_slot=factor, slot_order=slot_order)
     assert layout.groups[0].slot_order == (slot_order or ("block-major" if make is block_major else "plane-major"))
     method = METHODS.get(copier, copier)
-    with OffloadEngine(layout, device=device, num_slots=SLOTS, sm_limit=4) as engine:
+    with OffloadEngine(layout, device=device, num_slots=SLOTS, staging_bytes=STAGING) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, [slab])
         for first in {0, factor // 2, factor - 1}:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
-from gathering import record_launches, separate
-from helpers import all_are, leaks_of, make_and_close, no_leaks, rig, simulated
+from helpers import STAGING, all_are, leaks_of, make_and_close, no_leaks, rig, simulated
+from packing import record_launches, separate
 from strategies import slab_of
 
 import kvoffload
@@ -34,7 +34,7 @@ THREADS = int(A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
 SHARED = int(A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 MAJOR = int(A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-NAMES: list[CopierName] = ["strided", "gather", "split", "batch", "loop"]
+NAMES: list[CopierName] = ["strided", "pack", "batch", "loop"]
 
 
 @contextmanager
@@ -67,10 +67,10 @@ def check_no_kernels(device: kvoffload.Device, reason: str, *, warned: bool) -> 
     for number in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=8, sm_limit=4)
+            engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=8, staging_bytes=STAGING)
         told = [str(each.message) for each in caught if each.category is KVOffloadWarning]
         assert len(told) == (warned and number == 0)
-        assert all(reason in text and "sm_limit=0 says that this is meant" in text for text in told)
+        assert all(reason in text and "staging_bytes=0 says that this is meant" in text for text in told)
         with engine:
             missing = engine.missing_copiers
             assert {name for name in missing if name in ("gather", "split")} == {"gather", "split"}
@@ -161,11 +161,9 @@ def test_pitfall_35_never_more_programs_than_asked_for(device: kvoffload.Device,
 
 def test_pitfall_35_no_more_programs_than_tiles(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record_launches(monkeypatch)
-    with rig(device, planes=2, block_bytes=2048, sm_limit=8) as bench:
+    with rig(device, planes=2, block_bytes=2048, staging_bytes=STAGING) as bench:
         for blocks in (1, 4, 9, 16):
-            bench.engine.submit(
-                Direction.STORE, range(blocks), range(blocks), copier=CopyMethod("gather", 8, 1.0)
-            ).wait(10)
+            bench.engine.submit(Direction.STORE, range(blocks), range(blocks), copier="pack").wait(10)
     narrow = 256 * 64  # bytes that the 256 threads of each of several storing programs have under way
     assert [launch.grid for launch in launches] == [-(-blocks * 4096 // narrow) for blocks in (1, 4, 9, 16)]
 
@@ -179,11 +177,11 @@ def test_pitfall_35_sm_limit_0_compiles_loads_and_launches_nothing(
     simulator.faults.calls = []
     planes = device.allocate_planes(3, block_bytes=100, num_blocks=8)
     for prefer in ("overlap", "latency"):
-        with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, sm_limit=0, prefer=prefer) as engine:
-            assert engine.missing_copiers == dict.fromkeys(["gather", "split"], "sm_limit=0 forbids kernels")
+        with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, staging_bytes=0, prefer=prefer) as engine:
+            assert engine.missing_copiers == dict.fromkeys(["gather", "split"], "staging_bytes=0 forbids kernels")
             use_every_copier(engine, planes)
-            for copier in ("gather", "split", CopyMethod("gather", 1, 1.0), CopyMethod("split", 1, 0.5)):
-                with pytest.raises(CapabilityError, match="cannot run here: sm_limit=0 forbids kernels"):
+            for copier in ("gather", "split", "pack", CopyMethod("split", 1, 0.5)):
+                with pytest.raises(CapabilityError, match="cannot run here: staging_bytes=0 forbids kernels"):
                     engine.submit(Direction.STORE, [1], [1], copier=copier)
     called = {name for name, _ in simulator.faults.calls}
     assert not called & {"cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute"}
@@ -202,12 +200,12 @@ def test_sm_limit_is_a_number_of_multiprocessors(device: kvoffload.Device, wrong
 
 def test_names_of_copiers_are_checked() -> None:
     missing: dict[str, str | None] = {**dict.fromkeys(NAMES), "batch": "no such call"}
-    for right in (None, "strided", "loop", CopyMethod("gather", 2, 1.0)):
+    for right in (None, "strided", "loop", "pack"):
         check_copier(right, missing)
     for wrong in ("Strided", "", 3, b"loop", CopyMethod("none")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"copier must be one of strided, gather, split, batch, loop or None, got"):
             check_copier(wrong, missing)
-    for unable in ("batch", CopyMethod("batch")):
+    for unable in ("batch", "batch"):
         with pytest.raises(
             CapabilityError, match=r"copier='batch' cannot run here: no such call; the loop copier works"
         ):
@@ -227,19 +225,19 @@ def test_prefer_is_checked(device: kvoffload.Device) -> None:
 
 
 def test_a_job_says_what_carries_it_and_why(device: kvoffload.Device) -> None:
-    with rig(device, sm_limit=4, prefer="latency") as bench:
+    with rig(device, staging_bytes=STAGING, prefer="latency") as bench:
         engine = bench.engine
         assert (engine.prefer, engine.sm_limit, engine.missing_copiers) == ("latency", 4, {})
         chosen = engine.store([1, 2], [1, 2])
         assert chosen.method is not None
         assert chosen.copier == chosen.method.copier == chosen.wait(10).copier
         assert "expected, the fastest" in chosen.reason
-        named = engine.load([1, 2], [3, 4], copier="gather")
+        named = engine.load([1, 2], [3, 4], copier="pack")
         assert named.method is not None
         assert (named.copier, named.reason) == ("gather", "asked for by name")
         assert 1 <= named.method.programs <= 4
-        forced = engine.submit(Direction.STORE, [5], [5], copier=CopyMethod("gather", 3, 1.0))
-        assert (forced.method, forced.reason) == (CopyMethod("gather", 3, 1.0), "asked for")
+        forced = engine.submit(Direction.STORE, [5], [5], copier="pack")
+        assert (forced.method, forced.reason) == ("pack", "asked for")
         shared = engine.submit(Direction.STORE, range(16), range(16), copier=CopyMethod("split", 1))
         assert shared.method is not None
         assert 0 <= shared.method.share < 1, "what the profile says"
@@ -250,8 +248,8 @@ def test_a_job_says_what_carries_it_and_why(device: kvoffload.Device) -> None:
 
 
 def test_a_method_is_completed_once_for_transfers_of_one_shape(device: kvoffload.Device) -> None:
-    asked = CopyMethod("gather")
-    with rig(device, sm_limit=4) as bench:
+    asked = "pack"
+    with rig(device, staging_bytes=STAGING) as bench:
         first, second = (bench.engine.store(ids, ids, copier=asked).method for ids in ([1, 2], [4, 3]))
         assert first != asked
         assert first is second, "the answer is remembered"
@@ -260,7 +258,7 @@ def test_a_method_is_completed_once_for_transfers_of_one_shape(device: kvoffload
 def test_a_profile_given_is_used(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
     profile = default_profile(None)
-    with OffloadEngine(layout, device=device, num_slots=4, sm_limit=0, profile=profile) as engine:
+    with OffloadEngine(layout, device=device, num_slots=4, staging_bytes=0, profile=profile) as engine:
         assert engine.profile is profile
 
 
@@ -273,7 +271,7 @@ def failing_allocation(device: kvoffload.Device, nth: int, *, groups: int = 1) -
 
     def make() -> OffloadEngine:
         device.simulator.faults.fail_call("cuMemAlloc", nth=nth, error=OUT_OF_MEMORY)
-        return OffloadEngine(layout, device=device, num_slots=8, sm_limit=4)
+        return OffloadEngine(layout, device=device, num_slots=8, staging_bytes=STAGING)
 
     return make
 
@@ -311,12 +309,12 @@ def test_every_call_of_making_and_closing_an_engine_with_kernels_fails_once() ->
         layout = KVLayout([device.allocate_planes(2, block_bytes=48 + 16 * index, num_blocks=4) for index in range(2)])
         before = simulator.leaks()
         simulator.faults.calls = []
-        OffloadEngine(layout, device=device, num_slots=2, sm_limit=4).close()
+        OffloadEngine(layout, device=device, num_slots=2, staging_bytes=STAGING).close()
         names = [name for name, _ in simulator.faults.calls]
         assert names.count("cuModuleLoadData") == names.count("cuModuleUnload") >= 2
         for nth, name in enumerate(names, start=1):
             simulator.faults.fail_nth(nth)
-            make_and_close(device, layout, num_slots=2, sm_limit=4)
+            make_and_close(device, layout, num_slots=2, staging_bytes=STAGING)
             left = sum(simulator.leaks().values()) - sum(before.values())
             letting_go = name in ("cuStreamDestroy", "cuEventDestroy", "cuMemFree", "cuModuleUnload")
             assert left == letting_go, (name, nth, simulator.leaks())

@@ -456,7 +456,7 @@ def test_numbers_may_be_numpy_integers() -> None:
     with kvoffload.open_device(index, backend=SimulatedDriver(device_count=2)) as device:
         assert (device.index, device.allocate(nbytes).nbytes) == (1, 64)
         planes = device.allocate_planes(count, block_bytes=64, num_blocks=8)
-        options: dict[str, Any] = {"num_slots": np.int32(4), "max_in_flight": np.uint64(2), "sm_limit": np.int8(0)}
+        options: dict[str, Any] = {"num_slots": np.int32(4), "max_in_flight": np.uint64(2), "staging_bytes": np.int8(0)}
         with OffloadEngine(KVLayout([planes]), device=device, **options) as engine:
             assert (engine.num_slots, engine.max_in_flight, engine.slots.shape[0]) == (4, 2, 4)
             engine.store(range(4), range(4)).wait(10)
@@ -469,8 +469,8 @@ def test_numbers_may_be_numpy_integers() -> None:
         ({"num_slots": 4.0}, 0),
         ({"max_in_flight": "8"}, 1),
         ({"max_in_flight": np.int64(0)}, 1),
-        ({"sm_limit": -1}, 0),
-        ({"sm_limit": None}, 0),
+        ({"staging_bytes": -1}, 0),
+        ({"staging_bytes": None}, 0),
     ],
 )
 def test_an_engines_numbers_are_checked_by_name(device: kvoffload.Device, option: dict[str, Any], least: int) -> None:

@@ -40,17 +40,17 @@ def ids_of(device: kvoffload.Device, *groups: list[Plane]) -> list[list[int]]:
 
 def refuse(device: kvoffload.Device, plane: Plane, match: str) -> None:
     with pytest.raises(LayoutError, match=match):
-        OffloadEngine(KVLayout([[plane]]), device=device, num_slots=2, sm_limit=0)
+        OffloadEngine(KVLayout([[plane]]), device=device, num_slots=2, staging_bytes=0)
 
 
-@pytest.mark.parametrize("sm_limit", [0, 4])
-def test_planes_that_cross_handles_fold_and_have_right_bytes(any_device: kvoffload.Device, sm_limit: int) -> None:
+@pytest.mark.parametrize("staging_bytes", [0, STAGING])
+def test_planes_that_cross_handles_fold_and_have_right_bytes(any_device: kvoffload.Device, staging_bytes: int) -> None:
     """Blocks of 1008 bytes: some cross from a handle to the next, and each plane lies in 3 or 4 of them."""
     pitch, nbytes = 10 * 1024, 5 * 10 * 1024
     base = mapped(any_device, nbytes)
     planes = planes_at([base + index * pitch for index in range(5)], block_bytes=1008, num_blocks=10)
     folds = "5 planes fold into 1 operation a block"
-    check_every_copier(any_device, planes, [(base, nbytes)], folds=folds, sm_limit=sm_limit)
+    check_every_copier(any_device, planes, [(base, nbytes)], folds=folds, staging_bytes=staging_bytes)
     free(any_device, base)
 
 
@@ -58,7 +58,7 @@ def test_planes_that_each_lie_in_a_handle_of_their_own_fold(any_device: kvoffloa
     base = mapped(any_device, 7 * HANDLE)
     planes = planes_at([base + index * 2 * HANDLE for index in range(4)], block_bytes=256, num_blocks=16)
     folds = "4 planes fold into 1 operation a block"
-    check_every_copier(any_device, planes, [(base, 7 * HANDLE)], folds=folds, sm_limit=0)
+    check_every_copier(any_device, planes, [(base, 7 * HANDLE)], folds=folds, staging_bytes=0)
     free(any_device, base)
 
 
@@ -79,7 +79,7 @@ def test_planes_on_both_sides_of_a_gap_do_not_fold(any_device: kvoffload.Device)
     free(any_device, gap)
     planes = planes_at([first, first + 2 * HANDLE, last], block_bytes=256, num_blocks=16)
     ranges = [(first, 3 * HANDLE), (last, 2 * HANDLE)]
-    check_every_copier(any_device, planes, ranges, folds="3 planes fold into 2 operations a block", sm_limit=0)
+    check_every_copier(any_device, planes, ranges, folds="3 planes fold into 2 operations a block", staging_bytes=0)
     over = Plane(first + HANDLE, block_bytes=256, num_blocks=48)
     refuse(any_device, over, f"runs {HANDLE} bytes past the end of its allocation of {2 * HANDLE} bytes at")
     free(any_device, first, last)
@@ -102,7 +102,7 @@ def test_allocations_at_addresses_that_follow_each_other_do_not_fold(
     parts = any_device.simulator.allocate_adjacent([HANDLE] * 3, [0] * 3, allocator)
     planes = planes_at(parts, block_bytes=256, num_blocks=16)
     ranges = [(part, HANDLE) for part in parts]
-    check_every_copier(any_device, planes, ranges, folds="3 planes do not fold (3 operations a block)", sm_limit=0)
+    check_every_copier(any_device, planes, ranges, folds="3 planes do not fold (3 operations a block)", staging_bytes=0)
     over = Plane(parts[0], block_bytes=256, num_blocks=17)
     refuse(any_device, over, rf"^groups\[0\]\[0\]: .* runs 256 bytes past the end of its allocation of {HANDLE} bytes")
     free(any_device, *parts)
@@ -111,7 +111,7 @@ def test_allocations_at_addresses_that_follow_each_other_do_not_fold(
 def test_a_plane_past_the_last_handle_is_refused(any_device: kvoffload.Device) -> None:
     base = mapped(any_device, 3 * HANDLE - 512)
     fits = Plane(base + 512, block_bytes=512, num_blocks=22)
-    OffloadEngine(KVLayout([[fits]]), device=any_device, num_slots=2, sm_limit=0).close()
+    OffloadEngine(KVLayout([[fits]]), device=any_device, num_slots=2, staging_bytes=0).close()
     over = Plane(base + 513, block_bytes=512, num_blocks=22)
     text = (
         rf"^groups\[0\]\[0\]: .* runs 1 bytes past the end of its allocation of {3 * HANDLE - 512} bytes at {base:#x}$"

@@ -171,13 +171,14 @@ def test_pitfall_19_a_progress_callback_that_raises_rolls_back_too(device: kvoff
 
 @pytest.mark.usefixtures("small_ranges")
 @pytest.mark.parametrize(
-    ("slot_pages", "sm_limit"), [(1, 0), (3, 0), (5, 0), (7, 0), (16, 0), (17, 0), (40, 0), (1, 4), (7, 4), (17, 4)]
+    ("slot_pages", "staging_bytes"),
+    [(1, 0), (3, 0), (5, 0), (7, 0), (16, 0), (17, 0), (40, 0), (1, STAGING), (7, STAGING), (17, STAGING)],
 )
 def test_pitfall_20_no_slot_spans_two_registered_ranges(
-    device: kvoffload.Device, slot_pages: int, sm_limit: int
+    device: kvoffload.Device, slot_pages: int, staging_bytes: int
 ) -> None:
     planes = device.allocate_planes(slot_pages, block_bytes=PAGE_BYTES, num_blocks=12)
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=12, sm_limit=sm_limit) as engine:
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=12, staging_bytes=staging_bytes) as engine:
         engine.slots[:] = np.arange(12, dtype=np.uint8)[:, np.newaxis]
         for copier in copiers_in(engine):
             engine.load(range(12), range(12), after=NO_WAIT, copier=copier).wait(10)
@@ -185,7 +186,7 @@ def test_pitfall_20_no_slot_spans_two_registered_ranges(
             engine.slots[:] = engine.slots[::-1].copy()
         assert (engine.slots == np.arange(12)[:, np.newaxis]).all()
         of_the_pool = -(-12 // max(1, RANGE // PAGE_BYTES // slot_pages))
-        of_the_tables = TABLES_BYTES // RANGE if sm_limit else 0
+        of_the_tables = TABLES_BYTES // RANGE if staging_bytes else 0
         assert device.simulator.leaks()["registered_ranges"] == of_the_pool + of_the_tables
 
 

@@ -33,7 +33,7 @@ class Machine:
         return KVLayout([[Plane(address, block_bytes=64, num_blocks=4) for address in addresses]])
 
     def round_trip(self, layout: KVLayout, device: int) -> None:
-        with OffloadEngine(layout, device=self.devices[device], num_slots=4, sm_limit=0) as engine:
+        with OffloadEngine(layout, device=self.devices[device], num_slots=4, staging_bytes=0) as engine:
             engine.store([1], [2]).wait(10)
             engine.load([0], [2]).wait(10)
         planes = layout.groups[0].planes
@@ -136,7 +136,7 @@ def test_memory_of_another_context_of_the_same_gpu_is_accepted() -> None:
         with kvoffload.open_device(1, backend=simulator, context=mine) as embedded:
             layout = KVLayout([primary.allocate_planes(1, block_bytes=64, num_blocks=4)])
             stack = list(simulator.context_stack)
-            OffloadEngine(layout, device=embedded, num_slots=4, sm_limit=0).close()
+            OffloadEngine(layout, device=embedded, num_slots=4, staging_bytes=0).close()
             assert simulator.context_stack == stack
         simulator.cuCtxDestroy(mine)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Bytes, copiers_in
+from helpers import STAGING, Bytes, copiers_in
 from slot_peers import NUM_BLOCKS, NUM_SLOTS, SECONDS, buffer_of, map_slots, planes_on, random_slots, run_rank, started
 
 import kvoffload
@@ -44,7 +44,7 @@ def test_another_process_reads_what_was_stored_and_writes_what_is_loaded(
     rng = np.random.default_rng(3)
     with SharedSlots(NUM_SLOTS, layout.slot_bytes) as slots, started(map_slots, name) as peer:
         slots.offer(name)
-        with OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, sm_limit=2) as engine:
+        with OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, staging_bytes=STAGING) as engine:
             for number, copier in enumerate([*copiers_in(engine), None]):
                 scramble(buffer, number)
                 mirror = Mirror(engine, [buffer])
@@ -68,7 +68,7 @@ def test_close_unregisters_the_slots_and_leaves_no_memory(
     slots.offer(name)
     address, nbytes = address_of(slots.array), slots.array.nbytes
     for _ in range(3):  # a second engine over the same slots registers them again
-        engine = OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, sm_limit=0)
+        engine = OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, staging_bytes=0)
         engine.store([1], [0], after=NO_WAIT).wait(60)
         with each_device.current(), pytest.raises(DriverError, match="ALREADY_REGISTERED"):
             driver.host_register(address, nbytes)
@@ -94,7 +94,7 @@ def test_two_processes_have_an_engine_over_the_same_slots(
         SharedSlots.receive(name, timeout=SECONDS) as slots,
     ):
         ids = list(range(NUM_SLOTS))
-        with OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, sm_limit=0) as engine:
+        with OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, staging_bytes=0) as engine:
             stored = rank.ask("store", ids, ids, 5)
             engine.load(ids, ids, after=NO_WAIT).wait(60)
             assert same_blocks(planes, buffer.to_numpy(), stored, ids)
@@ -124,7 +124,7 @@ def test_slots_of_a_killed_rank_stay_usable(
             SharedSlots.receive(name, timeout=0.05)
         assert np.array_equal(slots.array[half:], content)
         assert not slots.array[:half].any(), "what was held back has been stored"
-        with OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, sm_limit=0) as engine:
+        with OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, staging_bytes=0) as engine:
             engine.load(ids, blocks, after=NO_WAIT).wait(60)
             assert same_blocks(planes, buffer.to_numpy(), stored, blocks)
             engine.store(blocks, blocks, after=NO_WAIT).wait(60)

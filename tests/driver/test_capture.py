@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Capturing, pushed
-from helpers import copiers_in
+from helpers import STAGING, copiers_in
 from strategies import engine_on, slab_of
 
 import kvoffload
@@ -104,10 +104,10 @@ def entry_points(device: kvoffload.Device, engine: OffloadEngine) -> dict[str, C
         "copy_from": lambda: buffer.copy_from(np.zeros(64, np.uint8)),
         "to_numpy": buffer.to_numpy,
         "engine": lambda: engine_on(device).close(),
-        "engine with kernels": lambda: engine_on(device, sm_limit=2).close(),
+        "engine with kernels": lambda: engine_on(device, staging_bytes=STAGING).close(),
         "store": lambda: engine.store([1], [1]),
         "load": lambda: engine.load([1], [1]),
-        "gather": lambda: engine.store(range(8), range(8), copier="gather"),
+        "gather": lambda: engine.store(range(8), range(8), copier="pack"),
         "split": lambda: engine.load(range(8), range(8), copier="split"),
         "order_before": lambda: job.order_before(1),
         "done": lambda: job.done,
@@ -129,7 +129,7 @@ def test_every_entry_point_is_relaxed_inside_and_restores_the_callers_mode(devic
             with device.current():
                 assert mode_of(device) == RELAXED
             assert mode_of(device) == RELAXED
-        for name, call in entry_points(device, engine_on(device, sm_limit=2)).items():
+        for name, call in entry_points(device, engine_on(device, staging_bytes=STAGING)).items():
             call()
             assert mode_of(device) == mode, name
     finally:

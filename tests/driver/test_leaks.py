@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import rig
+from helpers import STAGING, rig
 from leaks import PAIRS, count_held, leaked
 
 import kvoffload
@@ -18,9 +18,9 @@ def test_what_is_counted_is_what_exists(device: kvoffload.Device) -> None:
         return {kind: simulator.leaks()[kind] - before[kind] for kind in PAIRS}
 
     before, counted = simulator.leaks(), count_held(device)
-    with rig(device, sm_limit=2) as bench:
+    with rig(device, staging_bytes=STAGING) as bench:
         bench.engine.store([1, 2], [1, 2]).wait(10)
-        bench.engine.store([1, 2], [1, 2], copier="gather").wait(10)
+        bench.engine.store([1, 2], [1, 2], copier="pack").wait(10)
         assert {kind: counted[kind] for kind in PAIRS} == held()
         assert min(held()[kind] for kind in ("device_allocations", "registered_ranges", "streams", "events")) > 0
     device.reclaim()
@@ -29,7 +29,7 @@ def test_what_is_counted_is_what_exists(device: kvoffload.Device) -> None:
 
 def test_engines_leak_nothing(device: kvoffload.Device) -> None:
     def use() -> None:
-        with rig(device, sm_limit=2) as bench:
+        with rig(device, staging_bytes=STAGING) as bench:
             bench.engine.store([1, 2], [1, 2]).wait(10)
 
     assert leaked(device, use) == set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Rig, all_are, rig, simulated
+from helpers import STAGING, Rig, all_are, rig, simulated
 
 from kvoffload import NO_WAIT, CapacityError
 from kvoffload.engine import launcher
@@ -21,7 +21,10 @@ BLOCKS = 500
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Block `b` is filled with `(b + 1) % 256`, slot `s` with `(100 + s) % 256`; one program of a kernel."""
     monkeypatch.setattr(launcher, "QUEUE_LIMIT", QUEUE_PLACES)
-    with simulated(1) as device, rig(device, planes=2, num_blocks=BLOCKS, num_slots=BLOCKS, sm_limit=1) as made:
+    with (
+        simulated(1) as device,
+        rig(device, planes=2, num_blocks=BLOCKS, num_slots=BLOCKS, staging_bytes=STAGING) as made,
+    ):
         yield made
         for gate in made.gates:
             gate.open()
@@ -32,7 +35,7 @@ def _wrong_slots(bench: Rig, count: int) -> list[int]:
     return [slot for slot in range(count) if not all_are(bench.slot(slot), (slot + 1) % 256)]
 
 
-@pytest.mark.parametrize("copier", ["strided", "gather", "split", "batch", "loop"])
+@pytest.mark.parametrize("copier", ["strided", "pack", "batch", "loop"])
 def test_block_ids_of_stores_are_copied(bench: Rig, copier: str) -> None:
     held = bench.stream()
     gate = bench.gate(held)
@@ -53,7 +56,7 @@ def test_enough_transfers_wait_on_the_host_for_that_to_matter(bench: Rig) -> Non
     held = bench.stream()
     bench.gate(held)
     for index in range(TRANSFERS):
-        bench.engine.store([index], [index], after=held, copier="gather")
+        bench.engine.store([index], [index], after=held, copier="pack")
     assert bench.engine.statistics().held > 0
 
 
@@ -64,7 +67,7 @@ def test_ids_that_are_out_of_range_later_lose_no_context(bench: Rig) -> None:
     jobs = []
     for index in range(TRANSFERS):
         ids[0] = index
-        jobs.append(bench.engine.store(ids, [index], after=held, copier="gather"))
+        jobs.append(bench.engine.store(ids, [index], after=held, copier="pack"))
     ids[0] = 10**7
     gate.open()
     bench.engine.drain(60)
@@ -80,7 +83,7 @@ def test_ids_of_loads_are_copied(bench: Rig, parts: int | None) -> None:
     blocks, slots = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     for index in range(TRANSFERS):
         blocks[0], slots[0] = index, index
-        bench.engine.load(slots, blocks, after=held, copier="gather", parts=parts)
+        bench.engine.load(slots, blocks, after=held, copier="pack", parts=parts)
     blocks[0], slots[0] = BLOCKS - 1, BLOCKS - 1
     gate.open()
     bench.engine.drain(60)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import COPIERS, COPY_ENGINE_ONLY, LEVELS, Rig, number_blocks, rig, simulated, whole
+from helpers import COPIERS, COPY_ENGINE_ONLY, LEVELS, STAGING, Rig, number_blocks, rig, simulated, whole
 
 import kvoffload
 from kvoffload import (
@@ -54,7 +54,7 @@ def test_a_repeated_source_block_is_stored_to_each_of_its_slots(device: kvoffloa
     planes = device.allocate_planes(2, block_bytes=64, num_blocks=16)
     number_blocks(planes, 1)
     layout = KVLayout([planes], blocks_per_slot=2, slot_order="block-major")
-    with OffloadEngine(layout, device=device, num_slots=4, sm_limit=1) as engine:
+    with OffloadEngine(layout, device=device, num_slots=4, staging_bytes=STAGING) as engine:
         engine.store([1, 1, 2, 1, 3], [2, 0, 1], copier=copier).wait(10)
         stored = engine.slots[[2, 0, 1], : 2 * 128].reshape(6, 128)[:5]
         assert (stored == np.array([[2], [2], [3], [2], [4]])).all()
@@ -82,7 +82,7 @@ def test_a_copier_asked_for_by_name_is_used_or_refused(bench: Rig, copier: Copie
 @pytest.mark.parametrize("copier", ["gather", "split"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_copier_with_a_kernel_is_used_where_kernels_are_allowed(level: str, copier: CopierName) -> None:
-    with simulated(11, level) as device, rig(device, sm_limit=2) as bench:
+    with simulated(11, level) as device, rig(device, staging_bytes=STAGING) as bench:
         job = bench.engine.store(range(8), range(8), copier=copier)
         assert (job.wait(10).copier, job.copier, job.reason) == (copier, copier, "asked for by name")
         assert job.method is not None
@@ -96,16 +96,16 @@ def test_a_copier_with_a_kernel_is_used_where_kernels_are_allowed(level: str, co
 @pytest.mark.parametrize("copier", ["gather", "split"])
 def test_a_copier_with_a_kernel_is_refused_where_kernels_are_forbidden(bench: Rig, copier: CopierName) -> None:
     before = busy(bench)
-    with pytest.raises(CapabilityError, match=f"copier='{copier}' cannot run here: sm_limit=0 forbids kernels"):
+    with pytest.raises(CapabilityError, match=f"copier='{copier}' cannot run here: staging_bytes=0 forbids kernels"):
         bench.engine.store([1], [1], copier=copier)
     assert busy(bench) == before
-    assert bench.engine.missing_copiers[copier] == "sm_limit=0 forbids kernels"
+    assert bench.engine.missing_copiers[copier] == "staging_bytes=0 forbids kernels"
 
 
 def test_without_kernels_the_choice_is_among_the_others(bench: Rig) -> None:
     """One block, whose planes fold and so make one operation; and a plane alone, which the profile finds no better."""
     job = bench.engine.store([1], [1])
-    assert (job.wait(10).copier, bench.engine.sm_limit) == ("strided", 0)
+    assert (job.wait(10).copier, bench.engine.staging_bytes) == ("strided", 0)
     assert job.reason.startswith("strided: ")
     assert " expected concurrent with compute, " in job.reason
     assert job.method is not None
@@ -237,7 +237,7 @@ def test_planes_that_are_not_this_devices_memory_are_refused() -> None:
         {"num_slots": -1},
         {"num_slots": 2.0},
         {"max_in_flight": 0},
-        {"sm_limit": -1},
+        {"staging_bytes": -1},
         {"stream_priority": 3},
         {"num_slots": True},
     ],
@@ -307,5 +307,5 @@ def test_completion_shows_users_what_is_theirs(device: kvoffload.Device) -> None
                 "num_slots",
                 "plan",
             ),
-            *("poll", "prefer", "profile", "slots", "sm_limit", "statistics", "store", "store_groups", "submit"),
+            *("poll", "prefer", "profile", "slots", "staging_bytes", "statistics", "store", "store_groups", "submit"),
         }

@@ -25,7 +25,7 @@ from kvoffload import (
     TransferError,
 )
 from kvoffload.device import pinned as memory
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName
 
 PUSH_POP = ("cuCtxPushCurrent", "cuCtxPopCurrent")  # a caller's stack cannot be put right when these lie
 # made and denied: nobody has the handle
@@ -41,7 +41,7 @@ def _several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     several_streams(monkeypatch)
 
 
-def _calls_of_a_clean_run(level: str, methods: tuple[CopyMethod, ...] = ()) -> list[str]:
+def _calls_of_a_clean_run(level: str, methods: tuple[...] = ()) -> list[str]:
     with program(level, methods) as made:
         simulator = made.simulator
         simulator.faults.calls = []
@@ -52,7 +52,7 @@ def _calls_of_a_clean_run(level: str, methods: tuple[CopyMethod, ...] = ()) -> l
     return names
 
 
-def _fail_once(level: str, nth: int, name: str, *, after: bool, methods: tuple[CopyMethod, ...] = ()) -> None:
+def _fail_once(level: str, nth: int, name: str, *, after: bool, methods: tuple[...] = ()) -> None:
     with program(level, methods) as made:
         simulator = made.simulator
         simulator.faults.fail_nth(nth, after=after)
@@ -101,7 +101,7 @@ def test_pitfall_29_every_driver_call_fails_once(level: str, after: bool, shard:
 @pytest.mark.long
 @pytest.mark.parametrize("after", [False, True], ids=["instead", "afterwards"])
 @pytest.mark.parametrize("method", WITH_KERNELS, ids=lambda method: method.copier)
-def test_pitfall_29_every_driver_call_of_transfers_with_a_kernel_fails_once(method: CopyMethod, after: bool) -> None:
+def test_pitfall_29_every_driver_call_of_transfers_with_a_kernel_fails_once(method: after: bool) -> None:
     names = _calls_of_a_clean_run("batch", (method,))
     last = max(index for index, name in enumerate(names) if name == "cuLaunchKernel")
     seen: Counter[str] = Counter()
@@ -230,24 +230,24 @@ KERNEL_CALLS = {"cuModuleLoadData", "cuModuleGetFunction", "cuFuncGetAttribute",
 
 
 @pytest.mark.filterwarnings("ignore:no copy kernels")
-@pytest.mark.parametrize("sm_limit", [0, 4])
+@pytest.mark.parametrize("staging_bytes", [0, STAGING])
 @pytest.mark.parametrize("after", [False, True], ids=["instead", "afterwards"])
-def test_every_call_of_making_an_engine_fails_once(sm_limit: int, after: bool) -> None:
+def test_every_call_of_making_an_engine_fails_once(staging_bytes: int, after: bool) -> None:
     with simulated(2) as device:
         layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
         simulator = device.simulator
         assert simulator is not None
         before = simulator.leaks()
         simulator.faults.calls = []
-        OffloadEngine(layout, device=device, num_slots=2, sm_limit=sm_limit).close()
+        OffloadEngine(layout, device=device, num_slots=2, staging_bytes=staging_bytes).close()
         names = [name for name, _ in simulator.faults.calls]
         of_kernels = {"cuMemHostGetDevicePointer", "cuMemcpyHtoD", "cuModuleUnload", *KERNEL_CALLS}
-        assert of_kernels & set(names) == (of_kernels if sm_limit else set())
+        assert of_kernels & set(names) == (of_kernels if staging_bytes else set())
         for nth, name in enumerate(names, start=1):
             if after and name in (*PUSH_POP, "cuMemHostRegister", "cuMemcpyHtoD"):
                 continue  # what they did goes on although they deny it: pages stay registered, memory is being written
             simulator.faults.fail_nth(nth, after=after)
-            make_and_close(device, layout, num_slots=2, sm_limit=sm_limit)
+            make_and_close(device, layout, num_slots=2, staging_bytes=staging_bytes)
             left = sum(simulator.leaks().values()) - sum(before.values())
             assert left == (1 if name in (CREATE if after else LETTING_GO) else 0), (name, nth)
             before = simulator.leaks()

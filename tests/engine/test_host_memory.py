@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from helpers import COPY_ENGINE_ONLY
+from helpers import COPY_ENGINE_ONLY, STAGING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import Case, cases, place
@@ -85,7 +85,7 @@ def test_any_transfers_touch_the_slots_and_nothing_between_them(
         given_memory = HostMemory.of_buffer(
             memory, num_slots=case.num_slots, slot_stride=stride, offset=first * PAGE, registered=registered
         )
-        with OffloadEngine(layout, device=device, host_memory=given_memory, sm_limit=case.sm_limit) as engine:
+        with OffloadEngine(layout, device=device, host_memory=given_memory, staging_bytes=case.staging_bytes) as engine:
             assert np.array_equal(engine.slots, own), "what the memory held is still there"
             mirror = Mirror(engine, buffers)
             for direction, group, blocks, slots, sub_block, _ in case.transfers:
@@ -127,7 +127,7 @@ def test_every_copier_reaches_slots_with_a_stride_and_nothing_between_them(
         options: dict[str, Any] = {
             "host_memory": given,
             "most_queued_bytes": 1 << 18,
-            "sm_limit": 2 if simulated else 4,
+            "staging_bytes": STAGING if simulated else 4,
         }
         with OffloadEngine(layout, device=each_device, **options) as engine:
             mirror = Mirror(engine, [planes[0].owner for planes in groups])  # type: ignore[misc]
@@ -423,13 +423,13 @@ def test_an_engine_of_no_slots_pins_nothing_and_refuses_every_slot(device: kvoff
 
 def test_an_engine_of_no_slots_has_kernels(each_device: kvoffload.Device) -> None:
     layout = KVLayout([each_device.allocate_blocks(8, planes=2, block_bytes=2048)])
-    with OffloadEngine(layout, device=each_device, num_slots=0, sm_limit=2) as engine:
+    with OffloadEngine(layout, device=each_device, num_slots=0, staging_bytes=STAGING) as engine:
         assert "gather" not in engine.missing_copiers
         assert engine.load([], []).wait(10).nbytes == 0
 
 
 def test_memory_of_no_slots_is_memory_of_no_slots(device: kvoffload.Device, layout: KVLayout) -> None:
     memory = HostMemory.of_buffer(mapped(PAGE), num_slots=0, slot_stride=PAGE)
-    with OffloadEngine(layout, device=device, host_memory=memory, sm_limit=2) as engine:
+    with OffloadEngine(layout, device=device, host_memory=memory, staging_bytes=STAGING) as engine:
         assert engine.load([], []).wait(10).nbytes == 0
         assert device.simulator.leaks()["registered_ranges"] == 1, "the tables of kernels"

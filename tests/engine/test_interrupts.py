@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from call_counts import count_calls
-from helpers import Rig, interrupt_call, keys, leaks_of, number_blocks, release, rig, simulated, whole
+from helpers import STAGING, Rig, interrupt_call, keys, leaks_of, number_blocks, release, rig, simulated, whole
 from interrupts import interrupt_at, trace_points
 
 import kvoffload
@@ -67,7 +67,7 @@ def test_an_interrupted_submission_loses_no_job(seed: int) -> None:
 
 def test_an_interrupted_split_loses_no_job_and_no_table(seed: int) -> None:
     def attempt(number: int) -> bool:
-        with rigs(sm_limit=1) as bench:
+        with rigs(staging_bytes=STAGING) as bench:
             engine, held = bench.engine, bench.stream()
             gate = bench.gate(held)
 
@@ -141,7 +141,7 @@ def test_an_interrupted_submission_of_one_group_among_two(seed: int) -> None:
             number_blocks(groups[0], 11)
             number_blocks(groups[1], 101)
             layout = kvoffload.KVLayout(groups)
-            with kvoffload.OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as engine:
+            with kvoffload.OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0) as engine:
                 cache = BlockCache(engine)
                 outcome = interrupt_at(number, lambda: cache.store([b"a"], [[1], [1]], after=NO_WAIT))
                 cache.check()
@@ -230,7 +230,7 @@ def test_an_interrupt_leaves_every_transfer_in_flight_what_it_uses(
     copier: CopierName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events and tables of the second of two stores in flight, too: what is queued next must not take them."""
-    with rigs(sm_limit=2, num_blocks=32, num_slots=32) as bench:
+    with rigs(staging_bytes=STAGING, num_blocks=32, num_slots=32) as bench:
         engine, streams = bench.engine, [bench.stream(), bench.stream()]
         gates = [bench.gate(stream) for stream in streams]
         first, second = (

@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import in_threads, leaks_of, no_leaks, rig, shuttles, simulated, whole
+from helpers import STAGING, in_threads, leaks_of, no_leaks, rig, shuttles, simulated, whole
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, ClosedError, KVLayout, OffloadEngine
@@ -124,11 +124,11 @@ def test_closing_from_two_threads_at_once() -> None:
 # forgetting
 
 
-@pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
-def test_a_forgotten_engine_gives_everything_back_and_is_told_of(sm_limit: int, copier: CopierName) -> None:
+@pytest.mark.parametrize(("staging_bytes", "copier"), [(0, "strided"), (STAGING, "pack")])
+def test_a_forgotten_engine_gives_everything_back_and_is_told_of(staging_bytes: int, copier: CopierName) -> None:
     with simulated(1) as device:
         planes = device.allocate_planes(2, block_bytes=64, num_blocks=4)
-        engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, sm_limit=sm_limit)
+        engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, staging_bytes=staging_bytes)
         engine.store([1], [1], copier=copier).wait(10)
         watch = weakref.ref(engine)
         del engine
@@ -161,18 +161,18 @@ def test_an_engine_without_references_is_garbage_at_once() -> None:
             device.reclaim()
 
 
-@pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
-def test_a_forgotten_device_is_freed_by_the_next_one_and_is_told_of(sm_limit: int, copier: CopierName) -> None:
+@pytest.mark.parametrize(("staging_bytes", "copier"), [(0, "strided"), (STAGING, "pack")])
+def test_a_forgotten_device_is_freed_by_the_next_one_and_is_told_of(staging_bytes: int, copier: CopierName) -> None:
     device = simulated(1)
     simulator = device.simulator
     assert simulator is not None
     planes = device.allocate_planes(2, block_bytes=64, num_blocks=4)
-    engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, sm_limit=sm_limit)
+    engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, staging_bytes=staging_bytes)
     engine.store([1], [1], copier=copier).wait(10)
     made = simulator.leaks()
     # the pool, and what kernels read their blocks from; planes, and what kernels find their rows in, and scratch
-    assert (made["registered_ranges"], made["device_allocations"]) == ((2, 3) if sm_limit else (1, 2))
-    assert (made["modules"] > 0) == (sm_limit > 0)
+    assert (made["registered_ranges"], made["device_allocations"]) == ((2, 3) if staging_bytes else (1, 2))
+    assert (made["modules"] > 0) == (staging_bytes > 0)
     del device, engine, planes
     gc.collect()
     assert simulator.leaks() == made, "a finalizer calls no driver"
@@ -191,7 +191,7 @@ def test_an_engine_forgotten_with_work_in_flight_lives_until_it_has_ended(fails:
         if fails:
             device.simulator.faults.fail_call(call)
         engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4)
-        job = engine.store([1], [1], copier="gather" if call == "cuLaunchKernel" else "strided")
+        job = engine.store([1], [1], copier="pack" if call == "cuLaunchKernel" else "strided")
         assert (job.error is not None) == fails
         watch = weakref.ref(engine)
         del engine, job
@@ -240,7 +240,7 @@ def test_a_slab_lives_as_long_as_one_of_its_planes() -> None:
 @pytest.mark.timeout(300)
 def test_four_threads_submit_poll_and_wait(each_device: kvoffload.Device) -> None:
     """Each thread has slots and blocks of its own and checks its own bytes."""
-    sizes = {} if each_device.simulated else {"planes": 16, "block_bytes": 64 << 10, "sm_limit": 2}
+    sizes = {} if each_device.simulated else {"planes": 16, "block_bytes": 64 << 10, "staging_bytes": STAGING}
     with rig(each_device, num_blocks=32, num_slots=32, **sizes) as bench:
         engine = bench.engine
         polled: list[int] = []

@@ -107,7 +107,7 @@ def test_it_is_quiet_by_default() -> None:
         "old = kvoffload.testing.SimulatedDriver(driver_version=(12, 4))\n"
         "device = kvoffload.open_device(backend=old)\n"
         "layout = kvoffload.KVLayout([device.allocate_blocks(4, planes=2, block_bytes=64)])\n"
-        "with kvoffload.OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:\n"
+        "with kvoffload.OffloadEngine(layout, device=device, num_slots=4, staging_bytes=0) as engine:\n"
         "    device.simulator.faults.fail_call('cuEventRecord', 2)\n"
         "    try: engine.store([0], [0]).wait()\n"
         "    except kvoffload.TransferError: pass\n"

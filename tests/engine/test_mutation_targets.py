@@ -36,7 +36,7 @@ def test_the_stream_of_an_exported_array_follows_both_directions(bench: Rig, las
     array = bench.device.empty((2, 8, 64), "uint8")
     array.buffer.copy_from(np.full(array.nbytes, 5, np.uint8))
     engine = OffloadEngine(
-        KVLayout.from_stacked(array, plane_axis=0, block_axis=1), device=bench.device, num_slots=8, sm_limit=0
+        KVLayout.from_stacked(array, plane_axis=0, block_axis=1), device=bench.device, num_slots=8, staging_bytes=0
     )
     engine.slots[:] = 7
     streams = {"store": bench.stream(), "load": bench.stream()}
@@ -67,7 +67,7 @@ def test_the_stream_of_an_exported_array_follows_both_directions(bench: Rig, las
 def test_the_stream_of_an_exported_array_follows_every_engine_over_it(bench: Rig, last: int) -> None:
     array = bench.device.empty((2, 8, 64), "uint8")
     layout = KVLayout.from_stacked(array, plane_axis=0, block_axis=1)
-    engines = [OffloadEngine(layout, device=bench.device, num_slots=8, sm_limit=0) for _ in range(2)]
+    engines = [OffloadEngine(layout, device=bench.device, num_slots=8, staging_bytes=0) for _ in range(2)]
     streams = [bench.stream(), bench.stream()]
     gates = [bench.gate(stream) for stream in streams]
     for engine, stream in zip(engines, streams, strict=True):

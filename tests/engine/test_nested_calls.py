@@ -289,7 +289,7 @@ def test_a_finalizer_that_asks_for_a_job_ends_no_other(bench: Rig) -> None:
 
 def test_close_inside_close_frees_nothing_twice(bench: Rig) -> None:
     for number in range(1, 300, 9):
-        engine = kvoffload.OffloadEngine(bench.engine.layout, device=bench.device, num_slots=2, sm_limit=0)
+        engine = kvoffload.OffloadEngine(bench.engine.layout, device=bench.device, num_slots=2, staging_bytes=0)
         engine.store([1], [1], after=NO_WAIT)
         refused: list[str] = []
 

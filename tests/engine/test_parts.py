@@ -14,6 +14,7 @@ import pytest
 from driver_levels import LEVELS
 from helpers import (
     COPY_ENGINE_ONLY,
+    STAGING,
     Rig,
     all_are,
     cache_state,
@@ -53,7 +54,7 @@ from kvoffload.layout.fold import fold_group
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import TransferPlan, addresses_of_slots, build
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, scramble
-from kvoffload.tuning import CopierName, CopyMethod, default_profile
+from kvoffload.tuning import CopierName, default_profile
 
 BY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
 NUM_SLOTS = 6
@@ -129,7 +130,7 @@ def test_stores_have_no_parts(bench: Rig, parts: Any) -> None:
 
 @pytest.mark.parametrize("copier", ["split", CopyMethod("split", 1, 0.5)], ids=str)
 def test_a_split_carries_no_parts(device: kvoffload.Device, copier: Any) -> None:
-    with rig(device, planes=PLANES, sm_limit=2) as bench:
+    with rig(device, planes=PLANES, staging_bytes=STAGING) as bench:
         with pytest.raises(ValueError, match=r"copier=.* cannot copy a load in parts: .*; ask for strided, gather,"):
             bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier=copier, parts=2)
         whole(bench.engine)
@@ -139,14 +140,16 @@ def test_a_split_carries_no_parts(device: kvoffload.Device, copier: Any) -> None
 
 
 def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> None:
-    with pytest.raises(CapabilityError, match="sm_limit=0 forbids kernels"):
-        load(bench, [0], [0], copier="gather")
+    with pytest.raises(CapabilityError, match="staging_bytes=0 forbids kernels"):
+        load(bench, [0], [0], copier="pack")
 
 
 def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     known = default_profile(None)
     costs = {each: replace(found, strided=None, flat={}) for each, found in known.costs.items()}  # kernels alone
-    with rig(device, planes=PLANES, sm_limit=4, prefer="latency", profile=replace(known, costs=costs)) as bench:
+    with rig(
+        device, planes=PLANES, staging_bytes=STAGING, prefer="latency", profile=replace(known, costs=costs)
+    ) as bench:
         monkeypatch.setattr(bench.engine._parts.copiers, "interpreted", False)  # as on a GPU: kernels, too, are chosen
         assert load(bench, range(8), range(8), parts=None).copier == "gather"
         for parts in (2, PLANES):
@@ -359,7 +362,7 @@ def test_part_0_of_a_job_without_parts_is_all_of_it(bench: Rig) -> None:
 
 
 def test_part_0_of_a_split_is_both_of_its_shares(device: kvoffload.Device) -> None:
-    with rig(device, planes=PLANES, sm_limit=1) as bench:
+    with rig(device, planes=PLANES, staging_bytes=STAGING) as bench:
         held, readers = bench.stream(), [Reader(bench), Reader(bench)]
         bench.gate(held)
         job = bench.engine.submit(Direction.LOAD, range(8), range(8), after=held, copier=CopyMethod("split", 1, 0.5))
@@ -476,7 +479,7 @@ def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def options_of(copier: str | None) -> dict[str, Any]:
     """Of a rig whose loads this copier carries."""
-    return {"planes": PLANES, "sm_limit": 2 if copier == "gather" else 0}
+    return {"planes": PLANES, "staging_bytes": STAGING if copier == "gather" else 0}
 
 
 def there_and_back(

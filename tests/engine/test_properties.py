@@ -52,7 +52,7 @@ def run_transfer(engine: OffloadEngine, transfer: TransferSpec) -> Job:
 
 def check_case(device: kvoffload.Device, case: Case, seed: int) -> None:
     layout, buffers = place(device, case.layout, seed)
-    with OffloadEngine(layout, device=device, num_slots=case.num_slots, sm_limit=case.sm_limit) as engine:
+    with OffloadEngine(layout, device=device, num_slots=case.num_slots, staging_bytes=case.staging_bytes) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)
         jobs = [run_transfer(engine, transfer) for transfer in case.transfers]
@@ -77,7 +77,10 @@ def check_case(device: kvoffload.Device, case: Case, seed: int) -> None:
 def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(level: str, case: Case, seed: int) -> None:
     device = open_level(level, seed)
     check_case(device, case, seed)
-    of_this_test, of_making_kernels = 3 * len(case.layout.allocations), len(case.layout.groups) if case.sm_limit else 0
+    of_this_test, of_making_kernels = (
+        3 * len(case.layout.allocations),
+        len(case.layout.groups) if case.staging_bytes else 0,
+    )
     assert device.simulator.pageable_copies == of_this_test + of_making_kernels, "no transfer's"
     check_clean_close(device)
 

@@ -69,14 +69,14 @@ def test_what_is_no_copier_is_named(bench: Rig, copier: Any) -> None:
 def test_what_is_no_profile_is_named(device: kvoffload.Device, profile: Any) -> None:
     layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
     with pytest.raises(TypeError, match=r"profile must be a kvoffload\.tuning\.Profile or None, got "):
-        OffloadEngine(layout, device=device, num_slots=2, sm_limit=0, profile=profile)
+        OffloadEngine(layout, device=device, num_slots=2, staging_bytes=0, profile=profile)
 
 
 @pytest.mark.parametrize("num_slots", [1 << 44, 2**62, 2**64, 10**30])
 def test_a_huge_pool_is_a_capacity_error_before_anything_is_pinned(device: kvoffload.Device, num_slots: int) -> None:
     layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
     with pytest.raises(CapacityError, match=rf"num_slots={num_slots} of .* ask for at most "):
-        OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=0)
+        OffloadEngine(layout, device=device, num_slots=num_slots, staging_bytes=0)
     assert device.simulator.faults.call_count["cuMemHostRegister"] == 0
 
 
@@ -84,4 +84,4 @@ def test_a_huge_pool_is_a_capacity_error_before_anything_is_pinned(device: kvoff
 def test_a_number_of_slots_that_is_none_is_named(device: kvoffload.Device, num_slots: Any) -> None:
     layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
     with pytest.raises((TypeError, ValueError), match="num_slots must be "):
-        OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=0)
+        OffloadEngine(layout, device=device, num_slots=num_slots, staging_bytes=0)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver_levels import LEVELS
-from helpers import COPY_ENGINE_ONLY, Gate, OrderSpy, copiers_in
+from helpers import COPY_ENGINE_ONLY, STAGING, Gate, OrderSpy, copiers_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sharding import Machine
@@ -48,7 +48,7 @@ def submit_all(engine: OffloadEngine, several: Sequence[TransferSpec], copier: A
 
 def check_case(device: kvoffload.Device, case: Case, seed: int, bound: int | None, copier: int) -> None:
     layout, buffers = place(device, case.layout, seed)
-    options: dict[str, Any] = {"sm_limit": case.sm_limit, "most_queued_bytes": bound}
+    options: dict[str, Any] = {"staging_bytes": case.staging_bytes, "most_queued_bytes": bound}
     with OffloadEngine(layout, device=device, num_slots=case.num_slots, **options) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)
@@ -153,7 +153,7 @@ def test_kernels_of_several_groups_are_of_one_job(device: kvoffload.Device, copi
     groups = [device.allocate_planes(2, block_bytes=64, num_blocks=8) for _ in range(3)]
     for number, planes in enumerate(groups):
         scramble(planes[0].owner, number)  # type: ignore[arg-type]
-    with OffloadEngine(KVLayout(groups), device=device, num_slots=SLOTS, sm_limit=2) as engine:
+    with OffloadEngine(KVLayout(groups), device=device, num_slots=SLOTS, staging_bytes=STAGING) as engine:
         poison(engine.slots)
         mirror = mirror_of(engine)
         several = [GroupTransfer(number, [1, 2, 3], range(4 * number, 4 * number + 3)) for number in range(3)]
@@ -301,7 +301,7 @@ def test_every_share_of_a_transfer_of_several_groups_waits(device: kvoffload.Dev
     """Kernels and copies are on streams of their own."""
     groups = [device.allocate_planes(2, block_bytes=64, num_blocks=8) for _ in range(2)]
     with (
-        OffloadEngine(KVLayout(groups), device=device, num_slots=SLOTS, sm_limit=2) as engine,
+        OffloadEngine(KVLayout(groups), device=device, num_slots=SLOTS, staging_bytes=STAGING) as engine,
         device.stream() as stream,
     ):
         engine.slots[:] = 7

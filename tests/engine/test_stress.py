@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from call_counts import count_calls
-from helpers import ENGINE_STREAMS, LEVELS, Rig, copiers_in, held_by_process, no_leaks, rig, simulated, whole
+from helpers import ENGINE_STREAMS, LEVELS, STAGING, Rig, copiers_in, held_by_process, no_leaks, rig, simulated, whole
 from seeds import seeds
 
 from kvoffload import NO_WAIT, CapacityError, Direction, TransferError
 from kvoffload.driver import functions
-from kvoffload.tuning import CopierChoice, CopierName, CopyMethod
+from kvoffload.tuning import CopierChoice, CopierName
 
 pytestmark = pytest.mark.long
 
@@ -149,11 +149,11 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing() -> None:
 def test_a_mixed_load_gives_the_bytes_of_doing_one_after_the_other(level: str, kernels: bool, seed: int) -> None:
     """Random transfers over few slots and blocks, all queued without waiting: the result is that of program order."""
     rng = np.random.default_rng(seed)
-    with simulated(seed, level) as device, rig(device, sm_limit=2 if kernels else 0) as bench:
+    with simulated(seed, level) as device, rig(device, staging_bytes=STAGING if kernels else 0) as bench:
         blocks, slots = np.arange(1, 17), np.arange(100, 116)
         copiers: list[CopierChoice] = [*copiers_in(bench.engine), None]
         if kernels:
-            copiers = [CopyMethod("gather", 2, 1.0), CopyMethod("split", 1, 0.4), "strided", None]
+            copiers = ["pack", CopyMethod("split", 1, 0.4), "strided", None]
         streams = [bench.stream(), bench.stream(), 0, 2]
         for _ in range(120):
             count = int(rng.integers(1, 6))
@@ -186,7 +186,7 @@ def test_nothing_runs_that_the_seam_does_not_list() -> None:
     """Whatever the engine calls is in the table of functions."""
     with simulated(4) as device:
         simulator: Any = device.simulator
-        with rig(device, sm_limit=2) as bench:
+        with rig(device, staging_bytes=STAGING) as bench:
             for copier in (*copiers_in(bench.engine), None):
                 bench.engine.store([1], [1], copier=copier).wait(10)
                 bench.engine.load([1], [2], copier=copier).wait(10)

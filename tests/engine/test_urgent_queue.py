@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import COPY_ENGINE_ONLY, Rig, all_are, number_blocks, release, rig, warm_up, whole
+from helpers import COPY_ENGINE_ONLY, STAGING, Rig, all_are, number_blocks, release, rig, warm_up, whole
 from transfers import COPY_CALLS, intercepted, queueing, transfer_of
 
 import kvoffload
@@ -131,7 +131,7 @@ BEHIND_THE_FIRST = [0, MANY, *range(1, MANY)]
 def test_an_urgent_load_has_ended_when_those_that_wait_are_queued(
     each_device: kvoffload.Device, copier: CopierName
 ) -> None:
-    with bounded(each_device, blocks=0, sm_limit=2 if copier == "gather" else 0) as bench:
+    with bounded(each_device, blocks=0, staging_bytes=STAGING if copier == "gather" else 0) as bench:
         with watched(bench) as calls:
             queue = Queue.of(bench, copier)
             urgent = bench.engine.load([60], [60], after=NO_WAIT, copier=copier, urgent=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from helpers import Rig, all_are, in_threads, keys, release, rig, warm_up, whole
+from helpers import STAGING, Rig, all_are, in_threads, keys, release, rig, warm_up, whole
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Status
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 @pytest.fixture
 def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
     """Blocks of 16 planes of 64 KiB; block `b` holds `b + 1`, slot `s` holds `100 + s`."""
-    with rig(gpu_device, planes=16, block_bytes=64 << 10, num_blocks=32, num_slots=8, sm_limit=2) as made:
+    with rig(gpu_device, planes=16, block_bytes=64 << 10, num_blocks=32, num_slots=8, staging_bytes=STAGING) as made:
         warm_up(made)
         yield made
         made.engine.drain(30)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import (
     LEGACY,
+    STAGING,
     Rig,
     all_are,
     paint,
@@ -23,14 +24,14 @@ from kvoffload.tuning import CopierName
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-COPIERS: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
+COPIERS: tuple[CopierName, ...] = ("strided", "pack", "batch", "loop")
 KIB = 1024
 
 
 @pytest.fixture
 def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
     """Blocks of 16 planes of 64 KiB: 1 MiB each, long enough to be overtaken."""
-    with rig(gpu_device, planes=16, block_bytes=64 * KIB, num_blocks=32, num_slots=32, sm_limit=2) as made:
+    with rig(gpu_device, planes=16, block_bytes=64 * KIB, num_blocks=32, num_slots=32, staging_bytes=STAGING) as made:
         warm_up(made)
         yield made
         made.engine.drain(30)

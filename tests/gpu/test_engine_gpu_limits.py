@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Rig, held_by_process, rig, warm_up, whole
+from helpers import STAGING, Rig, held_by_process, rig, warm_up, whole
 from leaks import leaked
 from programs import run_program
 
@@ -18,14 +18,14 @@ from kvoffload.tuning import CopierName
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-COPIERS: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
+COPIERS: tuple[CopierName, ...] = ("strided", "pack", "batch", "loop")
 KIB = 1024
 
 
 @pytest.fixture
 def small(gpu_device: kvoffload.Device) -> Iterator[Rig]:
     """Blocks of 4 planes of 4 KiB."""
-    with rig(gpu_device, planes=4, block_bytes=4 * KIB, num_blocks=64, num_slots=64, sm_limit=2) as made:
+    with rig(gpu_device, planes=4, block_bytes=4 * KIB, num_blocks=64, num_slots=64, staging_bytes=STAGING) as made:
         warm_up(made)
         yield made
         made.engine.drain(60)
@@ -93,10 +93,10 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "gather", "split"])
 def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device, copier: CopierName) -> None:
-    sm_limit = 2 if copier in ("gather", "split") else 0
+    staging_bytes = STAGING if copier == "pack" else 0
 
     def use() -> None:
-        with rig(gpu_device, block_bytes=1 << 20, num_blocks=16, num_slots=16, sm_limit=sm_limit) as bench:
+        with rig(gpu_device, block_bytes=1 << 20, num_blocks=16, num_slots=16, staging_bytes=staging_bytes) as bench:
             bench.engine.store(range(16), range(16), copier=copier).wait(30)
 
     assert leaked(gpu_device, use) == set()

@@ -41,8 +41,8 @@ def spread(first: int, nbytes: int, count: int) -> list[Plane]:
     return planes_at([first + at * stride for at in range(count)], block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)
 
 
-@pytest.mark.parametrize("sm_limit", [0, 4])
-def test_planes_across_handles_fold_and_have_right_bytes(gpu_device: kvoffload.Device, sm_limit: int) -> None:
+@pytest.mark.parametrize("staging_bytes", [0, STAGING])
+def test_planes_across_handles_fold_and_have_right_bytes(gpu_device: kvoffload.Device, staging_bytes: int) -> None:
     with mapping(gpu_device, 3) as memory:
         planes = spread(memory.address, memory.nbytes, 5)
         borders = [memory.part(1), memory.part(2)]
@@ -50,7 +50,7 @@ def test_planes_across_handles_fold_and_have_right_bytes(gpu_device: kvoffload.D
         assert any((border - plane.address) % BLOCK_BYTES for plane in planes for border in borders)
         folds = "5 planes fold into 1 operation a block"
         ranges = [(memory.address, memory.nbytes)]
-        check_every_copier(gpu_device, planes, ranges, folds=folds, sm_limit=sm_limit)
+        check_every_copier(gpu_device, planes, ranges, folds=folds, staging_bytes=staging_bytes)
 
 
 def test_a_plane_past_the_last_handle_is_refused(gpu_device: kvoffload.Device) -> None:

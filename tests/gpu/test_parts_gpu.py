@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LEGACY, Rig, copiers_in, release, rig, warm_up, whole
+from helpers import LEGACY, STAGING, Rig, copiers_in, release, rig, warm_up, whole
 from layerwise import Reader, blocks_hold, hold_from, load
 from strategies import slab_of
 from transfers import COPY_CALLS, intercepted, queueing
@@ -59,7 +59,9 @@ def test_parts_move_the_bytes_of_a_naive_loop_and_no_others(
 @pytest.fixture
 def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
     """64 planes, 128 blocks of 4 MiB: loads of them all take 10 ms."""
-    with rig(gpu_device, planes=PLANES, block_bytes=64 * KIB, num_blocks=128, num_slots=128, sm_limit=4) as made:
+    with rig(
+        gpu_device, planes=PLANES, block_bytes=64 * KIB, num_blocks=128, num_slots=128, staging_bytes=STAGING
+    ) as made:
         warm_up(made)
         made.engine.load(range(2), range(2), parts=PARTS).wait(30)
         made.engine.poll()
@@ -120,11 +122,11 @@ def test_streams_behind_parts_of_a_large_load_go_on_in_the_order_of_the_parts(be
     if "gather" not in copiers_in(bench.engine):
         pytest.skip(bench.engine.missing_copiers["gather"])
     driver, looked_at = bench.device.driver, (0, PARTS // 2, PARTS - 1, None)
-    load(bench, range(128), range(128), parts=LAYERS, copier="gather").wait(30)
+    load(bench, range(128), range(128), parts=LAYERS, copier="pack").wait(30)
     begin, *streams = [bench.stream() for _ in range(len(looked_at) + 1)]
     with events(bench, len(looked_at) + 1) as (called, *passed):
         driver.event_record(called, begin)
-        job = load(bench, range(128), range(128), parts=LAYERS, copier="gather")
+        job = load(bench, range(128), range(128), parts=LAYERS, copier="pack")
         for part, stream, event in zip(looked_at, streams, passed, strict=True):
             job.order_before(stream, part=part)
             driver.event_record(event, stream)
@@ -147,7 +149,7 @@ def test_fragments_of_new_parts_do_not_wait_for_the_gpu(bench: Rig) -> None:
     jobs: list[Job] = []
     parts = [[*range(7, PLANES)], [*range(7)]]
     thread = threading.Thread(
-        target=lambda: jobs.append(load(bench, range(4), range(4), parts=parts, after=held, copier="gather"))
+        target=lambda: jobs.append(load(bench, range(4), range(4), parts=parts, after=held, copier="pack"))
     )
     thread.start()
     thread.join(10)

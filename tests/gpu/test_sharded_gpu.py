@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import STAGING
 from sharding import Machine, RandomTransfers, gpus, machine
 
 import kvoffload
@@ -38,7 +39,7 @@ def test_random_transfers_give_the_bytes_of_loops(
     devices: list[kvoffload.Device], kernels: bool, number: int, seed: int
 ) -> None:
     chance = np.random.default_rng(seed)
-    shape = {"groups": 1 + number % 2, "blocks_per_slot": 1 + number, "sm_limit": 2 if kernels else 0}
+    shape = {"groups": 1 + number % 2, "blocks_per_slot": 1 + number, "staging_bytes": STAGING if kernels else 0}
     with machine((6, 2), devices=devices, seed=number, num_slots=8, block_bytes=4 * KIB, **shape) as made:
         RandomTransfers(made, chance).check(100)
         made.whole()

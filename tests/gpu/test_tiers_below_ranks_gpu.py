@@ -110,7 +110,7 @@ def server(device: kvoffload.Device, folder: Path, name: str, **options: Any) ->
             layout = KVLayout([memory])
             slots = stack.enter_context(SharedSlots(CAPACITY, layout.slot_bytes))
             slots.offer(f"{name}/{place}")
-            engine = OffloadEngine(layout, device=device, host_memory=slots.host_memory, sm_limit=0)
+            engine = OffloadEngine(layout, device=device, host_memory=slots.host_memory, staging_bytes=0)
             rank = Rank(stack.enter_context(engine), slots, memory)
             stack.callback(rank.buffer.close)
             ranks.append(rank)

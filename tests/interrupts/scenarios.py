@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from helpers import STAGING
 from worlds import CAPACITY, PLANES, POLICIES, SECONDS, CacheWorld, Fifo, IndexWorld, TieredWorld, World, key, keys
 
 import kvoffload
@@ -369,7 +370,7 @@ def open_and_drop(w: World) -> None:
 
 
 def second_engine(w: World) -> Any:
-    w.kept.append(w.open_engine(2, sm_limit=0))
+    w.kept.append(w.open_engine(2, staging_bytes=0))
     return w.kept[0]
 
 
@@ -382,7 +383,7 @@ def promotion_ended(w: TieredWorld) -> Any:
 # the table ------------------------------------------------------------------------------------------------------------
 
 ENGINES, CACHES, KEYS = "one, two", "cache, two cache", "index, cache"
-SM: dict[str, Any] = {"sm_limit": 1}
+SM: dict[str, Any] = {"staging_bytes": STAGING}
 EVENTS: dict[str, Any] = {"cache_options": {"on_event": on_event}}
 TABLE: tuple[Row, ...] = (
     *(
@@ -394,7 +395,7 @@ TABLE: tuple[Row, ...] = (
             Row(f"engine.{d}.strided", ENGINES, None, partial(transfer, direction=d, copier="strided")),
             Row(f"engine.{d}.batch", ENGINES, None, partial(transfer, direction=d, copier="batch")),
             Row(f"engine.{d}.loop", ENGINES, None, partial(transfer, direction=d, copier="loop")),
-            Row(f"engine.{d}.gather", ENGINES, None, partial(transfer, direction=d, copier="gather"), options=SM),
+            Row(f"engine.{d}.gather", ENGINES, None, partial(transfer, direction=d, copier="pack"), options=SM),
             Row(f"engine.{d}.split", ENGINES, None, partial(transfer, direction=d, copier="split"), options=SM),
             Row(f"engine.{d}.after_stream", ENGINES, World.stream, partial(transfer, direction=d)),
             Row(f"engine.{d}.after_held_stream", ENGINES, World.held_stream, partial(transfer, direction=d)),
@@ -422,13 +423,13 @@ TABLE: tuple[Row, ...] = (
     Row("engine.close", ENGINES, None, lambda w: w.engine.close(SECONDS), "closed"),
     Row("engine.close.with_jobs", "one, two, cache, two cache", begun, lambda w: w.engine.close(SECONDS), "closed"),
     Row("engine.close.used", ENGINES, used, lambda w: w.engine.close(SECONDS), "closed", options=SM),
-    Row("engine.open", ENGINES, None, lambda w: w.open_engine(2, sm_limit=0).close(SECONDS)),
-    Row("engine.open.kernels", ENGINES, None, lambda w: w.kept.append(w.open_engine(2, sm_limit=1))),
+    Row("engine.open", ENGINES, None, lambda w: w.open_engine(2, staging_bytes=0).close(SECONDS)),
+    Row("engine.open.kernels", ENGINES, None, lambda w: w.kept.append(w.open_engine(2, staging_bytes=STAGING))),
     Row(
         "engine.open.progress",
         "one",
         None,
-        lambda w: w.kept.append(w.open_engine(2, sm_limit=0, progress=on_progress)),
+        lambda w: w.kept.append(w.open_engine(2, staging_bytes=0, progress=on_progress)),
     ),
     # jobs
     Row("job.wait", ENGINES, begun, lambda w: w.made.wait(SECONDS)),

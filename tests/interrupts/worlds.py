@@ -231,7 +231,7 @@ class World(_Checked):
         self.fill()
         layouts = [KVLayout([planes]) for planes in self.planes]
         self.layout: Any = layouts if devices == 2 else layouts[0]
-        self.engine = self.open_engine(CAPACITY, **{"sm_limit": 0, **options})
+        self.engine = self.open_engine(CAPACITY, **{"staging_bytes": 0, **options})
         self.streams: list[tuple[Device, int]] = []
         self.gate: Any = None
 

@@ -37,7 +37,7 @@ def test_an_owned_cache_updates_stores_and_loads(jax: Any, device: kvoffload.Dev
     update = jax.jit(lambda array, ids, values: array.at[:, ids].set(values), donate_argnums=0)
     assert (cache.layout.dtype, cache.layout.on_default_stream) == (dtype, False)
     assert bool((cache.arrays == 0).all())
-    with OffloadEngine(cache.layout, device=device, num_slots=8, sm_limit=0) as engine:
+    with OffloadEngine(cache.layout, device=device, num_slots=8, staging_bytes=0) as engine:
         cache.arrays = update(cache.arrays, jnp.array([1, 2]), jnp.full((4, 2, 8, 32), 3, dtype))
         with pytest.raises(ValueError, match="after=None stands for the legacy default stream"):
             engine.store([1], [0])
@@ -55,7 +55,7 @@ def test_a_block_major_cache_is_addressed_by_block_and_plane(jax: Any, device: k
     write = jax.jit(lambda array, blocks, plane, values: array.at[blocks, plane].set(values), donate_argnums=0)
     table = jnp.array([5, 6])
     values = jnp.arange(2 * 8 * 32, dtype="float32").reshape(2, 8, 32)
-    with OffloadEngine(cache.layout, device=device, num_slots=4, sm_limit=0) as engine:
+    with OffloadEngine(cache.layout, device=device, num_slots=4, staging_bytes=0) as engine:
         cache.arrays = write(cache.arrays, table, 3, values)
         device.simulator.faults.calls = []
         engine.store([5, 6], [1], after=cache).wait(10)
@@ -68,7 +68,7 @@ def test_a_block_major_cache_is_addressed_by_block_and_plane(jax: Any, device: k
 
 def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
-    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
         old = cache.arrays
         assert cache.arrays is old
         engine.load([0], [1], after=cache)
@@ -82,7 +82,7 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulate
 ) -> None:
     """It would be copied back over what was loaded meanwhile."""
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
-    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
         engine.slots[0].view(np.float32)[:] = 5
         before = cache.arrays
         engine.load([0], [1], after=cache)
@@ -100,7 +100,7 @@ def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffloa
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     for value in (1, 2):
         before = cache.arrays
-        with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+        with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
             engine.slots[0].view(np.float32)[:] = value
             engine.load([0], [1], after=cache)
             assert cache.arrays is not before

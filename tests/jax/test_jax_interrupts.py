@@ -50,7 +50,7 @@ def owned(request: pytest.FixtureRequest, seed: int) -> Iterator[Owned]:
         opened: Any = (
             on.engine(cache, 2)
             if several
-            else OffloadEngine(cache.layout, device=on.devices[0], num_slots=2, sm_limit=0)
+            else OffloadEngine(cache.layout, device=on.devices[0], num_slots=2, staging_bytes=0)
         )
         with opened as engine:
             yield Owned(cache, engine, list(engine.slots) if several else [engine.slots], update)

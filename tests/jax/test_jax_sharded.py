@@ -210,7 +210,7 @@ def test_transfers_of_one_device_alone_are_followed_too(two: JaxDevices, number:
     """By an engine over the shard of that device."""
     cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
     layout = cache.layout.layouts[number]
-    with OffloadEngine(layout, device=two.devices[number], num_slots=2, sm_limit=0) as engine:
+    with OffloadEngine(layout, device=two.devices[number], num_slots=2, staging_bytes=0) as engine:
         engine.slots[0].view(np.float32)[:] = 5
         before = cache.arrays
         engine.load([0], [1], after=cache.after()[number])

@@ -50,7 +50,7 @@ def test_an_array_for_each_layer_is_updated_stored_and_loaded(jax: Any, device: 
     assert (cache.layout.dtype, len(cache.layout.groups[0].planes)) == (dtype, 6)
     assert cache.shapes["v"][2].shape == PAGE
     step = fill(jax)
-    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
         assert block_of(jax, cache, 3) == [{0.0}] * 6
         cache.arrays = step(cache.arrays, 3, 1.0)
         engine.store([3], [1], after=cache)
@@ -64,7 +64,7 @@ def test_layers_that_are_alike_are_one_copy_a_block(jax: Any, device: kvoffload.
     """They lie in one allocation, at equal distances; a page of 252 bytes shows that these are rounded up."""
     for page in (PAGE, (PAGES, 63)):
         cache = OwnedCache(device, [page] * 5, "float32", **PAGED)
-        with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+        with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
             device.simulator.faults.calls = []
             engine.store([2], [0], after=cache).wait(10)
             copies = [name for name, *_ in device.simulator.faults.calls if name.startswith("cuMemcpy")]
@@ -89,7 +89,7 @@ def test_keys_find_pages_of_all_layers(jax: Any, device: kvoffload.Device) -> No
     cache = OwnedCache(device, [PAGE] * 4, "bfloat16", **PAGED, **described)
     keys = kvoffload.chain_keys(range(2 * TOKENS), layout=cache.layout, salt="")
     step = fill(jax)
-    with OffloadEngine(cache.layout, device=device, num_slots=4, sm_limit=0) as engine:
+    with OffloadEngine(cache.layout, device=device, num_slots=4, staging_bytes=0) as engine:
         blocks = BlockCache(engine)
         cache.arrays = step(step(cache.arrays, 1, 1.0), 2, 5.0)
         blocks.store(keys, [1, 2], after=cache).wait(10)
@@ -107,7 +107,7 @@ def test_layers_on_two_devices(two: JaxDevices) -> None:
     cache = OwnedCache(two.devices, shapes, **PAGED)
     assert cache.sharding == [sharding] * 3
     step = fill(jax, out_shardings=cache.sharding)
-    with ShardedEngine(cache.layout, devices=two.devices, num_slots=2, sm_limit=0) as engine:
+    with ShardedEngine(cache.layout, devices=two.devices, num_slots=2, staging_bytes=0) as engine:
         cache.arrays = step(cache.arrays, 3, 1.0)
         engine.store([3], [1], after=cache)
         engine.load([1], [5], after=cache.after(jax.device_put(np.ones(3), two.sharding())))
@@ -121,7 +121,7 @@ def test_one_device_may_have_a_mesh(two: JaxDevices) -> None:
     sharding = on.sharding(None, None, "heads")
     cache = OwnedCache(on.devices[0], [PAGE] * 2, "float32", sharding=sharding, **PAGED)
     assert [array.sharding for array in cache.arrays] == [sharding] * 2
-    with OffloadEngine(cache.layout, device=on.devices[0], num_slots=2, sm_limit=0) as engine:
+    with OffloadEngine(cache.layout, device=on.devices[0], num_slots=2, staging_bytes=0) as engine:
         cache.arrays = fill(two.jax)(cache.arrays, 3, 1.0)
         engine.store([3], [1], after=cache)
         engine.load([1], [5], after=cache)
@@ -131,7 +131,7 @@ def test_one_device_may_have_a_mesh(two: JaxDevices) -> None:
 def test_a_cache_on_two_devices_is_not_followed_by_one(two: JaxDevices) -> None:
     cache = OwnedCache(two.devices, PAGE, "float32", sharding=two.sharding(None, None, "heads"), **PAGED)
     with (
-        OffloadEngine(cache.layout.layouts[0], device=two.devices[0], num_slots=2, sm_limit=0) as engine,
+        OffloadEngine(cache.layout.layouts[0], device=two.devices[0], num_slots=2, staging_bytes=0) as engine,
         pytest.raises(BufferError, match=r"the cache is on 2 devices, .* pass after=cache to a ShardedEngine, or"),
     ):
         engine.store([0], [0], after=cache)
@@ -181,7 +181,7 @@ def test_trees_that_are_no_caches(
 def test_reading_and_setting_are_interrupted(jax: Any, device: kvoffload.Device) -> None:
     cache = OwnedCache(device, [PAGE] * 2, "float32", **PAGED)
     step = fill(jax)
-    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
 
         def load_and_update(value: int) -> Callable[[], object]:
             engine.slots[0].view(np.float32)[:] = value

@@ -99,10 +99,10 @@ def test_an_export_waits_for_the_transfers_in_flight(seed: int) -> None:
         other = device.empty((4, 16, 64), "uint8")
         with (
             OffloadEngine(
-                KVLayout.from_stacked(array, plane_axis=0, block_axis=1), device=device, num_slots=8, sm_limit=0
+                KVLayout.from_stacked(array, plane_axis=0, block_axis=1), device=device, num_slots=8, staging_bytes=0
             ) as engine,
             OffloadEngine(
-                KVLayout.from_stacked(other, plane_axis=0, block_axis=1), device=device, num_slots=8, sm_limit=0
+                KVLayout.from_stacked(other, plane_axis=0, block_axis=1), device=device, num_slots=8, staging_bytes=0
             ) as bystander,
         ):
             engine.slots[:] = 9
@@ -120,8 +120,8 @@ def test_the_array_interface_names_a_stream_behind_the_transfers_in_flight(seed:
         array.buffer.copy_from(np.zeros(array.nbytes, np.uint8))
         layout = KVLayout.from_stacked(array, plane_axis=0, block_axis=1)
         with (
-            OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as first,
-            OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as second,
+            OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0) as first,
+            OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0) as second,
         ):
             assert array.__cuda_array_interface__["stream"] is None
             first.slots[:], second.slots[:] = 7, 9

@@ -23,7 +23,7 @@ def layout(device: kvoffload.Device) -> kvoffload.KVLayout:
 
 @pytest.fixture
 def engine(device: kvoffload.Device, layout: kvoffload.KVLayout) -> kvoffload.OffloadEngine:
-    return kvoffload.OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
+    return kvoffload.OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0)
 
 
 # layouts --------------------------------------------------------------------------------------------------------------
@@ -145,14 +145,14 @@ def test_a_measured_bandwidth(
 def test_copiers_that_cannot_run_have_a_reason(layout: kvoffload.KVLayout, engine: kvoffload.OffloadEngine) -> None:
     shown = page(engine)
     assert row(shown, "copiers") == "strided, batch, loop"
-    assert "not gather: sm_limit=0 forbids kernels" in shown.texts
+    assert "not gather: staging_bytes=0 forbids kernels" in shown.texts
     with kvoffload.OffloadEngine(layout, device=engine.device, num_slots=1) as with_kernels:
         assert row(page(with_kernels), "copiers").startswith("strided, gather, split, batch, loop (kernels are interp")
 
 
 def test_an_engine_tells_which_planes_the_driver_keeps_apart(device: kvoffload.Device) -> None:
     planes = [device.allocate_planes(1, block_bytes=BLOCK_BYTES, num_blocks=4)[0] for _ in range(3)]
-    with kvoffload.OffloadEngine(kvoffload.KVLayout([planes]), device=device, num_slots=1, sm_limit=0) as engine:
+    with kvoffload.OffloadEngine(kvoffload.KVLayout([planes]), device=device, num_slots=1, staging_bytes=0) as engine:
         assert row(page(engine), "folding").startswith("3 planes do not fold (3 operations a block)")
 
 
@@ -175,7 +175,7 @@ def test_a_forked_child_can_show_what_its_parent_made() -> None:
     warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while threads run
     with kvoffload.open_device(backend="simulated") as device:
         layout = kvoffload.KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)])
-        with kvoffload.OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as engine:
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0) as engine:
             cache = kvoffload.BlockCache(engine)
             with engine.lock:  # as another thread of the parent might at that moment
                 child = os.fork()

@@ -30,7 +30,7 @@ SHOWN = {
         "block_axes blocks_per_slot dtype fingerprint from_arrays from_stacked groups num_groups on_default_stream "
         "slot_bytes slots_for tokens_per_block"
     ),
-    "OffloadEngine": f"{ENGINE} device prefer profile sm_limit",
+    "OffloadEngine": f"{ENGINE} device prefer profile staging_bytes",
     "ShardedEngine": f"{ENGINE} devices",
     "Job": JOB,
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",

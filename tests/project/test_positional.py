@@ -50,7 +50,7 @@ POSITIONAL = {
     "nvtx_tracer": "domain",
     "open_device": "index",
     # what it is for, and that
-    "CopyMethod": "copier programs share",
+    "CopierName": "copier programs share",
     "FaultyTier": "faults",
     "Mirror": "engine buffers",
     "Profile.host_seconds": "method shape",

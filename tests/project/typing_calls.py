@@ -79,7 +79,7 @@ def layouts(device: Device) -> KVLayout:
 
 
 def transfers(layout: KVLayout, device: Device) -> list[TransferResult]:
-    with OffloadEngine(layout, device=device, num_slots=16, sm_limit=0, max_in_flight=64) as engine:
+    with OffloadEngine(layout, device=device, num_slots=16, staging_bytes=0, max_in_flight=64) as engine:
         job = engine.store([0, 1, 2], np.array([4, 5]))
         assert_type(job, Job)
         job.order_before(0)

@@ -79,7 +79,7 @@ def engines(layout: KVLayout, device: Device) -> None:
     OffloadEngine(layout, device=device, profile="x")  # wrong
     OffloadEngine(layout, device=device, num_slots="16")  # wrong
     OffloadEngine(layout, device=device, num_slots=16.0)  # wrong
-    OffloadEngine(layout, device=device, sm_limit=None)  # wrong
+    OffloadEngine(layout, device=device, staging_bytes=None)  # wrong
     OffloadEngine(layout, device=device, slots=16)  # wrong
     OffloadEngine(layout, device=device, progress=3)  # wrong
     OffloadEngine(layout, device=device, max_in_flight=None)  # wrong

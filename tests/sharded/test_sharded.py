@@ -61,7 +61,7 @@ def test_devices_may_have_other_planes_and_block_bytes() -> None:
 def test_a_device_can_have_two_shards() -> None:
     with kvoffload.open_device(backend="simulated") as device:
         layouts = [KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)]) for _ in range(2)]
-        with ShardedEngine(layouts, devices=[device, device], num_slots=4, sm_limit=0) as engine:
+        with ShardedEngine(layouts, devices=[device, device], num_slots=4, staging_bytes=0) as engine:
             engine.store([1, 2], [0, 1]).wait(10)
             assert engine.load([0, 1], [2, 3]).wait(10).nbytes == 2 * 2 * 2 * 64
 

@@ -43,7 +43,7 @@ def test_arrays_are_moved_by_a_sharded_engine(
     assert (layout.dtype, layout.tokens_per_block) == ("float32", 4)
     alone = [KVLayout.from_stacked(memory, **axes, blocks_per_slot=2, **DESCRIBED) for memory in memories]
     assert layout.fingerprint == ShardedLayout(alone).fingerprint
-    with ShardedEngine(layout, devices=devices, num_slots=4, sm_limit=0) as engine:
+    with ShardedEngine(layout, devices=devices, num_slots=4, staging_bytes=0) as engine:
         engine.store([1, 2], [3])
         engine.load([3], [6, 7]).wait(10)
     for memory, values in zip(memories, content, strict=True):

@@ -48,7 +48,7 @@ class ShardedCacheMachine(CacheMachine):
             KVLayout([each] * self.groups, blocks_per_slot=self.factor) for each in (self.bench.planes, self.others)
         ]
         return ShardedEngine(
-            layouts, devices=[self.device, self.other], num_slots=self.capacity * self.groups, sm_limit=0
+            layouts, devices=[self.device, self.other], num_slots=self.capacity * self.groups, staging_bytes=0
         )
 
     def follow(self) -> Any:

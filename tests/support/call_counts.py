@@ -90,7 +90,7 @@ def engines(num_slots: int = 16) -> Iterator[OffloadEngine]:
     """An engine over planes in one slab."""
     with kvoffload.open_device(backend=SimulatedDriver(seed=1)) as device:
         planes = device.allocate_planes(PLANES, block_bytes=BLOCK_BYTES, num_blocks=64)
-        with OffloadEngine(KVLayout([planes]), device=device, num_slots=num_slots, sm_limit=0) as engine:
+        with OffloadEngine(KVLayout([planes]), device=device, num_slots=num_slots, staging_bytes=0) as engine:
             yield engine
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from helpers import STAGING
 
 # What may have another name or place in one of the versions -----------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Machine:
         self.kernels = chance.random() < 0.3
         limits: list[dict[str, Any]] = [{}, {"prefer": "latency"}, {"most_queued_bytes": 4096}, {"max_in_flight": 6}]
         options = chance.choice(limits)
-        options |= {"num_slots": self.slots, "sm_limit": 4 if self.kernels else 0}
+        options |= {"num_slots": self.slots, "staging_bytes": STAGING if self.kernels else 0}
         self.engine = make_engine(layouts, self.devices, **options)
         self.pools = [self.engine.slots] if devices == 1 else list(self.engine.slots)
         memories: list[Any] = [*self.buffers, *self.pools]

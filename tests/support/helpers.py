@@ -18,14 +18,14 @@ import pytest
 from seeds import seeds
 
 import kvoffload
-from kvoffload.copiers import copier_set, gather
+from kvoffload.copiers import pack
 from kvoffload.device import streams
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import address_of
 from kvoffload.driver.functions import RAW
 from kvoffload.engine import launcher
 from kvoffload.simulator import SimulatedDriver
-from kvoffload.tuning import CopierName
+from kvoffload.tuning import COPIERS, CopierName
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,7 +37,6 @@ LEVELS = {
     "raw": ((13, 0), (13, 5)),
 }
 LEGACY, PER_THREAD = 1, 2
-COPIERS = copier_set.NAMES
 LANE_STREAMS = streams.STREAMS_PER_LANE + 1  # those for copies, and one for kernels
 ENGINE_STREAMS = 2 * LANE_STREAMS
 # Two show every wait that is missing: the mutation tests run no more.
@@ -45,7 +44,8 @@ ORDERING_SEEDS = seeds(int(os.environ.get("KVOFFLOAD_ORDERING_SEEDS", "6")))
 BLOCKING, NON_BLOCKING = 0, 1
 # Of engines in tests about streams, order, segments and faults: without a kernel, those take the copy engine on every
 # run, and cost nothing: interpreting one takes 4 ms, and 2 ms more for each of its tiles.
-COPY_ENGINE_ONLY: dict[str, Any] = {"sm_limit": 0}
+COPY_ENGINE_ONLY: dict[str, Any] = {"staging_bytes": 0}
+STAGING = 16 << 20  # room for the blocks of these tests
 
 
 def simulated(seed: int = 0, level: str = "batch", **options: Any) -> kvoffload.Device:
@@ -196,7 +196,7 @@ def rig(
 ) -> Iterator[Rig]:
     """A rig with one group in one slab; block `b` is filled with `b + 1`, slot `s` with `100 + s`.
 
-    Transfers take the copy engine unless `sm_limit` says otherwise.
+    Transfers take the copy engine unless `staging_bytes` says otherwise.
     """
     made = device.allocate_planes(planes, block_bytes=block_bytes, num_blocks=num_blocks)
     slab = made[0].owner
@@ -284,8 +284,8 @@ def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut_segments(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
     """At most so many operations at a time, of a kernel so many blocks."""
     copiers = engine._parts.copiers
-    monkeypatch.setattr(gather, "MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
-    for copier in (*copiers._of_copy_engine.values(), *copiers._gather.values()):
+    monkeypatch.setattr(pack, "blocks_of_piece", lambda *_: operations)  # of copiers made later
+    for copier in (*copiers._of_copy_engine.values(), *copiers._pack.values()):
         monkeypatch.setattr(copier, "segment_operations", operations)
 
 

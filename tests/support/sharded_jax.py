@@ -46,7 +46,7 @@ class JaxDevices:
         return OwnedCache(self.devices, shape, dtype, sharding=sharding, **options)
 
     def engine(self, cache: OwnedCache, num_slots: int = 8) -> ShardedEngine:
-        options: dict[str, Any] = {"sm_limit": 0} if self.devices[0].simulated else {}
+        options: dict[str, Any] = {"staging_bytes": 0} if self.devices[0].simulated else {}
         return ShardedEngine(cache.layout, devices=self.devices, num_slots=num_slots, **options)
 
 

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from helpers import COPY_ENGINE_ONLY
+from helpers import COPY_ENGINE_ONLY, STAGING
 from hypothesis import strategies as st
 
 import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine, Plane
-from kvoffload.copiers import NAMES, why_not
+from kvoffload.copiers import why_not
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.layout.planes import SlotOrder
 from kvoffload.testing import scramble
-from kvoffload.tuning import CopierName
+from kvoffload.tuning import COPIERS, CopierName
 
 Draw = Callable[[st.SearchStrategy[int]], int]
 
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
     layout: LayoutSpec
     num_slots: int
-    sm_limit: int
+    staging_bytes: int
     transfers: tuple[TransferSpec, ...]
 
 
@@ -175,14 +175,14 @@ def transfers(draw: st.DrawFn, layout: LayoutSpec) -> TransferSpec:
 def cases(draw: st.DrawFn, most_transfers: int = 5) -> Case:
     layout = draw(layouts())
     several = tuple(draw(transfers(layout)) for _ in range(draw(st.integers(1, most_transfers))))
-    return Case(layout, NUM_SLOTS, draw(sm_limits(layout, several)), several)
+    return Case(layout, NUM_SLOTS, draw(staging(layout, several)), several)
 
 
 @st.composite
-def sm_limits(draw: st.DrawFn, layout: LayoutSpec, several: tuple[TransferSpec, ...]) -> int:
+def staging(draw: st.DrawFn, layout: LayoutSpec, several: tuple[TransferSpec, ...]) -> int:
     """Kernels for small transfers only: interpreting one takes 2 ms for a tile, which may hold no more than 1 KiB."""
     nbytes = sum(len(each.blocks) * plane.block_bytes for each in several for plane in layout.groups[each.group])
-    return draw(st.sampled_from((0, 1, 4))) if nbytes <= MOST_INTERPRETED_BYTES else 0
+    return draw(st.sampled_from((0, STAGING))) if nbytes <= MOST_INTERPRETED_BYTES else 0
 
 
 def place(device: kvoffload.Device, spec: LayoutSpec, seed: int) -> tuple[KVLayout, list[DeviceBuffer]]:
@@ -216,10 +216,10 @@ def slab_of(planes: list[Plane]) -> DeviceBuffer:
 def copiers_of(device: kvoffload.Device) -> list[CopierName]:
     """The copiers that can run on a device."""
     missing = why_not(device.capabilities)
-    return [name for name in NAMES if missing[name] is None]
+    return [name for name in COPIERS if missing[name] is None]
 
 
 def engine_on(device: kvoffload.Device, **options: Any) -> OffloadEngine:
-    """A small engine over a slab of its own, whose transfers take the copy engine unless `sm_limit` says otherwise."""
+    """A small engine over a slab of its own, whose transfers take the copy engine unless `staging_bytes` says otherwise."""
     layout = KVLayout([device.allocate_planes(4, block_bytes=64, num_blocks=8)])
     return OffloadEngine(layout, device=device, num_slots=8, **{**COPY_ENGINE_ONLY, **options})

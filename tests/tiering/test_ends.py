@@ -220,7 +220,7 @@ PROGRAM = """
 
     device = simulated(0, "no-batch")
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)], **DESCRIBED)
-    engine = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
+    engine = OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0)
     tier = FaultyTier()
     cache = BlockCache(engine, policy="lru", tiers=[tier], write="through")
     cache.store(keys(range(4)), range(4), after=NO_WAIT).wait(10)
@@ -260,7 +260,7 @@ def test_a_killed_process_leaves_no_memory_and_no_files_but_the_disks(tmp_path: 
         f"""
         from kvoffload.tiers import DiskTier
 
-        lower = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
+        lower = OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0)
         disk = DiskTier({str(tmp_path / "disk")!r}, nbytes=1 << 20, identity="test")
         other = BlockCache(lower, policy="lru", tiers=[disk], write="through")
         other.store(keys(range(4)), range(4), after=NO_WAIT).wait(10)

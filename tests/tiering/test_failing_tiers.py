@@ -89,7 +89,7 @@ def test_a_tier_that_cannot_be_attached_closes_those_before() -> None:
     first = DictTier()
     with tiered() as bench:
         layout, device = bench.engine.layout, bench.device
-        with kvoffload.OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=2, staging_bytes=0) as engine:
             with pytest.raises(OSError, match="broken"):
                 BlockCache(engine, tiers=[first, RaisingTier({"attach"})])
             assert first.released == 1
@@ -423,7 +423,7 @@ def test_another_cache_is_refused_while_a_late_call_may_write() -> None:
     tier = FaultyTier()
     with tiered() as bench:
         layout, device = bench.engine.layout, bench.device
-        with kvoffload.OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=4, staging_bytes=0) as engine:
             cache = BlockCache(engine, policy="lru", tiers=[tier], write="through")
             cache.store(keys([0]), [0], after=NO_WAIT).wait(SECONDS)
             assert cache.drain(SECONDS)

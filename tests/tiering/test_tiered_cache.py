@@ -318,7 +318,7 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
 def test_bad_arguments_of_the_constructor(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with tiered() as bench:
         layout, device = bench.engine.layout, bench.device
-        with kvoffload.OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=2, staging_bytes=0) as engine:
             with pytest.raises(error, match=text):
                 kvoffload.BlockCache(engine, **{"tiers": [DictTier()], **options})
             BlockCache(engine)
@@ -580,7 +580,7 @@ def test_another_identity_is_refused_and_the_engine_stays_usable(tmp_path: Any) 
         bench.written([1])
     with tiered() as bench:
         layout, device = bench.engine.layout, bench.device
-        with kvoffload.OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as engine:
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0) as engine:
             other = DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="another")
             with pytest.raises(LayoutError):
                 kvoffload.BlockCache(engine, tiers=[DictTier(), other])

@@ -22,7 +22,6 @@ from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import (
-    CopyMethod,
     Profile,
     ProfileKey,
     Shape,
@@ -36,7 +35,7 @@ from kvoffload.tuning import (
     render,
     save_profile,
 )
-from kvoffload.tuning.costs import Costs, Curve, FlatCosts, SplitCosts, StridedCosts, along
+from kvoffload.tuning.costs import Costs, Curve, FlatCosts, StridedCosts, along
 from kvoffload.tuning.fitting import Sample, fit, fit_strided, solve
 
 H200 = ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")
@@ -107,7 +106,7 @@ def strided_samples(noise: float = 0.0, seed: int = 0) -> list[Sample]:
             for blocks in (1, 8, 64):
                 where = shape(nbytes, blocks, planes)
                 exact = STRIDED.seconds(nbytes, where.rows, where.operations)
-                found.append(Sample(CopyMethod("strided"), where, exact * (1 + noise * random.standard_normal())))
+                found.append(Sample("strided", where, exact * (1 + noise * random.standard_normal())))
     return found
 
 
@@ -134,115 +133,30 @@ def test_no_price_is_negative() -> None:
     assert prices[0] > 0
 
 
-def split_costs(stretch: float, lean: float) -> Costs:
-    gather = FlatCosts((Curve(8 * KIB, (64, 4096), (1.5e-5, 8.4e-4)),))
-    split = SplitCosts(4e-6, (8 * KIB,), (stretch,), (lean,))
-    return Costs(55e9, StridedCosts(1e-5, (8 * KIB,), (1.5e-6,), (2.1e-7,)), {}, {2: gather}, {2: split})
-
-
-def test_the_stretch_and_the_best_share_of_splits_are_found() -> None:
-    """Shares other than the best take 20% longer."""
-    costs = split_costs(1.15, 1.2)
-    samples = [each for each in strided_samples() if each.shape.nbytes == 0]
-    for blocks in (10, 80):
-        where = shape(8 * KIB, blocks)
-        for lean in (0.8, 1.0, 1.2, 1.4):
-            share = costs.split_share(where, 2, lean)
-            seconds = 4e-6 + 1.15 * costs.ideal_split(where, 2, costs.split_share(where, 2, 1.2))
-            samples.append(Sample(CopyMethod("split", 2, share), where, seconds * (1.0 if lean == 1.2 else 1.2)))
-    for blocks in (1, 10, 80):
-        for planes in (8, 64):
-            where = shape(8 * KIB, blocks, planes)
-            samples.append(Sample(CopyMethod("strided"), where, costs.seconds(CopyMethod("strided"), where)))
-    for blocks in (1, 64):
-        where = shape(8 * KIB, blocks, folds=False)
-        samples.append(Sample(CopyMethod("gather", 2, 1.0), where, costs.seconds(CopyMethod("gather", 2, 1.0), where)))
-    found = fit(55e9, samples).split[2]
-    assert found.lean == pytest.approx((1.2,), rel=0.03)
-    assert found.stretch == pytest.approx((1.15,), rel=0.01)
-    assert found.extra == pytest.approx(4e-6, rel=0.05)
-
-
 def test_curves_are_what_was_measured() -> None:
     where = [shape(nbytes, blocks, folds=False) for nbytes in (4096, 8192) for blocks in (1, 4)]
-    samples = [
-        Sample(method, each, 1e-6 * each.plane_blocks)
-        for each in where
-        for method in (CopyMethod("batch"), CopyMethod("gather", 4, 1.0))
-    ]
+    samples = [Sample(method, each, 1e-6 * each.plane_blocks) for each in where for method in ("batch", "loop")]
     costs = fit(55e9, samples)
-    assert costs.flat["batch"].curves == costs.gather[4].curves
+    assert costs.flat["batch"].curves == costs.flat["loop"].curves
     assert costs.flat["batch"].curves == (
         Curve(4096, (64, 256), (6.4e-5, 2.56e-4)),
         Curve(8192, (64, 256), (6.4e-5, 2.56e-4)),
     )
     assert costs.strided is None
-    assert costs.split == {}
 
 
 # costs ----------------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(2, 5000), st.integers(1, 64))
-def test_with_its_share_kernel_and_copy_engine_end_within_a_block_of_each_other(blocks: int, planes: int) -> None:
-    costs = split_costs(1.0, 1.0)
-    share = costs.split_share(shape(8 * KIB, blocks, planes), 2)
-    mine = round(share * blocks)
-    assert share * blocks == pytest.approx(mine)
-    assert 0 < mine < blocks
-
-    def ends(count: int) -> tuple[float, float]:
-        """Of kernel and copy engine, if the kernel has `count` blocks."""
-        kernel, engine = shape(8 * KIB, count, planes), shape(8 * KIB, blocks - count, planes)
-        return costs.seconds(CopyMethod("gather", 2, 1.0), kernel), costs.seconds(CopyMethod("strided"), engine)
-
-    if mine > 1:
-        kernel, engine = ends(mine - 1)
-        assert kernel <= engine * 1.001
-    if mine < blocks - 1:
-        kernel, engine = ends(mine + 1)
-        assert engine <= kernel * 1.001
-
-
-def test_one_block_is_not_split() -> None:
-    profile = default_profile(H200)
-    assert profile.split_share(shape(8 * KIB, 1), 2) == 0.0
-    assert profile.seconds(CopyMethod("split", 2), shape(8 * KIB, 1)) == inf
-
-
 def test_what_was_not_measured_takes_for_ever() -> None:
     empty = Costs(55e9)
     for method in (
-        CopyMethod("strided"),
-        CopyMethod("batch"),
-        CopyMethod("loop"),
-        CopyMethod("gather", 2, 1.0),
-        CopyMethod("split", 2, 0.5),
+        "strided",
+        "batch",
+        "loop",
+        "pack",
     ):
         assert empty.seconds(method, shape(4096, 8)) == inf
-    assert empty.split_share(shape(4096, 8), 2) == 0.0
-
-
-def test_programs_between_measured_numbers_are_between_in_time() -> None:
-    costs = default_profile(H200).costs[Direction.LOAD]
-    four, six, eight, ten = (
-        costs.seconds(CopyMethod("gather", each, 1.0), shape(8 * KIB, 100)) for each in (4, 6, 8, 10)
-    )
-    assert six == pytest.approx((four + eight) / 2)
-    assert ten == eight
-    measured = {programs: costs.gather[programs] for programs in (2, 4)}
-    assert replace(costs, gather=measured).seconds(CopyMethod("gather", 1, 1.0), shape(8 * KIB, 100)) == inf
-
-
-def test_slow_downs_of_numbers_that_were_not_measured() -> None:
-    profile = replace(default_profile(H200), slowdowns={"strided": 1.01, "gather 2": 1.2, "gather 4": 1.4})
-    assert profile.slowdown(CopyMethod("strided")) == 1.01
-    assert profile.slowdown(CopyMethod("gather", 3)) == 1.2
-    assert profile.slowdown(CopyMethod("gather", 8)) == 1.4
-    assert profile.slowdown(CopyMethod("gather", 1)) == 1.2
-    assert profile.slowdown(CopyMethod("split", 4, 0.5)) == 1.4
-    assert profile.slowdown(CopyMethod("batch")) == 1.0
-    assert replace(profile, slowdowns={}).slowdown(CopyMethod("gather", 4)) == 1.0
 
 
 # defaults -------------------------------------------------------------------------------------------------------------
@@ -280,16 +194,14 @@ def test_for_an_unknown_gpu_nothing_is_faster_than_pcie_gen4_nor_than_on_an_h200
     where = shape(block_bytes, blocks, folds=folds)._replace(direction=direction)
     unknown, h200 = default_profile(None), default_profile(H200)
     methods = [
-        CopyMethod("strided"),
-        CopyMethod("batch"),
-        CopyMethod("loop"),
-        *(CopyMethod("gather", each, 1.0) for each in (1, 2, 4, 8)),
+        "strided",
+        "batch",
+        "loop",
     ]
-    for method in [*methods, CopyMethod("split", 1), CopyMethod("split", 2)]:
+    for method in methods:
         seconds = unknown.seconds(method, where)
         assert where.nbytes / seconds <= 25e9 * 1.04
-        if method.copier != "split":  # whose share differs
-            assert seconds >= h200.seconds(method, where) * 0.97
+        assert seconds >= h200.seconds(method, where) * 0.97
 
 
 # files ----------------------------------------------------------------------------------------------------------------
@@ -346,10 +258,6 @@ HALF = {"row_bytes": [0.5], "operation": [1.0], "row": [1.0]}
 HALF_CURVE = {"counts": [0.5], "us": [1.0]}
 
 
-def _rename(fields: dict[str, Any], before: str, after: str) -> None:
-    fields[after] = fields.pop(before)
-
-
 def _only_size(fields: dict[str, Any], size: str) -> None:
     fields["costs"]["load"]["flat"]["batch"] = {size: {"counts": [64], "us": [1.0]}}
 
@@ -367,8 +275,8 @@ BAD_FILES = {
     "not a number": edited(lambda fields: fields["costs"]["load"]["strided"].update(fixed=float("nan"))),
     "too few values": edited(lambda fields: fields["costs"]["load"]["flat"]["batch"]["4096"]["us"].pop()),
     "not ascending": edited(lambda fields: fields["costs"]["store"]["strided"]["row_bytes"].reverse()),
-    "no curves": edited(lambda fields: fields["costs"]["store"]["gather"].update({"4": {}})),
-    "a text for a number": edited(lambda fields: fields["slowdowns"].update(strided="1.0")),
+    "no curves": edited(lambda fields: fields["costs"]["store"]["flat"].update({"batch": {}})),
+    "a text for a number": edited(lambda fields: fields["host"]["strided"].update(fixed="1.0")),
     "deep": b"[" * 200_000,
     "a huge link": edited(lambda fields: fields["costs"]["load"].update(link_gb_per_s=10**400)),
     "an infinite time": edited(lambda fields: fields["costs"]["load"]["strided"].update(fixed=inf)),
@@ -376,8 +284,6 @@ BAD_FILES = {
     "a huge size": edited(lambda fields: _only_size(fields, "9" * 400)),
     "a size of 0": edited(lambda fields: _only_size(fields, "0")),
     "a size in other digits": edited(lambda fields: _only_size(fields, "\u0664")),
-    "no programs": edited(lambda fields: _rename(fields["costs"]["load"]["gather"], "1", "0")),
-    "programs below 0": edited(lambda fields: _rename(fields["costs"]["load"]["split"], "1", "-1")),
     "half a byte": edited(lambda fields: fields["costs"]["load"]["strided"].update(HALF)),
     "half a copy": edited(lambda fields: fields["costs"]["load"]["flat"]["batch"].update({"4096": HALF_CURVE})),
     "a truth for a count": edited(
@@ -416,42 +322,20 @@ def test_whatever_is_wrong_is_a_value_error(content: bytes) -> None:
         parse(content)
 
 
-@pytest.mark.parametrize(
-    "label", ["gather x", "gather ", "gather 0", "gather -1", "gather 1.5", "gather 2 ", "split 01"]
-)
-@pytest.mark.parametrize("more", ["", "9" * 400])
-def test_slow_downs_of_unknown_ways_are_refused(label: str, more: str) -> None:
-    with pytest.raises(ValueError, match="it cannot be read"):
-        parse(edited(lambda fields: fields["slowdowns"].update({label + more: 1.5})))
-
-
-@pytest.mark.parametrize("label", ["", "warp", "strided 2", "batch 1", "Gather 2", " gather 2", "gather\t2"])
-def test_slow_downs_of_other_copiers_are_refused(label: str) -> None:
-    with pytest.raises(ValueError, match="is no copy method; known are strided, batch"):
-        parse(edited(lambda fields: fields["slowdowns"].update({label: 1.5})))
-
-
-def test_slow_downs_of_every_way_are_read() -> None:
-    labels = ["strided", "batch", "loop", "gather", "split", "gather 1", "gather 12", "split 4"]
-    found = parse(edited(lambda fields: fields.update(slowdowns=dict.fromkeys(labels, 1.5))))
-    assert found.slowdowns == dict.fromkeys(labels, 1.5)
-    assert found.slowdown(CopyMethod("gather", 20)) == 1.5
+@pytest.mark.parametrize("label", ["", "warp", "strided 2", "gather", "Pack", " pack"])
+def test_host_times_of_other_copiers_are_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="is no copier; known are strided, pack"):
+        parse(edited(lambda fields: fields["host"].update({label: fields["host"]["loop"]})))
 
 
 def test_a_direction_without_strided_copies_is_read() -> None:
     found = parse(edited(lambda fields: fields["costs"]["load"].update(strided=None)))
     assert found.costs[Direction.LOAD].strided is None
-    assert found.seconds(CopyMethod("strided"), shape(8 * KIB, 8)) == inf
+    assert found.seconds("strided", shape(8 * KIB, 8)) == inf
 
 
-def test_slopes_near_zero_give_a_share() -> None:
-    gather = FlatCosts((Curve(8 * KIB, (64, 4096), (1e-6, 1e-6)),))
-    costs = Costs(55e9, StridedCosts(0.0, (8 * KIB,), (0.0,), (1e-320,)), {}, {2: gather})
-    assert costs.split_share(shape(8 * KIB, 8, 1024), 2) == 1 / 8
-
-
-NEEDED = {"fixed", "row_bytes", "row", "operation", "counts", "us", "extra", "stretch", "lean", "link_gb_per_s"}
-NEEDED |= {"store", "load", "flat", "strided", "gather", "split"}
+NEEDED = {"fixed", "row_bytes", "row", "operation", "counts", "us", "link_gb_per_s"}
+NEEDED |= {"store", "load", "flat", "strided"}
 
 
 def test_every_cut_and_every_missing_field_is_noticed() -> None:
@@ -490,11 +374,7 @@ def test_the_key_names_what_a_profile_depends_on(device: kvoffload.Device) -> No
     assert key_of(device) == ProfileKey(device.name, "13.0", None, None, "13.3")
 
 
-def test_ways_in_words() -> None:
-    assert str(CopyMethod("gather", 1, 1.0)) == "gather with 1 program"
-    assert str(CopyMethod("split", 2, 0.25)) == "split with 2 programs"
-    assert str(CopyMethod("strided")) == CopyMethod("strided").label == "strided"
-    assert CopyMethod("split", 2, 0.25).label == "split 2"
+def test_a_profile_in_words() -> None:
     assert repr(measured()) == "Profile('measured on a day')"
 
 

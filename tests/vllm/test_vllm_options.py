@@ -123,7 +123,7 @@ def test_host_memory_is_divided_among_workers() -> None:
 
 
 def test_a_spec_makes_one_manager_and_one_worker() -> None:
-    spec = Spec(config(kvoffload_policy="lru", kvoffload_sm_limit=0, kvoffload_max_in_flight=3))
+    spec = Spec(config(kvoffload_policy="lru", kvoffload_staging_bytes=0, kvoffload_max_in_flight=3))
     manager = spec.get_manager()
     assert spec.get_manager() is manager
     assert manager.index.capacity == 10
@@ -132,12 +132,12 @@ def test_a_spec_makes_one_manager_and_one_worker() -> None:
     with Rig() as spec.rig:
         worker = spec.get_worker(spec.rig.caches)
         assert spec.get_worker(spec.rig.caches) is worker
-        assert (len(worker.engine.slots), worker.engine.max_in_flight, worker.engine.sm_limit) == (10, 3, 0)
+        assert (len(worker.engine.slots), worker.engine.max_in_flight, worker.engine.staging_bytes) == (10, 3, 0)
         worker.shutdown()
 
 
 def test_tensors_larger_than_the_configuration_says_are_refused() -> None:
-    spec = Spec(config(kvoffload_sm_limit=0))
+    spec = Spec(config(kvoffload_staging_bytes=0))
     with Rig(blocks_per_chunk=1) as spec.rig:
         spec.blocks_per_chunk = 8
         with pytest.raises(kvoffload.CapacityError, match=r"a chunk of this worker takes 8192 bytes.*4096"):

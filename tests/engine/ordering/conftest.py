@@ -13,6 +13,7 @@ from helpers import (
     COPIERS,
     LEVELS,
     ORDERING_SEEDS,
+    STAGING,
     Rig,
     change_streams,
     no_leaks,
@@ -73,7 +74,7 @@ Carried = tuple[Rig, CopierName | None]
 
 def _carried(seed: int | None, copier: CopierName | None, request: pytest.FixtureRequest) -> Iterator[Carried]:
     if seed is None:
-        sizes = {"planes": 16, "block_bytes": 64 << 10, "num_blocks": 32, "num_slots": 32, "sm_limit": 2}
+        sizes = {"planes": 16, "block_bytes": 64 << 10, "num_blocks": 32, "num_slots": 32, "staging_bytes": STAGING}
         for made in _settled(request.getfixturevalue("gpu_device"), **sizes):
             yield made, copier
     else:

@@ -49,7 +49,7 @@ def copier(carrier: tuple[int, str | None], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def rig_options(copier: str | None) -> dict[str, Any]:
-    return {"planes": PLANES, "sm_limit": 0 if copier is None else 2}
+    return {"planes": PLANES, "staging_bytes": 0 if copier is None else 2}
 
 
 @pytest.fixture(params=["one stream", "segments on many streams"])

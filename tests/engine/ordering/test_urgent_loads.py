@@ -10,6 +10,7 @@ import pytest
 from counting import copies_by_call
 from helpers import (
     COPY_ENGINE_ONLY,
+    STAGING,
     Rig,
     all_are,
     cut_segments,
@@ -30,7 +31,6 @@ from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Transfer
 from kvoffload.engine.queues import TransferQueue
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, poison
-from kvoffload.tuning import CopyMethod
 
 # Of a rig: so much that the driver has one block of each direction at a time.
 ONE_BLOCK: dict[str, Any] = {"most_queued_bytes": 4 * 64}
@@ -204,7 +204,7 @@ def test_a_part_half_of_which_is_queued_is_not_followed_yet() -> None:
 
 
 def test_a_split_under_a_bound_copies_every_block_once() -> None:
-    with simulated() as device, rig(device, sm_limit=2, most_queued_bytes=8 * 256) as bench:
+    with simulated() as device, rig(device, staging_bytes=STAGING, most_queued_bytes=8 * 256) as bench:
         device.simulator.faults.calls = []
         bench.engine.store(range(8), range(8), after=NO_WAIT, copier=CopyMethod("split", 1, 0.5)).wait(10)
         copies = copies_by_call(device.simulator)
@@ -231,7 +231,7 @@ def test_urgent_loads_among_others_leave_the_bytes_of_a_naive_loop(
 ) -> None:
     device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     layout, buffers = place(device, case.layout, seed)
-    options: dict[str, Any] = {"sm_limit": case.sm_limit, "most_queued_bytes": bound}
+    options: dict[str, Any] = {"staging_bytes": case.staging_bytes, "most_queued_bytes": bound}
     with OffloadEngine(layout, device=device, num_slots=case.num_slots, **options) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)

@@ -298,7 +298,7 @@ def test_sources() -> None:
 
 def test_planes_that_the_default_stream_does_not_order_refuse_after_none(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)], on_default_stream=False)
-    with OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
+    with OffloadEngine(layout, device=device, num_slots=2, staging_bytes=0) as engine:
         cache = kvoffload.BlockCache(engine)
         for call in (
             lambda: engine.store([0], [0]),
@@ -318,7 +318,7 @@ def test_planes_that_the_default_stream_does_not_order_refuse_after_none(device:
 
 def test_wait_streams_leave_nothing_behind(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
-    with leak_check(device), OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
+    with leak_check(device), OffloadEngine(layout, device=device, num_slots=2, staging_bytes=0) as engine:
         for _ in range(50):
             engine.store([0], [0], after=[1, np.zeros(2)])
         engine.drain(10)
@@ -353,7 +353,7 @@ def test_a_cache_asks_an_array_once_and_without_a_lock(bench: Rig) -> None:
 
 def test_an_engine_closes_when_no_array_is_being_asked(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
-    engine = OffloadEngine(layout, device=device, num_slots=2, sm_limit=0)
+    engine = OffloadEngine(layout, device=device, num_slots=2, staging_bytes=0)
 
     class Closing:
         def __dlpack_device__(self) -> tuple[int, int]:

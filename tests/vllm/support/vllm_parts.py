@@ -73,7 +73,7 @@ class Rig:
             [CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors],
             [[CanonicalKVCacheRef(0, PAGE), CanonicalKVCacheRef(1, PAGE)] for _ in range(num_groups)],
         )
-        arguments: dict[str, Any] = {"blocks_per_chunk": 1, "sm_limit": 0, **options}
+        arguments: dict[str, Any] = {"blocks_per_chunk": 1, "staging_bytes": 0, **options}
         self.worker = KVOffloadWorker(
             self.caches, device=self.device, num_chunks=num_chunks, current_stream=lambda: self.stream, **arguments
         )

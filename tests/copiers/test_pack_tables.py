@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gathering import expect, load, overwrite_on_release, record_launches, small_tables, store, submit
-from helpers import Rig, interrupt_call, rig, simulated, whole
+from helpers import STAGING, Rig, interrupt_call, rig, simulated, whole
+from packing import expect, load, overwrite_on_release, record_launches, small_tables, store, submit
 from transfers import segments_of, transfer_of
 
 import kvoffload
@@ -19,14 +19,13 @@ from kvoffload.driver import address_of
 from kvoffload.planning.transfer_plan import BlockPlan
 from kvoffload.simulator.memory import Kind
 from kvoffload.testing import Mirror
-from kvoffload.tuning import CopyMethod
 
 # more than there is room for
 
 
 def test_what_finds_no_room_for_its_table_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tables(monkeypatch, blocks=32)
-    with simulated(1) as device, rig(device, num_blocks=400, num_slots=400, sm_limit=4) as bench:
+    with simulated(1) as device, rig(device, num_blocks=400, num_slots=400, staging_bytes=STAGING) as bench:
         held = bench.stream()
         gate = bench.gate(held)
         blocks = np.random.default_rng(0).permutation(400)
@@ -82,9 +81,9 @@ def test_pitfall_05_tables_belong_to_a_transfer_until_its_end(
     small_tables(monkeypatch, blocks=8)
     simulated, ids = each_device.simulated, 21 if each_device.simulated else 64
     sizes = {"planes": 4, "block_bytes": 64 if simulated else 16 << 10, "num_blocks": ids, "num_slots": ids}
-    with rig(each_device, **sizes, sm_limit=4) as bench:
+    with rig(each_device, **sizes, staging_bytes=STAGING) as bench:
         for programs in range(1, 5):  # loading a kernel for the first time may wait for the GPU to be idle
-            method = CopyMethod("gather", programs, 1.0)
+            method = "pack"
             submit(bench.engine, store(range(4), range(4), method)).wait(30)
             submit(bench.engine, load(range(4), range(4), method)).wait(30)
         bench.engine.poll()
@@ -118,7 +117,7 @@ def test_pitfall_05_a_table_used_again_too_early_is_noticed(monkeypatch: pytest.
     """What the test above would see: later transfers written over a table, or the bytes of another block."""
     with simulated(2) as device:
         _release_at_launch(monkeypatch)
-        with rig(device, num_blocks=21, num_slots=21, sm_limit=4) as bench:
+        with rig(device, num_blocks=21, num_slots=21, staging_bytes=STAGING) as bench:
             if poison == "another block":
                 overwrite_on_release(monkeypatch, 0, bench.engine._parts.memory.address)
             held = bench.stream()
@@ -146,7 +145,7 @@ def test_an_interrupt_that_loses_a_table_does_not_stop_the_ring(
 ) -> None:
     """Between the taking of a table and its place in the books; later transfers go round the ring several times."""
     small_tables(monkeypatch, blocks=32)
-    with rig(device, num_blocks=40, num_slots=40, sm_limit=4) as bench:
+    with rig(device, num_blocks=40, num_slots=40, staging_bytes=STAGING) as bench:
         with monkeypatch.context() as patch:
             stage = GatherCopier.stage
 
@@ -169,7 +168,7 @@ def test_a_lost_table_does_not_stop_transfers_that_wait_for_room(
 ) -> None:
     """The ring is never idle: there is always a transfer that waits behind the lost table."""
     small_tables(monkeypatch, blocks=32)
-    with rig(device, num_blocks=400, num_slots=400, sm_limit=4) as bench:
+    with rig(device, num_blocks=400, num_slots=400, staging_bytes=STAGING) as bench:
         with monkeypatch.context() as patch:
             interrupt_call(patch, TableArena, "take", after=True)  # the call has a table that nothing refers to
             with pytest.raises(KeyboardInterrupt):
@@ -190,7 +189,7 @@ def _spoil_nothing(_: Rig) -> None:
 def _expect_a_loss(spoil: Callable[[Rig], object], fault: str) -> None:
     """Submit a store behind a gate, spoil something, open the gate: the context is lost, and everybody is told."""
     device = simulated(3)
-    with rig(device, sm_limit=4) as bench:
+    with rig(device, staging_bytes=STAGING) as bench:
         held = bench.stream()
         gate = bench.gate(held)
         spoil(bench)
@@ -240,9 +239,9 @@ def test_pitfall_18_every_launch_is_on_registered_memory(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = record_launches(monkeypatch)
-    with rig(device, sm_limit=4) as bench:
+    with rig(device, staging_bytes=STAGING) as bench:
         pool = device.simulator.memory.at(bench.engine._parts.memory.address)
-        for method in (CopyMethod("gather", 2, 1.0), CopyMethod("split", 1, 0.5)):
+        for method in ("pack", CopyMethod("split", 1, 0.5)):
             submit(bench.engine, store(range(8), range(8), method)).wait(10)
             submit(bench.engine, load(range(8), range(8), method)).wait(10)
         memory: Any = device.simulator.memory
@@ -258,7 +257,7 @@ def test_pitfall_18_tables_that_cannot_be_pinned_make_no_engine() -> None:
         layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
         before = device.simulator.leaks()
         with pytest.raises(CapacityError, match=r"cannot pin .*CUDA_ERROR_OUT_OF_MEMORY"):
-            OffloadEngine(layout, device=device, num_slots=4, sm_limit=4)
+            OffloadEngine(layout, device=device, num_slots=4, staging_bytes=STAGING)
         assert device.simulator.leaks() == before
-        with OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:
+        with OffloadEngine(layout, device=device, num_slots=4, staging_bytes=0) as engine:
             engine.store([1], [1]).wait(10)

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gathering import (
+from helpers import STAGING, Rig, held_by_process, paint, rig, warm_up, whole
+from leaks import leaked
+from packing import (
     expect,
     fill_slots,
     load,
@@ -18,14 +20,11 @@ from gathering import (
     store,
     submit,
 )
-from helpers import Rig, held_by_process, paint, rig, warm_up, whole
-from leaks import leaked
 
 import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine
 from kvoffload.kernels import store as kernel_store
 from kvoffload.testing import Mirror, check_copier_conformance, scramble
-from kvoffload.tuning import CopyMethod
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -36,7 +35,7 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 @pytest.fixture
 def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
     """Blocks of 16 planes of 64 KiB: 1 MiB each, long enough to be overtaken. Every kernel has run."""
-    with rig(gpu_device, planes=16, block_bytes=64 * KIB, num_blocks=40, num_slots=40, sm_limit=4) as made:
+    with rig(gpu_device, planes=16, block_bytes=64 * KIB, num_blocks=40, num_slots=40, staging_bytes=STAGING) as made:
         warm_up(made)
         run_every_kernel(made)
         yield made
@@ -71,7 +70,7 @@ def test_any_number_of_programs_carries_scattered_planes(gpu_device: kvoffload.D
     for index, buffer in enumerate(buffers):
         scramble(buffer, index)
     rng = np.random.default_rng(programs)
-    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=96, sm_limit=programs) as engine:
+    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=96, staging_bytes=programs) as engine:
         fill_slots(engine, 1)
         mirror = Mirror(engine, buffers)
         method = CopyMethod("gather", programs, 1.0)
@@ -93,10 +92,12 @@ def test_any_number_of_programs_carries_scattered_planes(gpu_device: kvoffload.D
 def test_long_transfers_in_many_tables(gpu_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     small_tables(monkeypatch, blocks=32)
     launches = record_launches(monkeypatch)
-    with rig(gpu_device, planes=8, block_bytes=4 * KIB, num_blocks=1000, num_slots=1000, sm_limit=4) as bench:
+    with rig(
+        gpu_device, planes=8, block_bytes=4 * KIB, num_blocks=1000, num_slots=1000, staging_bytes=STAGING
+    ) as bench:
         rng = np.random.default_rng(6)
         mirror = Mirror(bench.engine, [bench.slab])
-        for method in (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2, 0.5)):
+        for method in ("pack", CopyMethod("split", 2, 0.5)):
             for call in (store, load):
                 each = call(rng.permutation(1000), rng.permutation(1000), method)
                 submit(bench.engine, each)
@@ -124,8 +125,8 @@ def test_a_split_is_one_job_with_a_time(bench: Rig) -> None:
 def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.Device) -> None:
     planes, buffers = separate(gpu_device, 4, 4 * KIB, 64)
     rng = np.random.default_rng(5)
-    methods = [CopyMethod("gather", 1, 1.0), CopyMethod("gather", 4, 1.0), CopyMethod("split", 2, 0.5)]
-    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=64, sm_limit=4) as engine:
+    methods = ["pack", "pack", CopyMethod("split", 2, 0.5)]
+    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=64, staging_bytes=STAGING) as engine:
 
         def transfers(count: int) -> None:
             for number in range(count):
@@ -155,11 +156,11 @@ def test_a_second_engine_takes_its_kernels_from_the_cache(
     monkeypatch.setenv("KVOFFLOAD_CACHE", str(tmp_path))
     layout = KVLayout([gpu_device.allocate_planes(4, block_bytes=4 * KIB, num_blocks=16)])
     for number in range(2):
-        with OffloadEngine(layout, device=gpu_device, num_slots=16, sm_limit=4) as engine:
+        with OffloadEngine(layout, device=gpu_device, num_slots=16, staging_bytes=STAGING) as engine:
             assert engine.missing_copiers == {}
             engine.slots[:] = 7 + number
             for direction in (Direction.LOAD, Direction.STORE):
-                engine.submit(direction, range(16), range(16), copier=CopyMethod("gather", 1, 1.0)).wait(30)
+                engine.submit(direction, range(16), range(16), copier="pack").wait(30)
             assert (engine.slots[:, : 16 * KIB] == 7 + number).all()
         files = {path.name for path in (tmp_path / "kernels").iterdir()}
         assert len(files) >= 2

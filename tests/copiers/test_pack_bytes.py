@@ -1,4 +1,4 @@
-"""The gather copier on the simulated device: the bytes of a naive loop, and what it costs the host."""
+"""The pack copier on the simulated device: the bytes of a naive loop, and what it costs the host."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gathering import (
-    ONE_PROGRAM,
+from helpers import STAGING, rig, whole
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from packing import (
     Drawn,
     Move,
     Seeded,
@@ -25,15 +27,11 @@ from gathering import (
     store,
     submit,
 )
-from helpers import rig, whole
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
 from kvoffload.simulator.kernels import LaunchOperation
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, scramble
-from kvoffload.tuning import CopyMethod
 
 KIB = 1024
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # it takes minutes: kernels are interpreted
@@ -51,9 +49,9 @@ def open_simulated(seed: int) -> kvoffload.Device:
 def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(data: st.DataObject, seed: int) -> None:
     chance = Drawn(data.draw)
     spec = layout_spec(chance)
-    moves = [move(chance, spec, CopyMethod("gather", chance.number(1, 8), 1.0)) for _ in range(chance.number(1, 4))]
+    moves = [move(chance, spec) for _ in range(chance.number(1, 4))]
     device = open_simulated(seed)
-    check_moves(device, spec, moves, seed)
+    check_moves(device, spec, moves, seed, chance.number(1, 9))
     check_clean_close(device)
 
 
@@ -66,10 +64,11 @@ def test_transfers_longer_than_a_table_move_the_same_bytes(
     chance = Seeded(seed + number)
     device = open_simulated(number)
     spec = layout_spec(chance)
-    moves = [move(chance, spec, CopyMethod("gather", chance.number(1, 8), 1.0)) for _ in range(6)]
+    moves = [move(chance, spec) for _ in range(6)]
     check_moves(device, spec, moves, seed)
-    assert all(launch.arguments[-1] <= 1 + number % 4 for launch in launches)
-    assert len(launches) == sum(-(-len(each.blocks) // (1 + number % 4)) for each in moves)
+    moving = [launch for launch in launches if len(launch.arguments) == 4]
+    assert all(launch.arguments[-1] <= 1 + number % 4 for launch in moving)
+    assert len(moving) == len(launches) / 2 == sum(-(-len(each.blocks) // (1 + number % 4)) for each in moves)
     check_clean_close(device)
 
 
@@ -79,15 +78,11 @@ def test_transfers_longer_than_a_table_move_the_same_bytes(
 def test_any_transfers_on_a_gpu_move_the_bytes_of_a_naive_loop(
     gpu_device: kvoffload.Device, number: int, seed: int
 ) -> None:
-    """Blocks of all alignments, planes apart or padded in one allocation, partial slots, one program to eight."""
+    """Blocks of all alignments, planes apart or padded in one allocation, partial slots."""
     chance = Seeded(seed)
     spec = layout_spec(chance)
-    moves = []
-    for index in range(8):
-        programs = chance.number(1, 8)
-        gather, split = CopyMethod("gather", programs, 1.0), CopyMethod("split", programs, chance.number(1, 99) / 100)
-        moves.append(move(chance, spec, split if index % 2 else gather))
-    check_moves(gpu_device, spec, moves, seed + number)
+    moves = [move(chance, spec) for _ in range(8)]
+    check_moves(gpu_device, spec, moves, seed + number, chance.number(1, 9))
 
 
 ALIGNMENTS = [
@@ -103,14 +98,14 @@ def test_pitfall_33_any_alignment_gives_the_right_bytes(
     each_device: kvoffload.Device, block_bytes: int, offset: int, factor: int
 ) -> None:
     """Block bytes that are a multiple of 16 or not, at addresses that are or not."""
-    count, blocks_of_planes, programs = (4, 11, 1) if each_device.simulated else (8, 200, 2)
+    count, blocks_of_planes = (4, 11) if each_device.simulated else (8, 200)
     most = blocks_of_planes * 3 // 4 if count == 8 else 10
     planes, buffers = separate(each_device, count, block_bytes, blocks_of_planes, offset)
     for index, buffer in enumerate(buffers):
         scramble(buffer, index)
-    layout = KVLayout([planes], blocks_per_slot=factor)
-    method, rng = CopyMethod("gather", programs, 1.0), np.random.default_rng(block_bytes)
-    with OffloadEngine(layout, device=each_device, num_slots=most + 2, sm_limit=4) as engine:
+    layout = KVLayout([planes], blocks_per_slot=factor, slot_order="block-major")
+    rng = np.random.default_rng(block_bytes)
+    with OffloadEngine(layout, device=each_device, num_slots=most + 2, staging_bytes=STAGING) as engine:
         fill_slots(engine, 3)
         mirror = Mirror(engine, buffers)
         for first in range(factor):
@@ -119,7 +114,7 @@ def test_pitfall_33_any_alignment_gives_the_right_bytes(
                 blocks = rng.permutation(blocks_of_planes)[:most].tolist()
                 if direction is Direction.STORE:
                     blocks[-1] = blocks[0]  # a source may repeat
-                each = Move(direction, 0, blocks, rng.permutation(used).tolist(), first, method)
+                each = Move(direction, 0, blocks, rng.permutation(used).tolist(), first, "pack")
                 submit(engine, each).wait(30)
                 expect(mirror, each)
                 mirror.check()
@@ -127,8 +122,7 @@ def test_pitfall_33_any_alignment_gives_the_right_bytes(
         buffer.close()
 
 
-@pytest.mark.parametrize("method", [CopyMethod("gather", 3, 1.0), CopyMethod("split", 2, 0.5)], ids=str)
-def test_a_block_of_every_size_in_one_group(device: kvoffload.Device, method: CopyMethod) -> None:
+def test_a_block_of_every_size_in_one_group(device: kvoffload.Device) -> None:
     sizes = [18 * KIB, 16, 656, 2048, 4096, 48]
     buffers = [device.allocate(size * 9) for size in sizes]
     planes = [
@@ -137,9 +131,9 @@ def test_a_block_of_every_size_in_one_group(device: kvoffload.Device, method: Co
     ]
     for index, buffer in enumerate(buffers):
         scramble(buffer, index)
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=9, sm_limit=4) as engine:
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=9, staging_bytes=STAGING) as engine:
         mirror = Mirror(engine, buffers)
-        for each in (store([8, 0, 8, 3], [5, 1, 0, 2], method), load([5, 2, 2], [1, 4, 3], method)):
+        for each in (store([8, 0, 8, 3], [5, 1, 0, 2]), load([5, 2, 2], [1, 4, 3])):
             submit(engine, each).wait(10)
             expect(mirror, each)
         mirror.check()
@@ -157,11 +151,11 @@ def kernels_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def _peak_bytes(device: kvoffload.Device, planes: int) -> int:
     """Python memory that the second of two stores of 4096 blocks takes at its peak, while it is submitted."""
     made = device.allocate_planes(planes, block_bytes=16, num_blocks=4096)
-    with OffloadEngine(KVLayout([made]), device=device, num_slots=4096, sm_limit=4) as engine:
+    with OffloadEngine(KVLayout([made]), device=device, num_slots=4096, staging_bytes=STAGING) as engine:
         blocks, slots = np.arange(4096)[::-1].copy(), np.arange(4096)
         for _ in range(2):
             tracemalloc.start()
-            job = engine.submit(Direction.STORE, blocks, slots, after=NO_WAIT, copier=ONE_PROGRAM)
+            job = engine.submit(Direction.STORE, blocks, slots, after=NO_WAIT, copier="pack")
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             job.wait(10)
@@ -179,7 +173,7 @@ def test_the_host_touches_every_block_once_whatever_the_planes(device: kvoffload
 def test_nothing_grows_with_transfers(device: kvoffload.Device) -> None:
     ours = tracemalloc.Filter(True, f"{Path(kvoffload.__file__).parent}/*")
     simulators = tracemalloc.Filter(False, "*/driver/simulator/*")
-    with rig(device, planes=2, block_bytes=16, sm_limit=4) as bench:
+    with rig(device, planes=2, block_bytes=16, staging_bytes=STAGING) as bench:
 
         def bytes_after(count: int) -> int:
             for _ in range(count):

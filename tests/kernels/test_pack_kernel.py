@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from gathering import BLOCK_BYTES, Chance, Drawn, pick
 from hypothesis import given
 from hypothesis import strategies as st
+from packing import BLOCK_BYTES, Chance, Drawn, pick
 
 from kvoffload import Direction, KVLayout, Plane
-from kvoffload.copiers.gather import FragmentShape, fragment_shape_of, fragment_table, kernel_spec
+from kvoffload.copiers.pack_kernels import FragmentShape, fragment_shape_of, fragment_table, kernel_spec
 from kvoffload.kernels import Compiled, compile_kernel
 
 PAGE = 4096
-POOL = 1 << 30
 MAX_IDLE = 1 / 8
 
 
@@ -45,7 +44,7 @@ def drawn_layout(chance: Chance) -> KVLayout:
 def test_fragments_cover_every_byte_of_a_plane_once_and_no_other(data: st.DataObject) -> None:
     layout = drawn_layout(Drawn(data.draw))
     (group,) = layout.groups
-    shape = fragment_shape_of(group, layout.slot_bytes, POOL)
+    shape = fragment_shape_of(group)
     address, block_stride, offset, sub_block_stride, words = fragment_table(group, shape)
     fragments = 0
     for plane, host_offset, step in zip(group.planes, group.host_offsets, group.host_steps, strict=True):
@@ -66,25 +65,25 @@ def test_fragments_cover_every_byte_of_a_plane_once_and_no_other(data: st.DataOb
     assert group.bytes_per_block >= (1 - MAX_IDLE) * fragments * shape.fragment_bytes, "few idle threads"
 
 
-@given(data=st.data(), pool=st.sampled_from([POOL, POOL + 8, POOL + 4, POOL + 1]))
-def test_words_are_as_wide_as_every_address_allows(data: st.DataObject, pool: int) -> None:
+@given(data=st.data())
+def test_words_are_as_wide_as_every_address_allows(data: st.DataObject) -> None:
     layout = drawn_layout(Drawn(data.draw))
     (group,) = layout.groups
-    shape = fragment_shape_of(group, layout.slot_bytes, pool)
+    shape = fragment_shape_of(group)
     *addresses_and_steps, words = fragment_table(group, shape)
     sizes = (words * shape.word_bytes).tolist()
-    common = math.gcd(pool, layout.slot_bytes, *np.concatenate(addresses_and_steps).tolist(), *sizes)
+    common = math.gcd(group.bytes_per_block, *np.concatenate(addresses_and_steps).tolist(), *sizes)
     assert common % shape.alignment == 0
-    everything = math.gcd(pool, *(math.gcd(p.address, p.block_bytes, p.block_stride) for p in group.planes))
+    everything = math.gcd(*(math.gcd(p.address, p.block_bytes, p.block_stride) for p in group.planes))
     assert shape.alignment == next(width for width in (16, 8, 4, 1) if everything % width == 0)
     assert shape.word_bytes == min(8, shape.alignment)
 
 
-@given(data=st.data(), direction=st.sampled_from(Direction), programs=st.integers(1, 8))
-def test_tiles_have_shapes_that_triton_takes(data: st.DataObject, direction: Direction, programs: int) -> None:
+@given(data=st.data(), direction=st.sampled_from(Direction))
+def test_tiles_have_shapes_that_triton_takes(data: st.DataObject, direction: Direction) -> None:
     layout = drawn_layout(Drawn(data.draw))
-    shape = fragment_shape_of(layout.groups[0], layout.slot_bytes, POOL)
-    spec = kernel_spec(shape, direction, programs)
+    shape = fragment_shape_of(layout.groups[0])
+    spec = kernel_spec(shape, direction)
     fragments, words = spec.constant("FRAGMENTS"), spec.constant("WORDS")
     for number in (shape.fragment_bytes, shape.word_bytes, fragments, words, spec.warps):
         assert number > 0
@@ -120,14 +119,13 @@ def words_per_thread(alignment: int) -> int:
 def test_fragments_of_usual_and_unusual_blocks(sizes: list[int], expected: FragmentShape) -> None:
     planes = [Plane((1 + index) << 20, block_bytes=size, num_blocks=4) for index, size in enumerate(sizes)]
     layout = KVLayout([planes])
-    assert fragment_shape_of(layout.groups[0], layout.slot_bytes, POOL) == expected
+    assert fragment_shape_of(layout.groups[0]) == expected
 
 
 # machine code
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
 WIDE = FragmentShape(2048, 8, 16)
-KERNELS = [(Direction.LOAD, 2), (Direction.STORE, 1), (Direction.STORE, 4)]
 REGISTERS_OF_A_MULTIPROCESSOR = 65_536
 ACCESS = re.compile(r"\b(ld|st)\.global((?:\.(?!v\d|[bus]\d)[\w:]+)*)(?:\.v(\d))?\.[bus](\d+)\b")
 RESOURCES = re.compile(rb"\x04\x2f\x08\x00.{4}(.{4})\x04\x11\x08\x00.{4}(.{4})", re.DOTALL)  # REGCOUNT, FRAME_SIZE
@@ -142,10 +140,10 @@ class Access(NamedTuple):
 
 
 @cache
-def compiled(shape: FragmentShape, direction: Direction, programs: int, capability: tuple[int, int]) -> Compiled:
+def compiled(shape: FragmentShape, direction: Direction, capability: tuple[int, int]) -> Compiled:
     if capability >= (10, 0) and metadata.version("triton").startswith("3.2"):
         pytest.skip("the ptxas in Triton 3.2 is older than these GPUs")
-    return compile_kernel(kernel_spec(shape, direction, programs), capability)
+    return compile_kernel(kernel_spec(shape, direction), capability)
 
 
 def accesses(made: Compiled, kind: str) -> list[Access]:
@@ -164,19 +162,19 @@ def resources(made: Compiled) -> tuple[int, int]:
     return registers, stack_bytes
 
 
-@pytest.mark.parametrize(("direction", "programs"), KERNELS)
+@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_kernel_moves_16_bytes_at_a_time_and_loads_a_tile_before_it_stores(
-    direction: Direction, programs: int, capability: tuple[int, int]
+    direction: Direction, capability: tuple[int, int]
 ) -> None:
-    made = compiled(WIDE, direction, programs, capability)
+    made = compiled(WIDE, direction, capability)
     check_accesses(made, WIDE, 16)
     registers, stack_bytes = resources(made)
     assert 0 < registers <= min(255, REGISTERS_OF_A_MULTIPROCESSOR // made.threads)
     assert stack_bytes == 0, "nothing is spilled"
     assert not re.search(r"\.local\b", made.ptx)
     assert made.shared_bytes <= 48 * 1024, "without asking for more"
-    assert made.threads == kernel_spec(WIDE, direction, programs).threads
+    assert made.threads == kernel_spec(WIDE, direction).threads
     assert f".target sm_{capability[0]}{capability[1]}" in made.ptx
 
 
@@ -194,7 +192,7 @@ def check_accesses(made: Compiled, shape: FragmentShape, nbytes: int) -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_rows_that_are_not_all_alike_are_moved_as_wide(direction: Direction) -> None:
     shape = FragmentShape(1024, 8, 16, uniform=False)
-    made = compiled(shape, direction, 2, (9, 0))
+    made = compiled(shape, direction, (9, 0))
     check_accesses(made, shape, 16)
     assert resources(made)[0] <= REGISTERS_OF_A_MULTIPROCESSOR // made.threads
 
@@ -202,8 +200,8 @@ def test_rows_that_are_not_all_alike_are_moved_as_wide(direction: Direction) -> 
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize("alignment", [8, 4, 1])
 def test_narrower_blocks_are_moved_in_narrower_words(alignment: int, uniform: bool) -> None:
-    shape = FragmentShape(1024, alignment, alignment, uniform)
-    made = compiled(shape, Direction.LOAD, 1, (9, 0))
+    shape = FragmentShape(512, alignment, alignment, uniform)
+    made = compiled(shape, Direction.LOAD, (9, 0))
     check_accesses(made, shape, alignment)
     registers, stack_bytes = resources(made)
     assert registers <= REGISTERS_OF_A_MULTIPROCESSOR // made.threads
@@ -211,6 +209,6 @@ def test_narrower_blocks_are_moved_in_narrower_words(alignment: int, uniform: bo
 
 
 def test_the_smallest_rows_are_moved_in_one_access_each() -> None:
-    made = compiled(FragmentShape(16, 8, 16), Direction.STORE, 1, (9, 0))
-    assert [each.nbytes for each in accesses(made, "ld") if each.nbytes == 16] == [16], "1024 fragments, one a thread"
-    assert [each.nbytes for each in accesses(made, "st")] == [16]
+    made = compiled(FragmentShape(16, 8, 16), Direction.STORE, (9, 0))
+    assert [each.nbytes for each in accesses(made, "ld") if each.nbytes == 16] == [16] * 4, "512 fragments, 128 threads"
+    assert [each.nbytes for each in accesses(made, "st")] == [16] * 4

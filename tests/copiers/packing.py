@@ -1,4 +1,4 @@
-"""Layouts and transfers for the copy kernel, drawn by hypothesis or at random, and what a caller of it may check."""
+"""Layouts and transfers for pack, drawn by hypothesis or at random, and what a caller of it may check."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from strategies import SLOT_ORDERS, Draw, LayoutSpec, PlaneSpec, place
+from strategies import Draw, LayoutSpec, PlaneSpec, place
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, Job, OffloadEngine
-from kvoffload.copiers import gather
+from kvoffload.copiers import pack, pack_kernels
 from kvoffload.copiers.table_arena import Table
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.kernels import LoadedKernel
 from kvoffload.testing import Mirror
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName
 
 NUM_SLOTS = 6
 BLOCK_BYTES = {
@@ -27,8 +27,6 @@ BLOCK_BYTES = {
     4: (4, 20, 100, 2052),
     1: (1, 3, 5, 17, 1001, 2047),
 }  # by what all addresses and sizes are multiples of
-
-ONE_PROGRAM = CopyMethod("gather", 1, 1.0)
 
 T = TypeVar("T")
 
@@ -68,15 +66,15 @@ class Move(NamedTuple):
     blocks: list[int]
     slots: list[int]
     first_sub_block: int
-    method: CopyMethod
+    copier: CopierName
 
 
-def store(blocks: Any, slots: Any, method: CopyMethod = ONE_PROGRAM) -> Move:
-    return Move(Direction.STORE, 0, list(blocks), list(slots), 0, method)
+def store(blocks: Any, slots: Any, copier: CopierName = "pack") -> Move:
+    return Move(Direction.STORE, 0, list(blocks), list(slots), 0, copier)
 
 
-def load(slots: Any, blocks: Any, method: CopyMethod = ONE_PROGRAM) -> Move:
-    return Move(Direction.LOAD, 0, list(blocks), list(slots), 0, method)
+def load(slots: Any, blocks: Any, copier: CopierName = "pack") -> Move:
+    return Move(Direction.LOAD, 0, list(blocks), list(slots), 0, copier)
 
 
 def pick(chance: Chance, options: Sequence[T]) -> T:
@@ -88,7 +86,7 @@ def layout_spec(chance: Chance) -> LayoutSpec:
     block-major."""
     allocations: list[int] = []
     groups = [_group(chance, allocations) for _ in range(pick(chance, (1, 1, 2, 3)))]
-    return LayoutSpec(tuple(allocations), tuple(groups), pick(chance, (1, 2, 3, 8)), pick(chance, SLOT_ORDERS))
+    return LayoutSpec(tuple(allocations), tuple(groups), pick(chance, (1, 2, 3, 8)), "block-major")
 
 
 def _group(chance: Chance, allocations: list[int]) -> tuple[PlaneSpec, ...]:
@@ -120,7 +118,7 @@ def _group(chance: Chance, allocations: list[int]) -> tuple[PlaneSpec, ...]:
     return tuple(planes)
 
 
-def move(chance: Chance, layout: LayoutSpec, method: CopyMethod) -> Move:
+def move(chance: Chance, layout: LayoutSpec, copier: CopierName = "pack") -> Move:
     """A valid transfer, with partial first and last slots, and repeats among its sources."""
     direction = pick(chance, tuple(Direction))
     group = chance.number(0, len(layout.groups) - 1)
@@ -135,7 +133,7 @@ def move(chance: Chance, layout: LayoutSpec, method: CopyMethod) -> Move:
         blocks, slots = rng.permutation(num_blocks)[:count], rng.integers(0, NUM_SLOTS, spanned)
     else:
         blocks, slots = rng.integers(0, num_blocks, count), rng.permutation(NUM_SLOTS)[:spanned]
-    return Move(direction, group, blocks.tolist(), slots.tolist(), first, method)
+    return Move(direction, group, blocks.tolist(), slots.tolist(), first, copier)
 
 
 def submit(engine: OffloadEngine, each: Move, after: Any = NO_WAIT) -> Job:
@@ -146,7 +144,7 @@ def submit(engine: OffloadEngine, each: Move, after: Any = NO_WAIT) -> Job:
         group=each.group,
         first_sub_block=each.first_sub_block,
         after=after,
-        copier=each.method,
+        copier=each.copier,
     )
 
 
@@ -154,17 +152,22 @@ def expect(mirror: Mirror, each: Move) -> None:
     mirror.expect(each.direction, each.blocks, each.slots, group=each.group, first_sub_block=each.first_sub_block)
 
 
-def check_moves(device: kvoffload.Device, spec: LayoutSpec, moves: Sequence[Move], seed: int, **options: Any) -> None:
-    """Submit them one after the other without waiting, and compare every byte with a naive loop."""
+def check_moves(device: kvoffload.Device, spec: LayoutSpec, moves: Sequence[Move], seed: int, blocks: int = 5) -> None:
+    """Submit them one after the other without waiting, and compare every byte with a naive loop.
+
+    Args:
+        blocks: that the ring has room for.
+    """
     layout, buffers = place(device, spec, seed)
-    with OffloadEngine(layout, device=device, num_slots=NUM_SLOTS, **{"sm_limit": 8, **options}) as engine:
+    staging_bytes = (blocks + 1) * (512 + max(group.bytes_per_block for group in layout.groups))
+    with OffloadEngine(layout, device=device, num_slots=NUM_SLOTS, staging_bytes=staging_bytes) as engine:
         fill_slots(engine, seed)
         mirror = Mirror(engine, buffers)
         jobs = [submit(engine, each) for each in moves]
         engine.drain(60)
         for job, each in zip(jobs, moves, strict=True):
             result = job.wait(10)
-            assert result.copier == each.method.copier
+            assert result.copier == each.copier
             assert result.nbytes == len(each.blocks) * layout.groups[each.group].bytes_per_block
             expect(mirror, each)
         mirror.check()
@@ -189,9 +192,9 @@ def separate(
 
 
 def small_tables(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    """Tables of so many blocks at most, and room for 2 KiB of them in each direction."""
-    monkeypatch.setattr(gather, "MAX_TABLE_BLOCKS", blocks)
-    monkeypatch.setattr(gather, "ARENA_BYTES", 2048)
+    """Pieces of so many blocks at most, and room for 2 KiB of tables of blocks in each direction."""
+    monkeypatch.setattr(pack, "blocks_of_piece", lambda *_: blocks)
+    monkeypatch.setattr(pack_kernels, "ARENA_BYTES", 2048)
 
 
 def overwrite_on_release(monkeypatch: pytest.MonkeyPatch, block: int, slot_address: int) -> list[int]:

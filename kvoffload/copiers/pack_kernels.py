@@ -1,0 +1,227 @@
+"""The kernels of `pack`, and the tables that they read.
+
+A kernel gets planes and blocks, never an address per copy, so the host writes 16 bytes per block. Planes are cut into
+*fragments* of one power of two, at most 2 KiB; the last fragment of a block may be shorter. A table of fragments is
+written once, to device memory. The blocks of a piece are written to pinned memory; one program copies them into device
+memory, where thousands of programs read them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.copiers.base import Submit
+from kvoffload.copiers.table_arena import Table, TableArena
+from kvoffload.device.pinned import PinnedMemory
+from kvoffload.driver import Capabilities, Driver, address_of
+from kvoffload.driver.core import LEGACY_STREAM
+from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import Int64Array
+from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Group
+from kvoffload.planning.transfer_plan import BlockPlan, Direction
+
+_FRAGMENT_BYTES = 2048
+_WORDS_PER_THREAD = 8
+_UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose addresses take registers
+_WARPS = 4  # a program moves one tile, within device memory; 2 and 8 measured the same
+_MAX_TILE_FRAGMENTS = 1024
+_MAX_IDLE = 1 / 8  # of the threads: longer fragments may leave so many without a word to copy
+_SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
+ARENA_BYTES = 1 << 20  # for each direction
+LAUNCH_PLACES = 2
+
+
+class FragmentShape(NamedTuple):
+    """How the blocks of a group are cut: into fragments of at most `fragment_bytes`, in words of `word_bytes`, at
+    multiples of `alignment` bytes. `uniform`: every fragment has `fragment_bytes`.
+    """
+
+    fragment_bytes: int
+    word_bytes: int
+    alignment: int
+    uniform: bool = True
+
+    @property
+    def tile_fragments(self) -> int:
+        """How many fragments a program moves."""
+        return min(_MAX_TILE_FRAGMENTS, _tile_bytes(self.alignment) // self.fragment_bytes)
+
+
+def _tile_bytes(alignment: int) -> int:
+    words = _WORDS_PER_THREAD if alignment == 16 else _UNALIGNED_WORDS_PER_THREAD
+    return _WARPS * THREADS_PER_WARP * words * min(8, alignment)
+
+
+def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
+    return KernelSpec(
+        module="kvoffload.kernels.pack",
+        function="pack",
+        parameters=(("fragment_table", "i64"), ("block_table", "i64"), ("num_fragments", "i32"), ("num_blocks", "i32")),
+        constants=(
+            ("STORE", int(direction is Direction.STORE)),
+            ("WORD_BITS", 8 * shape.word_bytes),
+            ("WORDS", shape.fragment_bytes // shape.word_bytes),
+            ("FRAGMENTS", shape.tile_fragments),
+            ("ALIGNMENT", shape.alignment),
+            ("UNIFORM", int(shape.uniform)),
+            ("SUB_BLOCK_SHIFT", _SUB_BLOCK_SHIFT),
+        ),
+        warps=_WARPS,
+    )
+
+
+TABLE_SPEC = KernelSpec(
+    module="kvoffload.kernels.pack",
+    function="copy_table",
+    parameters=(("source", "i64"), ("target", "i64"), ("num_words", "i32")),
+    constants=(("WORDS", 256),),
+    warps=4,
+)
+
+
+def fragment_shape_of(group: Group) -> FragmentShape:
+    """The longest fragments that leave few threads idle, in the widest words that all addresses allow."""
+    alignment = math.gcd(16, group.bytes_per_block)
+    for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
+        alignment = math.gcd(alignment, plane.address, plane.block_stride, plane.block_bytes, offset)
+    alignment = alignment if alignment >= 4 else 1
+    widths = [plane.block_bytes for plane in group.planes]
+    longest = min(_FRAGMENT_BYTES, _tile_bytes(alignment))
+    fragment_bytes = min(longest, 1 << (max(widths).bit_length() - 1))
+    while _idle(widths, fragment_bytes) > _MAX_IDLE:  # none are idle where a fragment is as long as the alignment
+        fragment_bytes //= 2
+    return FragmentShape(fragment_bytes, min(8, alignment), alignment, uniform=_idle(widths, fragment_bytes) == 0)
+
+
+def _idle(widths: list[int], fragment_bytes: int) -> float:
+    """The share of the threads that have nothing to copy."""
+    return 1 - sum(widths) / sum(-(-width // fragment_bytes) * fragment_bytes for width in widths)
+
+
+def fragment_table(group: Group, shape: FragmentShape) -> Int64Array:
+    """The fragments of a group's planes: int64, (5, fragments).
+
+    Its rows: address in block 0, block stride, offset in the slot, bytes between sub-blocks, number of words.
+    """
+    columns: list[Int64Array] = []
+    places = zip(group.planes, group.host_offsets.tolist(), group.host_steps.tolist(), strict=True)
+    for plane, offset, step in places:
+        start = np.arange(0, plane.block_bytes, shape.fragment_bytes)
+        words = np.minimum(shape.fragment_bytes, plane.block_bytes - start) // shape.word_bytes
+        stride, sub_blocks = np.full(start.shape, plane.block_stride), np.full(start.shape, step)
+        columns.append(np.stack([plane.address + start, stride, offset + start, sub_blocks, words]))
+    return np.ascontiguousarray(np.concatenate(columns, axis=1))
+
+
+class _GroupKernels(NamedTuple):
+    """The kernels and fragments of a group. They may outlive a forgotten engine, so they must not keep planes alive.
+
+    Attributes:
+        fragments: address of the table in device memory, see `fragment_table`.
+        num_fragments: of a block.
+        store, load: the kernels.
+    """
+
+    fragments: int
+    num_fragments: int
+    store: LoadedKernel
+    load: LoadedKernel
+
+
+class PackKernels:
+    """Kernels, fragment tables, and pinned memory for tables of blocks, which the pack copiers of an engine share.
+
+    Args:
+        driver: its context must be current in `open` and `close`.
+
+    Attributes:
+        copy_table: the kernel that brings a table of blocks to the device.
+        arenas: pinned memory for tables of blocks: one for stores, one for loads.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._kernels: list[LoadedKernel] = []
+        self._modules: list[int] = []
+        self._copying = False  # fragments to the device
+        self._fragment_tables: list[int] = []  # addresses of device memory
+        self._tables: list[PinnedMemory] = []  # one, once it is being pinned
+        self._groups: list[_GroupKernels] = []
+        self.arenas: tuple[TableArena, ...] = ()  # of stores, of loads
+
+    def open(self, capabilities: Capabilities, layout: KVLayout) -> None:
+        """Load the kernels for the layout's groups, and allocate tables.
+
+        Raises:
+            CapabilityError: no kernel can run here, and why.
+            CapacityError, DriverError: memory is short, or the driver failed. Then call `close`.
+        """
+
+        def loaded(spec: KernelSpec) -> LoadedKernel:
+            if all(kernel.spec != spec for kernel in self._kernels):
+                self._kernels.append(load_kernel(self.driver, capabilities, spec, modules=self._modules))
+            return next(kernel for kernel in self._kernels if kernel.spec == spec)
+
+        self.copy_table = loaded(TABLE_SPEC)
+        for group in layout.groups:
+            shape = fragment_shape_of(group)
+            store, load = (loaded(kernel_spec(shape, direction)) for direction in Direction)
+            fragments = fragment_table(group, shape)
+            self.driver.create("cuMemAlloc", self._fragment_tables, fragments.nbytes)
+            address = int(self._fragment_tables[-1])
+            self._copying = True
+            self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
+            self._copying = False
+            self._groups.append(_GroupKernels(address, fragments.shape[1], store, load))
+        tables = PinnedMemory(self.driver, 2 * ARENA_BYTES, holder=self._tables)
+        self.arenas = tuple(
+            TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
+        )
+
+    def write_blocks(self, blocks: BlockPlan) -> Table | None:
+        """A table of these blocks; None while there is no room. Its second half, where each block lies in the ring, is
+        left to the caller.
+        """
+        count = len(blocks)
+        table = self.arenas[0 if blocks.direction is Direction.STORE else 1].take(2 * count)
+        if table is not None:
+            table.words[:count] = blocks.blocks
+            if blocks.sub_block is not None:
+                table.words[:count] |= blocks.sub_block << _SUB_BLOCK_SHIFT
+        return table
+
+    def launch(self, blocks: BlockPlan, table_address: int) -> Submit:
+        """The launch that moves the blocks in the table there."""
+        of = self._groups[blocks.group_index]
+        kernel = of.store if blocks.direction is Direction.STORE else of.load
+        kernel.pack((of.fragments, table_address, of.num_fragments, len(blocks)))
+        tiles = -(-of.num_fragments * len(blocks) // kernel.spec.constant("FRAGMENTS"))
+        return partial(self._submit, kernel, tiles)
+
+    def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None) -> None:
+        if start is not None:
+            self.driver.event_record(start, stream)
+        kernel.queue(stream, grid)
+
+    def restore(self, tables: list[Table]) -> None:
+        for arena in self.arenas:
+            arena.restore(tables)
+
+    def keep(self) -> None:
+        for tables in self._tables:
+            tables.keep()
+
+    def close(self) -> None:
+        """Free everything; nothing on the GPU may still use it. If it is interrupted, call it again."""
+        if self._copying:  # and interrupted: the copy may still be queued
+            self.driver.stream_synchronize(LEGACY_STREAM)
+            self._copying = False
+        steps = [partial(self.driver.destroy, "cuModuleUnload", self._modules)]
+        steps.append(partial(self.driver.destroy, "cuMemFree", self._fragment_tables))
+        run_all((*steps, *(tables.release for tables in self._tables)))
