@@ -1,19 +1,19 @@
-"""Chooses between two copy methods by what the last transfers took, at a bounded price for finding out.
+"""Chooses between two copiers by what the last transfers took, at a bounded price for finding out.
 
-A profile says what a method takes in a few situations. It cannot say which situation this is: whether other streams run
+A profile says what a copier takes in a few situations. It cannot say which situation this is: whether other streams run
 long kernels, what else is on the link. Transfers say it: the driver gives their times anyway. Nothing is submitted for
 the sake of measuring.
 
-For each kind of transfer (direction, whether the other direction is active, size up to a factor of two) both methods
-have an `Estimate`: the ratio of the seconds that transfers took to those that the profile predicts. The method with
+For each kind of transfer (direction, whether the other direction is active, size up to a factor of two) both copiers
+have an `Estimate`: the ratio of the seconds that transfers took to those that the profile predicts. The copier with
 fewer expected seconds carries the transfer. The other one is *tried*, so that its estimate stays true, if
 
-1. the budget has the price: what a try costs beyond the better method, as far as is known. The budget grows by 3% of
-   the time of all transfers. So methods that are nearly equal are compared often, and one that takes five times as long
+1. the budget has the price: what a try costs beyond the better copier, as far as is known. The budget grows by 3% of
+   the time of all transfers. So copiers that are nearly equal are compared often, and one that takes five times as long
    is tried once in 130 transfers;
-2. the last try was surprisingly fast: it may have been chance, so it is repeated at once;
-3. the better method became clearly faster or slower since the last try: the situation has changed;
-4. it was never tried, and the better method is known.
+2. the last try was surprisingly fast, and faster than the better copier: it may have been chance, so it is repeated;
+3. the better copier became clearly faster or slower since the last try: the situation has changed;
+4. it was never tried, and the better copier is known.
 
 Cases 2 to 4 may overdraw the budget, up to a limit.
 """
@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName
 
 _BUDGET = 0.03  # of the time of all transfers
-_LEAST_PRICE = 0.25  # prices in transfers by the better method; so equal methods are compared every 8 transfers
+_LEAST_PRICE = 0.25  # prices in transfers by the better copier; so equal ones are compared every 8 transfers
 _MOST_PRICE = 5.0  # that is paid in the end, unless more was expected: the time may have been chance
 _OVERDRAFT = 10.0
 _KNOWN = 4  # times, after which an estimate is worth its full price
@@ -38,14 +38,14 @@ _SPREAD, _MOST_SPREAD = 0.1, 4.0  # times scatter by 10% where nothing else is k
 
 
 class Way(NamedTuple):
-    """A method that could carry a transfer.
+    """A copier that could carry a transfer.
 
     Attributes:
-        predicted: seconds on the GPU's clock by the profile.
-        extra: further seconds to take into account: of the caller, and of slower computation.
+        predicted: seconds on the GPU's clock, by the profile.
+        extra: further seconds that count in the choice, such as those that the caller is kept.
     """
 
-    method: CopyMethod
+    copier: CopierName
     predicted: float
     extra: float = 0.0
 
@@ -68,26 +68,30 @@ class Forecast(NamedTuple):
     price: float
     known: bool
 
+    @property
+    def copier(self) -> CopierName:
+        return self.ways[self.number].copier
+
     def __str__(self) -> str:
         rate, other_rate = (
-            f"{self.nbytes / (self.seconds[each] - self.ways[each].extra) / 1e9:.3g}"
+            f"{self.nbytes / (self.seconds[each] - self.ways[each].extra) / 1e9:.1f}"
             for each in (self.number, 1 - self.number)
         )
         source = "the last transfers" if self.known else "the profile"
         tried = ", tried" if self.price else ""
-        other = self.ways[1 - self.number].method
-        return f"{self.ways[self.number].method}: {rate} GB/s expected from {source}{tried}; {other} {other_rate}"
+        other = self.ways[1 - self.number].copier
+        return f"{self.copier}: {rate} GB/s expected from {source}{tried}; {other} {other_rate}"
 
 
 class Estimate:
-    """The ratio of observed to predicted seconds of a method.
+    """The ratio of observed to predicted seconds of a copier.
 
     Attributes:
         spread: how far single times are from it, on the average.
         count: times that it comes from, since it jumped.
         doubt: how far the last time was off, as a ratio, if that was a surprise; else 1.0.
-        seen: the ratio of the other method when this one's last time came.
-        age: how many times of the other method came since.
+        seen: the ratio of the other copier when this one's last time came.
+        age: how many times of the other copier came since.
         wanted: cases 2 to 4 ask for a try.
     """
 
@@ -134,7 +138,7 @@ class Estimate:
 
 
 class Comparison:
-    """Two methods for one kind of transfer."""
+    """Two copiers for one kind of transfer."""
 
     __slots__ = ("_budget", "_quiet", "estimates")
 
@@ -143,26 +147,34 @@ class Comparison:
         self._budget = 0.0  # seconds
         self._quiet = 0  # transfers until the next try
 
-    def choose(self, ways: tuple[Way, Way], nbytes: int) -> Forecast:
+    def expect(self, ways: tuple[Way, Way], nbytes: int) -> Forecast:
+        """The better way, as far as is known. Nothing changes."""
         one, two = self.estimates
         (_, predicted, extra), (_, other_predicted, other_extra) = ways
         seconds = one.ratio * predicted + extra, two.ratio * other_predicted + other_extra
         if seconds[0] <= seconds[1]:
-            number, better, other, least, loss = 0, one, two, seconds[0], seconds[1] - seconds[0]
-        else:
-            number, better, other, least, loss = 1, two, one, seconds[1], seconds[0] - seconds[1]
+            return Forecast(self, ways, nbytes, 0, seconds, 0.0, one.count > 0)
+        return Forecast(self, ways, nbytes, 1, seconds, 0.0, two.count > 0)
+
+    def choose(self, ways: tuple[Way, Way], nbytes: int) -> Forecast:
+        """The way for a transfer: the better one, or a try of the other."""
+        forecast = self.expect(ways, nbytes)
         if self._quiet:
             self._quiet -= 1
-            return Forecast(self, ways, nbytes, number, seconds, 0.0, better.count > 0)
-        price = loss if other.count >= _KNOWN else loss * other.count / _KNOWN
+            return forecast
+        number, seconds = forecast.number, forecast.seconds
+        other, least = self.estimates[1 - number], seconds[number]
+        price = seconds[1 - number] - least
+        if other.count < _KNOWN:
+            price *= other.count / _KNOWN
         if price < _LEAST_PRICE * least:
             price = _LEAST_PRICE * least
         budget = self._budget
         if budget < price and not (other.wanted and budget > -_OVERDRAFT * least):
-            return Forecast(self, ways, nbytes, number, seconds, 0.0, better.count > 0)
+            return forecast
         self._budget = min(budget, 2.0 * price) - price  # no more is saved, for times when tries are cheap
         self._quiet = _PATIENCE
-        return Forecast(self, ways, nbytes, 1 - number, seconds, price, other.count > 0)
+        return forecast._replace(number=1 - number, price=price, known=other.count > 0)
 
     def note(self, forecast: Forecast, seconds: float) -> None:
         """A transfer that was chosen so took these seconds on the GPU's clock."""
@@ -178,12 +190,12 @@ class Comparison:
             self._quiet = 0
         estimate.note(seconds / way.predicted)
         estimate.seen, estimate.age = other.ratio, 0
-        estimate.wanted = estimate.doubt < 1.0  # 2
+        estimate.wanted = estimate.doubt < 1.0 and seconds + way.extra < least  # 2
         other.age += 1
         if other.age <= 2 * _KNOWN:  # still the situation in which the other one was seen, but better known
             other.seen = estimate.ratio
         if other.count:
-            other.wanted = other.doubt < 1.0 or estimate.has_left(other.seen)  # 2, 3
+            other.wanted = (other.wanted and other.doubt < 1.0) or estimate.has_left(other.seen)  # 2, 3
         else:
             other.wanted = estimate.count > 1  # 4
 
@@ -194,13 +206,15 @@ class Observed:
     """
 
     def __init__(self) -> None:
-        self._comparisons: dict[tuple[bool, bool, int], Comparison] = {}  # at most 4 for each number of bits of a size
+        self._comparisons: dict[tuple[bool, bool, int, str], Comparison] = {}  # few: a size has at most 60 bits
 
-    def comparison(self, stores: bool, opposite: bool, nbytes: int) -> Comparison:
-        """That of a transfer's kind, between the same two methods in the same order each time.
+    def comparison(self, stores: bool, opposite: bool, nbytes: int, ways: tuple[Way, Way]) -> Comparison:
+        """That of a transfer's kind.
 
         Args:
             stores: its direction.
             opposite: whether transfers in the other direction are in flight.
+            ways: the first one has the same copier each time.
         """
-        return self._comparisons.setdefault((stores, opposite, nbytes.bit_length()), Comparison())
+        kind = stores, opposite, nbytes.bit_length(), ways[1].copier
+        return self._comparisons.setdefault(kind, Comparison())

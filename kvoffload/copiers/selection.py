@@ -1,7 +1,8 @@
 """Selects the copier of a transfer by its expected seconds, and by its cost for computation and the caller.
 
 Nothing is measured here, and no device is touched. Transfers whose numbers of blocks differ by a few percent are one
-*class*. A choice is made once for a class and kept, so all transfers of a class use the same copier.
+*class*. A choice is made once for a class and kept. Where pack and the copy engine could both carry a transfer, it is
+only the first word: what transfers take decides from then on, see `observed`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
+from kvoffload.copiers.observed import Way
 from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
@@ -26,6 +28,7 @@ _PART_SECONDS = 30e-6
 # other copiers beside compute from smaller ones; 32 MiB are in between.
 _PACK_BYTES = 32 << 20
 _PACK_SECONDS = {Situation.IDLE: 20e-6, Situation.LARGE_PRODUCTS: 0.5e-3, Situation.SMALL_PRODUCTS: 30e-6}
+_NO_BETTER = 1.001
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
 
 
@@ -48,12 +51,14 @@ class Expected(NamedTuple):
     Attributes:
         seconds: on the GPU's clock; with "overlap" the mean of both situations.
         host: seconds that the submission keeps its caller.
+        extra: those of the caller that count in its price, see `choose`.
         weight: copiers are compared by it, see `choose`; the least is the best.
     """
 
     copier: CopierName
     seconds: float
     host: float
+    extra: float
     weight: float
 
 
@@ -137,26 +142,22 @@ def rank(
         [_seconds(copier, shape, profile, situation, parts, opposite) for situation in situations] for copier in copiers
     ]
     if all(min(each) == inf for each in times):
-        return [Expected(copier, inf, 0.0, inf) for copier in copiers]
+        return [Expected(copier, inf, 0.0, 0.0, inf) for copier in copiers]
     hosts = [profile.host_seconds(*_carried(copier, shape, profile)) for copier in copiers]
     if prefer == "latency":  # 1
-        weights = [
-            seconds + profile.seconds_around(*_carried(copier, shape, profile))
-            for copier, (seconds,) in zip(copiers, times, strict=True)
-        ]
+        extras = [profile.seconds_around(*_carried(copier, shape, profile)) for copier in copiers]
+        weights = [seconds + extra for (seconds,), extra in zip(times, extras, strict=True)]
     else:  # 2
         most = _MOST_HOST_SECONDS * max(1.0, shape.nbytes / _HOST_BYTES)
-        prices = [
-            [seconds + (host if host > most else 0.0) for seconds in each]
-            for host, each in zip(hosts, times, strict=True)
-        ]
+        extras = [host if host > most else 0.0 for host in hosts]
+        prices = [[seconds + extra for seconds in each] for extra, each in zip(extras, times, strict=True)]
         lowest = [min(each) for each in zip(*prices, strict=True)]
         weights = [
             max(price / low if low < inf else 1.0 for price, low in zip(each, lowest, strict=True)) for each in prices
         ]
     found = [
-        Expected(copier, sum(each) / len(each), host, weight)
-        for copier, each, host, weight in zip(copiers, times, hosts, weights, strict=True)
+        Expected(copier, sum(each) / len(each), host, extra, weight)
+        for copier, each, host, extra, weight in zip(copiers, times, hosts, extras, weights, strict=True)
     ]
     found.sort(key=lambda each: each.weight)
     if shape.nbytes >= _PACK_BYTES:  # 3
@@ -169,6 +170,26 @@ def rank(
 
         found.sort(key=by_host)
     return found
+
+
+def two_ways(
+    shape: Shape, available: Collection[str], profile: Profile, prefer: str, opposite: bool
+) -> tuple[Way, Way] | None:
+    """Pack and the best copier of the copy engine, if either could carry a transfer; None if only one could, if the
+    profile does not know them, and for transfers that are over before the choice could matter.
+    """
+    best, *others = found = rank(shape, available, profile, prefer, 1, opposite)
+    pack = next((each for each in found if each.copier == "pack"), None)
+    if pack is None or not others or shape.nbytes < _SMALL_BYTES or max(each.seconds for each in found) == inf:
+        return None
+    rival = next(each for each in found if each is not pack)
+    # The profile's choice carries the first transfers, so the other one counts as no better.
+    least = _NO_BETTER * (best.seconds + best.extra)
+    one, two = (
+        Way(each.copier, each.seconds if each is best else max(each.seconds, least - each.extra), each.extra)
+        for each in (pack, rival)
+    )
+    return one, two
 
 
 def _candidates(shape: Shape, available: Collection[str]) -> list[CopierName]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from kvoffload.copiers import Share
+from kvoffload.copiers.observed import Forecast
 from kvoffload.copiers.pack import Place
 from kvoffload.copiers.table_arena import Table
 from kvoffload.device.streams import LaneStream
@@ -110,6 +111,8 @@ class Transfer:
         seconds: between `start` and `end`, on the GPU's clock; NaN if unknown.
         error: why it failed.
         trace: its tracer and the value that `on_submit` returned; None without a tracer, or once `on_end` is due.
+        forecast: what `seconds` answers, if the last transfers decided between two copiers.
+        overlap: the part of `seconds` in which the transfer before it still ran.
         forgotten: its caller has waited for it, so `poll` does not report it.
     """
 
@@ -117,7 +120,9 @@ class Transfer:
     simulated = False
     source_order = SourceOrder.STREAM
     copier: CopierName | Literal["none"] = "none"
-    reason = "nothing to copy"
+    reason: str | Forecast = "nothing to copy"
+    forecast: Forecast | None = None
+    overlap = 0.0
     state = State.NEW
     sequence = 0
     shares: tuple[Share, ...] = ()
@@ -262,8 +267,8 @@ class ShardedTransfer:
 
     @property
     def reason(self) -> str:
-        reasons = dict.fromkeys(transfer.reason for transfer in self.transfers)
-        return "; ".join(reasons) or Transfer.reason
+        reasons = dict.fromkeys(str(transfer.reason) for transfer in self.transfers)
+        return "; ".join(reasons) or str(Transfer.reason)
 
 
 AnyTransfer = Transfer | ShardedTransfer
@@ -379,7 +384,7 @@ class Job(Waitable[TransferResult]):
     @property
     def reason(self) -> str:
         """Why that copier was selected, for people to read."""
-        return self._transfer.reason
+        return str(self._transfer.reason)
 
     @property
     def copier(self) -> str:

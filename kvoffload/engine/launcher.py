@@ -70,6 +70,8 @@ class Launcher:
         try:
             while not transfer.enqueued:  # 2
                 if not self._enqueue_segment(queue, transfer):  # 3
+                    if transfer.ordered:
+                        transfer.forecast = None  # it has begun, so its time will have waits for the host in it
                     break
         except KVOffloadError as error:  # 4
             self.fail(transfer, error)

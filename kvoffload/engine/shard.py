@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from kvoffload.copiers import CopierSet, Share, checked_staging, shape_of, shares_together
+from kvoffload.copiers.observed import Forecast
 from kvoffload.copiers.selection import check_prefer, rank
 from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
@@ -177,15 +178,7 @@ class Shard:
         opposite = in_flight.loads if direction is Direction.STORE else in_flight.stores
         opposed = len(opposite.transfers) > 0
         # 2. plan, 3. select
-        if len(requests) == 1:
-            copier, reason, share = self._select(request, opposed)
-            shares: tuple[Share, ...] = (share,)
-        else:  # the copier is that of most bytes
-            each = [self._select(one, opposed) for one in requests]
-            copier = max(each, key=lambda selected: selected[2].nbytes)[0]
-            reasons = zip(requests, (selected[1] for selected in each), strict=True)
-            reason = "; ".join(dict.fromkeys(f"group {one.group}: {text}" for one, text in reasons))
-            shares = shares_together([selected[2] for selected in each])
+        copier, reason, shares = self._select(requests, opposed)
         # 4. order: what it must follow
         nbytes = sum([share.nbytes for share in shares])
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
@@ -201,6 +194,8 @@ class Shard:
                 latest = max(latest, on_slots, hazards.latest_on_blocks(other, one.group, one.blocks))
             transfer.conflict = opposite.unfinished(latest)
         transfer.copier, transfer.reason, transfer.shares = copier, reason, shares
+        if isinstance(reason, Forecast):
+            transfer.forecast = reason
         timers, markers = in_flight.timers, in_flight.markers
         in_flight.consistent = False
         for stream in streams:
@@ -241,10 +236,30 @@ class Shard:
         transfer.submitting = False
         in_flight.consistent = True
 
-    def _select(self, request: Request, opposed: bool) -> tuple[CopierName, str, Share]:
-        plan, copiers = self._plan(request), self.parts.copiers
-        copier, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
-        return copier, reason, copiers.share(copier, plan)
+    def _select(self, requests: Requests, opposed: bool) -> tuple[CopierName, str | Forecast, tuple[Share, ...]]:
+        """The copier of a transfer, why, and what it carries. Of several groups, the copier of most bytes."""
+        copiers = self.parts.copiers
+        if len(requests) == 1:
+            plan = self._plan(requests[0])
+            copier, why, between = copiers.select(plan, requests[0].copier, self.profile, self.prefer, opposed)
+            if between is None:
+                return copier, why, (copiers.share(copier, plan),)
+            comparison, ways = between
+            forecast = comparison.choose(ways, plan.nbytes)
+            return forecast.copier, forecast, (copiers.share(forecast.copier, plan),)
+        plans = [self._plan(one) for one in requests]
+        selected = [
+            copiers.select(plan, one.copier, self.profile, self.prefer, opposed)
+            for plan, one in zip(plans, requests, strict=True)
+        ]
+        together = copiers.choose_together(plans, selected, opposed)
+        if together is not None:
+            shares = [copiers.share(together.copier, plan) for plan in plans]
+            return together.copier, together, shares_together(shares)
+        shares = [copiers.share(found.copier, plan) for found, plan in zip(selected, plans, strict=True)]
+        copier = max(zip(plans, selected, strict=True), key=lambda each: each[0].nbytes)[1].copier
+        reasons = [f"group {one.group}: {found.reason}" for one, found in zip(requests, selected, strict=True)]
+        return copier, "; ".join(dict.fromkeys(reasons)), shares_together(shares)
 
     def _plan(self, request: Request) -> BlockPlan:
         group, parts = request.group, request.parts
@@ -297,7 +312,10 @@ class Shard:
         if len(plan) == 0:
             nothing = (plan.direction, 0, 0, 0, 0, None, "nothing to copy", 0.0, ())
             return PlanReport(*nothing, profile=source, simulated=simulated)
-        copier, reason = copiers.select(plan, request.copier, profile, self.prefer)
+        copier, reason, between = copiers.select(plan, request.copier, profile, self.prefer)
+        if between is not None:
+            forecast = between[0].expect(between[1], plan.nbytes)
+            copier, reason = forecast.copier, str(forecast)
         shape = shape_of(plan)
         ranked = rank(shape, copiers.offered(plan), profile, self.prefer, plan.group.num_parts)
         others = [each for each in ranked if each.copier != copier]

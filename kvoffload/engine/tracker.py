@@ -16,6 +16,7 @@ from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, Reports, TransferQueue, restore_order
 from kvoffload.engine.tracing import Notice
 from kvoffload.errors import DriverError, KVOffloadError, TransferError
+from kvoffload.planning.transfer_plan import Direction
 
 _MOST_QUERY_FAILURES = 8  # errors in a row when asking whether a transfer has ended, before the GPU counts as lost
 
@@ -99,6 +100,7 @@ class Tracker:
                     seconds = self._driver.event_seconds(transfer.start, transfer.end)
                 except KVOffloadError:
                     pass  # the bytes are there; only their time is unknown
+                self._observe(queue, transfer, seconds)
             transfer.seconds = seconds
             transfer.step(Event.ENDED)
         self._report(queue, transfer)
@@ -107,6 +109,24 @@ class Tracker:
         self._in_flight.markers.idle += transfer.markers
         transfer.let_go()
         queue.transfers.popleft()
+
+    def _observe(self, queue: TransferQueue, transfer: Transfer, seconds: float) -> None:
+        """Tell the choice between copiers what came of it.
+
+        The copies of a load by pack begin before the transfer ahead of it has unpacked its own blocks. Only its time
+        after that counts. This is known now, while the events of both are there.
+        """
+        if transfer.forecast is not None:
+            transfer.forecast.comparison.note(transfer.forecast, seconds - transfer.overlap)
+        if transfer.direction is Direction.LOAD and len(queue.transfers) > 1:
+            following = queue.transfers[1]
+            if following.forecast is not None and following.copier == "pack" and following.ordered:
+                assert following.start is not None
+                assert transfer.end is not None
+                try:
+                    following.overlap = max(0.0, self._driver.event_seconds(following.start, transfer.end))
+                except KVOffloadError:
+                    pass  # it has not begun: there is no overlap
 
     def _report(self, queue: TransferQueue, transfer: Transfer) -> None:
         """Count a finished transfer and keep its result, once. Log its failure, but not one per lost transfer."""

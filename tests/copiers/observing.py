@@ -1,6 +1,6 @@
-"""A link in several situations, on which `Comparison` chooses between two methods.
+"""A link in several situations, on which `Comparison` chooses between two copiers.
 
-`python tests/copiers/observing.py` prints the shares of the better method's throughput, and what a wrong choice costs.
+`python tests/copiers/observing.py` prints the shares of the better copier's throughput, and what a wrong choice costs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from kvoffload.copiers.observed import Observed, Way
-from kvoffload.tuning import CopyMethod
 
-PACK, STRIDED = CopyMethod("pack"), CopyMethod("strided")
 MIB = 1 << 20
 SIZES = (4, 16, 64)  # MiB
 SEEDS = range(12)
@@ -32,8 +30,8 @@ FOLLOWED = tuple((name, 200) for name in ("large products", "decode-like", "smal
 TO_AND_FRO = tuple((name, 60) for name in ("large products", "idle")) * 10
 
 
-def seconds(situation: str, size: int, method: int) -> float:
-    return size * MIB / (RATES[situation][size][method] * 1e9)
+def seconds(situation: str, size: int, copier: int) -> float:
+    return size * MIB / (RATES[situation][size][copier] * 1e9)
 
 
 class World(NamedTuple):
@@ -42,7 +40,7 @@ class World(NamedTuple):
     Attributes:
         noise: standard deviation of the logarithm.
         outliers: how many times are ten times as long.
-        scales: predicted seconds of each method, as multiples of the right ones.
+        scales: predicted seconds of each copier, as multiples of the right ones.
         depth: how many transfers are in flight when one is chosen.
         waits: how long a launch waits: "same" each time, "even" from 0 to twice as long, "half" of the times not at
             all, or "every other" time.
@@ -56,11 +54,11 @@ class World(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A transfer: what it was expected to take (mean) by the chosen method, and by the better one."""
+    """A transfer: what it was expected to take (mean) by the chosen copier, and by the better one."""
 
     situation: str
     size: int
-    method: int
+    copier: int
     tried: bool
     mean: float
     least: float
@@ -76,10 +74,10 @@ def run(
         for number in range(count):
             size = rng.choice(sizes)
             ways = (
-                Way(PACK, (size * MIB / 54e9 + 2e-6) * world.scales[0]),
-                Way(STRIDED, (size * MIB / 48.5e9 + 6e-6) * world.scales[1]),
+                Way("pack", (size * MIB / 54e9 + 2e-6) * world.scales[0]),
+                Way("strided", (size * MIB / 48.5e9 + 6e-6) * world.scales[1]),
             )
-            comparison = observed.comparison(True, False, size * MIB)
+            comparison = observed.comparison(True, False, size * MIB, ways)
             forecast = comparison.choose(ways, size * MIB)
             packed, mean = _packed(rng, world, situation, size, number)
             means = mean, seconds(situation, size, 1)
@@ -107,7 +105,7 @@ def _packed(rng: random.Random, world: World, situation: str, size: int, number:
 
 
 def share(steps: Sequence[Step], beginning: int = BEGINNING) -> float:
-    """Of the better method's throughput."""
+    """Of the better copier's throughput."""
     counted = steps[beginning:]
     return sum(step.least for step in counted) / sum(step.mean for step in counted)
 
@@ -118,7 +116,7 @@ def shares(phases: Sequence[tuple[str, int]], size: int | str, world: World | No
 
 
 def lags(phases: Sequence[tuple[str, int]], size: int, seed: int, world: World | None = None) -> list[int]:
-    """For each change of situation, the transfers until the better method carried two of three."""
+    """For each change of situation, the transfers until the better copier carried two of three."""
     steps, found, begin = run(phases, (size,), seed, world), [], 0
     for situation, count in phases:
         right = [step.mean == step.least for step in steps[begin : begin + count]]
@@ -129,9 +127,9 @@ def lags(phases: Sequence[tuple[str, int]], size: int, seed: int, world: World |
     return found
 
 
-def _always(method: int) -> Callable[[str, int], float]:
+def _always(copier: int) -> Callable[[str, int], float]:
     def share_of(situation: str, size: int) -> float:
-        return min(seconds(situation, size, each) for each in (0, 1)) / seconds(situation, size, method)
+        return min(seconds(situation, size, each) for each in (0, 1)) / seconds(situation, size, copier)
 
     return share_of
 
@@ -156,11 +154,11 @@ def table() -> str:
         "waits from 0 to twice": World(waits="even"),
         "half of the launches wait": World(waits="half"),
     }
-    lines = [f"{'of the better method, mean and least of ' + str(len(SEEDS)):46}" + "".join(f"{n:>14}" for n in HEAD)]
+    lines = [f"{'of the better copier, mean and least of ' + str(len(SEEDS)):46}" + "".join(f"{n:>14}" for n in HEAD)]
     for situation in RATES:
         lines.append(situation)
-        for method, name in enumerate(("pack", "strided")):
-            of_each = [f"{_always(method)(situation, size):14.2f}" for size in SIZES]
+        for copier, name in enumerate(("pack", "strided")):
+            of_each = [f"{_always(copier)(situation, size):14.2f}" for size in SIZES]
             lines.append(f"  {'always ' + name:44}" + "".join(of_each))
         lines += [_line(name, [(situation, 200)], world) for name, world in worlds.items()]
     lines += ["changes every 200 transfers: large, decode-like, small, idle"]
