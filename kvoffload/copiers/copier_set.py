@@ -193,7 +193,7 @@ class CopierSet:
         if wanted is not None:
             if wanted == "pack" and (reason := self._why_not_pack(plan)):
                 raise CapabilityError(f"copier='pack' cannot carry this: {reason}; the loop copier can")
-            return Selection(wanted, "asked for")
+            return Selection(wanted, "asked for by name")
         parts = plan.group.num_parts
         copier, reason, _ = choose(shape_of(plan), self.offered(plan), profile, prefer, parts, opposite)
         return Selection(copier, reason)

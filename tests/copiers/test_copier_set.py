@@ -235,7 +235,7 @@ def test_a_job_says_what_carries_it_and_why(device: kvoffload.Device) -> None:
         assert chosen.copier == chosen.wait(10).copier
         assert "expected, the fastest" in chosen.reason
         named = engine.load([1, 2], [3, 4], copier="pack")
-        assert (named.copier, named.reason) == ("pack", "asked for")
+        assert (named.copier, named.reason) == ("pack", "asked for by name")
         nothing = engine.store([], [])
         assert (nothing.copier, nothing.reason) == ("none", "nothing to copy")
         engine.store([5], [5], copier="pack")
