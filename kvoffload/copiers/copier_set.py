@@ -202,7 +202,7 @@ class CopierSet:
         if wanted is not None:
             if wanted == "pack" and (reason := self._why_not_pack(plan)):
                 raise CapabilityError(f"copier='pack' cannot carry this: {reason}; the loop copier can")
-            return Selection(wanted, "asked for")
+            return Selection(wanted, "asked for by name")
         parts = plan.group.num_parts
         shape, offered = shape_of(plan), self.offered(plan)
         copier, reason, _ = choose(shape, offered, profile, prefer, parts, opposite)

@@ -17,7 +17,6 @@ from kvoffload.testing import Mirror, poison, scramble
 from kvoffload.tuning import CopierName
 
 PLANES, BLOCK_BYTES, BLOCKS, SLOTS = 5, 48, 30, 6
-METHODS: dict[CopierName] = {"gather": "pack", "split": CopyMethod("split", 2, 0.4)}
 FACTORS = pytest.mark.parametrize("factor", [1, 3, 8])
 
 
@@ -56,7 +55,8 @@ def test_the_bytes_of_a_naive_loop_and_no_others(
     scramble(slab, seed)
     layout = KVLayout([planes], blocks_per_slot=factor, slot_order=slot_order)
     assert layout.groups[0].slot_order == (slot_order or ("block-major" if make is block_major else "plane-major"))
-    method = METHODS.get(copier, copier)
+    if copier == "pack" and factor > 1 and layout.groups[0].slot_order == "plane-major":
+        pytest.skip("it carries blocks that are one range of a slot")
     with OffloadEngine(layout, device=device, num_slots=SLOTS, staging_bytes=STAGING) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, [slab])
@@ -67,15 +67,15 @@ def test_the_bytes_of_a_naive_loop_and_no_others(
                 BLOCKS - count // 2
             )  # a store may repeat them
             slots = chance.permutation(SLOTS)[: layout.slots_for(count, first_sub_block=first)]
-            engine.store(blocks, slots, first_sub_block=first, after=NO_WAIT, copier=method)
+            engine.store(blocks, slots, first_sub_block=first, after=NO_WAIT, copier=copier)
             mirror.expect(Direction.STORE, blocks.tolist(), slots.tolist(), first_sub_block=first)
             targets = np.roll(chance.permutation(BLOCKS)[:count], 1)
             targets[: count // 3].sort()
-            parts = None if copier == "split" else [[1, 2], [0, 3, 4]]
-            engine.load(slots, targets, first_sub_block=first, after=NO_WAIT, copier=method, parts=parts)
+            parts = None if copier == "pack" else [[1, 2], [0, 3, 4]]
+            engine.load(slots, targets, first_sub_block=first, after=NO_WAIT, copier=copier, parts=parts)
             mirror.expect(Direction.LOAD, targets.tolist(), slots.tolist(), first_sub_block=first)
             again = np.full_like(slots, slots[0])
-            engine.load(again, np.sort(targets), first_sub_block=first, after=NO_WAIT, copier=method)
+            engine.load(again, np.sort(targets), first_sub_block=first, after=NO_WAIT, copier=copier)
             mirror.expect(Direction.LOAD, np.sort(targets).tolist(), again.tolist(), first_sub_block=first)
         engine.drain(timeout=60)
         assert all(result.error is None for result in engine.poll())

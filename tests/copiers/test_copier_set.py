@@ -13,28 +13,25 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 from helpers import STAGING, all_are, leaks_of, make_and_close, no_leaks, rig, simulated
-from packing import record_launches, separate
 from strategies import slab_of
 
 import kvoffload
 from kvoffload import (
     NO_WAIT,
     CapabilityError,
-    Direction,
     KVLayout,
     OffloadEngine,
 )
 from kvoffload.copiers import check_copier, why_not
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.testing import Mirror, SimulatedDriver, scramble
-from kvoffload.tuning import CopierName, CopyMethod, default_profile
+from kvoffload.tuning import COPIERS, CopierName, default_profile
 
 A = cuda.CUdevice_attribute
 THREADS = int(A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
 SHARED = int(A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 MAJOR = int(A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-NAMES: list[CopierName] = ["strided", "pack", "batch", "loop"]
 
 
 @contextmanager
@@ -51,7 +48,7 @@ def use_every_copier(engine: OffloadEngine, planes: list[kvoffload.Plane]) -> No
     """Store and load by each copier of an engine, and by its choice; compare every byte."""
     scramble(slab_of(planes), 1)
     mirror = Mirror(engine, [slab_of(planes)])
-    copiers: list[CopierName | None] = [*(name for name in NAMES if name not in engine.missing_copiers), None]
+    copiers: list[CopierName | None] = [*(name for name in COPIERS if name not in engine.missing_copiers), None]
     for copier in copiers:
         ids = np.random.default_rng(2).permutation(engine.num_slots)
         engine.store(ids, ids[::-1], after=NO_WAIT, copier=copier).wait(10)
@@ -73,14 +70,12 @@ def check_no_kernels(device: kvoffload.Device, reason: str, *, warned: bool) -> 
         assert all(reason in text and "staging_bytes=0 says that this is meant" in text for text in told)
         with engine:
             missing = engine.missing_copiers
-            assert {name for name in missing if name in ("gather", "split")} == {"gather", "split"}
-            assert reason in missing["gather"]
-            assert reason in missing["split"]
-            for copier in ("gather", "split"):
-                with pytest.raises(CapabilityError) as refused:
-                    engine.store([1], [1], copier=copier)
-                assert f"copier={copier!r} cannot run here" in str(refused.value)
-                assert reason in str(refused.value)
+            assert set(missing) == {"pack"}
+            assert reason in missing["pack"]
+            with pytest.raises(CapabilityError) as refused:
+                engine.store([1], [1], copier="pack")
+            assert "copier='pack' cannot run here" in str(refused.value)
+            assert reason in str(refused.value)
             use_every_copier(engine, planes)
     assert device.simulator.faults.call_count["cuLaunchKernel"] == 0
     assert device.simulator.leaks()["modules"] == 0
@@ -92,7 +87,7 @@ def check_no_kernels(device: kvoffload.Device, reason: str, *, warned: bool) -> 
 @pytest.mark.parametrize(
     ("attributes", "reason"),
     [
-        ({THREADS: 512}, "needs 1024 threads in a block, and this GPU launches at most 512"),
+        ({THREADS: 64}, "needs 128 threads in a block, and this GPU launches at most 64"),
         ({SHARED: 48 << 10}, "needs 65536 bytes of shared memory in a block, and this GPU has 49152"),
         ({MAJOR: 7}, "kernels need compute capability >= 8.0, this GPU has 7.0"),
     ],
@@ -119,56 +114,14 @@ def test_a_triton_that_is_not_installed_is_named_before_anything_is_loaded(
 
     monkeypatch.setattr(metadata, "version", missing)
     reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.2'"
-    assert why_not(device.capabilities)["gather"] == why_not(device.capabilities)["split"] == reason
+    assert why_not(device.capabilities)["pack"] == reason
     assert why_not(device.capabilities)["strided"] is None
 
 
-# how many multiprocessors
+# no memory for a ring
 
 
-def grids(simulator: Any) -> list[int]:
-    """Programs of every launch since `faults.calls` was set."""
-    return [arguments[1] for name, arguments in simulator.faults.calls if name == "cuLaunchKernel"]
-
-
-@pytest.mark.parametrize("sm_limit", [1, 3, 100])
-def test_pitfall_35_never_more_programs_than_asked_for(device: kvoffload.Device, sm_limit: int) -> None:
-    """By every way, forced and chosen, for few blocks and many."""
-    simulator: Any = device.simulator
-    planes, buffers = separate(device, 3, 2048, 24)
-    for prefer in ("overlap", "latency"):
-        simulator.faults.calls = []
-        with OffloadEngine(KVLayout([planes]), device=device, num_slots=24, sm_limit=sm_limit, prefer=prefer) as engine:
-            for method in ("gather", "split", None):
-                for count in (1, 24):
-                    engine.store(range(count), range(count), copier=method, after=NO_WAIT)
-                    job = engine.load(range(count), range(count), copier=method, after=NO_WAIT)
-                    assert job.method is not None
-                    assert job.method.programs <= sm_limit
-            chosen = grids(simulator)
-            assert len(chosen) >= 6
-            assert max(chosen) <= min(sm_limit, 8)
-            for programs in (1, 2, 4, 8):
-                simulator.faults.calls = []
-                for asked in (CopyMethod("gather", programs, 1.0), CopyMethod("split", programs, 0.5)):
-                    engine.submit(Direction.STORE, range(24), range(24), copier=asked).wait(30)
-                assert len(grids(simulator)) == 2
-                assert max(grids(simulator)) == min(programs, sm_limit)
-    threads = [arguments[4:7] for name, arguments in simulator.faults.calls if name == "cuLaunchKernel"]
-    assert all(x <= 1024 and (y, z) == (1, 1) for x, y, z in threads), "one program fits a multiprocessor once"
-    del buffers
-
-
-def test_pitfall_35_no_more_programs_than_tiles(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = record_launches(monkeypatch)
-    with rig(device, planes=2, block_bytes=2048, staging_bytes=STAGING) as bench:
-        for blocks in (1, 4, 9, 16):
-            bench.engine.submit(Direction.STORE, range(blocks), range(blocks), copier="pack").wait(10)
-    narrow = 256 * 64  # bytes that the 256 threads of each of several storing programs have under way
-    assert [launch.grid for launch in launches] == [-(-blocks * 4096 // narrow) for blocks in (1, 4, 9, 16)]
-
-
-def test_pitfall_35_sm_limit_0_compiles_loads_and_launches_nothing(
+def test_pitfall_35_staging_bytes_0_compiles_loads_and_launches_nothing(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvoffload.kernels, "load_kernel", None)
@@ -178,38 +131,88 @@ def test_pitfall_35_sm_limit_0_compiles_loads_and_launches_nothing(
     planes = device.allocate_planes(3, block_bytes=100, num_blocks=8)
     for prefer in ("overlap", "latency"):
         with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, staging_bytes=0, prefer=prefer) as engine:
-            assert engine.missing_copiers == dict.fromkeys(["gather", "split"], "staging_bytes=0 forbids kernels")
+            assert engine.missing_copiers == {"pack": "staging_bytes=0 forbids kernels"}
             use_every_copier(engine, planes)
-            for copier in ("gather", "split", "pack", CopyMethod("split", 1, 0.5)):
-                with pytest.raises(CapabilityError, match="cannot run here: staging_bytes=0 forbids kernels"):
-                    engine.submit(Direction.STORE, [1], [1], copier=copier)
+            with pytest.raises(CapabilityError, match="cannot run here: staging_bytes=0 forbids kernels"):
+                engine.store([1], [1], copier="pack")
     called = {name for name, _ in simulator.faults.calls}
     assert not called & {"cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute"}
     assert "cuMemcpy3DBatchAsync" in called
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "4", None, True])
-def test_sm_limit_is_a_number_of_multiprocessors(device: kvoffload.Device, wrong: Any) -> None:
+def test_staging_bytes_is_a_number_of_bytes(device: kvoffload.Device, wrong: Any) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
-    with pytest.raises((ValueError, TypeError), match="sm_limit"):
-        OffloadEngine(layout, device=device, num_slots=4, sm_limit=wrong)
+    with pytest.raises((ValueError, TypeError), match="staging_bytes"):
+        OffloadEngine(layout, device=device, num_slots=4, staging_bytes=wrong)
+
+
+def test_a_ring_has_room_for_two_blocks(device: kvoffload.Device) -> None:
+    """Of the largest group; a ring of the least size carries any number of them."""
+    planes = [device.allocate_planes(3, block_bytes=nbytes, num_blocks=8) for nbytes in (100, 1000)]
+    least = 2 * (3000 + 512)
+    with pytest.raises(ValueError, match=rf"staging_bytes={least - 1} has no room for two blocks of 3000 bytes; give"):
+        OffloadEngine(KVLayout(planes), device=device, num_slots=8, staging_bytes=least - 1)
+    with OffloadEngine(KVLayout([planes[1]]), device=device, num_slots=8, staging_bytes=least) as engine:
+        scramble(slab_of(planes[1]), 1)
+        mirror = Mirror(engine, [slab_of(planes[1])])
+        for _ in range(2):
+            engine.store(range(8), range(8), after=NO_WAIT, copier="pack")
+            mirror.expect("store", list(range(8)), list(range(8)))
+            engine.load(range(8), range(7, -1, -1), after=NO_WAIT, copier="pack")
+            mirror.expect("load", list(range(7, -1, -1)), list(range(8)))
+        engine.drain(10)
+        mirror.check()
+
+
+def test_memory_of_the_rings_is_taken_when_they_are_used_and_counted(device: kvoffload.Device) -> None:
+    with rig(device, staging_bytes=1 << 20) as bench:
+        engine, free = bench.engine, leaks_of(device)["device_allocations"]
+        engine.plan("store", [1], [1], copier="pack")
+        assert engine.statistics().staging_bytes == 0
+        for number, transfer in enumerate((engine.store, engine.load), start=1):
+            for _ in range(2):
+                transfer([1], [1], copier="pack").wait(10)
+                assert engine.statistics().staging_bytes == number << 20
+                assert leaks_of(device)["device_allocations"] == free + number
+        engine.close()
+        assert engine.statistics().staging_bytes == 0
+
+
+def test_the_default_refuses_no_layout(device: kvoffload.Device) -> None:
+    """Blocks that its ring has no room for are carried by the copy engine."""
+    planes = device.allocate_planes(2, block_bytes=40 << 20, num_blocks=1)
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=1) as engine:
+        assert engine.missing_copiers == {}
+        with pytest.raises(CapabilityError, match=r"cannot carry this: staging_bytes=135266304 has no room"):
+            engine.store([0], [0], copier="pack")
+        assert engine.plan("store", [0], [0]).copier != "pack"
+
+
+def test_pack_refuses_blocks_that_are_no_range_of_a_slot(device: kvoffload.Device) -> None:
+    planes = device.allocate_planes(3, block_bytes=64, num_blocks=8)
+    for slot_order in ("plane-major", "block-major"):
+        layout = KVLayout([planes], blocks_per_slot=2, slot_order=slot_order)
+        with OffloadEngine(layout, device=device, num_slots=4, staging_bytes=STAGING) as engine:
+            if slot_order == "block-major":
+                engine.store([0, 1, 2], [0, 1], copier="pack").wait(10)
+                continue
+            with pytest.raises(CapabilityError, match="a block is not one range of a slot"):
+                engine.store([0, 1, 2], [0, 1], copier="pack")
 
 
 # names
 
 
 def test_names_of_copiers_are_checked() -> None:
-    missing: dict[str, str | None] = {**dict.fromkeys(NAMES), "batch": "no such call"}
-    for right in (None, "strided", "loop", "pack"):
+    missing: dict[str, str | None] = {**dict.fromkeys(COPIERS), "batch": "no such call"}
+    for right in (None, *COPIERS[:2], "loop"):
         check_copier(right, missing)
-    for wrong in ("Strided", "", 3, b"loop", CopyMethod("none")):  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"copier must be one of strided, gather, split, batch, loop or None, got"):
+    for wrong in ("Strided", "", 3, b"loop", "gather", ("pack",)):
+        with pytest.raises(ValueError, match=r"copier must be one of strided, pack, batch, loop or None, got"):
             check_copier(wrong, missing)
-    for unable in ("batch", "batch"):
-        with pytest.raises(
-            CapabilityError, match=r"copier='batch' cannot run here: no such call; the loop copier works"
-        ):
-            check_copier(unable, missing)
+    with pytest.raises(CapabilityError, match=r"copier='batch' cannot run here: no such call; the loop copier works"):
+        check_copier("batch", missing)
 
 
 # the engine's choice
@@ -227,32 +230,17 @@ def test_prefer_is_checked(device: kvoffload.Device) -> None:
 def test_a_job_says_what_carries_it_and_why(device: kvoffload.Device) -> None:
     with rig(device, staging_bytes=STAGING, prefer="latency") as bench:
         engine = bench.engine
-        assert (engine.prefer, engine.sm_limit, engine.missing_copiers) == ("latency", 4, {})
+        assert (engine.prefer, engine.staging_bytes, engine.missing_copiers) == ("latency", STAGING, {})
         chosen = engine.store([1, 2], [1, 2])
-        assert chosen.method is not None
-        assert chosen.copier == chosen.method.copier == chosen.wait(10).copier
+        assert chosen.copier == chosen.wait(10).copier
         assert "expected, the fastest" in chosen.reason
         named = engine.load([1, 2], [3, 4], copier="pack")
-        assert named.method is not None
-        assert (named.copier, named.reason) == ("gather", "asked for by name")
-        assert 1 <= named.method.programs <= 4
-        forced = engine.submit(Direction.STORE, [5], [5], copier="pack")
-        assert (forced.method, forced.reason) == ("pack", "asked for")
-        shared = engine.submit(Direction.STORE, range(16), range(16), copier=CopyMethod("split", 1))
-        assert shared.method is not None
-        assert 0 <= shared.method.share < 1, "what the profile says"
+        assert (named.copier, named.reason) == ("pack", "asked for by name")
         nothing = engine.store([], [])
-        assert (nothing.method, nothing.copier, nothing.reason) == (None, "none", "nothing to copy")
+        assert (nothing.copier, nothing.reason) == ("none", "nothing to copy")
+        engine.store([5], [5], copier="pack")
         engine.drain(10)
         assert all_are(bench.slot(5), 6)
-
-
-def test_a_method_is_completed_once_for_transfers_of_one_shape(device: kvoffload.Device) -> None:
-    asked = "pack"
-    with rig(device, staging_bytes=STAGING) as bench:
-        first, second = (bench.engine.store(ids, ids, copier=asked).method for ids in ([1, 2], [4, 3]))
-        assert first != asked
-        assert first is second, "the answer is remembered"
 
 
 def test_a_profile_given_is_used(device: kvoffload.Device) -> None:
@@ -284,7 +272,7 @@ def test_a_gpu_without_room_for_the_rows_gets_no_kernel(device: kvoffload.Device
         engine = make()
     with engine:
         assert device.simulator.faults.pending == 0
-        assert "CUDA_ERROR_OUT_OF_MEMORY" in engine.missing_copiers["gather"]
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in engine.missing_copiers["pack"]
         leaks = leaks_of(device)
         assert "modules" not in leaks
         assert leaks["device_allocations"] == before["device_allocations"] + 1, "the scratch buffers of batch"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from helpers import STAGING
 from mapped_memory import check_every_copier, planes_at
 
 import kvoffload

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import COPY_ENGINE_ONLY, copiers_in
+from helpers import COPY_ENGINE_ONLY, STAGING, copiers_in
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, ClosedError, Direction, KVLayout, OffloadEngine

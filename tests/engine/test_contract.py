@@ -104,7 +104,7 @@ WRONG: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
     ("group", lambda e: e.store([1], [0], group=1), LayoutError, "group must be"),
     ("group negative", lambda e: e.store([1], [0], group=-1), LayoutError, "group"),
     ("sub-block", lambda e: e.load([1], [0], first_sub_block=1), LayoutError, "first_sub_block must be"),
-    ("copier", lambda e: e.store([1], [0], copier="fast"), ValueError, "strided, gather, split, batch, loop or None"),
+    ("copier", lambda e: e.store([1], [0], copier="fast"), ValueError, "strided, pack, batch, loop or None"),
     ("source order", lambda e: e.load([1], [0], source_order="never"), ValueError, "auto, stream, any"),
     ("after", lambda e: e.store([1], [0], after="stream"), TypeError, "after must be a (stream handle|list with one)"),
     ("after a bool", lambda e: e.store([1], [0], after=True), TypeError, "after"),
@@ -213,7 +213,7 @@ def test_a_result_is_of_all_devices(made: Machine) -> None:
     assert (result.job_id, result.direction, result.copier, result.error) == (job.id, "store", "loop", None)
     assert result.seconds > 0
     assert (job.done, job.finished, job.outcome()) == (True, True, result)
-    assert (job.method is not None and job.method.copier, job.num_parts) == ("loop", 1)
+    assert (job.copier, job.num_parts) == ("loop", 1)
     assert repr(job) == f"Job({job.id}, store, {made.nbytes(2)} bytes, loop, done)"
     totals = made.engine.statistics().store
     assert (totals.jobs, totals.failed, totals.nbytes, totals.seconds) == (1, 0, result.nbytes, result.seconds)

@@ -39,7 +39,7 @@ def _wrong_slots(bench: Rig, count: int) -> list[int]:
 def test_block_ids_of_stores_are_copied(bench: Rig, copier: str) -> None:
     held = bench.stream()
     gate = bench.gate(held)
-    count = 2 if copier == "split" else 1
+    count = 1
     blocks, slots = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     jobs = []
     for index in range(TRANSFERS):
@@ -76,14 +76,14 @@ def test_ids_that_are_out_of_range_later_lose_no_context(bench: Rig) -> None:
     assert _wrong_slots(bench, TRANSFERS) == []
 
 
-@pytest.mark.parametrize("parts", [None, 2])
-def test_ids_of_loads_are_copied(bench: Rig, parts: int | None) -> None:
+@pytest.mark.parametrize(("copier", "parts"), [("pack", None), ("strided", 2)])
+def test_ids_of_loads_are_copied(bench: Rig, copier: Any, parts: int | None) -> None:
     held = bench.stream()
     gate = bench.gate(held)
     blocks, slots = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     for index in range(TRANSFERS):
         blocks[0], slots[0] = index, index
-        bench.engine.load(slots, blocks, after=held, copier="pack", parts=parts)
+        bench.engine.load(slots, blocks, after=held, copier=copier, parts=parts)
     blocks[0], slots[0] = BLOCKS - 1, BLOCKS - 1
     gate.open()
     bench.engine.drain(60)

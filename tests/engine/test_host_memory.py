@@ -103,7 +103,7 @@ def test_any_transfers_touch_the_slots_and_nothing_between_them(
 
 
 @pytest.mark.parametrize("registered", [False, True])
-@pytest.mark.parametrize("copier", ["strided", "batch", "loop", "gather", "split", None])
+@pytest.mark.parametrize("copier", ["strided", "batch", "loop", "pack", None])
 def test_every_copier_reaches_slots_with_a_stride_and_nothing_between_them(
     each_device: kvoffload.Device, registered: bool, copier: Any
 ) -> None:
@@ -424,7 +424,7 @@ def test_an_engine_of_no_slots_pins_nothing_and_refuses_every_slot(device: kvoff
 def test_an_engine_of_no_slots_has_kernels(each_device: kvoffload.Device) -> None:
     layout = KVLayout([each_device.allocate_blocks(8, planes=2, block_bytes=2048)])
     with OffloadEngine(layout, device=each_device, num_slots=0, staging_bytes=STAGING) as engine:
-        assert "gather" not in engine.missing_copiers
+        assert "pack" not in engine.missing_copiers
         assert engine.load([], []).wait(10).nbytes == 0
 
 

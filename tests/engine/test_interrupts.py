@@ -65,19 +65,19 @@ def test_an_interrupted_submission_loses_no_job(seed: int) -> None:
     assert at_points(seed, attempt) > 50
 
 
-def test_an_interrupted_split_loses_no_job_and_no_table(seed: int) -> None:
+def test_an_interrupted_pack_loses_no_job_and_no_table(seed: int) -> None:
     def attempt(number: int) -> bool:
         with rigs(staging_bytes=STAGING) as bench:
             engine, held = bench.engine, bench.stream()
             gate = bench.gate(held)
 
             def store_and_complete() -> None:
-                engine.store(range(4), range(4), copier="split", after=held)
+                engine.store(range(4), range(4), copier="pack", after=held)
                 gate.open()
                 engine.drain(10)
 
             outcome = interrupt_at(number, store_and_complete)
-            follower = engine.store(range(8, 12), range(4), copier="split", after=NO_WAIT)
+            follower = engine.store(range(8, 12), range(4), copier="pack", after=NO_WAIT)
             release(bench)
             follower.wait(10)
             assert [int(bench.slot(slot)[0]) for slot in range(4)] == [9, 10, 11, 12]
@@ -225,7 +225,7 @@ def test_an_interrupted_wait_for_a_failed_transfer_loses_no_event() -> None:
     assert number > 10
 
 
-@pytest.mark.parametrize("copier", ["strided", "gather"])
+@pytest.mark.parametrize("copier", ["strided", "pack"])
 def test_an_interrupt_leaves_every_transfer_in_flight_what_it_uses(
     copier: CopierName, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ ORDERING_TESTS = [  # those first that are short and notice much
     *(
         str(HERE / name)
         for name in (
-            "ordering/test_ordering_split.py",
             "ordering/test_ordering_segments.py",
             "ordering/test_ordering_parts.py",
             "ordering/test_ordering.py",

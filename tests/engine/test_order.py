@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from cuda.bindings import driver as cuda
-from helpers import Rig, all_are, change_streams, cut_segments, paint, release, rig, warm_up, whole
+from helpers import Rig, all_are, change_streams, cut_segments, release, rig, warm_up, whole
 from layerwise import PARTS, Reader, hold_from
-from splitting import OPTIONS, PROGRAMS, load, store
 from transfers import intercepted
 
 import kvoffload
@@ -37,15 +36,6 @@ def opened(device: kvoffload.Device, **options: Any) -> Iterator[Rig]:
 @pytest.fixture
 def bench(each_device: kvoffload.Device) -> Iterator[Rig]:
     yield from opened(each_device)
-
-
-@pytest.fixture
-def bench_of_splits(each_device: kvoffload.Device) -> Iterator[Rig]:
-    for made in opened(each_device, **OPTIONS):
-        for submit in (store, load):  # kernels are loaded before a gate is closed
-            submit(made, range(4), range(4)).wait(60)
-        paint(made)
-        yield made
 
 
 def check(found: Any, value: int) -> None:
@@ -147,10 +137,3 @@ def test_a_stream_that_was_ordered_after_a_part_waits(bench: Rig, part: int) -> 
     release(bench)
     bench.synchronize(reader.stream)
     assert reader.value == 105, f"wrong bytes: {reader.value}"
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_both_shares_of_a_split_wait_and_are_waited_for(
-    bench_of_splits: Rig, monkeypatch: pytest.MonkeyPatch, program: Callable[[Rig, pytest.MonkeyPatch], bool]
-) -> None:
-    assert program(bench_of_splits, monkeypatch), "wrong bytes"

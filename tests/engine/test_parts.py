@@ -128,37 +128,32 @@ def test_stores_have_no_parts(bench: Rig, parts: Any) -> None:
     whole(bench.engine)
 
 
-@pytest.mark.parametrize("copier", ["split", CopyMethod("split", 1, 0.5)], ids=str)
-def test_a_split_carries_no_parts(device: kvoffload.Device, copier: Any) -> None:
+def test_pack_carries_no_parts(device: kvoffload.Device) -> None:
     with rig(device, planes=PLANES, staging_bytes=STAGING) as bench:
-        with pytest.raises(ValueError, match=r"copier=.* cannot copy a load in parts: .*; ask for strided, gather,"):
-            bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier=copier, parts=2)
+        with pytest.raises(ValueError, match=r"copier=.pack. cannot copy a load in parts: .*; ask for strided, batch,"):
+            bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=2)
         whole(bench.engine)
         assert all_are(bench.block(0), 1)
-        job = bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier=copier, parts=1)
-        assert (job.num_parts, job.wait(10).copier) == (1, getattr(copier, "copier", copier))
+        job = bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=1)
+        assert (job.num_parts, job.wait(10).copier) == (1, "pack")
 
 
 def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> None:
     with pytest.raises(CapabilityError, match="staging_bytes=0 forbids kernels"):
-        load(bench, [0], [0], copier="pack")
+        load(bench, [0], [0], parts=None, copier="pack")
 
 
 def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     known = default_profile(None)
-    costs = {each: replace(found, strided=None, flat={}) for each, found in known.costs.items()}  # kernels alone
+    slow = {each: replace(found, strided=None) for each, found in known.costs.items()}
     with rig(
-        device, planes=PLANES, staging_bytes=STAGING, prefer="latency", profile=replace(known, costs=costs)
+        device, planes=PLANES, staging_bytes=STAGING, prefer="latency", profile=replace(known, costs=slow)
     ) as bench:
         monkeypatch.setattr(bench.engine._parts.copiers, "interpreted", False)  # as on a GPU: kernels, too, are chosen
-        assert load(bench, range(8), range(8), parts=None).copier == "gather"
+        assert load(bench, range(8), range(8), parts=None).copier == "pack"
         for parts in (2, PLANES):
-            job = load(bench, range(8), range(8), parts=parts)
-            assert job.copier == "gather"
-            assert re.search(r" us expected", job.reason)
-        monkeypatch.setattr(bench.engine._parts.copiers._kernels, "why_not_in_parts", lambda *_: "no room")
-        assert load(bench, range(8), range(8), parts=4).copier in BY_ENGINE, "a choice that was made before stays"
-        assert load(bench, range(8), range(8), parts=None).copier == "gather"
+            assert load(bench, range(8), range(8), parts=parts).copier in BY_ENGINE
+        assert load(bench, range(8), range(8), parts=None).copier == "pack"
 
 
 # bytes
@@ -361,18 +356,6 @@ def test_part_0_of_a_job_without_parts_is_all_of_it(bench: Rig) -> None:
     assert reader.value == 102
 
 
-def test_part_0_of_a_split_is_both_of_its_shares(device: kvoffload.Device) -> None:
-    with rig(device, planes=PLANES, staging_bytes=STAGING) as bench:
-        held, readers = bench.stream(), [Reader(bench), Reader(bench)]
-        bench.gate(held)
-        job = bench.engine.submit(Direction.LOAD, range(8), range(8), after=held, copier=CopyMethod("split", 1, 0.5))
-        for reader, block in zip(readers, (0, 7), strict=True):
-            job.order_before(reader.stream, part=0)
-            reader.read(3, block)
-        release(bench, job)
-        assert [reader.value for reader in readers] == [100, 107]
-
-
 # queues that are full
 
 
@@ -479,7 +462,7 @@ def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def options_of(copier: str | None) -> dict[str, Any]:
     """Of a rig whose loads this copier carries."""
-    return {"planes": PLANES, "staging_bytes": STAGING if copier == "gather" else 0}
+    return {"planes": PLANES, "staging_bytes": 0}
 
 
 def there_and_back(
@@ -545,8 +528,8 @@ def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: boo
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("level", "after", "copier"),
-    [("batch", False, None), ("no-batch", False, None), ("batch", True, None), ("batch", False, "gather")],
-    ids=["batch, instead", "no batch, instead", "batch, afterwards", "gather, instead"],
+    [("batch", False, None), ("no-batch", False, None), ("batch", True, None)],
+    ids=["batch, instead", "no batch, instead", "batch, afterwards"],
 )
 def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
     monkeypatch: pytest.MonkeyPatch, level: str, after: bool, copier: str | None
@@ -554,7 +537,6 @@ def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
     change_streams(monkeypatch)
     names = calls_of_a_clean_run(level, copier)
     copy = "cuMemcpy3DBatchAsync" if level == "batch" else "cuMemcpy2DAsync"
-    copy = "cuLaunchKernel" if copier == "gather" else copy
     assert {copy, "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime"} <= set(names)
     seen: Counter[str] = Counter()
     for nth, name in enumerate(names, start=1):
@@ -599,7 +581,7 @@ def test_no_stream_passes_a_part_of_a_load_that_failed(bench: Rig, part: int, ca
     assert [set(bench.slot(slot).tolist()) for slot in range(12, 16)] == [{value} for value in range(108, 112)]
 
 
-@pytest.mark.parametrize("copier", [None, "gather"])
+@pytest.mark.parametrize("copier", [None])
 @pytest.mark.parametrize("nth", range(1, 60, 3))
 def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: str | None) -> None:
     device = simulated(6)
@@ -625,9 +607,8 @@ def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: 
     assert simulator.violations == []
 
 
-@pytest.mark.parametrize(("copier", "nth"), [*(("strided", nth) for nth in range(1, PARTS + 1)), ("gather", 1)])
+@pytest.mark.parametrize(("copier", "nth"), [("strided", nth) for nth in range(1, PARTS + 1)])
 def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int, copier: str) -> None:
-    """A copy, that is; of the kernel it is that of the rows."""
     device = simulated(7)
     with rig(device, **options_of(copier)) as bench:
         held = bench.stream()

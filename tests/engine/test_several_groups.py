@@ -140,16 +140,15 @@ def test_each_group_is_copied_by_the_method_for_it(device: kvoffload.Device) -> 
         job = engine.store_groups(
             [GroupTransfer(1, range(4), range(4)), GroupTransfer(0, range(4), range(4, 8))], after=NO_WAIT
         )
-        assert job.method == alone[0], "of most bytes"
-        assert [str(method) in job.reason for method in alone] == [True, True]
+        assert job.copier == alone[0], "of most bytes"
+        assert [copier in job.reason for copier in alone] == [True, True]
         job.wait(10)
         mirror.expect("store", range(4), range(4), group=1)
         mirror.expect("store", range(4), range(4, 8), group=0)
         mirror.check()
 
 
-@pytest.mark.parametrize("copier", ["gather", "split"])
-def test_kernels_of_several_groups_are_of_one_job(device: kvoffload.Device, copier: Any) -> None:
+def test_kernels_of_several_groups_are_of_one_job(device: kvoffload.Device) -> None:
     groups = [device.allocate_planes(2, block_bytes=64, num_blocks=8) for _ in range(3)]
     for number, planes in enumerate(groups):
         scramble(planes[0].owner, number)  # type: ignore[arg-type]
@@ -157,8 +156,8 @@ def test_kernels_of_several_groups_are_of_one_job(device: kvoffload.Device, copi
         poison(engine.slots)
         mirror = mirror_of(engine)
         several = [GroupTransfer(number, [1, 2, 3], range(4 * number, 4 * number + 3)) for number in range(3)]
-        engine.store_groups(several, after=NO_WAIT, copier=copier)
-        engine.load_groups([replace(each, blocks=[5, 6, 7]) for each in several], after=NO_WAIT, copier=copier)
+        engine.store_groups(several, after=NO_WAIT, copier="pack")
+        engine.load_groups([replace(each, blocks=[5, 6, 7]) for each in several], after=NO_WAIT, copier="pack")
         engine.drain(10)
         for each in several:
             mirror.expect("store", [1, 2, 3], ids_of(each.slots), group=each.group)
@@ -308,7 +307,7 @@ def test_every_share_of_a_transfer_of_several_groups_waits(device: kvoffload.Dev
         gate = Gate(device)
         gate.hold(stream.handle)
         several = [GroupTransfer(number, range(4), range(4 * number, 4 * number + 4)) for number in range(2)]
-        engine.store_groups(several, after=stream, copier="split")
+        engine.store_groups(several, after=stream, copier="pack")
         device.simulator.run_all()
         assert (engine.slots == 7).all()
         gate.open()

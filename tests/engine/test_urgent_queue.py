@@ -127,11 +127,11 @@ def order_of_ends(bench: Rig, *jobs: Job) -> list[int]:
 BEHIND_THE_FIRST = [0, MANY, *range(1, MANY)]
 
 
-@pytest.mark.parametrize("copier", ["strided", "batch", "loop", "gather"])
+@pytest.mark.parametrize("copier", ["strided", "batch", "loop", "pack"])
 def test_an_urgent_load_has_ended_when_those_that_wait_are_queued(
     each_device: kvoffload.Device, copier: CopierName
 ) -> None:
-    with bounded(each_device, blocks=0, staging_bytes=STAGING if copier == "gather" else 0) as bench:
+    with bounded(each_device, blocks=0, staging_bytes=STAGING if copier == "pack" else 0) as bench:
         with watched(bench) as calls:
             queue = Queue.of(bench, copier)
             urgent = bench.engine.load([60], [60], after=NO_WAIT, copier=copier, urgent=True)

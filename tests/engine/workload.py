@@ -8,14 +8,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import COPY_ENGINE_ONLY, Rig, change_streams, copiers_in, rig, simulated, whole
+from helpers import COPY_ENGINE_ONLY, STAGING, Rig, change_streams, copiers_in, rig, simulated, whole
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Direction, KVLayout, KVOffloadError, OffloadEngine
 from kvoffload.copiers import loop, strided
 from kvoffload.tuning import CopierName
-
-WITH_KERNELS = ("pack", CopyMethod("split", 1, 0.4))
 
 
 def several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,9 +40,9 @@ class Program:
         ways: to carry transfers by; none: every copier of the engine.
     """
 
-    def __init__(self, bench: Rig, methods: tuple[...] = ()) -> None:
+    def __init__(self, bench: Rig, copiers: tuple[CopierName, ...] = ()) -> None:
         self.bench = bench
-        self.methods: tuple[str | ...] = methods or tuple(copiers_in(bench.engine))
+        self.copiers: tuple[CopierName, ...] = copiers or tuple(copiers_in(bench.engine))
         self.streams = [bench.stream(), bench.stream()]
         planes = [bench.device.allocate_planes(2, block_bytes=48, num_blocks=8) for _ in range(2)]
         self.cache_planes = planes
@@ -70,7 +68,7 @@ class Program:
         engine = self.bench.engine
         checks = [
             check
-            for index, method in enumerate(self.methods)
+            for index, method in enumerate(self.copiers)
             for check in self.there_and_back(method, 4 * index + offset, 2 * index + offset)
         ]
         self.attempt(engine.poll)
@@ -133,14 +131,14 @@ class Program:
 
 
 @contextmanager
-def program(level: str = "batch", methods: tuple[...] = (), **options: Any) -> Iterator[Program]:
+def program(level: str = "batch", copiers: tuple[CopierName, ...] = (), **options: Any) -> Iterator[Program]:
     """A program on a device of its own; `options` as for `simulated`."""
     device = simulated(3, level, **options)
     try:
         with rig(
-            device, num_blocks=40, num_slots=40, staging_bytes=STAGING if "pack" in methods else 0
+            device, num_blocks=40, num_slots=40, staging_bytes=STAGING if "pack" in copiers else 0
         ) as bench:
-            made = Program(bench, methods)
+            made = Program(bench, copiers)
             try:
                 yield made
             finally:

@@ -180,9 +180,12 @@ def cases(draw: st.DrawFn, most_transfers: int = 5) -> Case:
 
 @st.composite
 def staging(draw: st.DrawFn, layout: LayoutSpec, several: tuple[TransferSpec, ...]) -> int:
-    """Kernels for small transfers only: interpreting one takes 2 ms for a tile, which may hold no more than 1 KiB."""
+    """Kernels where they can carry every group, and for small transfers only: interpreting one takes 2 ms for a tile,
+    which may hold no more than 1 KiB.
+    """
     nbytes = sum(len(each.blocks) * plane.block_bytes for each in several for plane in layout.groups[each.group])
-    return draw(st.sampled_from((0, STAGING))) if nbytes <= MOST_INTERPRETED_BYTES else 0
+    able = layout.blocks_per_slot == 1 or layout.slot_order == "block-major"
+    return draw(st.sampled_from((0, STAGING))) if able and nbytes <= MOST_INTERPRETED_BYTES else 0
 
 
 def place(device: kvoffload.Device, spec: LayoutSpec, seed: int) -> tuple[KVLayout, list[DeviceBuffer]]:
@@ -220,6 +223,6 @@ def copiers_of(device: kvoffload.Device) -> list[CopierName]:
 
 
 def engine_on(device: kvoffload.Device, **options: Any) -> OffloadEngine:
-    """A small engine over a slab of its own, whose transfers take the copy engine unless `staging_bytes` says otherwise."""
+    """A small engine over a slab of its own; transfers take the copy engine unless `staging_bytes` says otherwise."""
     layout = KVLayout([device.allocate_planes(4, block_bytes=64, num_blocks=8)])
     return OffloadEngine(layout, device=device, num_slots=8, **{**COPY_ENGINE_ONLY, **options})

@@ -18,38 +18,23 @@ from helpers import (
     cut_segments,
     release,
 )
-from layerwise import DEFAULTS, PARTS, PLANES, Reader, blocks_hold, hold_from, load, reader_of
+from layerwise import PARTS, PLANES, Reader, blocks_hold, hold_from, load, reader_of
 from transfers import segments_of
 
 from kvoffload import NO_WAIT, TransferError
 from kvoffload.driver import Driver
 
 BY_ENGINE = ("strided", "batch", "loop")
-# By what the engine chooses; and by the kernel, with fewer seeds: every launch of it is interpreted, which takes 6 ms.
-CARRIERS = [*((seed, None) for seed in ORDERING_SEEDS[:6]), *((seed, "gather") for seed in ORDERING_SEEDS[:3])]
 
 
-@pytest.fixture(params=CARRIERS, ids=lambda carrier: f"seed{carrier[0]}-{carrier[1]}")
-def carrier(request: pytest.FixtureRequest) -> tuple[int, str | None]:
-    seed, copier = request.param
-    return int(seed), copier
+@pytest.fixture(params=ORDERING_SEEDS[:6], ids=lambda seed: f"seed{seed}")
+def seed(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 @pytest.fixture
-def seed(carrier: tuple[int, str | None]) -> int:
-    return carrier[0]
-
-
-@pytest.fixture
-def copier(carrier: tuple[int, str | None], monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """What carries all loads that do not say it."""
-    monkeypatch.setitem(DEFAULTS, "copier", carrier[1])
-    return carrier[1]
-
-
-@pytest.fixture
-def rig_options(copier: str | None) -> dict[str, Any]:
-    return {"planes": PLANES, "staging_bytes": 0 if copier is None else 2}
+def rig_options() -> dict[str, Any]:
+    return {"planes": PLANES, "staging_bytes": 0}
 
 
 @pytest.fixture(params=["one stream", "segments on many streams"])
@@ -62,14 +47,14 @@ def cut(request: pytest.FixtureRequest, bench: Rig, monkeypatch: pytest.MonkeyPa
     return several
 
 
-def test_a_part_is_at_least_a_segment_and_no_segment_is_of_two(bench: Rig, cut: bool, copier: str | None) -> None:
+def test_a_part_is_at_least_a_segment_and_no_segment_is_of_two(bench: Rig, cut: bool) -> None:
     """Else the tests below would be about something else."""
     held = bench.stream()
     bench.gate(held)
     job = load(bench, range(6), range(6), after=held)
     of_each = [[segment.part for segment in segments_of(job)].count(part) for part in range(PARTS)]
     assert of_each == [2 if cut else 1] * PARTS
-    assert len({segment.stream for segment in segments_of(job)}) == (4 if cut and copier is None else 1)
+    assert len({segment.stream for segment in segments_of(job)}) == (4 if cut else 1)
     release(bench, job)
     assert blocks_hold(bench, range(6), range(100, 106))
 
@@ -99,10 +84,10 @@ def test_what_needs_a_part_waits_for_it_and_for_no_later_one(bench: Rig, part: i
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("named", [None, *BY_ENGINE])
-def test_a_part_has_ended_after_all_parts_before_it(bench: Rig, copier: str | None, named: str | None) -> None:
+def test_a_part_has_ended_after_all_parts_before_it(bench: Rig, named: str | None) -> None:
     named = named if named in (None, *copiers_in(bench.engine)) else "loop"
     hold_from(bench, 0)
-    job = load(bench, range(6), range(6), copier=named or copier)
+    job = load(bench, range(6), range(6), copier=named)
     readers = [Reader(bench) for _ in range(PLANES)]
     for plane, reader in enumerate(readers):
         job.order_before(reader.stream, part=PARTS - 1)

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import copies_by_call
 from helpers import (
     COPY_ENGINE_ONLY,
-    STAGING,
     Rig,
     all_are,
     cut_segments,
@@ -201,15 +199,6 @@ def test_a_part_half_of_which_is_queued_is_not_followed_yet() -> None:
         release(bench, job)
         job.order_before(theirs, part=0)
         assert [int(bench.block(block)[0]) for block in range(4)] == [100, 101, 102, 103]
-
-
-def test_a_split_under_a_bound_copies_every_block_once() -> None:
-    with simulated() as device, rig(device, staging_bytes=STAGING, most_queued_bytes=8 * 256) as bench:
-        device.simulator.faults.calls = []
-        bench.engine.store(range(8), range(8), after=NO_WAIT, copier=CopyMethod("split", 1, 0.5)).wait(10)
-        copies = copies_by_call(device.simulator)
-        assert sum(count for name, count, _ in copies if name == "cuMemcpy3DBatchAsync") == 4, "the other 4 by kernel"
-        assert [int(bench.slot(slot)[0]) for slot in range(8)] == list(range(1, 9))
 
 
 def test_a_job_under_a_bound_ends_when_it_is_waited_for(bench: Rig) -> None:
