@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvoffload import kernels
 from kvoffload.copiers.base import Copier, Share
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.loop import LoopCopier
-from kvoffload.copiers.observed import Comparison, Forecast, Observed, Way
+from kvoffload.copiers.observed import Comparison, Way
 from kvoffload.copiers.pack import STAGING_BYTES, PackCopier, Place, StagingRing, least_ring_bytes
 from kvoffload.copiers.pack_kernels import PackKernels
 from kvoffload.copiers.selection import choose, two_ways
@@ -126,7 +126,7 @@ class CopierSet:
         self._rings = StagingRing(driver, staging_bytes), StagingRing(driver, staging_bytes)  # of stores, of loads
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._selected_by: tuple[Profile | None, str] = (None, "")
-        self._observed = Observed()
+        self._comparisons: dict[tuple[bool, bool, int, str], Comparison] = {}  # few: a size has at most 60 bits
 
     def open(self, layout: KVLayout) -> None:
         """Allocate memory, and load the kernels for the layout's groups. `missing` says if a kernel cannot be loaded.
@@ -182,7 +182,7 @@ class CopierSet:
         """
         if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
             self._selected.clear()
-            self._observed = Observed()
+            self._comparisons.clear()
             self._selected_by = profile, prefer
         counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
         parts = None if plan.group.num_parts == 1 else plan.group.parts
@@ -209,24 +209,8 @@ class CopierSet:
         ways = two_ways(shape, offered, profile, prefer, opposite) if "pack" in offered else None
         if ways is None:
             return Selection(copier, reason)
-        return Selection(copier, reason, (self._comparison(plan.direction, plan.nbytes, ways, opposite), ways))
-
-    def _comparison(self, direction: Direction, nbytes: int, ways: tuple[Way, Way], opposite: bool) -> Comparison:
-        return self._observed.comparison(direction is Direction.STORE, opposite, nbytes, ways)
-
-    def choose_together(
-        self, plans: Sequence[BlockPlan], selected: Sequence[Selection], opposite: bool
-    ) -> Forecast | None:
-        """One choice for a transfer of several groups, with a plan each; None if not all have the same two ways."""
-        pairs = [each.between[1] for each in selected if each.between is not None]
-        if len(pairs) < len(selected) or len({rival.copier for _, rival in pairs}) > 1:
-            return None
-        one, two = (
-            Way(each[0].copier, sum(way.predicted for way in each), sum(way.extra for way in each))
-            for each in zip(*pairs, strict=True)
-        )
-        nbytes = sum(plan.nbytes for plan in plans)
-        return self._comparison(plans[0].direction, nbytes, (one, two), opposite).choose((one, two), nbytes)
+        kind = shape.direction is Direction.STORE, opposite, shape.nbytes.bit_length(), ways[1].copier
+        return Selection(copier, reason, (self._comparisons.setdefault(kind, Comparison(ways)), ways))
 
     def _why_not_pack(self, plan: BlockPlan) -> str | None:
         """Why pack cannot carry a plan though it can run; None if it can."""

@@ -25,9 +25,9 @@ from typing import NamedTuple
 from kvoffload.tuning import CopierName
 
 _BUDGET = 0.03  # of the time of all transfers
-_LEAST_PRICE = 0.25  # prices in transfers by the better copier; so equal ones are compared every 8 transfers
-_MOST_PRICE = 5.0  # that is paid in the end, unless more was expected: the time may have been chance
-_OVERDRAFT = 10.0
+# In transfers by the better copier: the price of a try at least, so that equal ones are compared every 8 transfers; the
+# most that is paid if more was not expected, since its time may have been chance; and the overdraft.
+_LEAST_PRICE, _MOST_PRICE, _OVERDRAFT = 0.25, 5.0, 10.0
 _KNOWN = 4  # times, after which an estimate is worth its full price
 _PATIENCE = 16  # transfers until the next try, unless the last one's time is there before
 
@@ -41,13 +41,15 @@ class Way(NamedTuple):
     """A copier that could carry a transfer.
 
     Attributes:
-        predicted: seconds on the GPU's clock, by the profile.
+        predicted: seconds on the GPU's clock while nothing else runs, by the profile.
         extra: further seconds that count in the choice, such as those that the caller is kept.
+        ratio: of the first expectation to `predicted`.
     """
 
     copier: CopierName
     predicted: float
     extra: float = 0.0
+    ratio: float = 1.0
 
 
 class Forecast(NamedTuple):
@@ -73,14 +75,12 @@ class Forecast(NamedTuple):
         return self.ways[self.number].copier
 
     def __str__(self) -> str:
-        rate, other_rate = (
-            f"{self.nbytes / (self.seconds[each] - self.ways[each].extra) / 1e9:.1f}"
-            for each in (self.number, 1 - self.number)
-        )
+        pairs = zip(self.seconds, self.ways, strict=True)
+        rates = [f"{self.nbytes / (seconds - way.extra) / 1e9:.1f}" for seconds, way in pairs]
         source = "the last transfers" if self.known else "the profile"
         tried = ", tried" if self.price else ""
-        other = self.ways[1 - self.number].copier
-        return f"{self.copier}: {rate} GB/s expected from {source}{tried}; {other} {other_rate}"
+        other = f"{self.ways[1 - self.number].copier} {rates[1 - self.number]}"
+        return f"{self.copier}: {rates[self.number]} GB/s expected from {source}{tried}; {other}"
 
 
 class Estimate:
@@ -95,13 +95,13 @@ class Estimate:
         wanted: cases 2 to 4 ask for a try.
     """
 
-    __slots__ = ("age", "count", "doubt", "ratio", "seen", "spread", "wanted")
+    doubt = seen = 1.0
+    spread = _SPREAD
+    age = count = 0
+    wanted = False
 
-    def __init__(self) -> None:
-        self.ratio = self.doubt = self.seen = 1.0
-        self.spread = _SPREAD
-        self.age = self.count = 0
-        self.wanted = False
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
 
     def note(self, ratio: float) -> None:
         """Move towards a new ratio.
@@ -138,23 +138,26 @@ class Estimate:
 
 
 class Comparison:
-    """Two copiers for one kind of transfer."""
+    """Two copiers for one kind of transfer. Belongs to one engine, under its lock. An interrupt leaves it usable: each
+    value may be old, none is half written.
 
-    __slots__ = ("_budget", "_quiet", "estimates")
+    Args:
+        ways: of the first transfer; the copiers stay the same.
+    """
 
-    def __init__(self) -> None:
-        self.estimates = Estimate(), Estimate()
-        self._budget = 0.0  # seconds
-        self._quiet = 0  # transfers until the next try
+    _budget = 0.0  # seconds
+    _quiet = 0  # transfers until the next try
+
+    def __init__(self, ways: tuple[Way, Way]) -> None:
+        self.estimates = Estimate(ways[0].ratio), Estimate(ways[1].ratio)
 
     def expect(self, ways: tuple[Way, Way], nbytes: int) -> Forecast:
         """The better way, as far as is known. Nothing changes."""
         one, two = self.estimates
-        (_, predicted, extra), (_, other_predicted, other_extra) = ways
+        (_, predicted, extra, _), (_, other_predicted, other_extra, _) = ways
         seconds = one.ratio * predicted + extra, two.ratio * other_predicted + other_extra
-        if seconds[0] <= seconds[1]:
-            return Forecast(self, ways, nbytes, 0, seconds, 0.0, one.count > 0)
-        return Forecast(self, ways, nbytes, 1, seconds, 0.0, two.count > 0)
+        number, better = (0, one) if seconds[0] <= seconds[1] else (1, two)
+        return Forecast(self, ways, nbytes, number, seconds, 0.0, better.count > 0)
 
     def choose(self, ways: tuple[Way, Way], nbytes: int) -> Forecast:
         """The way for a transfer: the better one, or a try of the other."""
@@ -177,12 +180,9 @@ class Comparison:
         return forecast._replace(number=1 - number, price=price, known=other.count > 0)
 
     def note(self, forecast: Forecast, seconds: float) -> None:
-        """A transfer that was chosen so took these seconds on the GPU's clock."""
-        number, price = forecast.number, forecast.price
-        estimate, other = self.estimates[number], self.estimates[1 - number]
-        way, least = forecast.ways[number], forecast.seconds[1 - number]
-        if not seconds > 0.0:  # unknown
-            return
+        """A transfer that was chosen so took these seconds on the GPU's clock, more than 0.0."""
+        number, price, least = forecast.number, forecast.price, forecast.seconds[1 - forecast.number]
+        way, estimate, other = forecast.ways[number], self.estimates[number], self.estimates[1 - number]
         self._budget += _BUDGET * seconds
         if price:  # a try costs what it took beyond the other way
             loss = min(seconds + way.extra - least, max(price, _MOST_PRICE * least))
@@ -198,23 +198,3 @@ class Comparison:
             other.wanted = (other.wanted and other.doubt < 1.0) or estimate.has_left(other.seen)  # 2, 3
         else:
             other.wanted = estimate.count > 1  # 4
-
-
-class Observed:
-    """The comparisons of an engine, by kind of transfer. Under the engine's lock. An interrupt leaves it usable: each
-    value may be old, none is half written.
-    """
-
-    def __init__(self) -> None:
-        self._comparisons: dict[tuple[bool, bool, int, str], Comparison] = {}  # few: a size has at most 60 bits
-
-    def comparison(self, stores: bool, opposite: bool, nbytes: int, ways: tuple[Way, Way]) -> Comparison:
-        """That of a transfer's kind.
-
-        Args:
-            stores: its direction.
-            opposite: whether transfers in the other direction are in flight.
-            ways: the first one has the same copier each time.
-        """
-        kind = stores, opposite, nbytes.bit_length(), ways[1].copier
-        return self._comparisons.setdefault(kind, Comparison())

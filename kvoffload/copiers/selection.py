@@ -28,7 +28,6 @@ _PART_SECONDS = 30e-6
 # other copiers beside compute from smaller ones; 32 MiB are in between.
 _PACK_BYTES = 32 << 20
 _PACK_SECONDS = {Situation.IDLE: 20e-6, Situation.LARGE_PRODUCTS: 0.5e-3, Situation.SMALL_PRODUCTS: 30e-6}
-_NO_BETTER = 1.001
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
 
 
@@ -178,18 +177,18 @@ def two_ways(
     """Pack and the best copier of the copy engine, if either could carry a transfer; None if only one could, if the
     profile does not know them, and for transfers that are over before the choice could matter.
     """
-    best, *others = found = rank(shape, available, profile, prefer, 1, opposite)
-    pack = next((each for each in found if each.copier == "pack"), None)
-    if pack is None or not others or shape.nbytes < _SMALL_BYTES or max(each.seconds for each in found) == inf:
+    best, *_ = ranked = rank(shape, available, profile, prefer, 1, opposite)
+    found = {each.copier == "pack": each for each in reversed(ranked)}
+    if len(found) < 2 or shape.nbytes < _SMALL_BYTES or inf in (each.seconds for each in found.values()):
         return None
-    rival = next(each for each in found if each is not pack)
-    # The profile's choice carries the first transfers, so the other one counts as no better.
-    least = _NO_BETTER * (best.seconds + best.extra)
-    one, two = (
-        Way(each.copier, each.seconds if each is best else max(each.seconds, least - each.extra), each.extra)
-        for each in (pack, rival)
-    )
-    return one, two
+
+    def way(each: Expected) -> Way:
+        idle, first = _seconds(each.copier, shape, profile, Situation.IDLE, 1, opposite), each.seconds
+        if each is not best:  # the profile's choice carries the first transfers, so this one counts as no better
+            first = max(first, 1.001 * (best.seconds + best.extra) - each.extra)
+        return Way(each.copier, idle, each.extra, first / idle)
+
+    return way(found[True]), way(found[False])
 
 
 def _candidates(shape: Shape, available: Collection[str]) -> list[CopierName]:

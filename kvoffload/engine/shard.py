@@ -241,25 +241,25 @@ class Shard:
         copiers = self.parts.copiers
         if len(requests) == 1:
             plan = self._plan(requests[0])
-            copier, why, between = copiers.select(plan, requests[0].copier, self.profile, self.prefer, opposed)
+            copier, reason, between = copiers.select(plan, requests[0].copier, self.profile, self.prefer, opposed)
             if between is None:
-                return copier, why, (copiers.share(copier, plan),)
-            comparison, ways = between
-            forecast = comparison.choose(ways, plan.nbytes)
+                return copier, reason, (copiers.share(copier, plan),)
+            forecast = between[0].choose(between[1], plan.nbytes)
             return forecast.copier, forecast, (copiers.share(forecast.copier, plan),)
         plans = [self._plan(one) for one in requests]
-        selected = [
+        each = [
             copiers.select(plan, one.copier, self.profile, self.prefer, opposed)
             for plan, one in zip(plans, requests, strict=True)
         ]
-        together = copiers.choose_together(plans, selected, opposed)
-        if together is not None:
-            shares = [copiers.share(together.copier, plan) for plan in plans]
-            return together.copier, together, shares_together(shares)
-        shares = [copiers.share(found.copier, plan) for found, plan in zip(selected, plans, strict=True)]
-        copier = max(zip(plans, selected, strict=True), key=lambda each: each[0].nbytes)[1].copier
-        reasons = [f"group {one.group}: {found.reason}" for one, found in zip(requests, selected, strict=True)]
-        return copier, "; ".join(dict.fromkeys(reasons)), shares_together(shares)
+        (copier, _, between), plan = max(zip(each, plans, strict=True), key=lambda pair: pair[1].nbytes)
+        names = [found.copier for found in each]
+        reasons = [f"group {one.group}: {found.reason}" for one, found in zip(requests, each, strict=True)]
+        why: str | Forecast = "; ".join(dict.fromkeys(reasons))
+        if between is not None:  # what decides about most bytes decides about all that have a choice
+            why = between[0].choose(between[1], plan.nbytes)
+            copier = why.copier
+            names = [one.copier if one.between is None else one.between[1][why.number].copier for one in each]
+        return copier, why, shares_together([copiers.share(*one) for one in zip(names, plans, strict=True)])
 
     def _plan(self, request: Request) -> BlockPlan:
         group, parts = request.group, request.parts

@@ -116,15 +116,17 @@ class Tracker:
         The copies of a load by pack begin before the transfer ahead of it has unpacked its own blocks. Only its time
         after that counts. This is known now, while the events of both are there.
         """
-        if transfer.forecast is not None:
-            transfer.forecast.comparison.note(transfer.forecast, seconds - transfer.overlap)
+        forecast = transfer.forecast
+        if forecast is not None and seconds > 0.0:  # it is known
+            # Of several groups the forecast is about one, which took its share of the time.
+            forecast.comparison.note(forecast, (seconds - transfer.overlap) * forecast.nbytes / transfer.nbytes)
         if transfer.direction is Direction.LOAD and len(queue.transfers) > 1:
             following = queue.transfers[1]
             if following.forecast is not None and following.copier == "pack" and following.ordered:
-                assert following.start is not None
-                assert transfer.end is not None
                 try:
-                    following.overlap = max(0.0, self._driver.event_seconds(following.start, transfer.end))
+                    # both have events: they were queued
+                    overlap = self._driver.event_seconds(following.start, transfer.end)  # type: ignore[arg-type]
+                    following.overlap = max(0.0, overlap)
                 except KVOffloadError:
                     pass  # it has not begun: there is no overlap
 

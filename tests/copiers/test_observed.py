@@ -5,14 +5,13 @@ Situations and times are those of `observing`; here are the shares of the better
 
 from __future__ import annotations
 
-import math
 from statistics import fmean
 
 import pytest
 from counting import python_calls
-from observing import FOLLOWED, MIB, MIXED, RATES, SEEDS, SIZES, TO_AND_FRO, World, lags, run, shares
+from observing import FOLLOWED, MIXED, RATES, SEEDS, SIZES, TO_AND_FRO, World, lags, run, shares
 
-from kvoffload.copiers.observed import Comparison, Observed, Way
+from kvoffload.copiers.observed import Comparison, Way
 
 WAYS = Way("pack", 1e-3), Way("strided", 1.2e-3)
 NBYTES = 50_000_000
@@ -67,7 +66,7 @@ def test_a_change_is_followed_within_a_dozen_transfers(size: int) -> None:
 
 def test_a_situation_that_the_carrying_copier_does_not_show_is_found_in_the_end() -> None:
     """Strided copies take as long as before, only packing does not wait any more: nothing but the budget asks."""
-    comparison = Comparison()
+    comparison = Comparison(WAYS)
     for _ in range(50):
         forecast = comparison.choose(WAYS, NBYTES)
         comparison.note(forecast, 6e-3 if forecast.number == 0 else 1.2e-3)
@@ -84,7 +83,7 @@ def test_a_situation_that_the_carrying_copier_does_not_show_is_found_in_the_end(
 @pytest.mark.parametrize("ratio", [1.0, 1.05, 1.3, 2.0, 5.0, 30.0])
 def test_finding_out_has_a_bounded_price(ratio: float) -> None:
     """Each copier takes the same time always. All that tries cost is 3%, and what was overdrawn in the beginning."""
-    comparison, spent, lost, tries = Comparison(), 0.0, 0.0, 0
+    comparison, spent, lost, tries = Comparison(WAYS), 0.0, 0.0, 0
     for _ in range(5000):
         forecast = comparison.choose((Way("pack", 1e-3), Way("strided", 1e-3)), NBYTES)
         seconds = 1e-3 if forecast.number == 0 else 1e-3 * ratio
@@ -96,7 +95,7 @@ def test_finding_out_has_a_bounded_price(ratio: float) -> None:
 
 def test_tries_whose_time_never_comes_do_not_stop_it() -> None:
     """They failed, say. Others follow, as seldom as if all had been in vain."""
-    comparison, tries = Comparison(), 0
+    comparison, tries = Comparison(WAYS), 0
     for _ in range(4000):
         forecast = comparison.choose(WAYS, NBYTES)
         if forecast.price:
@@ -107,7 +106,7 @@ def test_tries_whose_time_never_comes_do_not_stop_it() -> None:
 
 
 def test_no_two_tries_are_in_flight() -> None:
-    comparison = Comparison()
+    comparison = Comparison(WAYS)
     for _ in range(50):
         in_flight = [comparison.choose(WAYS, NBYTES) for _ in range(16)]
         assert sum(forecast.price > 0.0 for forecast in in_flight) <= 1
@@ -119,19 +118,9 @@ def test_the_same_times_lead_to_the_same_choices() -> None:
     assert run(TO_AND_FRO, SIZES, 7) == run(TO_AND_FRO, SIZES, 7)
 
 
-@pytest.mark.parametrize("seconds", [math.nan, 0.0])
-def test_an_unknown_time_changes_nothing(seconds: float) -> None:
-    comparison, untouched = Comparison(), Comparison()
-    for _ in range(3):
-        comparison.note(comparison.choose(WAYS, NBYTES), seconds)
-        untouched.choose(WAYS, NBYTES)
-    for one, other in zip(comparison.estimates, untouched.estimates, strict=True):
-        assert [getattr(one, name) for name in one.__slots__] == [getattr(other, name) for name in other.__slots__]
-
-
 def test_seconds_besides_the_transfer_count_in_the_choice_alone() -> None:
     """Ends sooner, but keeps the caller."""
-    comparison = Comparison()
+    comparison = Comparison(WAYS)
     ways = Way("pack", 1e-3, extra=1e-3), Way("strided", 1.2e-3)
     for _ in range(20):
         forecast = comparison.choose(ways, NBYTES)
@@ -140,18 +129,15 @@ def test_seconds_besides_the_transfer_count_in_the_choice_alone() -> None:
     assert comparison.estimates[0].ratio == pytest.approx(1.0)
 
 
-def test_kinds_of_transfers_are_kept_apart_and_few() -> None:
-    observed = Observed()
-    known = {
-        id(observed.comparison(True, opposite, nbytes, WAYS)) for opposite in (False, True) for nbytes in range(1, 4096)
-    }
-    assert len(known) == 2 * 12
-    assert observed.comparison(True, False, 5 * MIB, WAYS) is observed.comparison(True, False, 7 * MIB, WAYS)
-    assert observed.comparison(True, False, 5 * MIB, WAYS) is not observed.comparison(False, False, 5 * MIB, WAYS)
+def test_the_first_expectation_is_the_profiles() -> None:
+    ways = Way("pack", 1e-3, ratio=1.5), Way("strided", 1.2e-3)
+    comparison = Comparison(ways)
+    assert comparison.expect(ways, NBYTES).copier == "strided"
+    assert comparison.choose(ways, NBYTES).seconds == pytest.approx((1.5e-3, 1.2e-3))
 
 
 def test_it_says_why() -> None:
-    comparison, texts = Comparison(), []
+    comparison, texts = Comparison(WAYS), []
     for _ in range(20):
         forecast = comparison.choose(WAYS, NBYTES)
         texts.append(str(forecast))
@@ -165,7 +151,7 @@ def test_it_says_why() -> None:
 
 def test_a_choice_is_cheap() -> None:
     """It is made for every transfer: about a microsecond."""
-    comparison = Comparison()
+    comparison = Comparison(WAYS)
     for _ in range(30):
         comparison.note(comparison.choose(WAYS, NBYTES), 1e-3)
     entered = python_calls(lambda: comparison.choose(WAYS, NBYTES))
