@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload import kernels
-from kvoffload.copiers.base import Copier, Share
+from kvoffload.copiers.base import Copier, Work
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.gather import GatherCopier, GatherKernels
 from kvoffload.copiers.loop import LoopCopier
-from kvoffload.copiers.pack import STAGING_BYTES, PackCopier, Place, StagingRing
+from kvoffload.copiers.pack import STAGING_BYTES, Half, PackCopier, Place, StagingRing, ring_bytes, why_not_packed
 from kvoffload.copiers.selection import choose
 from kvoffload.copiers.strided import StridedCopier
 from kvoffload.copiers.table_arena import Table
@@ -20,11 +20,15 @@ from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal.cachefiles import warn_once
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan, joined
 from kvoffload.tuning import CopierChoice, CopierName, CopyMethod, Profile, Shape
 
 _KERNELS = ("gather", "split", "pack")
 NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop", "pack")
+_NOT_IN_PARTS = {
+    "split": "kernel and copy engine go through the planes side by side, each at its own pace",
+    "pack": "it copies whole blocks",
+}
 
 
 def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:
@@ -56,10 +60,11 @@ def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
 
 def check_carries_parts(name: CopierChoice) -> None:
     """Raise ValueError if `name` names a copier that cannot copy a load in parts."""
-    if (name.copier if isinstance(name, CopyMethod) else name) == "split":
+    reason = _NOT_IN_PARTS.get(name.copier if isinstance(name, CopyMethod) else name or "")
+    if reason is not None:
         raise ValueError(
-            f"copier={name!r} cannot copy a load in parts: kernel and copy engine go through the planes side by side, "
-            "each at its own pace; ask for strided, gather, batch, loop or None, or leave parts out"
+            f"copier={name!r} cannot copy a load in parts: {reason}; ask for strided, gather, batch, loop or None, or "
+            "leave parts out"
         )
 
 
@@ -67,6 +72,44 @@ def shape_of(plan: BlockPlan) -> Shape:
     """The shape of a plan with at least one block, for a profile."""
     operations, rows = plan.count()
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
+
+
+class Share(NamedTuple):
+    """Some of a transfer's blocks and their copier. The shares of a transfer run at the same time.
+
+    Attributes:
+        size: how many operations the work has.
+        nbytes: its payload bytes.
+    """
+
+    work: Work
+    copier: Copier | PackCopier
+    size: int
+    nbytes: int
+
+
+def shares_together(shares: Sequence[Share]) -> tuple[Share, ...]:
+    """The same work in as few shares as possible, for a transfer of several groups. Kernels come first, since they are
+    quicker to queue.
+
+    A kernel is launched per group, so its shares stay apart. Shares of one copier of the copy engine become one, since
+    it has room for one staged share.
+
+    Args:
+        shares: of plans in one direction, none of them in parts.
+    """
+    found = [share for share in shares if share.copier.is_kernel]
+    alike: dict[int, list[Share]] = {}
+    for share in shares:
+        if not share.copier.is_kernel:
+            alike.setdefault(id(share.copier), []).append(share)
+    for same in alike.values():
+        if len(same) > 1:
+            plans: list[TransferPlan] = [share.work for share in same]  # type: ignore[misc]  # what these copiers prepare
+            size, nbytes = sum(share.size for share in same), sum(share.nbytes for share in same)
+            same = [Share(joined(plans), same[0].copier, size, nbytes)]
+        found += same
+    return tuple(found)
 
 
 class Selection(NamedTuple):
@@ -86,13 +129,16 @@ class CopierSet:
         driver: its context must be current in `open` and `close`.
         capabilities: the device's.
         sm_limit: the most programs of a kernel; 0 forbids kernels.
+        staging_bytes: the most device memory of a direction that transfers are packed into; None: 129 MiB.
 
     Attributes:
         missing: for every copier, None or the reason why it cannot run here.
         interpreted: kernels take 2 ms a tile here, so they run only when they are asked for.
     """
 
-    def __init__(self, driver: Driver, capabilities: Capabilities, sm_limit: int) -> None:
+    def __init__(
+        self, driver: Driver, capabilities: Capabilities, sm_limit: int, staging_bytes: int | None = None
+    ) -> None:
         self.missing = why_not(capabilities, sm_limit)
         self._driver = driver
         self._capabilities = capabilities
@@ -107,7 +153,8 @@ class CopierSet:
         self._gather: dict[int, GatherCopier] = {}
         self._kernels: GatherKernels | None = None
         self._pack: dict[int, PackCopier] = {}
-        self._rings = StagingRing(driver, STAGING_BYTES), StagingRing(driver, STAGING_BYTES)  # of stores, of loads
+        self._staging_bytes = STAGING_BYTES if staging_bytes is None else staging_bytes
+        self._rings: tuple[StagingRing, ...] = ()  # of stores, of loads
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._selected_by: tuple[Profile | None, str] = (None, "")
 
@@ -137,6 +184,31 @@ class CopierSet:
                 "this is meant, `kvoffload doctor` says more",
                 cause="no kernels",
             )
+            return
+        nbytes = ring_bytes(layout, memory.nbytes, self._staging_bytes)
+        self._rings = StagingRing(self._driver, nbytes), StagingRing(self._driver, nbytes)
+        self.missing["pack"] = why_not_packed(layout, nbytes)
+
+    def open_ring(self, direction: Direction) -> str | None:
+        """Allocate the ring that packed transfers of a direction go through, at the first one. The context must be
+        current, and the thread may make any call.
+
+        Returns:
+            Why there is none: no memory. From then on "pack" is missing, in both directions, and nothing tries again.
+
+        Raises:
+            DriverError: the driver failed.
+        """
+        ring = self._rings[0 if direction is Direction.STORE else 1]
+        try:
+            ring.open()
+        except DriverError as error:
+            if not error.out_of_memory:
+                raise
+            self.missing["pack"] = f"no {ring.nbytes} bytes of device memory to pack {direction}s into: {error}"
+            self._selected.clear()
+            return self.missing["pack"]
+        return None
 
     @property
     def offered(self) -> tuple[str, ...]:
@@ -159,7 +231,8 @@ class CopierSet:
             opposite: whether transfers in the other direction are in flight.
 
         Raises:
-            CapabilityError: "gather" is wanted for a load in parts, and cannot carry these parts.
+            CapabilityError: "gather" is wanted for a load in parts, and cannot carry these parts; or "pack", and there
+                is no memory for it.
         """
         if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
             self._selected.clear()
@@ -174,8 +247,6 @@ class CopierSet:
             if parts is not None and found.method.copier == "gather":
                 assert self._kernels is not None
                 self._kernels.in_parts(plan.group_index, parts)  # takes its room now, so the answer stays right
-            elif found.method.copier == "pack":
-                self._rings[0 if stores else 1].open()
             if len(self._selected) >= _MOST_SELECTIONS:
                 self._selected.clear()
             self._selected[key] = found
@@ -185,6 +256,7 @@ class CopierSet:
         self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool
     ) -> Selection:
         shape = shape_of(plan)
+        check_copier(wanted, self.missing)  # again: the ring of "pack" may have found no room
         if isinstance(wanted, CopyMethod):
             self._check_parts(wanted.copier, plan)
             return Selection(self._complete(wanted, shape, profile), "asked for")
@@ -247,7 +319,8 @@ class CopierSet:
         copier = self._pack.get(plan.group_index)
         if copier is None:
             copies = self._of_copy_engine["loop" if self.missing["batch"] else "batch"]
-            copier = self._pack[plan.group_index] = PackCopier(self._kernels, copies, self._rings, plan.group_index)
+            stores, loads = self._rings
+            copier = self._pack[plan.group_index] = PackCopier(self._kernels, copies, (stores, loads), plan.group_index)
         return _share(copier, plan)
 
     def keep(self) -> None:
@@ -255,8 +328,8 @@ class CopierSet:
         if self._kernels is not None:
             self._kernels.keep()
 
-    def restore(self, tables: list[Table], places: list[Place]) -> None:
-        """After an interrupt: exactly these tables, and places in the rings, are in use."""
+    def restore(self, tables: list[Table], places: Mapping[Place, list[Half]]) -> None:
+        """After an interrupt: exactly these tables are in use, and these places in the rings, by these segments."""
         for ring in self._rings:
             ring.restore(places)
         if self._kernels is not None:
@@ -268,6 +341,6 @@ class CopierSet:
         run_all((self._batch.close, *(ring.close for ring in self._rings), *kernels))
 
 
-def _share(copier: Copier, plan: BlockPlan) -> Share:
+def _share(copier: Copier | PackCopier, plan: BlockPlan) -> Share:
     work = copier.prepare(plan)
     return Share(work, copier, len(work), plan.nbytes)

@@ -42,7 +42,7 @@ _UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose 
 # each tile, membar.sys, came to 33 GB/s with 4 of 1024.)
 _WARPS = 32
 _WARPS_OF_SEVERAL_STORING = 8
-_WARPS_OF_PACKING = 4  # a program moves one tile, within device memory; 2 and 8 measured the same
+_WARPS_OF_PACKING = 8  # a program moves one tile; 2 and 4 measured the same, but a tile must hold a whole fragment
 _MAX_TILE_FRAGMENTS = 1024
 _MAX_IDLE = 1 / 8  # of the threads: longer fragments may leave so many without a word to copy
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot

@@ -20,8 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvoffload.copiers import Share
-from kvoffload.copiers.pack import Place
+from kvoffload.copiers import Place, Share
 from kvoffload.copiers.table_arena import Table
 from kvoffload.device.streams import LaneStream
 from kvoffload.driver import SourceOrder
@@ -291,8 +290,8 @@ class TransferResult(NamedTuple):
             not count, but if the transfer did not fit into the driver's queues, waits of later segments do. NaN if it
             failed or the driver could not say; 0 if it was empty. For several devices, the longest. Invented on a
             simulated device.
-        copier: "strided", "gather", "split", "batch" or "loop"; "none" for an empty transfer; the names of all, joined
-            by "+", if devices used different ones.
+        copier: "strided", "gather", "split", "batch", "loop" or "pack"; "none" for an empty transfer; the names of all,
+            joined by "+", if devices used different ones.
         error: why it failed, or None.
     """
 

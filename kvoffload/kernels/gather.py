@@ -25,7 +25,7 @@ import triton.language as tl
 
 @triton.jit
 def copy_table(source, target, num_words, WORDS: tl.constexpr):
-    """`num_words` int64 words, by one program: a table in pinned memory that thousands of programs are about to read."""
+    """`num_words` int64 words, by one program: a table in pinned memory that thousands of programs will read."""
     word = tl.arange(0, WORDS)
     for first in tl.range(0, num_words, WORDS, num_stages=1):
         inside = first + word < num_words

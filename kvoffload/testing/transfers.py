@@ -287,7 +287,11 @@ def check_copier_conformance(
 
 
 # Kernels by as many programs as no default has, and a split of which both parts are there; others take no kernel.
-_METHODS: dict[CopierName, CopyMethod] = {"gather": CopyMethod("gather", 3, 1.0), "split": CopyMethod("split", 2, 0.4)}
+_METHODS: dict[CopierName, CopyMethod] = {
+    "gather": CopyMethod("gather", 3, 1.0),
+    "split": CopyMethod("split", 2, 0.4),
+    "pack": CopyMethod("pack"),
+}
 
 
 def _check_copier(
@@ -301,7 +305,7 @@ def _check_copier(
     planes, buffers = make(device)
     for buffer in buffers:
         scramble(buffer, seed)
-    layout = KVLayout([planes], blocks_per_slot=factor)
+    layout = KVLayout([planes], blocks_per_slot=factor, slot_order="block-major" if copier == "pack" else None)
     num_slots = 16
     method: CopierName | CopyMethod = _METHODS.get(copier, copier)
     with OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=4 if copier in _METHODS else 0) as engine:

@@ -50,6 +50,8 @@ def test_the_bytes_of_a_naive_loop_and_no_others(
     seed: int,
 ) -> None:
     """Adjacent blocks and single ones, from several sub-blocks on; loads whole, in parts, and with repeated slots."""
+    if copier == "pack" and factor > 1 and "plane-major" in (slot_order, slot_order or make.__name__.replace("_", "-")):
+        pytest.skip("a block is not one range of its slot")
     chance = np.random.default_rng(seed)
     planes = make(device)
     slab = slab_of(planes)
@@ -71,7 +73,7 @@ def test_the_bytes_of_a_naive_loop_and_no_others(
             mirror.expect(Direction.STORE, blocks.tolist(), slots.tolist(), first_sub_block=first)
             targets = np.roll(chance.permutation(BLOCKS)[:count], 1)
             targets[: count // 3].sort()
-            parts = None if copier == "split" else [[1, 2], [0, 3, 4]]
+            parts = None if copier in ("split", "pack") else [[1, 2], [0, 3, 4]]
             engine.load(slots, targets, first_sub_block=first, after=NO_WAIT, copier=method, parts=parts)
             mirror.expect(Direction.LOAD, targets.tolist(), slots.tolist(), first_sub_block=first)
             again = np.full_like(slots, slots[0])

@@ -34,7 +34,7 @@ THREADS = int(A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
 SHARED = int(A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 MAJOR = int(A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-NAMES: list[CopierName] = ["strided", "gather", "split", "batch", "loop"]
+NAMES: list[CopierName] = ["strided", "gather", "split", "batch", "loop", "pack"]
 
 
 @contextmanager
@@ -180,9 +180,9 @@ def test_pitfall_35_sm_limit_0_compiles_loads_and_launches_nothing(
     planes = device.allocate_planes(3, block_bytes=100, num_blocks=8)
     for prefer in ("overlap", "latency"):
         with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, sm_limit=0, prefer=prefer) as engine:
-            assert engine.missing_copiers == dict.fromkeys(["gather", "split"], "sm_limit=0 forbids kernels")
+            assert engine.missing_copiers == dict.fromkeys(["gather", "split", "pack"], "sm_limit=0 forbids kernels")
             use_every_copier(engine, planes)
-            for copier in ("gather", "split", CopyMethod("gather", 1, 1.0), CopyMethod("split", 1, 0.5)):
+            for copier in ("gather", "split", "pack", CopyMethod("gather", 1, 1.0), CopyMethod("split", 1, 0.5)):
                 with pytest.raises(CapabilityError, match="cannot run here: sm_limit=0 forbids kernels"):
                     engine.submit(Direction.STORE, [1], [1], copier=copier)
     called = {name for name, _ in simulator.faults.calls}

@@ -104,7 +104,12 @@ WRONG: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
     ("group", lambda e: e.store([1], [0], group=1), LayoutError, "group must be"),
     ("group negative", lambda e: e.store([1], [0], group=-1), LayoutError, "group"),
     ("sub-block", lambda e: e.load([1], [0], first_sub_block=1), LayoutError, "first_sub_block must be"),
-    ("copier", lambda e: e.store([1], [0], copier="fast"), ValueError, "strided, gather, split, batch, loop or None"),
+    (
+        "copier",
+        lambda e: e.store([1], [0], copier="fast"),
+        ValueError,
+        "strided, gather, split, batch, loop, pack or None",
+    ),
     ("source order", lambda e: e.load([1], [0], source_order="never"), ValueError, "auto, stream, any"),
     ("after", lambda e: e.store([1], [0], after="stream"), TypeError, "after must be a (stream handle|list with one)"),
     ("after a bool", lambda e: e.store([1], [0], after=True), TypeError, "after"),

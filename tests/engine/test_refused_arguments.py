@@ -60,7 +60,9 @@ def test_what_is_no_copier_is_named(bench: Rig, copier: Any) -> None:
         lambda: bench.engine.load([1], [1], copier=copier),
         lambda: bench.engine.plan("store", [1], [1], copier=copier),
     ):
-        with pytest.raises(ValueError, match="copier must be one of strided, gather, split, batch, loop or None, got "):
+        with pytest.raises(
+            ValueError, match="copier must be one of strided, gather, split, batch, loop, pack or None, got "
+        ):
             call()
     assert bench.engine.submitted == 0
 
