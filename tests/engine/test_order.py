@@ -14,6 +14,8 @@ import pytest
 from cuda.bindings import driver as cuda
 from helpers import Rig, all_are, change_streams, cut_segments, paint, release, rig, warm_up, whole
 from layerwise import PARTS, Reader, hold_from
+from packing import PROGRAMS as PROGRAMS_OF_PACKS
+from packing import PROGRAMS_OF_ONE_PLACE, pieces_of_one_block, poison_places
 from splitting import OPTIONS, PROGRAMS, load, store
 from transfers import intercepted
 
@@ -154,3 +156,14 @@ def test_both_shares_of_a_split_wait_and_are_waited_for(
     bench_of_splits: Rig, monkeypatch: pytest.MonkeyPatch, program: Callable[[Rig, pytest.MonkeyPatch], bool]
 ) -> None:
     assert program(bench_of_splits, monkeypatch), "wrong bytes"
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS_OF_PACKS, *PROGRAMS_OF_ONE_PLACE], ids=lambda program: program.__name__)
+def test_both_halves_of_a_piece_wait(
+    each_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, program: Callable[[Rig, pytest.MonkeyPatch], bool]
+) -> None:
+    block_bytes = 8 * 64 if each_device.simulated else 16 * (64 << 10)
+    pieces_of_one_block(monkeypatch, 1 if program in PROGRAMS_OF_ONE_PLACE else None, block_bytes)
+    poison_places(monkeypatch)
+    for bench in opened(each_device, **OPTIONS):
+        assert program(bench, monkeypatch), "wrong bytes"
