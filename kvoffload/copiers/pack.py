@@ -147,16 +147,20 @@ class StagingRing:
         return place
 
     def used_before(self, place: Place) -> Iterator[Place]:
-        """The places to wait for before the latest place is filled, the newest first."""
+        """The places to wait for before the latest place is filled: behind a joined one are all before it.
+
+        1. The oldest place of which some bytes are taken again, then those of which all are, the newest first.
+        2. None of these has joined: the first joined place behind them has waited in their stead.
+        """
         oldest = self._places[0]
-        if oldest is not place and oldest.start < place.stop - self.nbytes:  # some of its bytes are taken again
-            yield oldest
-            if oldest.joined:
-                return
-        for other in reversed(self._left):
+        straddles = oldest is not place and oldest.start < place.stop - self.nbytes
+        again = [*self._left, oldest] if straddles else self._left
+        for other in reversed(again):  # 1
             yield other
             if other.joined:
                 return
+        if again:  # 2
+            yield from [other for other in self._places if other.joined][:1]
 
     def join(self, place: Place) -> None:
         """All of a piece now ends on the stream of its second half, behind what it had to wait for."""
