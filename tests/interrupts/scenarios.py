@@ -193,6 +193,25 @@ def used(w: World) -> None:
         w.engine.store([1], [1], copier=copier, after=NO_WAIT).wait(SECONDS)
 
 
+def pack_held(w: World) -> Any:
+    """A packed store and a packed load that stand still and have the rings' places."""
+    held = w.held_stream()
+    w.engine.store([4], [3], after=held, copier="pack")
+    w.engine.load([3], TARGETS[3:], after=held, copier="pack")
+
+
+def pack_fails(w: World) -> Any:
+    """The same; the driver will refuse the wait of a second half for the first."""
+    pack_held(w)
+    w.driver.faults.fail_call("cuStreamWaitEvent", nth=3)
+
+
+def pack_after_failure(w: World, direction: str) -> None:
+    """A transfer fails in its second piece, and another one follows it through the ring."""
+    for _ in range(2):
+        transfer(w, direction, copier="pack")
+
+
 def fail_copy(w: World) -> None:
     """The driver refuses the second copy: on two devices, the one on the second."""
     w.driver.faults.fail_call("cuEventRecord" if len(w.devices) == 1 else "cuMemcpy3DBatchAsync", nth=2)
@@ -383,6 +402,8 @@ def promotion_ended(w: TieredWorld) -> Any:
 
 ENGINES, CACHES, KEYS = "one, two", "cache, two cache", "index, cache"
 SM: dict[str, Any] = {"sm_limit": 1}
+PACKED: dict[str, Any] = {**SM, "ring": 1 << 20}
+PIECES: dict[str, Any] = {**SM, "ring": 2 * 512}  # a transfer of three blocks goes round a ring of two
 EVENTS: dict[str, Any] = {"cache_options": {"on_event": on_event}}
 TABLE: tuple[Row, ...] = (
     *(
@@ -396,6 +417,17 @@ TABLE: tuple[Row, ...] = (
             Row(f"engine.{d}.loop", ENGINES, None, partial(transfer, direction=d, copier="loop")),
             Row(f"engine.{d}.gather", ENGINES, None, partial(transfer, direction=d, copier="gather"), options=SM),
             Row(f"engine.{d}.split", ENGINES, None, partial(transfer, direction=d, copier="split"), options=SM),
+            Row(f"engine.{d}.pack", ENGINES, None, partial(transfer, direction=d, copier="pack"), options=PACKED),
+            Row(
+                f"engine.{d}.pack.pieces",
+                "one",
+                pack_held,
+                partial(transfer, direction=d, copier="pack"),
+                options=PIECES,
+            ),
+            Row(
+                f"engine.{d}.pack.failing", "one", pack_fails, partial(pack_after_failure, direction=d), options=PIECES
+            ),
             Row(f"engine.{d}.after_stream", ENGINES, World.stream, partial(transfer, direction=d)),
             Row(f"engine.{d}.after_held_stream", ENGINES, World.held_stream, partial(transfer, direction=d)),
             Row(f"engine.{d}.conflicting", ENGINES, conflict, partial(transfer, direction=d)),

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ from kvoffload import (
 )
 from kvoffload.cache.policies import Policy
 from kvoffload.cache.tiering.promotion import Promotion
+from kvoffload.copiers import copier_set
 from kvoffload.testing import SimulatedDriver
 
 PLANES, BLOCK_BYTES, BLOCKS = 3, 32, 48
@@ -213,10 +215,11 @@ class World(_Checked):
     Args:
         policy: of the cache; a name in POLICIES.
         devices: 1, or 2: then the first has two planes of each block, the second one.
+        ring: bytes that transfers are packed into, by which the engine is used afterwards; None: they are not.
         options: of the engine.
     """
 
-    def __init__(self, policy: str = "lru", *, devices: int = 1, **options: Any) -> None:
+    def __init__(self, policy: str = "lru", *, devices: int = 1, ring: int | None = None, **options: Any) -> None:
         super().__init__()
         self.policy = policy
         self.driver: SimulatedDriver = SimulatedDriver(seed=1, deadlock_seconds=0.3, device_count=devices)
@@ -231,7 +234,9 @@ class World(_Checked):
         self.fill()
         layouts = [KVLayout([planes]) for planes in self.planes]
         self.layout: Any = layouts if devices == 2 else layouts[0]
-        self.engine = self.open_engine(CAPACITY, **{"sm_limit": 0, **options})
+        self.copier: Any = None if ring is None else "pack"
+        with patch.object(copier_set, "STAGING_BYTES", copier_set.STAGING_BYTES if ring is None else ring):
+            self.engine = self.open_engine(CAPACITY, **{"sm_limit": 0, **options})
         self.streams: list[tuple[Device, int]] = []
         self.gate: Any = None
 
@@ -320,8 +325,9 @@ class World(_Checked):
         self.fill()
         slots = range(CAPACITY)
         for first in (0, CAPACITY):
-            engine.store(range(first, first + CAPACITY), slots, after=NO_WAIT).wait(SECONDS)
-            engine.load(slots, range(SOURCES, SOURCES + CAPACITY), after=NO_WAIT).wait(SECONDS)
+            engine.store(range(first, first + CAPACITY), slots, after=NO_WAIT, copier=self.copier).wait(SECONDS)
+            targets = range(SOURCES, SOURCES + CAPACITY)
+            engine.load(slots, targets, after=NO_WAIT, copier=self.copier).wait(SECONDS)
             if not (self.blocks()[SOURCES : SOURCES + CAPACITY] == contents()[first : first + CAPACITY]).all():
                 return ["wrong bytes: a transfer after the interrupted call"]
         assert engine.statistics().in_flight == 0, "nothing is in flight"
