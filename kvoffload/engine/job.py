@@ -20,8 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from kvoffload.copiers import Share
-from kvoffload.copiers.pack import Place
+from kvoffload.copiers import Place, Share
 from kvoffload.copiers.table_arena import Table
 from kvoffload.device.streams import LaneStream
 from kvoffload.driver import SourceOrder

@@ -10,6 +10,7 @@ A transfer goes through three calls, under the lock and with the device's contex
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.report import Alternative, PlanReport
 from kvoffload.engine.request import Limits, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
-from kvoffload.engine.tracing import MOST_NOTICES, Notices, deliver
+from kvoffload.engine.tracing import MOST_NOTICES, Notice, Notices, deliver
 from kvoffload.engine.wait_streams import After, Followed, Source
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import as_timeout, at_least
@@ -244,6 +245,13 @@ class Shard:
     def _select(self, request: Request, opposed: bool) -> tuple[CopierName, str, Share]:
         plan, copiers = self._plan(request), self.parts.copiers
         copier, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
+        if copier == "pack":
+            with make_current(self.driver, self.context):
+                no_ring = copiers.open_ring(plan.direction)
+            if no_ring is not None:
+                text = f"copier 'pack' is out, other copiers carry its transfers: {no_ring}"
+                self.reports.notices.append(Notice(logging.WARNING, text))
+                copier, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
         return copier, reason, copiers.share(copier, plan)
 
     def _plan(self, request: Request) -> BlockPlan:
@@ -299,7 +307,7 @@ class Shard:
             return PlanReport(*nothing, profile=source, simulated=simulated)
         copier, reason = copiers.select(plan, request.copier, profile, self.prefer)
         shape = shape_of(plan)
-        ranked = rank(shape, copiers.offered(plan), profile, self.prefer, plan.group.num_parts)
+        ranked = rank(shape, copiers.offered, profile, self.prefer)
         others = [each for each in ranked if each.copier != copier]
         return PlanReport(
             direction=shape.direction,
