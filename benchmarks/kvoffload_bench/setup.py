@@ -17,7 +17,6 @@ from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder, address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
-from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
 from kvoffload.layout.layout import KVLayout
@@ -267,13 +266,7 @@ class TransferSetup:
     @property
     def missing(self) -> Mapping[str, str | None]:
         """For every copier None, or why it cannot be used here."""
-        found = dict.fromkeys(COPIERS) | self.engine.missing_copiers
-        if found["pack"] is None:
-            try:
-                self.engine.plan(Direction.STORE, self.groups[0].blocks, self.groups[0].slots, copier="pack")
-            except CapabilityError as error:
-                found["pack"] = str(error)
-        return found
+        return dict.fromkeys(COPIERS) | self.engine.missing_copiers
 
     def chosen_copier(self, direction: Direction, prefer: str) -> CopierName:
         """The copier that the engine chooses for a group."""

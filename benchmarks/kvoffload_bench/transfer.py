@@ -116,9 +116,7 @@ def ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
             values = [
                 (value, _place(record))
                 for record in records
-                if record["direction"] == direction
-                and conditions(record)
-                and (value := max(filter(None, (ratio_of(record, each, under) for each in over)), default=None))
+                if record["direction"] == direction and conditions(record) and (value := ratio_of(record, over, under))
             ]
             if values:
                 value, at = min(values)
@@ -126,21 +124,25 @@ def ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
     return found
 
 
-def _ratios() -> Iterator[tuple[str, Sequence[str], str, Callable[[Record], bool]]]:
-    """Name, the scenarios of which the fastest counts, the one that it is compared with, and of which records."""
-    gather, wide, scattered = f"gather 4 / {CONTIGUOUS_COPY}, scattered, 4 to 64 KiB", (4, 64), Placement.SCATTERED
-    yield f"{gather}, from 32 MiB", ("gather 4",), CONTIGUOUS_COPY, _where(scattered, wide)
-    yield f"{gather}, n = 1024", ("gather 4",), CONTIGUOUS_COPY, _where(scattered, wide, 1024)
+def _ratios() -> Iterator[tuple[str, str, str, Callable[[Record], bool]]]:
+    """Name, the scenario, the one that it is compared with, and of which records."""
+    pack, wide, scattered = f"pack / {CONTIGUOUS_COPY}, scattered, 4 to 64 KiB", (4, 64), Placement.SCATTERED
+    yield f"{pack}, from 32 MiB", "pack", CONTIGUOUS_COPY, _where(scattered, wide)
+    yield f"{pack}, n = 1024", "pack", CONTIGUOUS_COPY, _where(scattered, wide, 1024)
     for kib in (4, 8, 16):
-        name = f"gather 4 / {GRID_STRIDE}, scattered, n = 128, {kib} KiB"
-        yield name, ("gather 4",), GRID_STRIDE, _where(scattered, (kib, kib), 128)
+        yield (
+            f"pack / {GRID_STRIDE}, scattered, n = 128, {kib} KiB",
+            "pack",
+            GRID_STRIDE,
+            _where(scattered, (kib, kib), 128),
+        )
     for kib in (4, 8, 16):
-        name = f"split 1 or 2 / {CONTIGUOUS_COPY}, folded, from 32 MiB, {kib} KiB"
-        yield name, ("split 1", "split 2"), CONTIGUOUS_COPY, _where(Placement.FOLDED, (kib, kib))
+        name = f"pack / {CONTIGUOUS_COPY}, folded, from 32 MiB, {kib} KiB"
+        yield name, "pack", CONTIGUOUS_COPY, _where(Placement.FOLDED, (kib, kib))
     for kib in (8, 16, 32, 64):
         name = f"batch / {FLAT_BATCH}, scattered, n = 4096, {kib} KiB"
-        yield name, ("batch",), FLAT_BATCH, _where(scattered, (kib, kib), 4096)
-    yield f"strided / {BARE_STRIDED}, from 32 MiB", ("strided",), BARE_STRIDED, _where(None, (0, 1 << 30))
+        yield name, "batch", FLAT_BATCH, _where(scattered, (kib, kib), 4096)
+    yield f"strided / {BARE_STRIDED}, from 32 MiB", "strided", BARE_STRIDED, _where(None, (0, 1 << 30))
 
 
 def _where(placement: Placement | None, kib: tuple[int, int], copies: int | None = None) -> Callable[[Record], bool]:

@@ -8,23 +8,24 @@ loop      flat copies one by one: cuMemcpyAsync; works with every driver
 selection.py chooses among them, copier_set.py has the copiers of an engine.
 """
 
-from kvoffload.copiers.base import Copier, Share, Submit, Work, shares_together
+from kvoffload.copiers.base import Copier, Submit, Work
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.copier_set import (
     CopierSet,
+    Share,
     check_carries_parts,
     check_copier,
-    checked_staging,
     shape_of,
+    shares_together,
     why_not,
 )
 from kvoffload.copiers.loop import LoopCopier
-from kvoffload.copiers.pack import STAGING_BYTES, PackCopier
+from kvoffload.copiers.pack import STAGING_BYTES, Half, PackCopier, Place, StagingRing, checked_staging
 from kvoffload.copiers.pack_kernels import FragmentShape, PackKernels, kernel_spec
 from kvoffload.copiers.strided import StridedCopier
 
 __all__ = [
-    "STAGING_BYTES", "BatchCopier", "Copier", "CopierSet", "FragmentShape", "LoopCopier", "PackCopier", "PackKernels",
-    "Share", "StridedCopier", "Submit", "Work", "check_carries_parts", "check_copier", "checked_staging",
-    "kernel_spec", "shape_of", "shares_together", "why_not",
+    "STAGING_BYTES", "BatchCopier", "Copier", "CopierSet", "FragmentShape", "Half", "LoopCopier", "PackCopier",
+    "PackKernels", "Place", "Share", "StagingRing", "StridedCopier", "Submit", "Work", "check_carries_parts",
+    "check_copier", "checked_staging", "kernel_spec", "shape_of", "shares_together", "why_not",
 ]  # fmt: skip

@@ -42,7 +42,6 @@ class BatchCopier:
     """
 
     segment_operations = _CAPACITY
-    is_kernel = False
 
     def __init__(self, driver: Driver, *, with_prelude: bool = True) -> None:
         self._driver = driver

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload import kernels
-from kvoffload.copiers.base import Copier, Share
+from kvoffload.copiers.base import Copier, Work
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.observed import Comparison, Way
-from kvoffload.copiers.pack import STAGING_BYTES, PackCopier, Place, StagingRing, least_ring_bytes
+from kvoffload.copiers.pack import STAGING_BYTES, Half, PackCopier, Place, StagingRing, ring_bytes, why_not_packed
 from kvoffload.copiers.pack_kernels import PackKernels
 from kvoffload.copiers.selection import choose, two_ways
 from kvoffload.copiers.strided import StridedCopier
@@ -18,10 +18,9 @@ from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import Capabilities, Driver
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal.cachefiles import warn_once
-from kvoffload.internal.checks import at_least
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan, joined
 from kvoffload.tuning import COPIERS, CopierName, Profile, Shape
 
 
@@ -33,21 +32,6 @@ def why_not(capabilities: Capabilities, staging_bytes: int = STAGING_BYTES) -> d
         "batch": None if capabilities.flat_batch else capabilities.missing["cuMemcpyBatchAsync"],
         "loop": None,
     }
-
-
-def checked_staging(staging_bytes: Any, layout: KVLayout) -> int:
-    """Raise unless it is 0 or has room for the layout's blocks. The default is never refused: the copy engine carries
-    blocks that it has no room for.
-    """
-    nbytes = at_least("staging_bytes", staging_bytes, 0)
-    largest = max(group.bytes_per_block for group in layout.groups)
-    least = min(STAGING_BYTES, least_ring_bytes(largest))
-    if 0 < nbytes < least:
-        raise ValueError(
-            f"staging_bytes={nbytes} has no room for two blocks of {largest} bytes; give at least {least}, or 0 to "
-            "forbid kernels"
-        )
-    return nbytes
 
 
 def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
@@ -64,7 +48,7 @@ def check_carries_parts(name: CopierName | None) -> None:
     """Raise ValueError if `name` names a copier that cannot copy a load in parts."""
     if name == "pack":
         raise ValueError(
-            "copier='pack' cannot copy a load in parts: its kernel unpacks whole blocks; ask for strided, batch, loop "
+            "copier='pack' cannot copy a load in parts: it copies whole blocks; ask for strided, batch, loop "
             "or None, or leave parts out"
         )
 
@@ -73,6 +57,41 @@ def shape_of(plan: BlockPlan) -> Shape:
     """The shape of a plan with at least one block, for a profile."""
     operations, rows = plan.count()
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
+
+
+class Share(NamedTuple):
+    """Some of a transfer's blocks and their copier. The shares of a transfer run at the same time.
+
+    Attributes:
+        size: how many operations the work has.
+        nbytes: its payload bytes.
+    """
+
+    work: Work
+    copier: Copier | PackCopier
+    size: int
+    nbytes: int
+
+
+def shares_together(shares: Sequence[Share]) -> tuple[Share, ...]:
+    """The same work in as few shares as possible, for a transfer of several groups. Those of pack come first, and stay
+    apart, since a kernel is of one group. Shares of one copier of the copy engine become one.
+
+    Args:
+        shares: of plans in one direction, none of them in parts.
+    """
+    found = [share for share in shares if isinstance(share.copier, PackCopier)]
+    alike: dict[int, list[Share]] = {}
+    for share in shares:
+        if not isinstance(share.copier, PackCopier):
+            alike.setdefault(id(share.copier), []).append(share)
+    for same in alike.values():
+        if len(same) > 1:
+            plans: list[TransferPlan] = [share.work for share in same]  # type: ignore[misc]  # what these copiers prepare
+            size, nbytes = sum(share.size for share in same), sum(share.nbytes for share in same)
+            same = [Share(joined(plans), same[0].copier, size, nbytes)]
+        found += same
+    return tuple(found)
 
 
 class Selection(NamedTuple):
@@ -109,10 +128,6 @@ class CopierSet:
         self._driver = driver
         self._capabilities = capabilities
         self._block_bytes = [group.bytes_per_block for group in layout.groups]
-        one = layout.blocks_per_slot == 1  # then the planes of a block follow each other in the slot
-        self._in_one_piece = [
-            one or len(group.planes) == 1 or group.slot_order == "block-major" for group in layout.groups
-        ]
         self._staging_bytes = staging_bytes
         self.interpreted = driver.simulated
         self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
@@ -123,13 +138,16 @@ class CopierSet:
         }
         self._kernels: PackKernels | None = None
         self._pack: dict[int, PackCopier] = {}
-        self._rings = StagingRing(driver, staging_bytes), StagingRing(driver, staging_bytes)  # of stores, of loads
+        self._rings: tuple[StagingRing, ...] = ()  # of stores, of loads
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._selected_by: tuple[Profile | None, str] = (None, "")
         self._comparisons: dict[tuple[bool, bool, int, str], Comparison] = {}  # few: a size has at most 60 bits
 
-    def open(self, layout: KVLayout) -> None:
+    def open(self, layout: KVLayout, pool_bytes: int) -> None:
         """Allocate memory, and load the kernels for the layout's groups. `missing` says if a kernel cannot be loaded.
+
+        Args:
+            pool_bytes: of all slots.
 
         Raises:
             CapacityError, DriverError: memory is short, or the driver failed. Then call `close`.
@@ -151,17 +169,42 @@ class CopierSet:
                 "that this is meant, `kvoffload doctor` says more",
                 cause="no kernels",
             )
+            return
+        nbytes = ring_bytes(layout, pool_bytes, self._staging_bytes)
+        self._rings = StagingRing(self._driver, nbytes), StagingRing(self._driver, nbytes)
+        self.missing["pack"] = why_not_packed(layout, nbytes)
+
+    def open_ring(self, direction: Direction) -> str | None:
+        """Allocate the ring that packed transfers of a direction go through, at the first one. The context must be
+        current, and the thread may make any call.
+
+        Returns:
+            Why there is none: no memory. From then on "pack" is missing, in both directions, and nothing tries again.
+
+        Raises:
+            DriverError: the driver failed.
+        """
+        ring = self._rings[0 if direction is Direction.STORE else 1]
+        try:
+            ring.open()
+        except DriverError as error:
+            if not error.out_of_memory:
+                raise
+            self.missing["pack"] = f"no {ring.nbytes} bytes of device memory to pack {direction}s into: {error}"
+            self._selected.clear()
+            return self.missing["pack"]
+        return None
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of device memory that the rings have."""
         return sum(ring.allocated for ring in self._rings)
 
-    def offered(self, plan: BlockPlan) -> tuple[CopierName, ...]:
-        """The copiers to choose from for a plan: all that can carry it, but no kernel on the simulated device."""
+    @property
+    def offered(self) -> tuple[CopierName, ...]:
+        """The copiers to choose from: all that can run, but no kernel on the simulated device."""
         able = tuple(name for name in COPIERS if self.missing[name] is None)
-        unfit = self.interpreted or self._why_not_pack(plan) is not None
-        return tuple(name for name in able if name != "pack") if unfit else able
+        return tuple(name for name in able if name != "pack") if self.interpreted else able
 
     def select(
         self, plan: BlockPlan, wanted: CopierName | None, profile: Profile, prefer: str, opposite: bool = False
@@ -178,7 +221,7 @@ class CopierSet:
             opposite: whether transfers in the other direction are in flight.
 
         Raises:
-            CapabilityError: "pack" is wanted and cannot carry the plan.
+            CapabilityError: "pack" is wanted, and there is no memory for it.
         """
         if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
             self._selected.clear()
@@ -200,11 +243,12 @@ class CopierSet:
         self, plan: BlockPlan, wanted: CopierName | None, profile: Profile, prefer: str, opposite: bool
     ) -> Selection:
         if wanted is not None:
-            if wanted == "pack" and (reason := self._why_not_pack(plan)):
-                raise CapabilityError(f"copier='pack' cannot carry this: {reason}; the loop copier can")
+            check_copier(wanted, self.missing)  # again: the ring of "pack" may have found no room
             return Selection(wanted, "asked for by name")
         parts = plan.group.num_parts
-        shape, offered = shape_of(plan), self.offered(plan)
+        shape, offered = shape_of(plan), self.offered
+        if parts > 1:
+            offered = tuple(name for name in offered if name != "pack")
         copier, reason, _ = choose(shape, offered, profile, prefer, parts, opposite)
         ways = two_ways(shape, offered, profile, prefer, opposite) if "pack" in offered else None
         if ways is None:
@@ -212,27 +256,8 @@ class CopierSet:
         kind = shape.direction is Direction.STORE, opposite, shape.nbytes.bit_length(), ways[1].copier
         return Selection(copier, reason, (self._comparisons.setdefault(kind, Comparison(ways)), ways))
 
-    def _why_not_pack(self, plan: BlockPlan) -> str | None:
-        """Why pack cannot carry a plan though it can run; None if it can."""
-        nbytes = self._block_bytes[plan.group_index]
-        if plan.group.num_parts > 1:
-            return "it is a load in parts"
-        if not self._in_one_piece[plan.group_index]:
-            return 'a block is not one range of a slot, see slot_order="block-major" of KVLayout'
-        if least_ring_bytes(nbytes) > self._staging_bytes:
-            return (
-                f"staging_bytes={self._staging_bytes} has no room for two blocks of {nbytes} bytes, give the engine "
-                f"{least_ring_bytes(nbytes)}"
-            )
-        return None
-
     def share(self, copier: CopierName, plan: BlockPlan) -> Share:
-        """The plan's work for a copier. The context must be current: pack's ring may be allocated here."""
-        if copier == "pack":
-            self._rings[0 if plan.direction is Direction.STORE else 1].open()
-            found: Copier = self._packing(plan.group_index)
-        else:
-            found = self._of_copy_engine[copier]
+        found = self._packing(plan.group_index) if copier == "pack" else self._of_copy_engine[copier]
         work = found.prepare(plan)
         return Share(work, found, len(work), plan.nbytes)
 
@@ -241,7 +266,8 @@ class CopierSet:
         if copier is None:
             assert self._kernels is not None
             copies = self._of_copy_engine["loop" if self.missing["batch"] else "batch"]
-            copier = self._pack[group] = PackCopier(self._kernels, copies, self._rings, self._block_bytes[group])
+            stores, loads = self._rings
+            copier = self._pack[group] = PackCopier(self._kernels, copies, (stores, loads), self._block_bytes[group])
         return copier
 
     def keep(self) -> None:
@@ -249,8 +275,8 @@ class CopierSet:
         if self._kernels is not None:
             self._kernels.keep()
 
-    def restore(self, tables: list[Table], places: list[Place]) -> None:
-        """After an interrupt: exactly these tables, and places in the rings, are in use."""
+    def restore(self, tables: list[Table], places: Mapping[Place, list[Half]]) -> None:
+        """After an interrupt: exactly these tables are in use, and these places in the rings, by these segments."""
         for ring in self._rings:
             ring.restore(places)
         if self._kernels is not None:

@@ -16,7 +16,6 @@ class LoopCopier:
     """cuMemcpyAsync for every row. Always in stream order, whatever source order was asked for."""
 
     segment_operations = SEGMENT_LIMIT
-    is_kernel = False
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -8,83 +8,130 @@ whole blocks whatever the size of the rows. On an H200, 64 MiB with rows of 4 to
 blocks of the same size reach. A kernel that reads or writes the host itself, on a few multiprocessors, came to 0.6 to
 0.9, and slowed concurrent computation more.
 
-A transfer goes through the ring in *pieces*. The next piece is packed while one is copied.
+A transfer goes through the ring in *pieces*, each of two *halves* on streams of their own: one fills a place in the
+ring, the other empties it. The next piece is packed while one is copied.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvoffload.copiers.base import Copier, Submit
 from kvoffload.copiers.pack_kernels import LAUNCH_PLACES, PackKernels
 from kvoffload.copiers.table_arena import Table
+from kvoffload.device.streams import LaneStream
 from kvoffload.driver import Driver, SourceOrder
+from kvoffload.internal.checks import at_least
 from kvoffload.layout.fold import ONE
+from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
 
-if TYPE_CHECKING:
-    from kvoffload.engine.job import Segment
-
 # A piece is a launch, which may wait for a wave of a long kernel of others. 64 MiB with rows of 32 KiB on an H200, GB/s
-# of stores / loads / both beside 8192^3 products: pieces of 64 MiB 41 / 44 / 78, of 32 MiB 41 / 43 / 70, of 16 MiB (in
-# a ring of 64) 37 / 35 / 51. The ring holds two pieces, with their tables.
-_PIECE_BYTES = 64 << 20
-STAGING_BYTES = 2 * _PIECE_BYTES + (1 << 20)  # for each direction
-_TABLE_BYTES_PER_BLOCK = 16
-_ALIGNMENT_BYTES = 256
+# of stores / loads / both beside 8192^3 products: pieces of 64 MiB 41 / 44 / 78, of 32 MiB 41 / 43 / 70, of 16 MiB of
+# a ring of 64 37 / 35 / 51. The ring holds two pieces, with their tables.
+PIECE_BYTES = 64 << 20
+STAGING_BYTES = 2 * PIECE_BYTES + (1 << 20)  # for each direction
+_ALIGNMENT = 256  # of places, and of the blocks behind their tables
+_SMALLEST_RING = 4  # blocks, of the largest ones
 
 
-def least_ring_bytes(block_bytes: int) -> int:
-    """The smallest ring for blocks of so many bytes: two pieces of one block each."""
-    return 2 * (2 * _ALIGNMENT_BYTES + block_bytes)
+def ring_bytes(layout: KVLayout, pool_bytes: int, staging_bytes: int) -> int:
+    """How many bytes a ring has: `staging_bytes`, or less if two transfers as large as the pool need less."""
+    largest = max(group.bytes_per_block for group in layout.groups)
+    return min(staging_bytes, max(2 * pool_bytes, _SMALLEST_RING * _place_bytes(1, largest)))
 
 
-def blocks_of_piece(block_bytes: int, ring_bytes: int) -> int:
-    """How many blocks a piece has at most, so that the ring holds two pieces with their tables."""
-    room = (ring_bytes // 2 - 2 * _ALIGNMENT_BYTES) // (block_bytes + _TABLE_BYTES_PER_BLOCK)
-    return max(1, min(room, _PIECE_BYTES // block_bytes))
+def checked_staging(staging_bytes: Any, layout: KVLayout) -> int:
+    """Raise unless it is 0 or has room for a block. The default is never refused: the copy engine carries larger blocks."""
+    nbytes = at_least("staging_bytes", staging_bytes, 0)
+    largest = max(group.bytes_per_block for group in layout.groups)
+    least = min(STAGING_BYTES, _place_bytes(1, largest))
+    if 0 < nbytes < least:
+        raise ValueError(
+            f"staging_bytes={nbytes} has no room for a block of {largest} bytes; give at least {least}, or 0 to forbid "
+            "kernels"
+        )
+    return nbytes
+
+
+def why_not_packed(layout: KVLayout, ring: int) -> str | None:
+    """Why blocks of this layout cannot go through a ring of so many bytes; None if they can."""
+    for index, group in enumerate(layout.groups):
+        if layout.blocks_per_slot > 1 and int(group.host_steps[0]) != group.bytes_per_block:
+            return (
+                f"a block of group {index} is not one range of its slot: slots of {layout.blocks_per_slot} blocks are "
+                'plane-major here, and slot_order="block-major" of the layout makes it one'
+            )
+        if _place_bytes(1, group.bytes_per_block) > ring // _ALIGNMENT * _ALIGNMENT:
+            return f"a block of group {index} has {group.bytes_per_block} bytes, too many for a ring of {ring}"
+    return None
+
+
+def _place_bytes(blocks: int, block_bytes: int) -> int:
+    """A place for so many blocks: their table, then the blocks."""
+    return _aligned(16 * blocks) + _aligned(blocks * block_bytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Half(Protocol):
+    """A segment of the engine, as a place refers to it."""
+
+    stream: LaneStream
+    event: int | None
 
 
 class Place:
-    """A range of the ring, for one piece.
+    """A range of a ring, for one piece.
 
     Attributes:
         ring: whose range it is.
-        start, stop: bytes from the beginning of the ring.
-        address: of the range, in device memory.
-        halves: the segments that write it and that read it.
-        released: both have ended.
+        start, stop: bytes taken from the ring, round after round, before it and with it. Bytes that were skipped at the
+            end of a round count as its own, so places follow each other without a gap.
+        address: in device memory.
+        halves: what has not ended of its piece; the half that fills it comes first. The truth is in the transfers.
+        joined: the stream of the second half waits for the first one, so an event there tells when it is free.
     """
 
-    __slots__ = ("address", "halves", "released", "ring", "start", "stop")
+    __slots__ = ("address", "halves", "joined", "ring", "start", "stop")
 
     def __init__(self, ring: StagingRing, start: int, stop: int, address: int) -> None:
         self.ring = ring
         self.start = start
         self.stop = stop
         self.address = address
-        self.halves: tuple[Segment, Segment] | None = None
-        self.released = False
+        self.halves: list[Half] = []
+        self.joined = False
 
 
 class StagingRing:
     """Device memory of one direction, whose places are given round and round, in the order in which pieces are queued.
 
-    A place is given while an earlier piece may still use it: the new piece then waits for that one, on the GPU. Both
-    are of one direction and the earlier one is queued already, so these waits form no circle, and no call waits.
+        |place 7|place 8|..skipped..|          place 9 takes the room of 6, and waits on the GPU until it is free
+        |place 9|  ...  |place 6 ...
+
+    A place is given while earlier pieces still use its bytes; the new piece waits for them on the GPU. Pieces of one
+    direction end in their order. So it waits for the newest of these places, which tells that all before it are free.
+    A piece that failed halfway may not wait for those before it: it is waited for, and so are those.
+
+    Args:
+        nbytes: how much memory it allocates when it is opened.
     """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._driver = driver
         self._memory: list[int] = []  # one address, once it was needed
-        self._places: deque[Place] = deque()  # not released, or not yet reached again; the oldest first
+        self._places: deque[Place] = deque()  # the oldest first; without those that are free or in `_left`
+        self._left: list[Place] = []  # whose bytes were taken again since the last piece that has joined
         self._next = 0
-        self.nbytes = nbytes
+        self.nbytes = nbytes // _ALIGNMENT * _ALIGNMENT
 
     @property
     def allocated(self) -> int:
@@ -100,103 +147,107 @@ class StagingRing:
         if not self._memory:
             self._driver.create("cuMemAlloc", self._memory, self.nbytes)
 
-    def take(self, nbytes: int) -> tuple[Place, list[Place]]:
-        """A place of `nbytes`, at most those of the ring, and the places that must have ended before it is written.
+    def take(self, nbytes: int) -> Place:
+        """A place of `nbytes`, at most those of the ring. Before it is filled, wait for `used_before`."""
+        start = self._next
+        stop = start + nbytes
+        if start % self.nbytes + nbytes > self.nbytes:  # does not fit before the end of the ring
+            stop += self.nbytes - start % self.nbytes
+        places, taken = self._places, stop - self.nbytes
+        while places and (places[0].stop <= taken or not places[0].halves):
+            self._left.append(places.popleft())
+        place = Place(self, start, stop, int(self._memory[0]) + (stop - nbytes) % self.nbytes)
+        places.append(place)
+        self._next = stop
+        return place
 
-        1. There is room up to the end of the ring: what lies there must have ended.
-        2. There is not: the rest of the ring is skipped, as if it were taken, so that places stay in the order of age.
+    def used_before(self, place: Place) -> Iterator[Place]:
+        """The places to wait for before the latest place is filled: behind a joined one are all before it.
+
+        1. The oldest place of which some bytes are taken again, then those of which all are, the newest first.
+        2. None of these has joined: the first joined place behind them has waited in their stead.
         """
-        ended: list[Place] = []
-        nbytes = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES  # the next place begins aligned, too
-        if self._next + nbytes > self.nbytes:  # 2
-            self._claim(self._next, self.nbytes, ended)
-            self._next = 0
-        place = Place(self, self._next, self._next + nbytes, int(self._memory[0]) + self._next)
-        self._claim(place.start, place.stop, ended)
-        self._places.append(place)
-        self._next = place.stop
-        return place, ended
+        oldest = self._places[0]
+        straddles = oldest is not place and oldest.start < place.stop - self.nbytes
+        again = [*self._left, oldest] if straddles else self._left
+        for other in reversed(again):  # 1
+            yield other
+            if other.joined:
+                return
+        if again:  # 2
+            yield from [other for other in self._places if other.joined][:1]
 
-    def _claim(self, start: int, stop: int, ended: list[Place]) -> None:
-        places = self._places
-        while places and (places[0].released or (places[0].start < stop and start < places[0].stop)):
-            if not places[0].released:
-                ended.append(places[0])
-                if places[0].stop > stop:  # the next one waits for it, too: it may be on another stream
-                    break
-            places.popleft()
+    def join(self, place: Place) -> None:
+        """All of a piece now ends on the stream of its second half, behind what it had to wait for."""
+        place.joined = True
+        self._left.clear()
 
-    def restore(self, used: Iterable[Place]) -> None:
-        """After an interrupt: of its places exactly those in `used` are in use, the oldest first. One that was reached
-        again since is left out, as the newer place waits for it.
-        """
-        kept: deque[Place] = deque()
-        for place in reversed([each for each in dict.fromkeys(used) if each.ring is self]):
-            if any(place.start < other.stop and other.start < place.stop for other in kept):
-                break
-            kept.appendleft(place)
-        self._places = kept
-        self._next = kept[-1].stop if kept else 0
+    def restore(self, used: Mapping[Place, list[Half]]) -> None:
+        """After an interrupt: of its places exactly those in `used` are in use, by these segments; the oldest first."""
+        self._places = deque(place for place in used if place.ring is self)
+        self._left.clear()
+        for place in self._places:
+            place.halves = used[place]
+        self._next = self._places[-1].stop if self._places else 0
 
     def close(self) -> None:
         """Free it; nothing on the GPU may still use it. If it is interrupted, call it again."""
-        self._places.clear()
         self._driver.destroy("cuMemFree", self._memory)
 
 
 class Piece(NamedTuple):
-    """A staged piece: `kernel`, which reads `table`, goes to the lane's stream for kernels, `copies` to another."""
+    """A staged piece: `kernel` goes to the lane's stream for kernels and reads `table`, `copies` to one for copies."""
 
     kernel: Submit
     table: Table
     copies: Submit
     place: Place
-    ended: list[Place]
 
 
 class PackCopier:
-    """Carries the blocks of one group through a ring.
+    """Carries the blocks of one group through a ring. It is no `Copier`, since what it stages has two halves.
 
     Args:
-        shared: the kernels.
+        kernels: of its engine.
         copies: carries contiguous copies.
-        rings: by direction: of stores, of loads.
-        block_bytes: of a block of its group.
+        rings: by direction: of stores, of loads; open when a piece is staged.
+        block_bytes: of the group.
+
+    Attributes:
+        segment_operations: the most blocks of a piece. Half of the ring holds them, if it can hold a block.
     """
 
-    is_kernel = True
-
     def __init__(
-        self, shared: PackKernels, copies: Copier, rings: tuple[StagingRing, StagingRing], block_bytes: int
+        self, kernels: PackKernels, copies: Copier, rings: tuple[StagingRing, StagingRing], block_bytes: int
     ) -> None:
-        self._kernels = shared
+        self._kernels = kernels
         self._copies = copies
         self._rings = rings
         self._nbytes = block_bytes
-        self.segment_operations = min(blocks_of_piece(block_bytes, rings[0].nbytes), copies.segment_operations)
+        of_ring = (rings[0].nbytes // 2 - 2 * _ALIGNMENT) // (block_bytes + 16)
+        self.segment_operations = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
 
     def prepare(self, plan: BlockPlan) -> BlockPlan:
         return plan
 
-    def queue_cost(self, operations: int) -> int:  # noqa: ARG002
-        """Of the kernel; `copy_cost` is that of the copies."""
-        return LAUNCH_PLACES
+    def queue_costs(self, blocks: int) -> tuple[int, int]:
+        """How many places of a driver queue a piece takes: of the stream for kernels, of the one for copies."""
+        return 2 * LAUNCH_PLACES, self._copies.queue_cost(blocks)
 
-    def copy_cost(self, operations: int) -> int:
-        return self._copies.queue_cost(operations)
+    def stage(self, work: BlockPlan, order: SourceOrder) -> Piece | None:
+        """Write down a piece of at most `segment_operations` blocks; None while there is no room for its table.
 
-    def stage_piece(self, work: BlockPlan, order: SourceOrder) -> Piece | None:
-        """Write down a piece; None while there is no room for the kernel's table."""
+        It is valid until the copier of contiguous copies stages other work.
+        """
         nbytes, count = self._nbytes, len(work)
         table = self._kernels.write_blocks(work)
         if table is None:
             return None
-        head = -(-_TABLE_BYTES_PER_BLOCK * count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        place, ended = self._rings[0 if work.direction is Direction.STORE else 1].take(head + count * nbytes)
-        address = place.address + head + np.arange(count) * nbytes
+        place = self._rings[0 if work.direction is Direction.STORE else 1].take(_place_bytes(count, nbytes))
+        address = place.address + _aligned(16 * count) + np.arange(count) * nbytes
         host = work.slot_address
         table.words[count : 2 * count] = address
-        if work.sub_block is not None:
+        if work.sub_block is not None:  # the kernel adds this to what it takes for the address of a slot
             inside = work.sub_block * nbytes
             host = host + inside
             table.words[count : 2 * count] -= inside
@@ -205,11 +256,9 @@ class PackCopier:
         copies = self._copies.stage(plan, order)
         launch = self._kernels.launch(work, place.address)
         self._kernels.copy_table.pack((table.device_address, place.address, 2 * count))
-        return Piece(partial(self._submit, launch), table, copies, place, ended)
+        return Piece(partial(self._submit, launch), table, copies, place)
 
     def _submit(self, launch: Submit, stream: int, start: int | None) -> None:
+        """The table goes into device memory first: read over the link by thousands of programs it takes too long."""
         self._kernels.copy_table.queue(stream, 1)
         launch(stream, start)
-
-    def stage(self, work: BlockPlan, order: SourceOrder) -> Submit:  # noqa: ARG002
-        raise AssertionError("a piece is staged by stage_piece")

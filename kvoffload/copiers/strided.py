@@ -17,7 +17,6 @@ class StridedCopier:
     """
 
     segment_operations = SEGMENT_LIMIT
-    is_kernel = False
 
     def __init__(self, driver: Driver, *, batched: bool) -> None:
         self._driver = driver

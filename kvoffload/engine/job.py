@@ -20,9 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from kvoffload.copiers import Share
+from kvoffload.copiers import Place, Share
 from kvoffload.copiers.observed import Forecast
-from kvoffload.copiers.pack import Place
 from kvoffload.copiers.table_arena import Table
 from kvoffload.device.streams import LaneStream
 from kvoffload.driver import SourceOrder

@@ -1,13 +1,15 @@
 """Queues the segments of transfers on the streams of their lanes, behind everything that they must follow.
 
-The shares of a transfer run at the same time if they are on different streams. Segments of a share follow each other.
+Segments follow each other, those of a later share, too.
 
-    stream for copies           ─markers, previous, conflict─●start─[first share]─────────●
-    another stream for copies                        wait start ─[segment]─●─[segment]─ wait ●─●end
+    a stream for copies         ─markers, previous, conflict─●start─[segment]─●─[segment]─●
+    another stream for copies                                                        wait ─[segment]─●end
 
 A load in parts has one share. No segment has two parts, so a part has ended at the event behind its last segment.
 
-    stream for copies           ─markers, ...─●start─[part 0]─●─[some of part 1]─●─[the rest]─●─[part 2]─●end
+    a stream for copies         ─markers, ...─●start─[part 0]─●─[some of part 1]─●─[the rest]─●─[part 2]─●end
+
+A share that is packed is queued in pieces of two segments; `_enqueue_piece` has the drawing.
 
 Call everything here under the engine's lock, with the context current and `InFlight.consistent` False.
 """
@@ -15,7 +17,6 @@ Call everything here under the engine's lock, with the context current and `InFl
 from __future__ import annotations
 
 from kvoffload.copiers import PackCopier, Share
-from kvoffload.copiers.pack import Place
 from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
@@ -82,7 +83,7 @@ class Launcher:
         """Queue the next segment, then record an event behind it. False if there is no room. Before the segment,
 
         1. if it is the transfer's first: the stream waits for all that the transfer follows, and records `start`;
-        2. if it is the first of a later share: the stream waits for `start`, since shares run at the same time;
+        2. if it is the first behind a share in pieces: the stream waits as in 1, and the shares run at the same time;
         3. else: the stream waits for the segment before it, unless that is on the same stream.
         """
         number, begin = transfer.share, transfer.queued
@@ -113,12 +114,8 @@ class Launcher:
             segment.nbytes = nbytes
             stream.nbytes += nbytes
         # Waits, copies, and the event that tells when it has ended.
-        if first:
+        if begin == 0 and (first or isinstance(transfer.shares[0].copier, PackCopier)):
             self._follow(queue, transfer, stream)
-        elif begin == 0:
-            if previous is None or previous.stream is not stream:
-                assert transfer.start is not None
-                self._driver.stream_wait_event(stream.handle, transfer.start)
         elif previous is not None and previous.stream is not stream:
             assert previous.event is not None
             self._driver.stream_wait_event(stream.handle, previous.event)
@@ -129,86 +126,75 @@ class Launcher:
     def _enqueue_piece(
         self, queue: TransferQueue, transfer: Transfer, copier: PackCopier, stop: int, nbytes: int
     ) -> bool:
-        """Queue the next piece of a share that goes through a ring: two segments, on the stream for kernels and on one
-        for copies. False if there is no room for it.
+        """Queue the next piece of a share, up to operation `stop`. False if there is no room for it.
 
-            store    kernels  ─waits─place free─[pack]─●─────────────[pack]─●
-                     copies   ─waits, previous─start──wait ●─[copies]─wait ●─[copies]─●end
-            load     copies   ─waits─start─place free─[copies]─●─[copies]─●
-                     kernels  ─waits, previous──────────wait ●─[unpack]─wait ●─[unpack]─●end
+            store    kernels  ─1─3─[pack]─●───────────2─3─[pack]─●
+                     copies   ─1───start──wait ●─[copies]─●──────wait ●─[copies]─●end
+            load     copies   ─1─start─3─[copies]─●───2─3─[copies]─●
+                     kernels  ─1──────────────────wait ●─[unpack]─●─wait ●─[unpack]─●end
 
-        The first half follows what the transfer must follow, but not the transfer before it in its lane: that one's
-        copies and this one's kernel run at the same time, so that the link never waits for a kernel. Transfers end in
-        their order all the same, as the second half follows it.
+        1. The first piece of a share: both halves wait for what the transfer follows, but the first half does not wait
+           for the transfer before it in its lane. So this one is packed while that one is copied.
+        2. A later piece: each half follows the same half of the piece before it.
+        3. The first half waits until the place in the ring is free; the second half waits for the first.
+
+        All of these are queued before, so waits form no circle. Nothing starves: a piece needs room on two streams, in
+        tables and in `most_queued_bytes`, and what was queued before gives all of it back without later pieces.
+        Second halves end in the order of the queue, so the end of one tells that all places before it are free.
         """
         number, begin, lane = transfer.share, transfer.queued, queue.lane
-        work = transfer.shares[number].work
-        kernel_places, copy_places = copier.queue_cost(stop - begin), copier.copy_cost(stop - begin)
-        kernels = stream_with_room(lane, kernel_places + EVENT_COST, kernel=True)
-        copies = stream_with_room(lane, copy_places + EVENT_COST, kernel=False)
+        kernel_cost, copy_cost = copier.queue_costs(stop - begin)
+        kernels = stream_with_room(lane, kernel_cost + EVENT_COST, kernel=True)
+        copies = kernels and stream_with_room(lane, copy_cost + EVENT_COST, kernel=False)
         if kernels is None or copies is None:
             return False
+        work = transfer.shares[number].work
         assert isinstance(work, BlockPlan)
-        piece = copier.stage_piece(work.cut(begin, stop), transfer.source_order)
+        piece = copier.stage(work.cut(begin, stop), transfer.source_order)
         if piece is None:  # no room in the tables
             return False
-        # On record before any driver call.
-        previous = transfer.segments[-1] if transfer.segments else None
-        by_kernel = Segment(number, transfer.part, kernels, kernel_places + EVENT_COST)
-        by_copies = Segment(number, transfer.part, copies, copy_places + EVENT_COST)
+        # Record both halves before any driver call: after an interrupt, the record says which work the GPU may have.
+        by_kernel = Segment(number, transfer.part, kernels, kernel_cost + EVENT_COST)
+        by_copies = Segment(number, transfer.part, copies, copy_cost + EVENT_COST)
         by_kernel.table = piece.table
         stores = transfer.direction is Direction.STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
-        front.place = back.place = piece.place
-        back.nbytes = nbytes
-        piece.place.halves = front, back
-        transfer.segments.append(front)
-        transfer.segments.append(back)
+        place, previous = piece.place, next((each for each in reversed(transfer.segments) if each.place), None)
+        front.place = back.place = place
+        place.halves = [front, back]
+        transfer.segments += (front, back)
         kernels.places += by_kernel.places
         copies.places += by_copies.places
+        back.nbytes = nbytes
         back.stream.nbytes += nbytes
-        # What the halves must follow.
-        first = number == 0 and begin == 0
-        if first:
+        if begin == 0:  # 1
             self._follow(queue, transfer, back.stream, also=front.stream)
-        elif begin == 0:
-            assert transfer.start is not None
-            for stream in (kernels, copies):
-                self._driver.stream_wait_event(stream.handle, transfer.start)
-        elif previous is not None and previous.stream is not back.stream:
-            assert previous.event is not None
-            self._driver.stream_wait_event(back.stream.handle, previous.event)
-        for place in piece.ended:
-            self._wait_for_place(front.stream.handle, place)
-        # Its halves, with an event between them. A transfer starts where its copies may.
-        start = transfer.start if first else None
+        if previous is not None and previous.place is not None:  # 2; of a share before this one, too
+            for segment, half in zip(reversed(previous.place.halves), (back, front), strict=False):
+                if segment.stream is not half.stream:
+                    assert segment.event is not None
+                    self._driver.stream_wait_event(half.stream.handle, segment.event)
+        for earlier in place.ring.used_before(place):  # 3
+            for segment in earlier.halves[-1:] if earlier.joined else earlier.halves:
+                if segment.event is None:  # its transfer failed there
+                    segment.event = self._mark(segment.stream)
+                self._driver.stream_wait_event(front.stream.handle, segment.event)
+        start = transfer.start if number == 0 and begin == 0 else None
+        if start is not None and stores:  # it starts where its copies may
+            self._driver.event_record(start, copies.handle)
         if stores:
-            if start is not None:
-                self._driver.event_record(start, copies.handle)
             piece.kernel(kernels.handle, None)
         else:
             piece.copies(copies.handle, start)
         front.event = self._mark(front.stream)
         self._driver.stream_wait_event(back.stream.handle, front.event)
+        place.ring.join(place)
         if stores:
             piece.copies(copies.handle, None)
         else:
             piece.kernel(kernels.handle, None)
         self._end_segment(transfer, back, stop)
         return True
-
-    def _wait_for_place(self, stream: int, place: Place) -> None:
-        """Have `stream` wait until an earlier piece has left its place in the ring.
-
-        1. Both of its halves are queued: the second one's event says it.
-        2. A driver error came between: its transfer has failed, and what was queued of either half still runs.
-        """
-        assert place.halves is not None
-        front, back = place.halves
-        for segment in (back,) if back.event is not None else (front, back):
-            if segment.event is None:
-                segment.event = self._mark(segment.stream)
-            self._driver.stream_wait_event(stream, segment.event)
 
     def _bounded(self, queue: TransferQueue, share: Share, begin: int, stop: int) -> tuple[int, int]:
         """The end, at most `stop`, and the bytes of a segment from `begin` on, under `most_queued_bytes`. The end is
@@ -254,7 +240,7 @@ class Launcher:
     def _follow(
         self, queue: TransferQueue, transfer: Transfer, stream: LaneStream, also: LaneStream | None = None
     ) -> None:
-        """Have a transfer's first stream wait for all that the transfer must follow, and `also` for all but the one
+        """Have a share's first stream wait for all that the transfer must follow, and `also` for all but the transfer
         before it in its lane.
         """
         for marker in transfer.markers:
@@ -320,11 +306,12 @@ class Launcher:
         if isinstance(error, DriverError) and error.sticky:
             raise error
         transfer.fail(error)
-        if transfer.segments and transfer.segments[-1].event is None:
-            try:  # so that its end is known apart from that of later work on the stream
-                transfer.segments[-1].event = self._mark(transfer.segments[-1].stream)
-            except KVOffloadError:
-                pass  # then it has ended when the stream is idle
+        for segment in transfer.segments:  # the last one, or both of the last piece
+            if segment.event is None:
+                try:  # so that its end is known apart from that of later work on the stream
+                    segment.event = self._mark(segment.stream)
+                except KVOffloadError:
+                    pass  # then it has ended when the stream is idle
 
 
 def stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None:

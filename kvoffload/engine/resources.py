@@ -70,7 +70,7 @@ class EngineResources:
         self.pinning_seconds = time.perf_counter() - begin
         slot_stride = None if host_memory is None else host_memory.slot_stride
         self.slot_addresses = addresses_of_slots(layout, self.memory.address, num_slots, slot_stride)
-        self.copiers.open(layout)
+        self.copiers.open(layout, self.memory.nbytes)
         for queue in self.in_flight.both:
             queue.lane.open(self._stream_priority)
 

@@ -10,6 +10,7 @@ A transfer goes through three calls, under the lock and with the device's contex
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.report import Alternative, PlanReport
 from kvoffload.engine.request import Limits, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
-from kvoffload.engine.tracing import MOST_NOTICES, Notices, deliver
+from kvoffload.engine.tracing import MOST_NOTICES, Notice, Notices, deliver
 from kvoffload.engine.wait_streams import After, Followed, Source
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import as_timeout, at_least
@@ -239,26 +240,37 @@ class Shard:
     def _select(self, requests: Requests, opposed: bool) -> tuple[CopierName, str | Forecast, tuple[Share, ...]]:
         """The copier of a transfer, why, and what it carries. Of several groups, the copier of most bytes."""
         copiers = self.parts.copiers
+        why: str | Forecast
         if len(requests) == 1:
-            plan = self._plan(requests[0])
-            copier, reason, between = copiers.select(plan, requests[0].copier, self.profile, self.prefer, opposed)
-            if between is None:
-                return copier, reason, (copiers.share(copier, plan),)
-            forecast = between[0].choose(between[1], plan.nbytes)
-            return forecast.copier, forecast, (copiers.share(forecast.copier, plan),)
-        plans = [self._plan(one) for one in requests]
-        each = [
-            copiers.select(plan, one.copier, self.profile, self.prefer, opposed)
-            for plan, one in zip(plans, requests, strict=True)
-        ]
-        (copier, _, between), plan = max(zip(each, plans, strict=True), key=lambda pair: pair[1].nbytes)
-        names = [found.copier for found in each]
-        reasons = [f"group {one.group}: {found.reason}" for one, found in zip(requests, each, strict=True)]
-        why: str | Forecast = "; ".join(dict.fromkeys(reasons))
-        if between is not None:  # what decides about most bytes decides about all that have a choice
-            why = between[0].choose(between[1], plan.nbytes)
-            copier = why.copier
-            names = [one.copier if one.between is None else one.between[1][why.number].copier for one in each]
+            plans = [self._plan(requests[0])]
+            copier, why, between = copiers.select(plans[0], requests[0].copier, self.profile, self.prefer, opposed)
+            if between is not None:
+                why = between[0].choose(between[1], plans[0].nbytes)
+                copier = why.copier
+            names = [copier]
+        else:
+            plans = [self._plan(one) for one in requests]
+            each = [
+                copiers.select(plan, one.copier, self.profile, self.prefer, opposed)
+                for plan, one in zip(plans, requests, strict=True)
+            ]
+            (copier, _, between), plan = max(zip(each, plans, strict=True), key=lambda pair: pair[1].nbytes)
+            names = [found.copier for found in each]
+            reasons = [f"group {one.group}: {found.reason}" for one, found in zip(requests, each, strict=True)]
+            why = "; ".join(dict.fromkeys(reasons))
+            if between is not None:  # what decides about most bytes decides about all that have a choice
+                why = between[0].choose(between[1], plan.nbytes)
+                copier = why.copier
+                names = [one.copier if one.between is None else one.between[1][why.number].copier for one in each]
+        if "pack" in names:
+            with make_current(self.driver, self.context):
+                no_ring = copiers.open_ring(requests[0].direction)
+            if no_ring is not None:
+                text = f"copier 'pack' is out, other copiers carry its transfers: {no_ring}"
+                self.reports.notices.append(Notice(logging.WARNING, text))
+                return self._select(requests, opposed)
+        if len(plans) == 1:
+            return copier, why, (copiers.share(copier, plans[0]),)
         return copier, why, shares_together([copiers.share(*one) for one in zip(names, plans, strict=True)])
 
     def _plan(self, request: Request) -> BlockPlan:
@@ -317,7 +329,7 @@ class Shard:
             forecast = between[0].expect(between[1], plan.nbytes)
             copier, reason = forecast.copier, str(forecast)
         shape = shape_of(plan)
-        ranked = rank(shape, copiers.offered(plan), profile, self.prefer, plan.group.num_parts)
+        ranked = rank(shape, copiers.offered, profile, self.prefer)
         others = [each for each in ranked if each.copier != copier]
         return PlanReport(
             direction=shape.direction,

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import deque
 
-from kvoffload.copiers import CopierSet
+from kvoffload.copiers import CopierSet, Half, Place
 from kvoffload.driver import Driver
 from kvoffload.engine.job import Event, Segment, State, Transfer
 from kvoffload.engine.launcher import Launcher
@@ -75,7 +75,7 @@ class Tracker:
         return transfer.enqueued and not segments
 
     def _release(self, transfer: Transfer, segment: Segment) -> None:
-        """Free the places, the event and the table of an ended segment."""
+        """Free an ended segment's places, event, table and room in a ring."""
         segment.stream.places -= segment.places
         if segment.nbytes:
             segment.stream.nbytes -= segment.nbytes
@@ -83,8 +83,8 @@ class Tracker:
             self._in_flight.markers.idle.append(segment.event)
         if segment.table is not None:
             segment.table.release()
-        if segment.place is not None and all(each.place is not segment.place for each in transfer.segments):
-            segment.place.released = True
+        if segment.place is not None:
+            segment.place.halves.remove(segment)
 
     def _complete(self, queue: TransferQueue) -> None:
         """Complete the first transfer of a queue, which has ended. It leaves the queue last: an interrupt cannot lose
@@ -167,7 +167,8 @@ class Tracker:
         if in_flight.lost is not None:  # 1; before anything asks the driver, which would fail
             self.mark_lost(in_flight.lost)
         used: set[int] = set()
-        tables, places = [], []
+        tables = []
+        places: dict[Place, list[Half]] = {}
         for queue in in_flight.both:
             transfers = queue.transfers
             if transfers:  # an append publishes a transfer; the interrupt may have come before the number was raised
@@ -185,7 +186,9 @@ class Tracker:
             for transfer in transfers:
                 used.update(transfer.events())
                 tables += [segment.table for segment in transfer.segments if segment.table is not None]
-                places += [segment.place for segment in transfer.segments if segment.place is not None]
+                for segment in transfer.segments:
+                    if segment.place is not None:
+                        places.setdefault(segment.place, []).append(segment)
         in_flight.timers.keep_in_use(used)
         in_flight.markers.keep_in_use(used)
         self._copiers.restore(tables, places)

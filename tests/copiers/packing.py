@@ -1,233 +1,210 @@
-"""Layouts and transfers for pack, drawn by hypothesis or at random, and what a caller of it may check."""
+"""Engines with small rings, staging memory that is poisoned, and programs whose bytes are wrong if one of the waits of
+packed transfers is missing."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import strategies as st
-from strategies import Draw, LayoutSpec, PlaneSpec, place
+from helpers import STAGING, Rig, all_are, change_streams, release
+from transfers import intercepted
 
-import kvoffload
-from kvoffload import NO_WAIT, Direction, Job, OffloadEngine
-from kvoffload.copiers import pack, pack_kernels
-from kvoffload.copiers.table_arena import Table
-from kvoffload.device.buffers import DeviceBuffer
+from kvoffload import NO_WAIT, Direction, Job
+from kvoffload.copiers import PackCopier, StagingRing, copier_set, pack
 from kvoffload.kernels import LoadedKernel
-from kvoffload.testing import Mirror
+from kvoffload.planning.transfer_plan import BlockPlan
 from kvoffload.tuning import CopierName
 
-NUM_SLOTS = 6
-BLOCK_BYTES = {
-    16: (16, 48, 656, 2048, 4096, 18 * 1024),
-    8: (8, 24, 1000, 2056),
-    4: (4, 20, 100, 2052),
-    1: (1, 3, 5, 17, 1001, 2047),
-}  # by what all addresses and sizes are multiples of
-
-T = TypeVar("T")
+PACK = "pack"
+OPTIONS: dict[str, Any] = {"num_blocks": 40, "num_slots": 40, "staging_bytes": STAGING}  # of a rig for these programs
+POISON = 0xEE
+COPIES = ("cuMemcpyBatchAsync", "cuMemcpyAsync", "memcpy_batch_async", "memcpy_batch_async_v2")
 
 
-class Chance(Protocol):
-    """Where choices come from."""
-
-    def number(self, low: int, high: int) -> int:
-        """From `low` to `high`, both included."""
-
-
-class Drawn:
-    """Choices of hypothesis, which it can make smaller."""
-
-    def __init__(self, draw: Draw) -> None:
-        self._draw = draw
-
-    def number(self, low: int, high: int) -> int:
-        return self._draw(st.integers(low, high))
+def pieces_of_one_block(monkeypatch: pytest.MonkeyPatch, places: int | None, block_bytes: int = 0) -> None:
+    """Pieces of one block, in engines that are made later; rings of so many places for blocks of that size."""
+    monkeypatch.setattr(pack, "PIECE_BYTES", 1)
+    if places is not None:
+        monkeypatch.setattr(copier_set, "ring_bytes", lambda *_: places * (256 - block_bytes // -256 * 256))
 
 
-class Seeded:
-    """Choices at random."""
+def poison_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that a piece leaves in its place are overwritten on its second stream before the place is free."""
+    sizes: dict[int, int] = {}
+    stage, take = PackCopier.stage, StagingRing.take
 
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
+    def taking(ring: StagingRing, nbytes: int) -> pack.Place:
+        place = take(ring, nbytes)
+        sizes[place.address] = nbytes
+        return place
 
-    def number(self, low: int, high: int) -> int:
-        return int(self._rng.integers(low, high + 1))
+    def poisoning(copier: PackCopier, work: BlockPlan, order: Any) -> pack.Piece | None:
+        piece = stage(copier, work, order)
+        if piece is None:
+            return None
+        name = "copies" if work.direction is Direction.STORE else "kernel"
+        submit, address, table = getattr(piece, name), piece.place.address, -(-16 * len(work) // 256) * 256
 
+        def second(stream: int, start: int | None) -> None:
+            submit(stream, start)
+            piece.place.ring._driver.fill(address + table, POISON, sizes[address] - table, stream)
 
-class Move(NamedTuple):
-    """A transfer, and how it is carried."""
+        return piece._replace(**{name: second})
 
-    direction: Direction
-    group: int
-    blocks: list[int]
-    slots: list[int]
-    first_sub_block: int
-    copier: CopierName
-
-
-def store(blocks: Any, slots: Any, copier: CopierName = "pack") -> Move:
-    return Move(Direction.STORE, 0, list(blocks), list(slots), 0, copier)
-
-
-def load(slots: Any, blocks: Any, copier: CopierName = "pack") -> Move:
-    return Move(Direction.LOAD, 0, list(blocks), list(slots), 0, copier)
+    monkeypatch.setattr(StagingRing, "take", taking)
+    monkeypatch.setattr(PackCopier, "stage", poisoning)
 
 
-def pick(chance: Chance, options: Sequence[T]) -> T:
-    return options[chance.number(0, len(options) - 1)]
+def rings(bench: Rig) -> tuple[StagingRing, ...]:
+    return bench.engine._parts.copiers._rings
 
 
-def layout_spec(chance: Chance) -> LayoutSpec:
-    """One to three groups; planes of one or two sizes, padded, at odd addresses, in one allocation or one each, or
-    block-major."""
-    allocations: list[int] = []
-    groups = [_group(chance, allocations) for _ in range(pick(chance, (1, 1, 2, 3)))]
-    return LayoutSpec(tuple(allocations), tuple(groups), pick(chance, (1, 2, 3, 8)), "block-major")
+def in_use(bench: Rig) -> list[int]:
+    """Of the rings of stores and of loads, the places of which something has not ended."""
+    return [sum(bool(place.halves) for place in (*ring._places, *ring._left)) for ring in rings(bench)]
 
 
-def _group(chance: Chance, allocations: list[int]) -> tuple[PlaneSpec, ...]:
-    multiple = pick(chance, tuple(BLOCK_BYTES))
-    sizes = [pick(chance, BLOCK_BYTES[multiple]) for _ in range(chance.number(1, 2))]
-    padding, offset = (multiple * pick(chance, (0, 0, 1, 3)) for _ in range(2))
-    num_blocks = chance.number(1, 5 if max(sizes) > 4096 else 16)
-    placement = pick(chance, ("scattered", "slab", "block-major"))
-    count, scattered = chance.number(1, 5), placement == "scattered"
-    planes, at, first = [], offset, len(allocations)
-    if placement == "block-major":
-        of_planes = [sizes[index % len(sizes)] for index in range(count)]
-        stride = sum(of_planes) + padding
-        allocations.append(offset + stride * num_blocks)
-        starts = itertools.accumulate(of_planes, initial=offset)
-        return tuple(
-            PlaneSpec(first, start, size, stride, num_blocks) for start, size in zip(starts, of_planes, strict=False)
-        )
-    for index in range(count):
-        size = sizes[index % len(sizes)]
-        span = (size + padding) * (num_blocks - 1) + size
-        planes.append(PlaneSpec(first + index * scattered, at, size, size + padding, num_blocks))
-        at += span + multiple
-        if scattered:
-            allocations.append(at)
-            at = offset
-    if not scattered:
-        allocations.append(at)
-    return tuple(planes)
+def store(bench: Rig, blocks: Any, slots: Any, after: Any = NO_WAIT, method: CopierName = PACK) -> Job:
+    return bench.engine.submit(Direction.STORE, blocks, slots, after=after, copier=method)
 
 
-def move(chance: Chance, layout: LayoutSpec, copier: CopierName = "pack") -> Move:
-    """A valid transfer, with partial first and last slots, and repeats among its sources."""
-    direction = pick(chance, tuple(Direction))
-    group = chance.number(0, len(layout.groups) - 1)
-    num_blocks, factor = layout.groups[group][0].num_blocks, layout.blocks_per_slot
-    first = chance.number(0, factor - 1)
-    count = chance.number(1, NUM_SLOTS * factor - first)
-    if direction is Direction.LOAD:
-        count = min(count, num_blocks)
-    rng = np.random.default_rng(chance.number(0, 1 << 16))
-    spanned = -(-(count + first) // factor)
-    if direction is Direction.LOAD:
-        blocks, slots = rng.permutation(num_blocks)[:count], rng.integers(0, NUM_SLOTS, spanned)
-    else:
-        blocks, slots = rng.integers(0, num_blocks, count), rng.permutation(NUM_SLOTS)[:spanned]
-    return Move(direction, group, blocks.tolist(), slots.tolist(), first, copier)
+def load(bench: Rig, slots: Any, blocks: Any, after: Any = NO_WAIT, method: CopierName = PACK) -> Job:
+    return bench.engine.submit(Direction.LOAD, blocks, slots, after=after, copier=method)
 
 
-def submit(engine: OffloadEngine, each: Move, after: Any = NO_WAIT) -> Job:
-    return engine.submit(
-        each.direction,
-        each.blocks,
-        each.slots,
-        group=each.group,
-        first_sub_block=each.first_sub_block,
-        after=after,
-        copier=each.copier,
-    )
-
-
-def expect(mirror: Mirror, each: Move) -> None:
-    mirror.expect(each.direction, each.blocks, each.slots, group=each.group, first_sub_block=each.first_sub_block)
-
-
-def check_moves(device: kvoffload.Device, spec: LayoutSpec, moves: Sequence[Move], seed: int, blocks: int = 5) -> None:
-    """Submit them one after the other without waiting, and compare every byte with a naive loop.
-
-    Args:
-        blocks: that the ring has room for.
-    """
-    layout, buffers = place(device, spec, seed)
-    staging_bytes = (blocks + 1) * (512 + max(group.bytes_per_block for group in layout.groups))
-    with OffloadEngine(layout, device=device, num_slots=NUM_SLOTS, staging_bytes=staging_bytes) as engine:
-        fill_slots(engine, seed)
-        mirror = Mirror(engine, buffers)
-        jobs = [submit(engine, each) for each in moves]
-        engine.drain(60)
-        for job, each in zip(jobs, moves, strict=True):
-            result = job.wait(10)
-            assert result.copier == each.copier
-            assert result.nbytes == len(each.blocks) * layout.groups[each.group].bytes_per_block
-            expect(mirror, each)
-        mirror.check()
-    for buffer in buffers:
-        buffer.close()
-
-
-def fill_slots(engine: OffloadEngine, seed: int) -> None:
-    engine.slots[:] = np.random.default_rng(seed).integers(0, 256, engine.slots.shape, dtype=np.uint8)
-
-
-def separate(
-    device: kvoffload.Device, count: int, block_bytes: int, num_blocks: int, offset: int = 0
-) -> tuple[list[kvoffload.Plane], list[DeviceBuffer]]:
-    """Planes in an allocation of their own each, `offset` bytes in."""
-    buffers = [device.allocate(block_bytes * num_blocks + 2 * offset) for _ in range(count)]
-    planes = [
-        kvoffload.Plane(buffer.address + offset, block_bytes=block_bytes, num_blocks=num_blocks, owner=buffer)
-        for buffer in buffers
-    ]
-    return planes, buffers
-
-
-def small_tables(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    """Pieces of so many blocks at most, and room for 2 KiB of tables of blocks in each direction."""
-    monkeypatch.setattr(pack, "blocks_of_piece", lambda *_: blocks)
-    monkeypatch.setattr(pack_kernels, "ARENA_BYTES", 2048)
-
-
-def overwrite_on_release(monkeypatch: pytest.MonkeyPatch, block: int, slot_address: int) -> list[int]:
-    """Have tables overwritten when they are given back, with one block and slot for all; where they began."""
-    release, starts = Table.release, []
-
-    def overwriting(table: Table) -> None:
-        if not table.released:
-            starts.append(table.start)
-            table.words[: len(table.words) // 2] = block
-            table.words[len(table.words) // 2 :] = slot_address
-        release(table)
-
-    monkeypatch.setattr(Table, "release", overwriting)
-    return starts
-
-
-class Launch(NamedTuple):
-    """A launch of a kernel as its caller asked for it."""
-
-    stream: int
-    grid: int
-    arguments: tuple[int, ...]
-
-
-def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Every launch from now on."""
-    launches: list[Launch] = []
+def hold_the_kernels(monkeypatch: pytest.MonkeyPatch, gate: Any) -> None:
+    """Hold the streams of kernels that are launched from now on."""
     queue = LoadedKernel.queue
 
-    def recording(kernel: LoadedKernel, stream: int, grid: int) -> None:
-        launches.append(Launch(stream, grid, kernel.spec.arguments.unpack_from(kernel._room)))
+    def held(kernel: LoadedKernel, stream: int, grid: int) -> None:
+        gate.hold(stream)
         queue(kernel, stream, grid)
 
-    monkeypatch.setattr(LoadedKernel, "queue", recording)
-    return launches
+    monkeypatch.setattr(LoadedKernel, "queue", held)
+
+
+@contextmanager
+def copies_held(bench: Rig, gate: Any) -> Iterator[None]:
+    """Hold the streams of contiguous copies that are queued inside."""
+
+    def held(function: Any, *arguments: Any) -> Any:
+        gate.hold(int(arguments[-1]))
+        return function(*arguments)
+
+    with intercepted(bench.device.driver, COPIES, held):
+        yield
+
+
+def slots_hold(bench: Rig, slots: Any, values: Any) -> bool:
+    return all(all_are(bench.slot(slot), value) for slot, value in zip(slots, values, strict=True))
+
+
+def blocks_hold(bench: Rig, blocks: Any, values: Any) -> bool:
+    return all(all_are(bench.block(block), value) for block, value in zip(blocks, values, strict=True))
+
+
+# programs: whether the bytes are right; each for the wait that it is named after ------------------------------------
+
+
+def the_kernel_behind_the_caller(bench: Rig, _: pytest.MonkeyPatch) -> bool:
+    """A store's kernel reads what the caller's stream still has to write."""
+    held = bench.stream()
+    bench.gate(held)
+    bench.fill(held, 77)
+    store(bench, range(4), range(4), after=held)
+    release(bench)
+    return slots_hold(bench, range(4), [77] * 4)
+
+
+def the_kernel_behind_a_conflict(bench: Rig, _: pytest.MonkeyPatch) -> bool:
+    """A store's kernel reads blocks that a load still has to write."""
+    held = bench.stream()
+    bench.gate(held)
+    load(bench, range(10, 14), range(4), after=held, method="strided")
+    store(bench, range(4), range(4))
+    release(bench)
+    return slots_hold(bench, range(4), range(110, 114))
+
+
+def the_copies_behind_their_kernel(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> bool:
+    hold_the_kernels(monkeypatch, bench.gate())
+    store(bench, range(4), range(4))
+    release(bench)
+    return slots_hold(bench, range(4), range(1, 5))
+
+
+def the_kernel_behind_its_copies(bench: Rig, _: pytest.MonkeyPatch) -> bool:
+    with copies_held(bench, bench.gate()):
+        load(bench, range(4), range(4))
+    release(bench)
+    return blocks_hold(bench, range(4), range(100, 104))
+
+
+def copies_of_later_pieces_behind_a_conflict(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """They are on other streams than those of the first piece, which waits for the store into their slots."""
+    change_streams(monkeypatch)
+    held = bench.stream()
+    bench.gate(held)
+    store(bench, range(4), range(4), after=held, method="strided")
+    load(bench, range(4), range(10, 14))
+    release(bench)
+    return blocks_hold(bench, range(10, 14), range(1, 5))
+
+
+def a_writer_behind_all_pieces(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The caller overwrites blocks once the last piece, on another stream than the first, has read them."""
+    change_streams(monkeypatch)
+    reader, scratch = bench.stream(), bench.device.allocate(len(bench.slot(0)))
+    with copies_held(bench, bench.gate()):
+        store(bench, [0], [0])
+    store(bench, [0, 1], [1, 2]).order_before(reader)
+    with bench.device.current():
+        bench.device.driver.copy(scratch.address, bench.slot(0).ctypes.data, scratch.nbytes, reader)
+    release(bench)
+    bench.synchronize(reader)
+    return all_are(scratch.to_numpy(), 1)
+
+
+def a_load_behind_a_load(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Two loads of one block; the second wins, though the copies of the first are late."""
+    change_streams(monkeypatch)
+    with copies_held(bench, bench.gate()):
+        load(bench, [1], [5])
+    load(bench, [2], [5], method="strided")
+    release(bench)
+    return blocks_hold(bench, [5], [102])
+
+
+PROGRAMS = (
+    the_kernel_behind_the_caller,
+    the_kernel_behind_a_conflict,
+    the_copies_behind_their_kernel,
+    the_kernel_behind_its_copies,
+    copies_of_later_pieces_behind_a_conflict,
+    a_writer_behind_all_pieces,
+    a_load_behind_a_load,
+)
+
+
+def a_place_that_is_read(bench: Rig, _: pytest.MonkeyPatch) -> bool:
+    """The ring has one place. The second store's kernel is ready, while the first one's copies wait."""
+    with copies_held(bench, bench.gate()):
+        store(bench, [0], [0])
+    store(bench, [1], [1])
+    release(bench)
+    return slots_hold(bench, range(2), range(1, 3))
+
+
+def a_place_that_is_unpacked(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The ring has one place. The second load's copies are ready, while the first one's kernel waits."""
+    with monkeypatch.context() as patch:
+        hold_the_kernels(patch, bench.gate())
+        load(bench, [0], [10])
+    load(bench, [1], [11])
+    release(bench)
+    return blocks_hold(bench, [10, 11], [100, 101])
+
+
+PROGRAMS_OF_ONE_PLACE = (a_place_that_is_read, a_place_that_is_unpacked)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import LEVELS, no_leaks, rig, simulated
-from packing import fill_slots, separate
+from pack_moves import fill_slots, separate
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine, TransferError

@@ -11,7 +11,7 @@ import pytest
 from helpers import STAGING, rig, whole
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from packing import (
+from pack_moves import (
     Drawn,
     Move,
     Seeded,
@@ -65,7 +65,7 @@ def test_transfers_longer_than_a_table_move_the_same_bytes(
     device = open_simulated(number)
     spec = layout_spec(chance)
     moves = [move(chance, spec) for _ in range(6)]
-    check_moves(device, spec, moves, seed)
+    check_moves(device, spec, moves, seed, blocks=12)
     moving = [launch for launch in launches if len(launch.arguments) == 4]
     assert all(launch.arguments[-1] <= 1 + number % 4 for launch in moving)
     assert len(moving) == len(launches) / 2 == sum(-(-len(each.blocks) // (1 + number % 4)) for each in moves)

@@ -14,6 +14,7 @@ import pytest
 from cuda.bindings import driver as cuda
 from helpers import Rig, all_are, change_streams, cut_segments, release, rig, warm_up, whole
 from layerwise import PARTS, Reader, hold_from
+from packing import OPTIONS, PROGRAMS, PROGRAMS_OF_ONE_PLACE, pieces_of_one_block, poison_places
 from transfers import intercepted
 
 import kvoffload
@@ -137,3 +138,14 @@ def test_a_stream_that_was_ordered_after_a_part_waits(bench: Rig, part: int) -> 
     release(bench)
     bench.synchronize(reader.stream)
     assert reader.value == 105, f"wrong bytes: {reader.value}"
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, *PROGRAMS_OF_ONE_PLACE], ids=lambda program: program.__name__)
+def test_both_halves_of_a_piece_wait(
+    each_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, program: Callable[[Rig, pytest.MonkeyPatch], bool]
+) -> None:
+    block_bytes = 8 * 64 if each_device.simulated else 16 * (64 << 10)
+    pieces_of_one_block(monkeypatch, 1 if program in PROGRAMS_OF_ONE_PLACE else None, block_bytes)
+    poison_places(monkeypatch)
+    for bench in opened(each_device, **OPTIONS):
+        assert program(bench, monkeypatch), "wrong bytes"

@@ -68,8 +68,8 @@ class Program:
         engine = self.bench.engine
         checks = [
             check
-            for index, method in enumerate(self.copiers)
-            for check in self.there_and_back(method, 4 * index + offset, 2 * index + offset)
+            for index, copier in enumerate(self.copiers)
+            for check in self.there_and_back(copier, 4 * index + offset, 2 * index + offset)
         ]
         self.attempt(engine.poll)
         self.run_cache(offset)
@@ -78,11 +78,11 @@ class Program:
         self.attempt(engine.poll)
         return checks
 
-    def there_and_back(self, method: str | low: int, slot: int) -> list[Check]:
+    def there_and_back(self, copier: CopierName, low: int, slot: int) -> list[Check]:
         """Store blocks `low` and `low + 1`; load the first of them, and a slot of old, into the next two."""
         bench, submit, after = self.bench, self.bench.engine.submit, self.streams[0]
-        store = self.attempt(submit, Direction.STORE, [low, low + 1, 30], [slot, slot + 1, 30], copier=method)
-        load = self.attempt(submit, Direction.LOAD, [low + 2, low + 3], [slot, 20], after=after, copier=method)
+        store = self.attempt(submit, Direction.STORE, [low, low + 1, 30], [slot, slot + 1, 30], copier=copier)
+        load = self.attempt(submit, Direction.LOAD, [low + 2, low + 3], [slot, 20], after=after, copier=copier)
         if load is not None:
             self.attempt(load.order_before, self.streams[1])
         return [
@@ -135,9 +135,7 @@ def program(level: str = "batch", copiers: tuple[CopierName, ...] = (), **option
     """A program on a device of its own; `options` as for `simulated`."""
     device = simulated(3, level, **options)
     try:
-        with rig(
-            device, num_blocks=40, num_slots=40, staging_bytes=STAGING if "pack" in copiers else 0
-        ) as bench:
+        with rig(device, num_blocks=40, num_slots=40, staging_bytes=STAGING if "pack" in copiers else 0) as bench:
             made = Program(bench, copiers)
             try:
                 yield made

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from helpers import STAGING
 from cuda.bindings import driver as cuda
+from helpers import STAGING
 from mapped_memory import Mapping, check_every_copier, planes_at
 
 import kvoffload

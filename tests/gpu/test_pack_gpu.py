@@ -1,4 +1,4 @@
-"""The copy kernel and split transfers on a GPU: bytes, order, tables, leaks, compiled kernels."""
+"""Packed transfers on a GPU: bytes, tables, leaks, compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from helpers import STAGING, Rig, held_by_process, paint, rig, warm_up, whole
 from leaks import leaked
-from packing import (
+from pack_moves import (
     expect,
-    fill_slots,
     load,
     record_launches,
     separate,
@@ -24,7 +23,7 @@ from packing import (
 import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine
 from kvoffload.kernels import store as kernel_store
-from kvoffload.testing import Mirror, check_copier_conformance, scramble
+from kvoffload.testing import Mirror, check_copier_conformance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -46,11 +45,9 @@ def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
 
 
 def run_every_kernel(bench: Rig) -> None:
-    """One program and several, both ways: loading one for the first time may wait for the GPU to be idle."""
-    for programs in (1, 4):
-        method = CopyMethod("gather", programs, 1.0)
-        submit(bench.engine, store(range(4), range(4), method)).wait(30)
-        submit(bench.engine, load(range(4), range(4), method)).wait(30)
+    """Both ways: loading one for the first time may wait for the GPU to be idle."""
+    submit(bench.engine, store(range(4), range(4))).wait(30)
+    submit(bench.engine, load(range(4), range(4))).wait(30)
     bench.engine.poll()
     paint(bench)
 
@@ -59,31 +56,9 @@ def run_every_kernel(bench: Rig) -> None:
 
 
 def test_conformance(gpu_device: kvoffload.Device) -> None:
-    cases = check_copier_conformance(gpu_device, ["gather", "split"])
+    cases = check_copier_conformance(gpu_device, ["pack"])
     print(f"{len(cases)} cases")
-    assert {case.copier for case in cases} == {"gather", "split"}
-
-
-@pytest.mark.parametrize("programs", [1, 2, 3, 4, 8, 32, 132])
-def test_any_number_of_programs_carries_scattered_planes(gpu_device: kvoffload.Device, programs: int) -> None:
-    planes, buffers = separate(gpu_device, 16, 18 * KIB, 96, 16)
-    for index, buffer in enumerate(buffers):
-        scramble(buffer, index)
-    rng = np.random.default_rng(programs)
-    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=96, staging_bytes=programs) as engine:
-        fill_slots(engine, 1)
-        mirror = Mirror(engine, buffers)
-        method = CopyMethod("gather", programs, 1.0)
-        for each in (
-            store(rng.integers(0, 96, 96).tolist(), rng.permutation(96).tolist(), method),
-            load(rng.integers(0, 96, 96).tolist(), rng.permutation(96).tolist(), method),
-        ):
-            result = submit(engine, each).wait(30)
-            expect(mirror, each)
-            print(f"{each.direction}, {programs} programs: {result.nbytes / result.seconds / 1e9:.1f} GB/s")
-        mirror.check()
-    for buffer in buffers:
-        buffer.close()
+    assert {case.copier for case in cases} == {"pack"}
 
 
 # tables
@@ -97,26 +72,14 @@ def test_long_transfers_in_many_tables(gpu_device: kvoffload.Device, monkeypatch
     ) as bench:
         rng = np.random.default_rng(6)
         mirror = Mirror(bench.engine, [bench.slab])
-        for method in ("pack", CopyMethod("split", 2, 0.5)):
-            for call in (store, load):
-                each = call(rng.permutation(1000), rng.permutation(1000), method)
-                submit(bench.engine, each)
-                expect(mirror, each)
+        for call in (store, load):
+            each = call(rng.permutation(1000), rng.permutation(1000))
+            submit(bench.engine, each)
+            expect(mirror, each)
         bench.engine.drain(60)
         assert all(result.error is None for result in bench.engine.poll())
         mirror.check()
-    assert len(launches) == 2 * (32 + 16)
-
-
-# order
-
-
-def test_a_split_is_one_job_with_a_time(bench: Rig) -> None:
-    before = bench.engine.submitted
-    result = submit(bench.engine, store(range(40), range(40), CopyMethod("split", 1, 0.5))).wait(30)
-    assert bench.engine.submitted - before == 1
-    assert (result.copier, result.nbytes) == ("split", 40 << 20)
-    assert result.seconds > 0
+    assert len(launches) == 2 * 2 * 32
 
 
 # leaks, the cache
@@ -125,13 +88,12 @@ def test_a_split_is_one_job_with_a_time(bench: Rig) -> None:
 def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.Device) -> None:
     planes, buffers = separate(gpu_device, 4, 4 * KIB, 64)
     rng = np.random.default_rng(5)
-    methods = ["pack", "pack", CopyMethod("split", 2, 0.5)]
     with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=64, staging_bytes=STAGING) as engine:
 
         def transfers(count: int) -> None:
             for number in range(count):
                 ids = rng.choice(64, 3, replace=False)
-                submit(engine, (load if number % 2 else store)(ids, ids, methods[number % 3]))
+                submit(engine, (load if number % 2 else store)(ids, ids))
                 if number % 100 == 0:
                     engine.drain(30)
                     engine.poll()

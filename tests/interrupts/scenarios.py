@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from helpers import STAGING
 from worlds import CAPACITY, PLANES, POLICIES, SECONDS, CacheWorld, Fifo, IndexWorld, TieredWorld, World, key, keys
 
 import kvoffload
@@ -190,8 +189,27 @@ def begun_in_parts(w: World) -> Any:
 
 def used(w: World) -> None:
     """Kernels and tables have been made."""
-    for copier in ("strided", "batch", "gather"):
+    for copier in ("strided", "batch", "pack"):
         w.engine.store([1], [1], copier=copier, after=NO_WAIT).wait(SECONDS)
+
+
+def pack_held(w: World) -> Any:
+    """A packed store and a packed load that stand still and have the rings' places."""
+    held = w.held_stream()
+    w.engine.store([4], [3], after=held, copier="pack")
+    w.engine.load([3], TARGETS[3:], after=held, copier="pack")
+
+
+def pack_fails(w: World) -> Any:
+    """The same; the driver will refuse the wait of a second half for the first."""
+    pack_held(w)
+    w.driver.faults.fail_call("cuStreamWaitEvent", nth=3)
+
+
+def pack_after_failure(w: World, direction: str) -> None:
+    """A transfer fails in its second piece, and another one follows it through the ring."""
+    for _ in range(2):
+        transfer(w, direction, copier="pack")
 
 
 def fail_copy(w: World) -> None:
@@ -383,7 +401,8 @@ def promotion_ended(w: TieredWorld) -> Any:
 # the table ------------------------------------------------------------------------------------------------------------
 
 ENGINES, CACHES, KEYS = "one, two", "cache, two cache", "index, cache"
-SM: dict[str, Any] = {"staging_bytes": STAGING}
+PACKED: dict[str, Any] = {"staging_bytes": 1 << 20}
+PIECES: dict[str, Any] = {"staging_bytes": 2 * 512}  # a transfer of three blocks goes round a ring of two
 EVENTS: dict[str, Any] = {"cache_options": {"on_event": on_event}}
 TABLE: tuple[Row, ...] = (
     *(
@@ -395,8 +414,17 @@ TABLE: tuple[Row, ...] = (
             Row(f"engine.{d}.strided", ENGINES, None, partial(transfer, direction=d, copier="strided")),
             Row(f"engine.{d}.batch", ENGINES, None, partial(transfer, direction=d, copier="batch")),
             Row(f"engine.{d}.loop", ENGINES, None, partial(transfer, direction=d, copier="loop")),
-            Row(f"engine.{d}.gather", ENGINES, None, partial(transfer, direction=d, copier="pack"), options=SM),
-            Row(f"engine.{d}.split", ENGINES, None, partial(transfer, direction=d, copier="split"), options=SM),
+            Row(f"engine.{d}.pack", ENGINES, None, partial(transfer, direction=d, copier="pack"), options=PACKED),
+            Row(
+                f"engine.{d}.pack.pieces",
+                "one",
+                pack_held,
+                partial(transfer, direction=d, copier="pack"),
+                options=PIECES,
+            ),
+            Row(
+                f"engine.{d}.pack.failing", "one", pack_fails, partial(pack_after_failure, direction=d), options=PIECES
+            ),
             Row(f"engine.{d}.after_stream", ENGINES, World.stream, partial(transfer, direction=d)),
             Row(f"engine.{d}.after_held_stream", ENGINES, World.held_stream, partial(transfer, direction=d)),
             Row(f"engine.{d}.conflicting", ENGINES, conflict, partial(transfer, direction=d)),
@@ -422,9 +450,9 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("engine.close", ENGINES, None, lambda w: w.engine.close(SECONDS), "closed"),
     Row("engine.close.with_jobs", "one, two, cache, two cache", begun, lambda w: w.engine.close(SECONDS), "closed"),
-    Row("engine.close.used", ENGINES, used, lambda w: w.engine.close(SECONDS), "closed", options=SM),
+    Row("engine.close.used", ENGINES, used, lambda w: w.engine.close(SECONDS), "closed", options=PACKED),
     Row("engine.open", ENGINES, None, lambda w: w.open_engine(2, staging_bytes=0).close(SECONDS)),
-    Row("engine.open.kernels", ENGINES, None, lambda w: w.kept.append(w.open_engine(2, staging_bytes=STAGING))),
+    Row("engine.open.kernels", ENGINES, None, lambda w: w.kept.append(w.open_engine(2, staging_bytes=1 << 20))),
     Row(
         "engine.open.progress",
         "one",

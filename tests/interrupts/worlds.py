@@ -231,6 +231,7 @@ class World(_Checked):
         self.fill()
         layouts = [KVLayout([planes]) for planes in self.planes]
         self.layout: Any = layouts if devices == 2 else layouts[0]
+        self.copier: Any = "pack" if options.get("staging_bytes") else None  # by which it is used afterwards
         self.engine = self.open_engine(CAPACITY, **{"staging_bytes": 0, **options})
         self.streams: list[tuple[Device, int]] = []
         self.gate: Any = None
@@ -320,8 +321,9 @@ class World(_Checked):
         self.fill()
         slots = range(CAPACITY)
         for first in (0, CAPACITY):
-            engine.store(range(first, first + CAPACITY), slots, after=NO_WAIT).wait(SECONDS)
-            engine.load(slots, range(SOURCES, SOURCES + CAPACITY), after=NO_WAIT).wait(SECONDS)
+            engine.store(range(first, first + CAPACITY), slots, after=NO_WAIT, copier=self.copier).wait(SECONDS)
+            targets = range(SOURCES, SOURCES + CAPACITY)
+            engine.load(slots, targets, after=NO_WAIT, copier=self.copier).wait(SECONDS)
             if not (self.blocks()[SOURCES : SOURCES + CAPACITY] == contents()[first : first + CAPACITY]).all():
                 return ["wrong bytes: a transfer after the interrupted call"]
         assert engine.statistics().in_flight == 0, "nothing is in flight"

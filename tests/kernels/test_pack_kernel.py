@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packing import BLOCK_BYTES, Chance, Drawn, pick
+from pack_moves import BLOCK_BYTES, Chance, Drawn, pick
 
 from kvoffload import Direction, KVLayout, Plane
 from kvoffload.copiers.pack_kernels import FragmentShape, fragment_shape_of, fragment_table, kernel_spec

@@ -18,7 +18,6 @@ import pytest
 from seeds import seeds
 
 import kvoffload
-from kvoffload.copiers import pack
 from kvoffload.device import streams
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import address_of
@@ -284,7 +283,6 @@ def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut_segments(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
     """At most so many operations at a time, of a kernel so many blocks."""
     copiers = engine._parts.copiers
-    monkeypatch.setattr(pack, "blocks_of_piece", lambda *_: operations)  # of copiers made later
     for copier in (*copiers._of_copy_engine.values(), *copiers._pack.values()):
         monkeypatch.setattr(copier, "segment_operations", operations)
 
