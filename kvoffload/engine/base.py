@@ -138,7 +138,7 @@ class Engine(Generic[_After, _Plan]):
                 `NO_WAIT`: nothing. A `ShardedEngine` takes a list or tuple with one such value per device, in their
                 order; or an object whose method `after()` returns one, such as `kvoffload.jax.OwnedCache`; or None or
                 `NO_WAIT` for all devices.
-            copier: "strided", "pack", "batch" or "loop". None: the profile decides.
+            copier: "strided", "pack", "batch" or "loop". None: the profile decides, and the last transfers.
 
         Returns:
             The job. A driver error while copies are queued, now or later, fails the job and raises nothing here.
@@ -235,7 +235,7 @@ class Engine(Generic[_After, _Plan]):
         """Store blocks of several groups as one transfer with one job. All is checked before anything happens.
 
         `job.nbytes` sums over the groups, `job.method` is that of the element with the most bytes, and `job.reason` has
-        one text per group. Copies by the same copier, except kernels, are submitted together.
+        one text per group, or that of this element if the last transfers decided. Copies by the same copier, except kernels, are submitted together.
 
         Args:
             transfers: one element for each group, or several if pieces of a group begin at different sub-blocks.

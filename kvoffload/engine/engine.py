@@ -60,7 +60,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
             a kernel only if you ask for it, since it interprets kernels slowly.) If kernels cannot be loaded, you get a
             KVOffloadWarning, and the copy engine carries all transfers.
         prefer: "overlap", for a GPU that computes during transfers: selects the copier that costs least in the worse of
-            two kinds of computation. "latency": selects the one that ends soonest on an idle GPU.
+            two kinds of computation. "latency": selects the one that ends soonest on an idle GPU. That is for the first
+            transfers: between "pack" and the copy engine, the times of the last ones decide from then on.
         profile: what transfers cost here, see `kvoffload.tuning`. None: the one that `kvoffload tune` measured for this
             GPU, driver, link and bindings, else one from the package.
         max_in_flight: how many jobs may be unfinished at a time. The next submission raises CapacityError.

@@ -382,7 +382,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def reason(self) -> str:
-        """Why that copier was selected, for people to read."""
+        """Why that copier was selected, for people to read: what the profile or the last transfers let expect."""
         return str(self._transfer.reason)
 
     @property

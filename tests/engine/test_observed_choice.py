@@ -170,3 +170,24 @@ def test_groups_that_go_together_are_one_choice(monkeypatch: pytest.MonkeyPatch,
             job = engine.store_groups([both[0], GroupTransfer(1, [1], [5])], after=NO_WAIT)
             job.wait(60)
             assert times.told[-1] == (job.copier, times.seconds[job.copier] * 4 / 5), "the share of the larger group"
+
+
+@pytest.mark.parametrize("where", ["choose", "note"])
+def test_an_interrupt_leaves_it_usable(monkeypatch: pytest.MonkeyPatch, times: Times, where: str) -> None:
+    """Within a submission before anything is in flight, or while ended transfers are looked for."""
+    inner, left = getattr(Comparison, where), [1]
+
+    def interrupted(*arguments: Any) -> Any:
+        found = inner(*arguments)
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        return found
+
+    with choosing(times, monkeypatch) as bench:
+        monkeypatch.setattr(Comparison, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stores(bench, 1)
+        assert {job.copier for job in stores(bench, 3)} <= {"strided", "pack"}
+        totals = bench.engine.statistics().store
+        assert (totals.failed, totals.jobs) == (0, 3 if where == "choose" else 4)
