@@ -16,6 +16,7 @@ from kvoffload.errors import DriverError
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
+from kvoffload.tuning import COPIERS
 from kvoffload_bench.copy_methods import GridStride, bare_calls, bare_strided, flat_batch, time_engine
 from kvoffload_bench.harness import SMALL, WARM_UP, ContiguousCopy, Lab, Scenario, time_rounds
 from kvoffload_bench.setup import Placement, TransferSetup
@@ -113,9 +114,9 @@ def test_bench_transfer_without_kernels_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr("kvoffload.kernels.why_not", lambda _: "kernels need Triton, which is not installed")
     fields = run_json(capsys, *SMALL_TRANSFER, "--backend", "simulated")
-    assert set(fields["not_run"]) == {"gather", "split", "grid-stride 12"}
+    assert set(fields["not_run"]) == {"pack", "grid-stride 12"}
     assert {reason.split(",")[0] for reason in fields["not_run"].values()} == {"kernels need Triton"}
-    assert all(not name.startswith(("gather", "grid")) for row in fields["transfers"] for name in row["wrong"])
+    assert all(not name.startswith(("pack", "grid")) for row in fields["transfers"] for name in row["wrong"])
 
 
 @pytest.mark.parametrize(

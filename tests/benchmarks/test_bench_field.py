@@ -153,7 +153,7 @@ def test_without_kernels_the_idle_gpu_is_measured(
     options = ("--layouts", "plane-major", "--directions", "store", "--situations", "idle", "decode-loop")
     fields = run_json(capsys, *SIMULATED, *options)
     assert {cell["situation"] for cell in fields["cells"]} == {"idle"}
-    assert {"gather", GRID, "decode-loop"} <= set(fields["not_run"])
+    assert {"pack", GRID, "decode-loop"} <= set(fields["not_run"])
 
 
 def test_what_the_driver_lacks_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ KINDS = [
     (Placement.FOLDED, BareStrided, "cuMemcpy3DBatchAsync"),
     (Placement.SCATTERED, BareGather, "cuLaunchKernel"),
 ]
-LAYOUTS = {"block-major": "batch", "plane-major": "strided", "separate allocations": "gather"}
+LAYOUTS = {"block-major": "batch", "plane-major": "strided", "separate allocations": "pack"}
 
 
 def test_bench_submit_shows_every_line_verified_and_without_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +135,7 @@ def test_what_the_driver_lacks_is_named(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     fields = run_json(capsys, *SIMULATED)
     assert set(fields["not_run"]) == {"block-major by batch", "plane-major by strided"}
-    assert {each["copier"] for each in fields["submissions"]} == {"gather"}
+    assert {each["copier"] for each in fields["submissions"]} == {"pack"}
     assert fields["wrong_rows"] == 0
 
 

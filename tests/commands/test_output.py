@@ -103,7 +103,6 @@ def test_replay_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tune_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     profile = replace(
         default_profile(ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")),
-        slowdowns={"gather 4": 1.04, "strided": 1.0},
         errors={"strided": Deviation(0.02, 0.1, 120)},
         host={"batch": HostCosts(2e-5, 1e-7)},
     )
@@ -154,7 +153,7 @@ def test_doctor_of_a_gpu_is_grouped_and_all_is_well(capsys: pytest.CaptureFixtur
         ({"link_width": 8}, "link", "warn", "8 of 16 lanes"),
         ({"numa_cpus": 0}, "NUMA node", "warn", "NUMA node"),
         ({"profile_is_measured": False}, "profile", "warn", "kvoffload tune"),
-        ({"copiers": {"gather": "no Triton"}}, "gather", "warn", "more slowly"),
+        ({"copiers": {"pack": "no Triton"}}, "pack", "warn", "more slowly"),
         ({"cache_folder_problem": "Read-only file system"}, "cache folder", "warn", "KVOFFLOAD_CACHE"),
         ({"problem": "no driver", "gpus": [], "simulated": None}, "GPUs", "fail", "nvidia-smi"),
         ({"packages": {"cuda-bindings": None}}, "cuda-bindings", "fail", "pip install"),
