@@ -197,9 +197,9 @@ def test_where_planes_lie_decides_what_folds(lab: Lab) -> None:
     for placement in Placement:
         with TransferSetup(lab, MODEL, placement=placement, count=2) as setup:
             folds[placement] = [(group.folds, group.planes) for group in setup.engine._shard.folds.groups]
-            shape = setup.shape(Direction.LOAD)
-            assert (shape.blocks, shape.plane_blocks, shape.nbytes) == (1, 24, setup.nbytes // 2)
-            assert (shape.operations, shape.rows) == {
+            report = setup.engine.plan("load", setup.groups[0].blocks, setup.groups[0].slots)
+            assert (report.blocks, report.nbytes) == (1, setup.nbytes // 2)
+            assert (report.operations, report.rows) == {
                 Placement.FOLDED: (1, 24),
                 Placement.SCATTERED: (24, 24),
                 Placement.INTERLEAVED: (1, 1),

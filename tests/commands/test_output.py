@@ -14,10 +14,9 @@ from printed import DOCUMENT, GPU, SIMULATED, check, check_help, check_options, 
 import kvoffload
 from kvoffload.calibration import Tuning
 from kvoffload.commands import build_parser, demo, doctor, findings, main, tune
-from kvoffload.copiers import NAMES
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import Output
-from kvoffload.tuning import Deviation, HostCosts, ProfileKey, default_profile
+from kvoffload.tuning import COPIERS, Deviation, HostCosts, ProfileKey, default_profile
 
 REPLAY = ("replay", "--workload", "agents", "--requests", "20")
 WITH_BYTES = (*REPLAY, "--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "40")
@@ -53,7 +52,7 @@ def test_words_of_tables_are_explained(capsys: pytest.CaptureFixture[str]) -> No
     for placement in ("folded", "scattered"):
         assert text.index(f"\nplanes {placement}: ") < text.index(f"\nstore, planes {placement}\n")
     assert "\nprefer overlap: " in text
-    methods = {name for name in NAMES if re.search(rf" {name} [\d ]*\d\.", text)}
+    methods = {name for name in COPIERS if re.search(rf" {name} [\d ]*\d\.", text)}
     assert methods
     assert [name for name in methods if f"\n{name}: " not in text] == []
 

@@ -42,7 +42,7 @@ from kvoffload import (
     OffloadEngine,
     TransferError,
 )
-from kvoffload.copiers import Place, StagingRing, copier_set
+from kvoffload.copiers import Place, StagingRing, copier_set, selection
 
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 BLOCK = 4 * 64  # bytes of a block in a rig
@@ -63,7 +63,8 @@ def test_any_packed_transfers_move_the_bytes_of_a_naive_loop(
     poison_places(monkeypatch)
     if seed % 2:
         change_streams(monkeypatch)
-    moves: list[Move] = [move(chance, spec, (PACK, PACK, "strided")[chance.number(0, 2)]) for _ in range(8)]
+    copiers: tuple[CopierName, ...] = (PACK, PACK, "strided")
+    moves: list[Move] = [move(chance, spec, copiers[chance.number(0, 2)]) for _ in range(8)]
     bound = {"most_queued_bytes": 3000} if seed % 3 == 0 else {}
     with simulated(seed, level) as device:
         check_moves(device, spec, moves, seed, **bound)
@@ -240,7 +241,7 @@ def test_a_load_in_parts_goes_another_way(device: kvoffload.Device, asked: Any) 
 
 def prefer_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have "pack" chosen wherever it is offered, as on a GPU."""
-    choose = copier_set.choose
+    choose = selection.choose
 
     def choosing(shape: Any, available: Any, *rest: Any) -> Any:
         return choose(shape, ("pack",) if "pack" in available else available, *rest)
@@ -302,7 +303,7 @@ def test_rings_are_allocated_on_first_use_by_direction_and_freed(device: kvofflo
     with rig(device, staging_bytes=STAGING) as bench:
         for use, sizes in ((None, (0, 0)), (store, (1, 0)), (load, (1, 1))):
             if use is not None:
-                use(bench, [1], [1]).wait(10)  # type: ignore[operator]
+                use(bench, [1], [1]).wait(10)
             assert [ring.allocated // ring.nbytes for ring in rings(bench)] == list(sizes)
         pool = bench.engine.slots.nbytes
         assert rings(bench)[0].nbytes == 2 * pool, "no more than two transfers of the whole pool need"

@@ -255,9 +255,7 @@ def test_pitfall_15_a_bad_pointer_raises_with_every_copier_and_the_context_lives
 
 
 def submit(copier: Copier, work: Any, stream: int) -> None:
-    staged = copier.stage(work, SourceOrder.STREAM)
-    assert staged is not None
-    staged.submit(stream, None)
+    copier.stage(work, SourceOrder.STREAM)(stream, None)
 
 
 # contexts

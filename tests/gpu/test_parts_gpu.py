@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LEGACY, STAGING, Rig, copiers_in, release, rig, warm_up, whole
+from helpers import STAGING, Rig, copiers_in, release, rig, warm_up, whole
 from layerwise import Reader, blocks_hold, hold_from, load
 from strategies import slab_of
 from transfers import COPY_CALLS, intercepted, queueing
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
-from kvoffload.engine.job import Job
 from kvoffload.internal.waiting import wait_until
 from kvoffload.testing import Mirror, scramble
 from kvoffload.tuning import CopierName
