@@ -19,6 +19,7 @@ import kvoffload
 from kvoffload import (
     NO_WAIT,
     CapabilityError,
+    Direction,
     KVLayout,
     OffloadEngine,
 )

@@ -43,6 +43,7 @@ from kvoffload import (
     TransferError,
 )
 from kvoffload.copiers import Place, StagingRing, copier_set, selection
+from kvoffload.tuning import CopierName
 
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 BLOCK = 4 * 64  # bytes of a block in a rig
@@ -83,7 +84,7 @@ def test_loads_in_pieces_keep_their_bytes_when_urgent_ones_go_ahead(
         load(bench, range(4), range(4), after=held)
         for first in (4, 8):
             load(bench, range(first, first + 4), range(first, first + 4))
-        bench.engine.load(range(12, 16), range(12, 16), after=NO_WAIT, copier=PACK, urgent=urgent)  # type: ignore[arg-type]
+        bench.engine.load(range(12, 16), range(12, 16), after=NO_WAIT, copier=PACK, urgent=urgent)
         assert sum(job.held for job in bench.engine._parts.in_flight.loads.transfers) >= 3
         release(bench)
         assert blocks_hold(bench, range(16), range(100, 116))
@@ -127,7 +128,7 @@ def test_groups_of_one_transfer_by_different_copiers(monkeypatch: pytest.MonkeyP
     """Contiguous copies, which pieces use as well, and strided ones behind the pieces."""
     pieces_of_one_block(monkeypatch, 3, 3 * 64)
     poison_places(monkeypatch)
-    methods = (first, "pack", "batch")
+    methods: tuple[Any, ...] = (first, "pack", "batch")
     select = copier_set.CopierSet.select
 
     def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
