@@ -58,13 +58,13 @@ def test_bench_transfer_verifies_every_scenario_of_every_placement(capsys: pytes
         for direction in ("store", "load")
     }
     for row in rows:
-        scenarios = CHOICES | BARE | {"strided", "batch", "loop", "gather 4"}
+        scenarios = CHOICES | BARE | {"strided", "batch", "loop"}
         scenarios |= {"bare strided"} if row["placement"] == "folded" else set()
-        assert set(row["wrong"]) - {"split 1", "split 2"} == scenarios  # what the profile does not share is not split
+        scenarios |= {"pack"} if row["placement"] == "interleaved" or row["blocks_per_slot"] == 1 else set()
+        assert set(row["wrong"]) == scenarios
         assert set(row["wrong"].values()) == {0}
         assert set(row["chosen"]) == CHOICES
         assert row["gb_per_s"] == {} == row["samples_us"]
-    assert any("split 2" in row["wrong"] for row in rows)
     assert (fields["benchmark"], fields["wrong_rows"], fields["ratios"]) == ("transfer", 0, [])
 
 
@@ -75,7 +75,7 @@ def test_bench_transfer_counts_wrong_bytes_of_every_round_and_fails(
     fields = run_json(capsys, *SMALL_TRANSFER, "--repeats", "2", "--backend", "simulated", code=1)
     for row in fields["transfers"]:
         every_row = row["blocks"] * row["planes"] * (WARM_UP + 2)
-        assert {row["wrong"][name] for name in ("choice, overlap", "strided", "loop", "gather 4")} == {every_row}
+        assert {row["wrong"][name] for name in ("choice, overlap", "strided", "loop")} == {every_row}
         assert {row["wrong"][name] for name in (*BARE, "bare strided")} == {0}
 
 
@@ -231,7 +231,7 @@ def test_the_engine_chooses_by_the_preference_it_is_given(lab: Lab) -> None:
         setup.prepare(Direction.STORE)
         for prefer in ("latency", "overlap"):
             setup.seconds(setup.submit(Direction.STORE, prefer=prefer))
-            assert setup.engine.prefer == prefer
+            assert setup.engine._shard.prefer == prefer
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 9 << 20])
@@ -302,21 +302,21 @@ def row(direction: Direction, placement: Placement, row_bytes: int, copies: int,
 def test_ratios_and_where_they_are_worst() -> None:
     store, scattered, folded = Direction.STORE, Placement.SCATTERED, Placement.FOLDED
     rows = [
-        row(store, scattered, 4096, 8192, gather_4=45.0, contiguous_copy=50.0, strided=5.0, choice_latency=40.0),
-        row(store, scattered, 65536, 8192, gather_4=49.0, contiguous_copy=50.0, batch=50.0, choice_latency=50.0),
-        row(store, scattered, 8192, 128, gather_4=30.0, contiguous_copy=50.0, grid_12=12.0, choice_latency=30.0),
+        row(store, scattered, 4096, 8192, pack=45.0, contiguous_copy=50.0, strided=5.0, choice_latency=40.0),
+        row(store, scattered, 65536, 8192, pack=49.0, contiguous_copy=50.0, batch=50.0, choice_latency=50.0),
+        row(store, scattered, 8192, 128, pack=30.0, contiguous_copy=50.0, grid_12=12.0, choice_latency=30.0),
         row(Direction.LOAD, scattered, 8192, 4096, batch=12.0, flat_batch=3.0, choice_latency=12.0),
-        row(store, folded, 4096, 8192, split_2=44.0, choice_overlap=42.0, contiguous_copy=50.0),
-        row(store, folded, 8192, 1024, split_2=10.0, choice_overlap=10.0, contiguous_copy=50.0),  # less than 32 MiB
-        row(store, folded, 2048, 65536, gather_4=1.0, contiguous_copy=50.0),
+        row(store, folded, 4096, 8192, pack=44.0, choice_overlap=42.0, contiguous_copy=50.0),
+        row(store, folded, 8192, 1024, pack=10.0, choice_overlap=10.0, contiguous_copy=50.0),  # less than 32 MiB
+        row(store, folded, 2048, 65536, pack=1.0, contiguous_copy=50.0),
     ]
     found = {each["ratio"]: (each["which"], each["value"], each["at"]) for each in ratios(rows)}
     assert found == {
-        "gather 4 / contiguous copy, scattered, 4 to 64 KiB, from 32 MiB, store": (
+        "pack / contiguous copy, scattered, 4 to 64 KiB, from 32 MiB, store": (
             *("lowest", 0.9),
             "64 planes, 4 KiB, n = 8192, scattered",
         ),
-        "gather 4 / grid-stride 12, scattered, n = 128, 8 KiB, store": (
+        "pack / grid-stride 12, scattered, n = 128, 8 KiB, store": (
             *("lowest", 2.5),
             "64 planes, 8 KiB, n = 128, scattered",
         ),

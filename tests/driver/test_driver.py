@@ -194,9 +194,7 @@ def test_why_not_names_what_is_needed_and_what_is_there() -> None:
             CapabilityError, match=r"copier='batch' cannot run here: cuda-bindings 13.3 need .* >= 13.0"
         ):
             engine.store([0], [0], copier="batch")
-        with pytest.raises(
-            ValueError, match="copier must be one of strided, gather, split, batch, loop or None, got 'fast'"
-        ):
+        with pytest.raises(ValueError, match="copier must be one of strided, pack, batch, loop or None, got 'fast'"):
             engine.store([0], [0], copier="fast")  # type: ignore[arg-type]
     check_clean_close(device)
 
