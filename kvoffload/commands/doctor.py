@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvoffload.commands import findings, folders, stores
+from kvoffload.copiers import STAGING_BYTES
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError, KVOffloadError
 from kvoffload.internal import cachefiles, hostinfo
@@ -120,6 +121,7 @@ def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, A
         fields = describe_device(device) | {
             "index": device.index,
             "copiers": missing_copiers(device),
+            "staging_bytes": STAGING_BYTES,
             "missing": capabilities.missing,
             "profile": profile.source,
             "profile_is_measured": profile.key is not None,

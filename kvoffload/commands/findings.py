@@ -96,7 +96,8 @@ def of_copy_methods(fields: Fields) -> Iterator[Finding]:
     where = " on the simulated device" if fields["simulated"] else ""
     for name, reason in fields["copiers"].items():
         if reason is None:
-            yield Finding("ok", name, f"can run{where}")
+            memory = f", through at most {mib(fields['staging_bytes'])} of GPU memory for each direction"
+            yield Finding("ok", name, f"can run{where}{memory if name == 'pack' else ''}")
         else:
             yield Finding("warn", name, f"cannot run: {reason}", "the others do its copies, more slowly")
     if fields["simulated"]:

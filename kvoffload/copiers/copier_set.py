@@ -172,7 +172,7 @@ class CopierSet:
             return
         nbytes = ring_bytes(layout, pool_bytes, self._staging_bytes)
         self._rings = StagingRing(self._driver, nbytes), StagingRing(self._driver, nbytes)
-        self.missing["pack"] = why_not_packed(layout, nbytes)
+        self.missing["pack"] = self.missing["pack"] or why_not_packed(layout, nbytes)
 
     def open_ring(self, direction: Direction) -> str | None:
         """Allocate the ring that packed transfers of a direction go through, at the first one. The context must be

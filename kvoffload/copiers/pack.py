@@ -47,7 +47,7 @@ def ring_bytes(layout: KVLayout, pool_bytes: int, staging_bytes: int) -> int:
 
 
 def checked_staging(staging_bytes: Any, layout: KVLayout) -> int:
-    """Raise unless it is 0 or has room for a block. The default is never refused: the copy engine carries larger blocks."""
+    """Raise unless it is 0 or has room for a block. The default is never refused: larger blocks go another way."""
     nbytes = at_least("staging_bytes", staging_bytes, 0)
     largest = max(group.bytes_per_block for group in layout.groups)
     least = min(STAGING_BYTES, _place_bytes(1, largest))

@@ -234,8 +234,9 @@ class Engine(Generic[_After, _Plan]):
     ) -> Job:
         """Store blocks of several groups as one transfer with one job. All is checked before anything happens.
 
-        `job.nbytes` sums over the groups, `job.method` is that of the element with the most bytes, and `job.reason` has
-        one text per group, or that of this element if the last transfers decided. Copies by the same copier, except kernels, are submitted together.
+        `job.nbytes` sums over the groups, `job.copier` is that of the element with the most bytes, and `job.reason` has
+        one text per group, or that of this element if the last transfers decided. Copies by the same copier, except
+        "pack", are submitted together.
 
         Args:
             transfers: one element for each group, or several if pieces of a group begin at different sub-blocks.

@@ -16,6 +16,7 @@ from kvoffload.errors import DriverError
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
+from kvoffload.tuning import COPIERS
 from kvoffload_bench.copy_methods import GridStride, bare_calls, bare_strided, flat_batch, time_engine
 from kvoffload_bench.harness import SMALL, WARM_UP, ContiguousCopy, Lab, Scenario, time_rounds
 from kvoffload_bench.setup import Placement, TransferSetup
@@ -57,13 +58,13 @@ def test_bench_transfer_verifies_every_scenario_of_every_placement(capsys: pytes
         for direction in ("store", "load")
     }
     for row in rows:
-        scenarios = CHOICES | BARE | {"strided", "batch", "loop", "gather 4"}
+        scenarios = CHOICES | BARE | {"strided", "batch", "loop"}
         scenarios |= {"bare strided"} if row["placement"] == "folded" else set()
-        assert set(row["wrong"]) - {"split 1", "split 2"} == scenarios  # what the profile does not share is not split
+        scenarios |= {"pack"} if row["placement"] == "interleaved" or row["blocks_per_slot"] == 1 else set()
+        assert set(row["wrong"]) == scenarios
         assert set(row["wrong"].values()) == {0}
         assert set(row["chosen"]) == CHOICES
         assert row["gb_per_s"] == {} == row["samples_us"]
-    assert any("split 2" in row["wrong"] for row in rows)
     assert (fields["benchmark"], fields["wrong_rows"], fields["ratios"]) == ("transfer", 0, [])
 
 
@@ -74,7 +75,7 @@ def test_bench_transfer_counts_wrong_bytes_of_every_round_and_fails(
     fields = run_json(capsys, *SMALL_TRANSFER, "--repeats", "2", "--backend", "simulated", code=1)
     for row in fields["transfers"]:
         every_row = row["blocks"] * row["planes"] * (WARM_UP + 2)
-        assert {row["wrong"][name] for name in ("choice, overlap", "strided", "loop", "gather 4")} == {every_row}
+        assert {row["wrong"][name] for name in ("choice, overlap", "strided", "loop")} == {every_row}
         assert {row["wrong"][name] for name in (*BARE, "bare strided")} == {0}
 
 
@@ -113,9 +114,9 @@ def test_bench_transfer_without_kernels_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr("kvoffload.kernels.why_not", lambda _: "kernels need Triton, which is not installed")
     fields = run_json(capsys, *SMALL_TRANSFER, "--backend", "simulated")
-    assert set(fields["not_run"]) == {"gather", "split", "grid-stride 12"}
+    assert set(fields["not_run"]) == {"pack", "grid-stride 12"}
     assert {reason.split(",")[0] for reason in fields["not_run"].values()} == {"kernels need Triton"}
-    assert all(not name.startswith(("gather", "grid")) for row in fields["transfers"] for name in row["wrong"])
+    assert all(not name.startswith(("pack", "grid")) for row in fields["transfers"] for name in row["wrong"])
 
 
 @pytest.mark.parametrize(
@@ -196,9 +197,9 @@ def test_where_planes_lie_decides_what_folds(lab: Lab) -> None:
     for placement in Placement:
         with TransferSetup(lab, MODEL, placement=placement, count=2) as setup:
             folds[placement] = [(group.folds, group.planes) for group in setup.engine._shard.folds.groups]
-            shape = setup.shape(Direction.LOAD)
-            assert (shape.blocks, shape.plane_blocks, shape.nbytes) == (1, 24, setup.nbytes // 2)
-            assert (shape.operations, shape.rows) == {
+            report = setup.engine.plan("load", setup.groups[0].blocks, setup.groups[0].slots)
+            assert (report.blocks, report.nbytes) == (1, setup.nbytes // 2)
+            assert (report.operations, report.rows) == {
                 Placement.FOLDED: (1, 24),
                 Placement.SCATTERED: (24, 24),
                 Placement.INTERLEAVED: (1, 1),
@@ -230,7 +231,7 @@ def test_the_engine_chooses_by_the_preference_it_is_given(lab: Lab) -> None:
         setup.prepare(Direction.STORE)
         for prefer in ("latency", "overlap"):
             setup.seconds(setup.submit(Direction.STORE, prefer=prefer))
-            assert setup.engine.prefer == prefer
+            assert setup.engine._shard.prefer == prefer
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 9 << 20])
@@ -301,21 +302,21 @@ def row(direction: Direction, placement: Placement, row_bytes: int, copies: int,
 def test_ratios_and_where_they_are_worst() -> None:
     store, scattered, folded = Direction.STORE, Placement.SCATTERED, Placement.FOLDED
     rows = [
-        row(store, scattered, 4096, 8192, gather_4=45.0, contiguous_copy=50.0, strided=5.0, choice_latency=40.0),
-        row(store, scattered, 65536, 8192, gather_4=49.0, contiguous_copy=50.0, batch=50.0, choice_latency=50.0),
-        row(store, scattered, 8192, 128, gather_4=30.0, contiguous_copy=50.0, grid_12=12.0, choice_latency=30.0),
+        row(store, scattered, 4096, 8192, pack=45.0, contiguous_copy=50.0, strided=5.0, choice_latency=40.0),
+        row(store, scattered, 65536, 8192, pack=49.0, contiguous_copy=50.0, batch=50.0, choice_latency=50.0),
+        row(store, scattered, 8192, 128, pack=30.0, contiguous_copy=50.0, grid_12=12.0, choice_latency=30.0),
         row(Direction.LOAD, scattered, 8192, 4096, batch=12.0, flat_batch=3.0, choice_latency=12.0),
-        row(store, folded, 4096, 8192, split_2=44.0, choice_overlap=42.0, contiguous_copy=50.0),
-        row(store, folded, 8192, 1024, split_2=10.0, choice_overlap=10.0, contiguous_copy=50.0),  # less than 32 MiB
-        row(store, folded, 2048, 65536, gather_4=1.0, contiguous_copy=50.0),
+        row(store, folded, 4096, 8192, pack=44.0, choice_overlap=42.0, contiguous_copy=50.0),
+        row(store, folded, 8192, 1024, pack=10.0, choice_overlap=10.0, contiguous_copy=50.0),  # less than 32 MiB
+        row(store, folded, 2048, 65536, pack=1.0, contiguous_copy=50.0),
     ]
     found = {each["ratio"]: (each["which"], each["value"], each["at"]) for each in ratios(rows)}
     assert found == {
-        "gather 4 / contiguous copy, scattered, 4 to 64 KiB, from 32 MiB, store": (
+        "pack / contiguous copy, scattered, 4 to 64 KiB, from 32 MiB, store": (
             *("lowest", 0.9),
             "64 planes, 4 KiB, n = 8192, scattered",
         ),
-        "gather 4 / grid-stride 12, scattered, n = 128, 8 KiB, store": (
+        "pack / grid-stride 12, scattered, n = 128, 8 KiB, store": (
             *("lowest", 2.5),
             "64 planes, 8 KiB, n = 128, scattered",
         ),

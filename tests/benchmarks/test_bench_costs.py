@@ -35,7 +35,7 @@ def test_bench_sweep_verifies_every_size_count_and_placement(capsys: pytest.Capt
         for copies in (8, 24)  # whole blocks of 8 planes
     }
     for row in rows:
-        assert {"choice, overlap", "choice, latency", "gather 4", "batch", "copy loop"} <= set(row["wrong"])
+        assert {"choice, overlap", "choice, latency", "pack", "batch", "copy loop"} <= set(row["wrong"])
         assert set(row["wrong"].values()) == {0}
     assert fields["wrong_rows"] == 0
     assert times_in(fields) == []
@@ -104,7 +104,7 @@ def test_bench_sweep_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[
     for row in fields["transfers"]:
         assert all(rate > 0 for rate in row["gb_per_s"].values())
     names = {each["ratio"] for each in fields["ratios"]}
-    assert "gather 4 / grid-stride 12, scattered, n = 128, 8 KiB, load" in names
+    assert "pack / grid-stride 12, scattered, n = 128, 8 KiB, load" in names
     assert "batch / flat batch, scattered, n = 4096, 8 KiB, load" in names
 
 

@@ -114,7 +114,7 @@ def test_one_block_is_not_called_blocks(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("name", ["transfer", "sweep"])
 def test_the_choice_takes_one_line_a_transfer(capsys: pytest.CaptureFixture[str], name: str) -> None:
     fields, show = measured(json.loads(recorded(name)))
-    reasons = {"store": "batch: 28.8 GB/s expected; next is strided", "load": "gather with 4 programs: 49.6 GB/s"}
+    reasons = {"store": "batch: 28.8 GB/s expected; next is strided", "load": "pack: 49.6 GB/s"}
     for record in fields["transfers"]:
         record["gb_per_s"] = dict.fromkeys(record["wrong"], 48.25) | {"contiguous copy": 55.0}
         record["chosen"] = {"choice, overlap": reasons[record["direction"]], "choice, latency": "strided: 50 GB/s"}
@@ -124,7 +124,7 @@ def test_the_choice_takes_one_line_a_transfer(capsys: pytest.CaptureFixture[str]
     for table in tables:
         _, rows = re.split(r"^-+(?:  -+)+\n", table, flags=re.MULTILINE)
         for row in rows.splitlines():
-            assert re.search(r"\d +48\.2 \(0\.88\)  batch +48\.2 \(0\.88\)  gather 4$", row), row
+            assert re.search(r"\d +48\.2 \(0\.88\)  batch +48\.2 \(0\.88\)  pack$", row), row
     assert sum(table.count("(0.88)") for table in tables) == len(fields["transfers"])
 
 

@@ -45,11 +45,11 @@ def test_bench_parts_without_a_gpu_prints_what_was_verified(capsys: pytest.Captu
 
 def test_bench_parts_of_the_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     """On the simulated device it carries what it is asked to carry."""
-    options = ("--blocks", "16", "--parts", "1,4", "--copier", "gather", "--repeats", "1")
+    options = ("--blocks", "16", "--parts", "1,4", "--copier", "strided", "--repeats", "1")
     fields = run_json(capsys, *SIMULATED, *options)
     assert [(row["parts"], row["copier"], row["wrong"]) for row in fields["parts"]] == [
-        (1, "gather", 0),
-        (4, "gather", 0),
+        (1, "strided", 0),
+        (4, "strided", 0),
     ]
 
 
@@ -73,7 +73,7 @@ def test_bench_parts_counts_wrong_bytes_of_every_round_and_fails(
         (("--parts", "3"), "--parts 3 does not divide the 64 planes of llama-3.1-8b: give divisors"),
         (("--parts", "0"), "must be at least 1"),
         (("--blocks", "x"), "must be an integer"),
-        (("--copier", "split"), "invalid choice: 'split'"),
+        (("--copier", "pack"), "invalid choice: 'pack'"),
         (("--model", "gpt-oss-20b"), "gpt-oss-20b has 2 groups"),
         (("--model", "nobody"), "unknown model 'nobody'"),
     ],
@@ -135,4 +135,4 @@ def test_bench_parts_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[
         assert all(np.isfinite(row[name]) for name in TIMES), "two streams of a GPU that others use may be in any order"
         assert min(row["call_us"], row["gpu_us"], row["gb_per_s"]) > 0
         if row["parts"] > 1:
-            assert row["copier"] in ("strided", "gather", "batch", "loop")
+            assert row["copier"] in ("strided", "batch", "loop")

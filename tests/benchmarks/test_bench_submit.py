@@ -15,15 +15,15 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload_bench.harness import SMALL, Lab
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
-from kvoffload_bench.submit import UNFINISHED, BareBatch, BareGather, BareStrided, BareSubmission
+from kvoffload_bench.submit import UNFINISHED, BareBatch, BarePack, BareStrided, BareSubmission
 
 SIMULATED = ("bench", "submit", "--backend", "simulated")
 KINDS = [
     (Placement.INTERLEAVED, BareBatch, "cuMemcpyBatchAsync"),
     (Placement.FOLDED, BareStrided, "cuMemcpy3DBatchAsync"),
-    (Placement.SCATTERED, BareGather, "cuLaunchKernel"),
+    (Placement.SCATTERED, BarePack, "cuLaunchKernel"),
 ]
-LAYOUTS = {"block-major": "batch", "plane-major": "strided", "separate allocations": "gather"}
+LAYOUTS = {"block-major": "batch", "plane-major": "strided", "separate allocations": "pack"}
 
 
 def test_bench_submit_shows_every_line_verified_and_without_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_the_table_says_that_times_need_a_gpu(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "bench submit: 40 transfers verified, 0 wrong; times need a GPU\n"
 
 
-@pytest.mark.parametrize("kind", [BareBatch, BareStrided, BareGather])
+@pytest.mark.parametrize("kind", [BareBatch, BareStrided, BarePack])
 def test_wrong_bytes_of_the_bare_calls_are_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[BareSubmission]
 ) -> None:
@@ -135,7 +135,7 @@ def test_what_the_driver_lacks_is_named(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     fields = run_json(capsys, *SIMULATED)
     assert set(fields["not_run"]) == {"block-major by batch", "plane-major by strided"}
-    assert {each["copier"] for each in fields["submissions"]} == {"gather"}
+    assert {each["copier"] for each in fields["submissions"]} == {"pack"}
     assert fields["wrong_rows"] == 0
 
 

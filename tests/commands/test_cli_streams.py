@@ -91,7 +91,6 @@ WITH_BYTES = (*WORKLOAD, "--model", "llama-3.1-8b", "--scale", "0.01", "--backen
         (WITH_BYTES, "--in-flight"),
         (WITH_BYTES, "--blocks-per-hash"),
         (WITH_BYTES, "--tokens-per-hash"),
-        (("tune", "--show"), "--sm-limit"),
     ],
     ids=lambda each: each if isinstance(each, str) else " ".join(each[:2]),
 )

@@ -14,10 +14,9 @@ from printed import DOCUMENT, GPU, SIMULATED, check, check_help, check_options, 
 import kvoffload
 from kvoffload.calibration import Tuning
 from kvoffload.commands import build_parser, demo, doctor, findings, main, tune
-from kvoffload.copiers import NAMES
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import Output
-from kvoffload.tuning import Deviation, HostCosts, ProfileKey, default_profile
+from kvoffload.tuning import COPIERS, Deviation, HostCosts, ProfileKey, default_profile
 
 REPLAY = ("replay", "--workload", "agents", "--requests", "20")
 WITH_BYTES = (*REPLAY, "--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "40")
@@ -53,7 +52,7 @@ def test_words_of_tables_are_explained(capsys: pytest.CaptureFixture[str]) -> No
     for placement in ("folded", "scattered"):
         assert text.index(f"\nplanes {placement}: ") < text.index(f"\nstore, planes {placement}\n")
     assert "\nprefer overlap: " in text
-    methods = {name for name in NAMES if re.search(rf" {name} [\d ]*\d\.", text)}
+    methods = {name for name in COPIERS if re.search(rf" {name} [\d ]*\d\.", text)}
     assert methods
     assert [name for name in methods if f"\n{name}: " not in text] == []
 
@@ -103,7 +102,6 @@ def test_replay_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tune_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     profile = replace(
         default_profile(ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")),
-        slowdowns={"gather 4": 1.04, "strided": 1.0},
         errors={"strided": Deviation(0.02, 0.1, 120)},
         host={"batch": HostCosts(2e-5, 1e-7)},
     )
@@ -154,7 +152,7 @@ def test_doctor_of_a_gpu_is_grouped_and_all_is_well(capsys: pytest.CaptureFixtur
         ({"link_width": 8}, "link", "warn", "8 of 16 lanes"),
         ({"numa_cpus": 0}, "NUMA node", "warn", "NUMA node"),
         ({"profile_is_measured": False}, "profile", "warn", "kvoffload tune"),
-        ({"copiers": {"gather": "no Triton"}}, "gather", "warn", "more slowly"),
+        ({"copiers": {"pack": "no Triton"}}, "pack", "warn", "more slowly"),
         ({"cache_folder_problem": "Read-only file system"}, "cache folder", "warn", "KVOFFLOAD_CACHE"),
         ({"problem": "no driver", "gpus": [], "simulated": None}, "GPUs", "fail", "nvidia-smi"),
         ({"packages": {"cuda-bindings": None}}, "cuda-bindings", "fail", "pip install"),

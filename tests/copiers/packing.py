@@ -17,7 +17,7 @@ from kvoffload.kernels import LoadedKernel
 from kvoffload.planning.transfer_plan import BlockPlan
 from kvoffload.tuning import CopierName
 
-PACK = "pack"
+PACK: CopierName = "pack"
 OPTIONS: dict[str, Any] = {"num_blocks": 40, "num_slots": 40, "staging_bytes": STAGING}  # of a rig for these programs
 POISON = 0xEE
 COPIES = ("cuMemcpyBatchAsync", "cuMemcpyAsync", "memcpy_batch_async", "memcpy_batch_async_v2")
@@ -51,7 +51,7 @@ def poison_places(monkeypatch: pytest.MonkeyPatch) -> None:
             submit(stream, start)
             piece.place.ring._driver.fill(address + table, POISON, sizes[address] - table, stream)
 
-        return piece._replace(**{name: second})
+        return piece._replace(copies=second) if name == "copies" else piece._replace(kernel=second)
 
     monkeypatch.setattr(StagingRing, "take", taking)
     monkeypatch.setattr(PackCopier, "stage", poisoning)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from counting import copies_by_call
-from helpers import COPIERS, COPY_ENGINE_ONLY, STAGING
+from helpers import COPY_ENGINE_ONLY, STAGING
 from strategies import slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine, Plane
 from kvoffload.layout.planes import SlotOrder
 from kvoffload.testing import Mirror, poison, scramble
-from kvoffload.tuning import CopierName
+from kvoffload.tuning import COPIERS, CopierName
 
 PLANES, BLOCK_BYTES, BLOCKS, SLOTS = 5, 48, 30, 6
 FACTORS = pytest.mark.parametrize("factor", [1, 3, 8])

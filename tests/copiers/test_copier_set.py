@@ -19,6 +19,7 @@ import kvoffload
 from kvoffload import (
     NO_WAIT,
     CapabilityError,
+    Direction,
     KVLayout,
     OffloadEngine,
 )
@@ -170,9 +171,9 @@ def test_memory_of_the_rings_is_taken_when_they_are_used_and_counted(device: kvo
         engine, free = bench.engine, leaks_of(device)["device_allocations"]
         engine.plan("store", [1], [1], copier="pack")
         assert engine.statistics().staging_bytes == 0
-        for number, transfer in enumerate((engine.store, engine.load), start=1):
+        for number, direction in enumerate(Direction, start=1):
             for _ in range(2):
-                transfer([1], [1], copier="pack").wait(10)
+                engine.submit(direction, [1], [1], copier="pack").wait(10)
                 assert engine.statistics().staging_bytes == number * 4096
                 assert leaks_of(device)["device_allocations"] == free + number
         engine.close()

@@ -42,7 +42,8 @@ from kvoffload import (
     OffloadEngine,
     TransferError,
 )
-from kvoffload.copiers import Place, StagingRing, copier_set
+from kvoffload.copiers import Place, StagingRing, copier_set, selection
+from kvoffload.tuning import CopierName
 
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 BLOCK = 4 * 64  # bytes of a block in a rig
@@ -63,7 +64,8 @@ def test_any_packed_transfers_move_the_bytes_of_a_naive_loop(
     poison_places(monkeypatch)
     if seed % 2:
         change_streams(monkeypatch)
-    moves: list[Move] = [move(chance, spec, (PACK, PACK, "strided")[chance.number(0, 2)]) for _ in range(8)]
+    copiers: tuple[CopierName, ...] = (PACK, PACK, "strided")
+    moves: list[Move] = [move(chance, spec, copiers[chance.number(0, 2)]) for _ in range(8)]
     bound = {"most_queued_bytes": 3000} if seed % 3 == 0 else {}
     with simulated(seed, level) as device:
         check_moves(device, spec, moves, seed, **bound)
@@ -82,7 +84,7 @@ def test_loads_in_pieces_keep_their_bytes_when_urgent_ones_go_ahead(
         load(bench, range(4), range(4), after=held)
         for first in (4, 8):
             load(bench, range(first, first + 4), range(first, first + 4))
-        bench.engine.load(range(12, 16), range(12, 16), after=NO_WAIT, copier=PACK, urgent=urgent)  # type: ignore[arg-type]
+        bench.engine.load(range(12, 16), range(12, 16), after=NO_WAIT, copier=PACK, urgent=urgent)
         assert sum(job.held for job in bench.engine._parts.in_flight.loads.transfers) >= 3
         release(bench)
         assert blocks_hold(bench, range(16), range(100, 116))
@@ -126,7 +128,7 @@ def test_groups_of_one_transfer_by_different_copiers(monkeypatch: pytest.MonkeyP
     """Contiguous copies, which pieces use as well, and strided ones behind the pieces."""
     pieces_of_one_block(monkeypatch, 3, 3 * 64)
     poison_places(monkeypatch)
-    methods = (first, "pack", "batch")
+    methods: tuple[Any, ...] = (first, "pack", "batch")
     select = copier_set.CopierSet.select
 
     def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
@@ -240,7 +242,7 @@ def test_a_load_in_parts_goes_another_way(device: kvoffload.Device, asked: Any) 
 
 def prefer_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have "pack" chosen wherever it is offered, as on a GPU."""
-    choose = copier_set.choose
+    choose = selection.choose
 
     def choosing(shape: Any, available: Any, *rest: Any) -> Any:
         return choose(shape, ("pack",) if "pack" in available else available, *rest)
@@ -302,7 +304,7 @@ def test_rings_are_allocated_on_first_use_by_direction_and_freed(device: kvofflo
     with rig(device, staging_bytes=STAGING) as bench:
         for use, sizes in ((None, (0, 0)), (store, (1, 0)), (load, (1, 1))):
             if use is not None:
-                use(bench, [1], [1]).wait(10)  # type: ignore[operator]
+                use(bench, [1], [1]).wait(10)
             assert [ring.allocated // ring.nbytes for ring in rings(bench)] == list(sizes)
         pool = bench.engine.slots.nbytes
         assert rings(bench)[0].nbytes == 2 * pool, "no more than two transfers of the whole pool need"

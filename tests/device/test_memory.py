@@ -16,7 +16,7 @@ from helpers import COPY_ENGINE_ONLY, STAGING, copiers_in
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, ClosedError, Direction, KVLayout, OffloadEngine
-from kvoffload.copiers import gather
+from kvoffload.copiers import pack_kernels
 from kvoffload.device import pinned as memory
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory, touch
 from kvoffload.driver import address_of
@@ -24,7 +24,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
 RANGE = 16 * PAGE_BYTES
-TABLES_BYTES = len(Direction) * gather.ARENA_BYTES  # which an engine with kernels pins besides its pool
+TABLES_BYTES = len(Direction) * pack_kernels.ARENA_BYTES  # which an engine with kernels pins besides its pool
 
 
 @pytest.fixture

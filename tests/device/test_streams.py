@@ -337,7 +337,7 @@ def test_pitfall_07_no_copy_call_ever_gets_a_default_stream(any_device: kvoffloa
     with any_device.current():
         own = any_device.driver.stream_create(0)
     with OffloadEngine(layout, device=any_device, num_slots=8) as engine:
-        for copier in ("strided", "loop", "gather", "split", None):
+        for copier in ("strided", "loop", "pack", None):
             job = engine.store([1, 2], [1, 2], after=own if after == "own" else after, copier=copier)
             job.order_before(own if after in ("own", NO_WAIT, None) else after)
             job.wait(10)

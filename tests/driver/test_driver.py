@@ -179,8 +179,7 @@ def test_pitfall_14_capabilities_at_every_level(level: str) -> None:
     assert set(found.missing) == expected | (set() if batch else {"cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"})
     assert (found.kernels, found.max_shared_bytes) == (True, 232448)
     assert {name for name, missing in why_not(found).items() if missing is not None} == (set() if batch else {"batch"})
-    kernels = {name: reason for name, reason in why_not(found, staging_bytes=0).items() if name in ("gather", "split")}
-    assert set(kernels.values()) == {"staging_bytes=0 forbids kernels"}
+    assert why_not(found, staging_bytes=0)["pack"] == "staging_bytes=0 forbids kernels"
     check_clean_close(device)
 
 
@@ -195,9 +194,7 @@ def test_why_not_names_what_is_needed_and_what_is_there() -> None:
             CapabilityError, match=r"copier='batch' cannot run here: cuda-bindings 13.3 need .* >= 13.0"
         ):
             engine.store([0], [0], copier="batch")
-        with pytest.raises(
-            ValueError, match="copier must be one of strided, gather, split, batch, loop or None, got 'fast'"
-        ):
+        with pytest.raises(ValueError, match="copier must be one of strided, pack, batch, loop or None, got 'fast'"):
             engine.store([0], [0], copier="fast")  # type: ignore[arg-type]
     check_clean_close(device)
 

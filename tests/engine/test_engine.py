@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import COPIERS, COPY_ENGINE_ONLY, LEVELS, STAGING, Rig, number_blocks, rig, simulated, whole
+from helpers import COPY_ENGINE_ONLY, LEVELS, STAGING, Rig, number_blocks, rig, simulated, whole
 
 import kvoffload
 from kvoffload import (
@@ -19,7 +19,7 @@ from kvoffload import (
     Plane,
 )
 from kvoffload.simulator import SimulatedDriver
-from kvoffload.tuning import CopierName
+from kvoffload.tuning import COPIERS, CopierName
 
 
 @pytest.fixture(params=LEVELS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from counting import COPY_CALLS, copies_by_call
 from driver_levels import LEVELS
-from helpers import COPIERS, COPY_ENGINE_ONLY, copiers_in
+from helpers import COPY_ENGINE_ONLY, copiers_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import Case, TransferSpec, cases, copiers_of, place, slab_of
@@ -28,7 +28,7 @@ from kvoffload.testing import (
     poison,
     scramble,
 )
-from kvoffload.tuning import CopierName
+from kvoffload.tuning import COPIERS, CopierName
 
 EXAMPLES = 18  # at each of five levels
 DEFAULT = "driver13.0-bindings13.3"  # the level of the fixture `device`

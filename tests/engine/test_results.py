@@ -68,6 +68,7 @@ def test_engine_statistics_are_shown_in_one_short_line() -> None:
         simulated=True,
         num_slots=4,
         pinned_bytes=16384,
+        staging_bytes=0,
         in_flight=1,
         held=0,
         dropped_reports=2,

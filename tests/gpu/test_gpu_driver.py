@@ -255,9 +255,7 @@ def test_pitfall_15_a_bad_pointer_raises_with_every_copier_and_the_context_lives
 
 
 def submit(copier: Copier, work: Any, stream: int) -> None:
-    staged = copier.stage(work, SourceOrder.STREAM)
-    assert staged is not None
-    staged.submit(stream, None)
+    copier.stage(work, SourceOrder.STREAM)(stream, None)
 
 
 # contexts
@@ -318,7 +316,7 @@ def test_pitfall_07_every_default_stream_and_a_capturing_one(gpu_device: kvofflo
     layout = KVLayout([gpu_device.allocate_planes(6, block_bytes=4096, num_blocks=8)])
     with OffloadEngine(layout, device=gpu_device, num_slots=4) as engine:
         for after in (None, 0, 1, 2, NO_WAIT):
-            for copier in ("strided", "gather", "split", "loop", None):
+            for copier in ("strided", "pack", "loop", None):
                 engine.store([1], [1], after=after, copier=copier).wait(10)
         with gpu_device.current():
             stream = gpu_device.driver.stream_create(0)

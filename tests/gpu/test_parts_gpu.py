@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LEGACY, STAGING, Rig, copiers_in, release, rig, warm_up, whole
+from helpers import STAGING, Rig, copiers_in, release, rig, warm_up, whole
 from layerwise import Reader, blocks_hold, hold_from, load
 from strategies import slab_of
 from transfers import COPY_CALLS, intercepted, queueing
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
-from kvoffload.engine.job import Job
 from kvoffload.internal.waiting import wait_until
 from kvoffload.testing import Mirror, scramble
 from kvoffload.tuning import CopierName
@@ -26,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 KIB = 1 << 10
 PLANES, PARTS = 64, 32
 LAYERS = [[layer, layer + PARTS] for layer in range(PARTS)]  # all of K, then all of V
-BY_NAME: tuple[CopierName, ...] = ("strided", "gather", "batch", "loop")
+BY_NAME: tuple[CopierName, ...] = ("strided", "batch", "loop")
 COPIERS: tuple[CopierName | None, ...] = (None, *BY_NAME)
 
 
@@ -105,7 +103,7 @@ def ends_of_parts(bench: Rig, copier: CopierName) -> list[float]:
         return [driver.event_seconds(begin, end) for end in ends]
 
 
-@pytest.mark.parametrize("copier", ["strided", "gather", "batch"])
+@pytest.mark.parametrize("copier", ["strided", "batch"])
 def test_the_parts_of_a_large_load_end_in_order(bench: Rig, copier: CopierName) -> None:
     """512 MiB in 32 parts. How early part 0 ends is printed by `kvoffload bench parts`."""
     if copier not in copiers_in(bench.engine):
@@ -116,52 +114,7 @@ def test_the_parts_of_a_large_load_end_in_order(bench: Rig, copier: CopierName) 
     assert blocks_hold(bench, (0, 64, 127), (100, 164, 227))
 
 
-def test_streams_behind_parts_of_a_large_load_go_on_in_the_order_of_the_parts(bench: Rig) -> None:
-    """Of a load by the kernel: all of it is queued in a fraction of its time, and then the stream is made to wait. The
-    copy engine's copies take the host nearly as long as the GPU, so there part 0 has ended before."""
-    if "gather" not in copiers_in(bench.engine):
-        pytest.skip(bench.engine.missing_copiers["gather"])
-    driver, looked_at = bench.device.driver, (0, PARTS // 2, PARTS - 1, None)
-    load(bench, range(128), range(128), parts=LAYERS, copier="pack").wait(30)
-    begin, *streams = [bench.stream() for _ in range(len(looked_at) + 1)]
-    with events(bench, len(looked_at) + 1) as (called, *passed):
-        driver.event_record(called, begin)
-        job = load(bench, range(128), range(128), parts=LAYERS, copier="pack")
-        for part, stream, event in zip(looked_at, streams, passed, strict=True):
-            job.order_before(stream, part=part)
-            driver.event_record(event, stream)
-        job.wait(30)
-        for stream in streams:
-            driver.stream_synchronize(stream)
-        first, middle, last, end = [driver.event_seconds(called, event) for event in passed]
-    step = 1e-5  # the clock's steps are 0.5 us
-    assert first <= middle + step
-    assert middle <= last + step
-    assert last <= end + step
-
-
-def test_fragments_of_new_parts_do_not_wait_for_the_gpu(bench: Rig) -> None:
-    """The first load in such parts, while the caller holds its stream and the default stream: the call returns."""
-    if "gather" not in copiers_in(bench.engine):
-        pytest.skip(bench.engine.missing_copiers["gather"])
-    held = bench.stream()
-    gate = bench.gate(held, LEGACY)
-    jobs: list[Job] = []
-    parts = [[*range(7, PLANES)], [*range(7)]]
-    thread = threading.Thread(
-        target=lambda: jobs.append(load(bench, range(4), range(4), parts=parts, after=held, copier="pack"))
-    )
-    thread.start()
-    thread.join(10)
-    returned = bool(jobs)
-    gate.open()
-    thread.join(30)
-    assert returned
-    jobs[0].wait(30)
-    assert blocks_hold(bench, range(4), range(100, 104))
-
-
-@pytest.mark.parametrize("copier", ["strided", "gather"])
+@pytest.mark.parametrize("copier", ["strided"])
 def test_a_stream_behind_part_0_runs_while_later_parts_are_held_back(bench: Rig, copier: CopierName) -> None:
     if copier not in copiers_in(bench.engine):
         pytest.skip(bench.engine.missing_copiers[copier])
@@ -181,7 +134,7 @@ def test_a_stream_behind_part_0_runs_while_later_parts_are_held_back(bench: Rig,
     assert blocks_hold(bench, range(4), range(100, 104))
 
 
-@pytest.mark.parametrize("copier", ["strided", "gather"])
+@pytest.mark.parametrize("copier", ["strided"])
 @pytest.mark.parametrize("part", [0, 15, 31])
 def test_what_needs_a_part_waits_for_it(bench: Rig, part: int, copier: CopierName) -> None:
     """The caller's stream is held: no part may begin, and no reader pass."""

@@ -145,9 +145,9 @@ def test_a_measured_bandwidth(
 def test_copiers_that_cannot_run_have_a_reason(layout: kvoffload.KVLayout, engine: kvoffload.OffloadEngine) -> None:
     shown = page(engine)
     assert row(shown, "copiers") == "strided, batch, loop"
-    assert "not gather: staging_bytes=0 forbids kernels" in shown.texts
+    assert "not pack: staging_bytes=0 forbids kernels" in shown.texts
     with kvoffload.OffloadEngine(layout, device=engine.device, num_slots=1) as with_kernels:
-        assert row(page(with_kernels), "copiers").startswith("strided, gather, split, batch, loop (kernels are interp")
+        assert row(page(with_kernels), "copiers").startswith("strided, pack, batch, loop (kernels are interp")
 
 
 def test_an_engine_tells_which_planes_the_driver_keeps_apart(device: kvoffload.Device) -> None:

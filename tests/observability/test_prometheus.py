@@ -33,7 +33,13 @@ def cache_statistics(**changes: Any) -> CacheStatistics:
 
 def engine_statistics(**changes: Any) -> EngineStatistics:
     numbers = {field.name: 0 for field in dataclasses.fields(EngineStatistics)}
-    wanted: dict[str, Any] = {"simulated": False, "pinned_bytes": 1 << 30, "in_flight": 5, "held": 2}
+    wanted: dict[str, Any] = {
+        "simulated": False,
+        "pinned_bytes": 1 << 30,
+        "staging_bytes": 1 << 20,
+        "in_flight": 5,
+        "held": 2,
+    }
     wanted["store"] = DirectionTotals(jobs=7, failed=1, nbytes=4096, seconds=0.25)
     wanted["load"] = DirectionTotals(jobs=9, failed=0, nbytes=1 << 20, seconds=1.5)
     return EngineStatistics(**numbers | wanted | changes)
@@ -137,6 +143,7 @@ TRANSFER_LINES = [
     "kvoffload_transfer_jobs_in_flight 5.0",
     "kvoffload_transfer_jobs_held 2.0",
     "kvoffload_pinned_bytes 1.073741824e+09",
+    "kvoffload_staging_bytes 1.048576e+06",
 ]
 
 

@@ -237,7 +237,7 @@ BAD: list[dict[str, Any]] = [
     *({name: each} for name in ("blocks", "slots") for each in BAD_IDS),
     *({"group": each} for each in (-1, 99, "a", 1.5)),
     *({"first_sub_block": each} for each in (-1, 3, "a")),
-    *({"copier": each} for each in ("unknown", 3, "gather")),
+    *({"copier": each} for each in ("unknown", 3, "pack")),
     *({"after": each} for each in ("stream", -5, object(), [None, None, None])),
     *({"parts": each} for each in (0, -1, 10**6, [[0], [0]], "a")),
     *({"source_order": "never"}, {"urgent": 1}, {"direction": "up"}),
@@ -250,7 +250,7 @@ def engine_round(log: Log, chance: random.Random, seed: int, devices: int = 1) -
 
     machine = Machine(chance, seed, devices, groups=chance.choice([1, 1, 2, 3]))
     engine, factor = machine.engine, machine.factor
-    copiers = ["strided", "batch", "loop", None, *(["gather", "split"] if machine.kernels else [])]
+    copiers = ["strided", "batch", "loop", None, *(["pack"] if machine.kernels else [])]
 
     def some(taken: Sequence[int] = ()) -> dict[str, Any]:
         free = [slot for slot in range(machine.slots) if slot not in taken]
@@ -270,7 +270,7 @@ def engine_round(log: Log, chance: random.Random, seed: int, devices: int = 1) -
             kind = chance.choice(["store", "load", "submit", "groups", "plan", "fill", "bad"])
             if kind in ("load", "submit"):
                 options["source_order"] = chance.choice(["auto", "auto", "stream"])
-                options["parts"] = None if copier == "split" else chance.choice([None, None, 1, machine.planes])
+                options["parts"] = None if copier == "pack" else chance.choice([None, None, 1, machine.planes])
             if kind in ("store", "load"):
                 jobs.append(log.do(getattr(engine, kind), **ids, group=group, **options, see=see))
             elif kind == "submit":

@@ -22,6 +22,7 @@ from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import (
+    COPIERS,
     Profile,
     ProfileKey,
     Shape,
@@ -193,15 +194,10 @@ def test_for_an_unknown_gpu_nothing_is_faster_than_pcie_gen4_nor_than_on_an_h200
 ) -> None:
     where = shape(block_bytes, blocks, folds=folds)._replace(direction=direction)
     unknown, h200 = default_profile(None), default_profile(H200)
-    methods = [
-        "strided",
-        "batch",
-        "loop",
-    ]
-    for method in methods:
-        seconds = unknown.seconds(method, where)
+    for copier in COPIERS:
+        seconds = unknown.seconds(copier, where)
         assert where.nbytes / seconds <= 25e9 * 1.04
-        assert seconds >= h200.seconds(method, where) * 0.97
+        assert seconds >= h200.seconds(copier, where) * 0.97
 
 
 # files ----------------------------------------------------------------------------------------------------------------

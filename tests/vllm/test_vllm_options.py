@@ -26,7 +26,7 @@ def test_options_have_defaults() -> None:
 def test_options_are_read() -> None:
     given: dict[str, Any] = {
         "store_threshold": 2, "max_tracker_size": 10, "kvoffload_policy": "lru", "kvoffload_prefer": "latency",
-        "kvoffload_sm_limit": 0, "kvoffload_max_in_flight": 7, "kvoffload_most_queued_bytes": 1 << 30,
+        "kvoffload_staging_bytes": 0, "kvoffload_max_in_flight": 7, "kvoffload_most_queued_bytes": 1 << 30,
         "kvoffload_tier_write": "back", "kvoffload_tier_identity": "x", "kvoffload_promotion_seconds": 2.5,
     }  # fmt: skip
     options = Options.read({**BYTES, **given})
@@ -48,7 +48,7 @@ def test_options_are_read() -> None:
         ({"kvoffload_policy": "fifo"}, "kvoffload_policy must be one of .*lru.*, got 'fifo'"),
         ({"kvoffload_policy": 3}, "kvoffload_policy must be one of .*, got 3"),
         ({"kvoffload_prefer": "speed"}, "kvoffload_prefer must be one of overlap, latency, got 'speed'"),
-        ({"kvoffload_sm_limit": -1}, "kvoffload_sm_limit must be an integer of at least 0, got -1"),
+        ({"kvoffload_staging_bytes": -1}, "kvoffload_staging_bytes must be an integer of at least 0, got -1"),
         ({"kvoffload_max_in_flight": "9"}, "kvoffload_max_in_flight must be an integer of at least 1, got '9'"),
         ({"kvoffload_most_queued_bytes": 0}, "kvoffload_most_queued_bytes must be .* at least 1, got 0"),
         ({"store_threshold": True}, "store_threshold must be an integer of at least 0, got True"),

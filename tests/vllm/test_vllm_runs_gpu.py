@@ -35,7 +35,7 @@ MEMORY = (("kvoffload_tiers", [{"kind": "memory", "nbytes": 1 << 26}]), ("kvoffl
 BASE = Setting(ONE, chunks=200, requests=20, gpu=True)
 SETTINGS = {
     "one group": BASE,
-    "with kernels": replace(BASE, extra=(("kvoffload_sm_limit", 4), ("kvoffload_prefer", "latency"))),
+    "with kernels": replace(BASE, extra=(("kvoffload_prefer", "latency"),)),
     "two blocks a chunk": replace(BASE, chunks=100, blocks_per_chunk=2, policy="lru"),
     "few slots": replace(BASE, chunks=24, policy="arc"),
     "two groups": replace(BASE, shape=TWO, chunks=250, policy="s3fifo"),

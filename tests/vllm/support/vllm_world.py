@@ -358,7 +358,7 @@ def _config(setting: Setting, folder: Path) -> VllmConfig:
         "blocks_per_chunk": setting.blocks_per_chunk,
         "offload_prompt_only": False,
         "kvoffload_policy": setting.policy,
-        "kvoffload_sm_limit": 0,
+        "kvoffload_staging_bytes": 0,
         "self_describing_kv_events": True,
         **dict(setting.extra),
     }
