@@ -1,6 +1,8 @@
 """A link in several situations, on which `Comparison` chooses between two copiers.
 
-`python tests/copiers/observing.py` prints the shares of the better copier's throughput, and what a wrong choice costs.
+To see the shares of the better copier's throughput, and what a wrong choice costs:
+
+    PYTHONPATH=tests/support python tests/copiers/observing.py
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from math import exp
 from statistics import fmean
 from typing import NamedTuple
 
+from seeds import seeds
+
 from kvoffload.copiers.observed import Comparison, Way
 
 MIB = 1 << 20
 SIZES = (4, 16, 64)  # MiB
-SEEDS = range(8)
+SEEDS = seeds(8)
 BEGINNING = 16  # transfers that do not count
 
 # GB/s of pack and strided, on an H200, rows of 32 KiB. A launch behind a long kernel waits until a wave of it ends.
@@ -82,12 +86,12 @@ def run(
             forecast = comparison.choose(ways, size * MIB)
             packed, mean = _packed(rng, world, situation, size, number)
             means = mean, seconds(situation, size, 1)
-            took = (packed, means[1])[forecast.number] * exp(rng.gauss(0.0, world.noise))
-            took *= 10.0 if rng.random() < world.outliers else 1.0
-            waiting.append((comparison, forecast, took))
+            time = (packed, means[1])[forecast.number] * exp(rng.gauss(0.0, world.noise))
+            time *= 10.0 if rng.random() < world.outliers else 1.0
+            waiting.append((comparison, forecast, time))
             if len(waiting) > world.depth:
-                ended, chosen, time = waiting.pop(0)
-                ended.note(chosen, time)
+                ended, chosen, taken = waiting.pop(0)
+                ended.note(chosen, taken)
             step = Step(situation, size, forecast.number, forecast.price > 0.0, means[forecast.number], min(means))
             steps.append(step)
     return steps

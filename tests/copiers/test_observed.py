@@ -25,7 +25,7 @@ def test_the_better_copier_carries_nearly_all(situation: str, size: int | str) -
     """Times scatter by 10%."""
     found = shares([(situation, 200)], size)
     assert fmean(found) >= 0.95
-    assert min(found) >= 0.93
+    assert min(found) >= 0.90
 
 
 @pytest.mark.parametrize("scales", WRONG_PROFILES)
@@ -45,7 +45,7 @@ def test_a_profile_that_is_off_by_two_costs_little(situation: str, scales: tuple
 def test_times_that_scatter_cost_little(world: World) -> None:
     for situation in RATES:
         for size in (*SIZES, MIXED):
-            assert fmean(shares([(situation, 200)], size, world)) >= 0.94, (situation, size)
+            assert fmean(shares([(situation, 200)], size, world)) >= 0.93, (situation, size)
 
 
 @pytest.mark.parametrize("size", [*SIZES, MIXED])
