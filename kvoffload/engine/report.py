@@ -28,7 +28,7 @@ class PlanReport(HtmlRepresentation):
         operations: the number of strided operations, after adjacent blocks of a slot are merged.
         rows: the rows of all operations together. The batch and loop copiers make one copy per row.
         copier, reason: the copier, and why it is selected. `copier` is None if there is nothing to copy.
-        seconds: expected time on the GPU's clock, from the first copy on; infinity if unknown. With `prefer="overlap"`
+        seconds: by the profile, expected on the GPU's clock from the first copy on; infinity if unknown. With "overlap"
             it is the mean of the times beside large and beside small matrix products. With "latency", and for a copier
             that is never selected by itself, it is the time on an idle GPU.
         alternatives: the other copiers that the engine could select, in its order of preference. That is not the order
