@@ -163,9 +163,9 @@ class Launcher:
             load     copies   ─1─start─3─[copies]─●───2─3─[copies]─●
                      kernels  ─1──────────────────wait ●─[unpack]─●─wait ●─[unpack]─●end
 
-        1. The first piece of a share: both halves wait for what the transfer follows, but the first half does not wait
+        1. The transfer's first piece: both halves wait for what the transfer follows, but the first half does not wait
            for the transfer before it in its lane. So this one is packed while that one is copied.
-        2. A later piece: each half follows the same half of the piece before it.
+        2. A later piece, of any share: each half follows the same half of the piece before it.
         3. The first half waits until the place in the ring is free; the second half waits for the first.
 
         All of these are queued before, so waits form no circle. Nothing starves: a piece needs room on two streams, in
@@ -197,9 +197,9 @@ class Launcher:
         copies.places += by_copies.places
         back.nbytes = nbytes
         back.stream.nbytes += nbytes
-        if begin == 0:  # 1
+        if previous is None and begin == 0:  # 1
             self._follow(queue, transfer, back.stream, also=front.stream)
-        if previous is not None and previous.place is not None:  # 2; of a share before this one, too
+        elif previous is not None and previous.place is not None:  # 2
             for segment, half in zip(reversed(previous.place.halves), (back, front), strict=False):
                 if segment.stream is not half.stream:
                     assert segment.event is not None

@@ -149,12 +149,13 @@ def test_groups_of_one_transfer_by_different_copiers(monkeypatch: pytest.MonkeyP
                 assert all_are(engine.slots[24 + 8 * group + index, :nbytes], index + 1)
 
 
-@pytest.mark.parametrize("later", ["strided", "pack"])
-def test_a_later_group_of_a_load_follows_the_load_before_it(monkeypatch: pytest.MonkeyPatch, later: str) -> None:
+@pytest.mark.parametrize("methods", [("pack", "strided"), ("pack", "pack"), ("gather", "pack")])
+def test_a_later_group_of_a_load_follows_the_load_before_it(
+    monkeypatch: pytest.MonkeyPatch, methods: tuple[str, str]
+) -> None:
     """The first group's copies may begin before the load before it has ended, so the start says nothing of that."""
     change_streams(monkeypatch)
     select = copier_set.CopierSet.select
-    methods: list[str] = ["pack", later]
 
     def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
         return select(copiers, plan, wanted or methods[plan.group_index], *rest)
