@@ -104,7 +104,7 @@ class Launcher:
         if stream is None:
             return False
         first = number == 0 and begin == 0
-        if first and self._most_bytes is None:
+        if first and self._most_bytes is None and len(transfer.shares) > 1:
             ahead |= self._stage_ahead(transfer)
         if ahead and number in ahead:
             staged: Staged | None = ahead.pop(number)
@@ -142,7 +142,7 @@ class Launcher:
         share in pieces stages copies itself, so then nothing is staged.
         """
         later = transfer.shares[1:]
-        if not later or any(isinstance(share.copier, PackCopier) for share in later):
+        if any(isinstance(share.copier, PackCopier) for share in later):
             return {}
         ahead: dict[int, Staged] = {}
         for number, (work, copier, _, _) in enumerate(later, start=1):
@@ -199,16 +199,7 @@ class Launcher:
         back.stream.nbytes += nbytes
         if previous is None and begin == 0:  # 1
             self._follow(queue, transfer, back.stream, also=front.stream)
-        elif previous is not None and previous.place is not None:  # 2
-            for segment, half in zip(reversed(previous.place.halves), (back, front), strict=False):
-                if segment.stream is not half.stream:
-                    assert segment.event is not None
-                    self._driver.stream_wait_event(half.stream.handle, segment.event)
-        for earlier in place.ring.used_before(place):  # 3
-            for segment in earlier.halves[-1:] if earlier.joined else earlier.halves:
-                if segment.event is None:  # its transfer failed there
-                    segment.event = self._mark(segment.stream)
-                self._driver.stream_wait_event(front.stream.handle, segment.event)
+        self._wait_for_places(front, back, previous)  # 2, 3
         start = transfer.start if number == 0 and begin == 0 else None
         if start is not None and stores:  # it starts where its copies may
             self._driver.event_record(start, copies.handle)
@@ -225,6 +216,21 @@ class Launcher:
             piece.kernel(kernels.handle, None)
         self._end_segment(transfer, back, stop)
         return True
+
+    def _wait_for_places(self, front: Segment, back: Segment, previous: Segment | None) -> None:
+        """Cases 2 and 3 of `_enqueue_piece`; `previous` is the last segment of the piece before it."""
+        place = front.place
+        assert place is not None
+        if previous is not None and previous.place is not None:  # 2
+            for segment, half in zip(reversed(previous.place.halves), (back, front), strict=False):
+                if segment.stream is not half.stream:
+                    assert segment.event is not None
+                    self._driver.stream_wait_event(half.stream.handle, segment.event)
+        for earlier in place.ring.used_before(place):  # 3
+            for segment in earlier.halves[-1:] if earlier.joined else earlier.halves:
+                if segment.event is None:  # its transfer failed there
+                    segment.event = self._mark(segment.stream)
+                self._driver.stream_wait_event(front.stream.handle, segment.event)
 
     def _bounded(self, queue: TransferQueue, share: Share, begin: int, stop: int) -> tuple[int, int]:
         """The end, at most `stop`, and the bytes of a segment from `begin` on, under `most_queued_bytes`. The end is
