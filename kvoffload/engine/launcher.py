@@ -189,6 +189,7 @@ class Launcher:
         by_kernel.table = piece.table
         stores = transfer.direction is Direction.STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
+        fill, empty = (piece.kernel, piece.copies) if stores else (piece.copies, piece.kernel)
         place, previous = piece.place, next((each for each in reversed(transfer.segments) if each.place), None)
         front.place = back.place = place
         place.halves = [front, back]
@@ -203,17 +204,11 @@ class Launcher:
         start = transfer.start if number == 0 and begin == 0 else None
         if start is not None and stores:  # it starts where its copies may
             self._driver.event_record(start, copies.handle)
-        if stores:
-            piece.kernel(kernels.handle, None)
-        else:
-            piece.copies(copies.handle, start)
+        fill(front.stream.handle, None if stores else start)
         front.event = self._mark(front.stream)
         self._driver.stream_wait_event(back.stream.handle, front.event)
         place.ring.join(place)
-        if stores:
-            piece.copies(copies.handle, None)
-        else:
-            piece.kernel(kernels.handle, None)
+        empty(back.stream.handle, None)
         self._end_segment(transfer, back, stop)
         return True
 
