@@ -27,7 +27,7 @@ def missing_copiers(device: Device, sm_limit: int = 1) -> dict[str, str | None]:
             with device.current():
                 load_kernel(device.driver, device.capabilities, spec).close()
         except CapabilityError as error:
-            missing["gather"] = missing["split"] = str(error)
+            missing.update(dict.fromkeys(("gather", "split", "pack"), str(error)))
     return missing
 
 

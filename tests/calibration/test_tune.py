@@ -209,7 +209,7 @@ def test_show_follows_its_options_and_the_profile(
     assert not {method for each in fields["decisions"] for method in (each["method"], each["runner_up"])} & kernels
     fields = show(capsys, "--sm-limit", "0")
     assert not {each["method"] for each in fields["decisions"]} & kernels
-    assert fields["not_available"] == dict.fromkeys(("gather", "split"), "sm_limit=0 forbids kernels")
+    assert fields["not_available"] == dict.fromkeys(("gather", "split", "pack"), "sm_limit=0 forbids kernels")
     capsys.readouterr()
     assert main(["tune", "--show", "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
@@ -225,7 +225,7 @@ def test_show_leaves_out_a_kernel_that_cannot_be_loaded(
         raise kvoffload.CapabilityError("no room for it")
 
     monkeypatch.setattr("kvoffload.terminal.machine.load_kernel", refuse)
-    assert show(capsys)["not_available"] == dict.fromkeys(("gather", "split"), "no room for it")
+    assert show(capsys)["not_available"] == dict.fromkeys(("gather", "split", "pack"), "no room for it")
 
 
 def test_show_has_nothing_to_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

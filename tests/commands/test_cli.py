@@ -185,7 +185,7 @@ def test_doctor_without_a_gpu_says_what_is_missing_and_how_to_go_on(
     assert "no driver library here" in fields["problem"]
     assert any("nvidia-smi" in line for line in fields["advice"])
     assert any("kvoffload demo" in line for line in fields["advice"])
-    assert fields["copiers"] == dict.fromkeys(("strided", "gather", "split", "batch", "loop"))
+    assert fields["copiers"] == dict.fromkeys(("strided", "gather", "split", "batch", "loop", "pack"))
     assert fields["memory"]["usable_cpus"] >= 1
     assert fields["packages"]["numpy"] == np.__version__
 
