@@ -23,6 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -274,12 +275,13 @@ class BarePack(BareBatch):
 
     def _copy(self, count: int, stream: int) -> tuple[Any, ...]:
         self._pack_launch[1] = -(-self._rows[2] * count // self._tile_fragments)
-        if self._direction is Direction.LOAD:
-            copied = super()._copy(count, stream)
-        results = [self._api.cuLaunchKernel(*each) for each in (self._table_launch, self._pack_launch)]
-        if self._direction is Direction.STORE:
-            copied = super()._copy(count, stream)
-        return next((each for each in results if int(each[0])), copied)
+        launches = [partial(self._api.cuLaunchKernel, *each) for each in (self._table_launch, self._pack_launch)]
+        copies = partial(super()._copy, count, stream)
+        for call in (copies, *launches) if self._direction is Direction.LOAD else (*launches, copies):
+            result: tuple[Any, ...] = call()
+            if int(result[0]):  # what follows would read what is not there
+                break
+        return result
 
 
 # the command ----------------------------------------------------------------------------------------------------------
@@ -332,6 +334,8 @@ def _measure(lab: Lab, output: Output) -> Fields:
         for done, layout in enumerate(_LAYOUTS, start=1):
             with TransferSetup(lab, geometry, placement=layout.placement, count=2 * _MOST_PAIRS) as setup:
                 reason = setup.missing[layout.copier]
+                if layout.bare is BarePack:
+                    reason = reason or setup.missing["batch"]
                 if layout.copier == "strided" and not capabilities.strided_batch:
                     reason = capabilities.missing["cuMemcpy3DBatchAsync"]
                 if reason is None:

@@ -257,18 +257,19 @@ class CopierSet:
         return Selection(copier, reason, (self._comparisons.setdefault(kind, Comparison(ways)), ways))
 
     def share(self, copier: CopierName, plan: BlockPlan) -> Share:
-        found = self._packing(plan.group_index) if copier == "pack" else self._of_copy_engine[copier]
-        work = found.prepare(plan)
-        return Share(work, found, len(work), plan.nbytes)
-
-    def _packing(self, group: int) -> PackCopier:
-        copier = self._pack.get(group)
-        if copier is None:
+        found: Copier | PackCopier
+        if copier != "pack":
+            found = self._of_copy_engine[copier]
+        elif plan.group_index in self._pack:
+            found = self._pack[plan.group_index]
+        else:
             assert self._kernels is not None
             copies = self._of_copy_engine["loop" if self.missing["batch"] else "batch"]
             stores, loads = self._rings
-            copier = self._pack[group] = PackCopier(self._kernels, copies, (stores, loads), self._block_bytes[group])
-        return copier
+            found = PackCopier(self._kernels, copies, (stores, loads), self._block_bytes[plan.group_index])
+            self._pack[plan.group_index] = found
+        work = found.prepare(plan)
+        return Share(work, found, len(work), plan.nbytes)
 
     def keep(self) -> None:
         """The context is lost: free nothing that the GPU may still use."""

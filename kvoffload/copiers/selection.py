@@ -135,7 +135,13 @@ def rank(
     opposite: bool = False,
 ) -> list[Expected]:
     """All copiers that could carry a transfer, the best first; at least one. Cases and arguments as in `choose`."""
-    copiers = _candidates(shape, available)
+    # Contiguous copies one by one keep the host four times as long as in batches, and are as fast at best. A strided copy
+    # of a single row takes 4 us, a contiguous one 2 at most. Of blocks of one row packing saves nothing.
+    flat: CopierName = "batch" if "batch" in available else "loop"
+    folds = shape.rows > shape.operations
+    names: tuple[CopierName, ...] = (flat,) if flat in available and not folds else ("strided", flat)
+    packed: tuple[CopierName, ...] = ("pack",) if shape.rows > shape.blocks else ()
+    copiers = [name for name in (*names, *packed) if name in available]
     situations = CONCURRENT_COMPUTE if prefer == "overlap" else (Situation.IDLE,)
     times = [
         [_seconds(copier, shape, profile, situation, parts, opposite) for situation in situations] for copier in copiers
@@ -189,18 +195,6 @@ def two_ways(
         return Way(each.copier, idle, each.extra, first / idle)
 
     return way(found[True]), way(found[False])
-
-
-def _candidates(shape: Shape, available: Collection[str]) -> list[CopierName]:
-    """The copiers that could copy a transfer, in the order in which they are taken if none was measured."""
-    folds = shape.rows > shape.operations
-    # Contiguous copies one by one keep the host four times as long as in batches, and are as fast at best.
-    flat: CopierName = "batch" if "batch" in available else "loop"
-    # a strided copy of a single row takes 4 us, a contiguous one 2 at most
-    names: tuple[CopierName, ...] = (flat,) if flat in available and not folds else ("strided", flat)
-    if shape.rows > shape.blocks:  # else packing saves nothing
-        names = (*names, "pack")
-    return [name for name in names if name in available]
 
 
 def _carried(copier: CopierName, shape: Shape, profile: Profile) -> tuple[CopierName, Shape]:

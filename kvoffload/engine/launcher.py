@@ -133,9 +133,9 @@ class Launcher:
             load     copies   ─1─start─3─[copies]─●───2─3─[copies]─●
                      kernels  ─1──────────────────wait ●─[unpack]─●─wait ●─[unpack]─●end
 
-        1. The first piece of a share: both halves wait for what the transfer follows, but the first half does not wait
+        1. The transfer's first piece: both halves wait for what the transfer follows, but the first half does not wait
            for the transfer before it in its lane. So this one is packed while that one is copied.
-        2. A later piece: each half follows the same half of the piece before it.
+        2. A later piece, of any share: each half follows the same half of the piece before it.
         3. The first half waits until the place in the ring is free; the second half waits for the first.
 
         All of these are queued before, so waits form no circle. Nothing starves: a piece needs room on two streams, in
@@ -159,6 +159,7 @@ class Launcher:
         by_kernel.table = piece.table
         stores = transfer.direction is Direction.STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
+        fill, empty = (piece.kernel, piece.copies) if stores else (piece.copies, piece.kernel)
         place, previous = piece.place, next((each for each in reversed(transfer.segments) if each.place), None)
         front.place = back.place = place
         place.halves = [front, back]
@@ -167,9 +168,25 @@ class Launcher:
         copies.places += by_copies.places
         back.nbytes = nbytes
         back.stream.nbytes += nbytes
-        if begin == 0:  # 1
+        if previous is None and begin == 0:  # 1
             self._follow(queue, transfer, back.stream, also=front.stream)
-        if previous is not None and previous.place is not None:  # 2; of a share before this one, too
+        self._wait_for_places(front, back, previous)  # 2, 3
+        start = transfer.start if number == 0 and begin == 0 else None
+        if start is not None and stores:  # it starts where its copies may
+            self._driver.event_record(start, copies.handle)
+        fill(front.stream.handle, None if stores else start)
+        front.event = self._mark(front.stream)
+        self._driver.stream_wait_event(back.stream.handle, front.event)
+        place.ring.join(place)
+        empty(back.stream.handle, None)
+        self._end_segment(transfer, back, stop)
+        return True
+
+    def _wait_for_places(self, front: Segment, back: Segment, previous: Segment | None) -> None:
+        """Cases 2 and 3 of `_enqueue_piece`; `previous` is the last segment of the piece before it."""
+        place = front.place
+        assert place is not None
+        if previous is not None and previous.place is not None:  # 2
             for segment, half in zip(reversed(previous.place.halves), (back, front), strict=False):
                 if segment.stream is not half.stream:
                     assert segment.event is not None
@@ -179,22 +196,6 @@ class Launcher:
                 if segment.event is None:  # its transfer failed there
                     segment.event = self._mark(segment.stream)
                 self._driver.stream_wait_event(front.stream.handle, segment.event)
-        start = transfer.start if number == 0 and begin == 0 else None
-        if start is not None and stores:  # it starts where its copies may
-            self._driver.event_record(start, copies.handle)
-        if stores:
-            piece.kernel(kernels.handle, None)
-        else:
-            piece.copies(copies.handle, start)
-        front.event = self._mark(front.stream)
-        self._driver.stream_wait_event(back.stream.handle, front.event)
-        place.ring.join(place)
-        if stores:
-            piece.copies(copies.handle, None)
-        else:
-            piece.kernel(kernels.handle, None)
-        self._end_segment(transfer, back, stop)
-        return True
 
     def _bounded(self, queue: TransferQueue, share: Share, begin: int, stop: int) -> tuple[int, int]:
         """The end, at most `stop`, and the bytes of a segment from `begin` on, under `most_queued_bytes`. The end is

@@ -112,7 +112,7 @@ def test_tune_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.endswith("`kvoffload tune --show` prints the\n  choices\n")
     assert "not measured: concurrent compute: " in text.rpartition("\n\n")[2]
     assert "4,321 transfers in 24.5 s" in " ".join(text.split())
-    assert re.search(r"gather 4 +1\.04", text)
+    assert re.search(r"batch +20 +0\.10", text)
 
 
 # doctor ---------------------------------------------------------------------------------------------------------------

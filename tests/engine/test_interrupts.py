@@ -71,12 +71,8 @@ def test_an_interrupted_pack_loses_no_job_and_no_table(seed: int) -> None:
             engine, held = bench.engine, bench.stream()
             gate = bench.gate(held)
 
-            def store_and_complete() -> None:
-                engine.store(range(4), range(4), copier="pack", after=held)
-                gate.open()
-                engine.drain(10)
-
-            outcome = interrupt_at(number, store_and_complete)
+            outcome = interrupt_at(number, lambda: engine.store(range(4), range(4), copier="pack", after=held))
+            gate.open()
             follower = engine.store(range(8, 12), range(4), copier="pack", after=NO_WAIT)
             release(bench)
             follower.wait(10)

@@ -14,7 +14,7 @@ returned, and at the back-edge of a loop. `sys.setprofile` sees the first two. A
    CPython looks for no signal;
 2. the return of a C function ("c_return") to a function of the package. Its result is lost;
 3. the return of a function of the simulated driver ("driver") to a function of the package. On a GPU this is a point
-   of the second kind, so nothing within the simulator is a point.
+   of the second kind, so nothing within the simulator is a point, nor in the kernels that it interprets.
 
 Loop back-edges have no event of a profile function; `test_real_signals.py` reaches them.
 
@@ -40,6 +40,7 @@ import kvoffload
 
 PACKAGE = str(Path(kvoffload.__file__).resolve().parent) + "/"
 SIMULATOR = PACKAGE + "simulator/"
+INTERPRETED = (SIMULATOR, PACKAGE + "kernels/pack.py", PACKAGE + "kernels/compute.py")
 _CONTEXTLIB = contextlib.__file__
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FINALIZE = weakref.finalize.__call__.__code__
@@ -124,7 +125,7 @@ class Signals:
     def _inside(self, file: str) -> bool:
         known = self._known.get(file)
         if known is None:
-            known = (file.startswith(PACKAGE) and not file.startswith(SIMULATOR)) or file in self._files
+            known = (file.startswith(PACKAGE) and not file.startswith(INTERPRETED)) or file in self._files
             self._known[file] = known
         return known
 

@@ -13,8 +13,7 @@ from kvoffload.observability.router_events import RouterEvents
 from kvoffload.tiers import MemoryTier
 
 JOB = (
-    "add_done_callback copier direction done error finished id method nbytes num_parts order_before outcome reason "
-    "result wait"
+    "add_done_callback copier direction done error finished id nbytes num_parts order_before outcome reason result wait"
 )
 ENGINE = (
     "close closed drain layout load load_groups max_in_flight missing_copiers num_slots plan poll slots statistics "

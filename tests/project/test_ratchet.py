@@ -32,8 +32,8 @@ WEIGHT = {
     "wide signatures": Limit(0, "options that go together are one object"),
 }
 CALLS = {
-    "engine.store": Limit(48, "check, plan, select, order, enqueue; about 20 are calls of the driver"),
-    "engine.load": Limit(49, "as a store, and in which order the slots may be read"),
+    "engine.store": Limit(46, "check, plan, select, order, enqueue; about 20 are calls of the driver"),
+    "engine.load": Limit(47, "as a store, and in which order the slots may be read"),
     "cache.store": Limit(84, "a store, and the reservation that it fills"),
     "cache.store, evicting": Limit(153, "half of it is the default policy's search for what is worth least"),
     "cache.load": Limit(75, "a load, and the lease of what it reads"),

@@ -12,6 +12,7 @@ ENGINE = "tests/engine/test_mutation_targets.py"
 CACHE = "tests/cache/test_cache_mutation_targets.py"
 ORDERING = "tests/engine/ordering/test_ordering.py"
 SHARDED = "tests/sharded/test_sharded_ordering.py"
+PACK = "tests/copiers/test_pack.py"
 
 
 class Mutation(NamedTuple):
@@ -109,6 +110,91 @@ MUTATIONS = (
         "if stores.unfinished(latest) is None:",
         "if True:",
         (ORDERING, "tests/engine/ordering/test_ordering_segments.py"),
+    ),
+    # pieces and rings
+    Mutation(
+        "of-a-failed-piece-only-the-second-half-is-waited-for",
+        "engine/launcher.py",
+        "for segment in earlier.halves[-1:] if earlier.joined else earlier.halves:",
+        "for segment in earlier.halves[-1:]:",
+        (f"{PACK}::test_a_place_stays_taken_until_what_is_queued_of_a_failed_piece_has_ended",),
+    ),
+    Mutation(
+        "a-later-share-behind-pieces-follows-the-start-alone",
+        "engine/launcher.py",
+        "if begin == 0 and (first or isinstance(transfer.shares[0].copier, PackCopier)):",
+        "if first:",
+        (f"{PACK}::test_a_later_group_of_a_load_follows_what_the_load_must_follow",),
+    ),
+    Mutation(
+        "a-later-share-in-pieces-follows-nothing",
+        "engine/launcher.py",
+        "if previous is None and begin == 0:  # 1",
+        "if previous is None and begin == number == 0:  # 1",
+        (f"{PACK}::test_a_later_group_of_a_load_follows_what_the_load_must_follow",),
+    ),
+    Mutation(
+        "copies-staged-ahead-are-overwritten-by-those-of-pieces",
+        "engine/launcher.py",
+        "if any(isinstance(share.copier, PackCopier) for share in later):",
+        "if False:",
+        (f"{PACK}::test_groups_of_one_transfer_by_different_copiers",),
+    ),
+    Mutation(
+        "an-ended-half-keeps-its-place",
+        "engine/tracker.py",
+        "segment.place.halves.remove(segment)",
+        "pass",
+        (f"{PACK}::test_pitfall_29_every_driver_call_of_a_packed_transfer_fails_once",),
+    ),
+    Mutation(
+        "a-place-of-which-some-bytes-are-taken-again-is-forgotten",
+        "copiers/pack.py",
+        "straddles = oldest is not place and oldest.start < place.stop - self.nbytes",
+        "straddles = False",
+        (f"{PACK}::test_a_place_is_filled_behind_all_that_use_its_bytes",),
+    ),
+    Mutation(
+        "a-failed-piece-uncovers-places",
+        "copiers/pack.py",
+        "if again:  # 2",
+        "if False:  # 2",
+        (f"{PACK}::test_a_place_is_filled_behind_all_that_use_its_bytes",),
+    ),
+    Mutation(
+        "places-are-forgotten-before-a-piece-has-waited-for-them",
+        "copiers/pack.py",
+        "self._left.append(places.popleft())",
+        "places.popleft()",
+        (f"{PACK}::test_a_place_is_filled_behind_all_that_use_its_bytes",),
+    ),
+    Mutation(
+        "places-begin-anywhere",
+        "copiers/pack.py",
+        "return -(-nbytes // _ALIGNMENT) * _ALIGNMENT",
+        "return nbytes",
+        (f"{PACK}::test_any_packed_transfers_move_the_bytes_of_a_naive_loop",),
+    ),
+    Mutation(
+        "sub-blocks-lie-where-the-slot-begins",
+        "copiers/pack.py",
+        "table.words[count : 2 * count] -= inside",
+        "pass",
+        (f"{PACK}::test_any_packed_transfers_move_the_bytes_of_a_naive_loop",),
+    ),
+    Mutation(
+        "a-ring-is-allocated-in-the-way-of-a-capture",
+        "engine/shard.py",
+        "with make_current(self.driver, self.context):\n                no_ring",
+        "if True:\n                no_ring",
+        (f"{PACK}::test_the_ring_is_allocated_while_the_caller_captures_a_graph",),
+    ),
+    Mutation(
+        "without-a-ring-packing-stays-chosen",
+        "copiers/copier_set.py",
+        "            self._selected.clear()\n            return self.missing",
+        "            return self.missing",
+        (f"{PACK}::test_without_memory_for_the_ring_another_method_carries_it",),
     ),
     # several devices
     Mutation(
