@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from kvoffload.device.device import Device
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Deviation, Profile, key_of
-from kvoffload.tuning.costs import CONCURRENT_COMPUTE, Costs, Situation
+from kvoffload.tuning.costs import CONCURRENT_COMPUTE, Situation
 from kvoffload.tuning.fitting import Sample, fit, fit_host
 
 Samples = dict[Situation, dict[Direction, list[Sample]]]
@@ -102,10 +102,18 @@ class _Tuner:
             for direction in Direction:
                 copies = undo.enter_context(opposite_copies(self._device, direction, field.opposite_bytes))
                 self._backdrops[Situation.BOTH_DIRECTIONS, direction] = copies
-            link = self._link()
+            contiguous = same_trials(True, 1, scale.link_bytes, [Trial("loop", 1)])
+            link = self._no_samples()
+            self._time([contiguous], link)
             samples = self._no_samples()
             self._time(first, samples)
-        situations = {situation: _fit(link[situation], found) for situation, found in samples.items()}
+        situations = {}
+        for situation, found in samples.items():  # the fastest gives the link; the contiguous copy may have been slow
+            fastest = {
+                direction: max(each.shape.nbytes / each.seconds for each in (*link[situation][direction], *timed))
+                for direction, timed in found.items()
+            }
+            situations[situation] = {direction: fit(fastest[direction], found[direction]) for direction in Direction}
         costs = situations.pop(Situation.IDLE)
         profile = Profile(
             key=key_of(self._device),
@@ -118,8 +126,8 @@ class _Tuner:
         )
         checks = self._no_samples()
         self._time(checking, checks)
-        found = checks[Situation.IDLE].values()
-        profile = replace(profile, errors=deviations(profile, [each for samples in found for each in samples]))
+        checked = checks[Situation.IDLE].values()
+        profile = replace(profile, errors=deviations(profile, [each for samples in checked for each in samples]))
         return Tuning(profile, self._timed, time.perf_counter() - self._begin, missing)
 
     def _step(self) -> None:
@@ -153,25 +161,6 @@ class _Tuner:
                 self._host += trial_engine.host
                 self._around += trial_engine.around
             self._step()
-
-    def _link(self) -> dict[Situation, dict[Direction, float]]:
-        """Bytes per second of one contiguous copy."""
-        samples = self._no_samples()
-        trial_set = same_trials(True, 1, self._scale.link_bytes, [Trial("loop", 1)])
-        self._time([trial_set], samples)
-        return {
-            situation: {direction: self._scale.link_bytes / each[0].seconds for direction, each in found.items()}
-            for situation, found in samples.items()
-        }
-
-
-def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sample]]) -> dict[Direction, Costs]:
-    """Costs from samples. The fastest sample gives the link: the contiguous copy may have met a slow moment."""
-    fastest = {
-        direction: max([link[direction], *(each.shape.nbytes / each.seconds for each in found)])
-        for direction, found in samples.items()
-    }
-    return {direction: fit(fastest[direction], samples[direction]) for direction in Direction}
 
 
 def deviations(profile: Profile, samples: Iterable[Sample]) -> dict[str, Deviation]:

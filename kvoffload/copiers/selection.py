@@ -135,8 +135,8 @@ def rank(
     opposite: bool = False,
 ) -> list[Expected]:
     """All copiers that could carry a transfer, the best first; at least one. Cases and arguments as in `choose`."""
-    # Contiguous copies one by one keep the host four times as long as in batches, and are as fast at best. A strided copy
-    # of a single row takes 4 us, a contiguous one 2 at most. Of blocks of one row packing saves nothing.
+    # Contiguous copies one by one keep the host four times as long as in batches, and are as fast at best. A strided
+    # copy of a single row takes 4 us, a contiguous one 2 at most. Of blocks of one row packing saves nothing.
     flat: CopierName = "batch" if "batch" in available else "loop"
     folds = shape.rows > shape.operations
     names: tuple[CopierName, ...] = (flat,) if flat in available and not folds else ("strided", flat)

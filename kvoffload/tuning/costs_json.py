@@ -37,15 +37,13 @@ def render_costs(costs: Costs) -> dict[str, Any]:
             "operation": [_us(each) for each in strided.operation_seconds],
             "row": [_us(each) for each in strided.row_seconds],
         },
-        "flat": {name: _render_flat(flat) for name, flat in costs.flat.items()},
-    }
-
-
-def _render_flat(flat: FlatCosts) -> dict[str, Any]:
-    """By the bytes of a copy: numbers of copies, and their seconds."""
-    return {
-        str(curve.nbytes): {"counts": curve.counts, "us": [_us(each) for each in curve.seconds]}
-        for curve in flat.curves
+        "flat": {  # by the bytes of a copy: numbers of copies, and their seconds
+            name: {
+                str(curve.nbytes): {"counts": curve.counts, "us": [_us(each) for each in curve.seconds]}
+                for curve in flat.curves
+            }
+            for name, flat in costs.flat.items()
+        },
     }
 
 
@@ -106,13 +104,9 @@ def _ascending(values: list[Any]) -> tuple[int, ...]:
 
 
 def _seconds(values: list[Any], length: int) -> tuple[float, ...]:
-    return tuple(number(value) * 1e-6 for value in _of_length(values, length))
-
-
-def _of_length(values: list[Any], length: int) -> list[Any]:
     if len(values) != length:
         raise ValueError(f"{len(values)} values for {length} points")
-    return values
+    return tuple(number(value) * 1e-6 for value in values)
 
 
 def _count(value: Any) -> int:

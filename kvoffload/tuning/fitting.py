@@ -28,22 +28,15 @@ def fit(link: float, samples: Sequence[Sample]) -> Costs:
             stays zero there. All rows of a "batch" or "loop" sample have one size.
     """
     strided = [each for each in samples if each.copier == "strided"]
-    names = dict.fromkeys(each.copier for each in samples if each.copier != "strided")
-    flat: dict[str, FlatCosts] = {
-        name: _flat_costs([each for each in samples if each.copier == name]) for name in names
-    }
+    points: dict[str, dict[int, dict[int, float]]] = {}  # by copier, bytes and number of copies
+    for copier, shape, seconds in samples:
+        if copier != "strided":
+            points.setdefault(copier, {}).setdefault(shape.nbytes // shape.rows, {})[shape.rows] = seconds
+    flat = {}
+    for name, sizes in points.items():
+        curves = [Curve(nbytes, *zip(*sorted(sizes[nbytes].items()), strict=True)) for nbytes in sorted(sizes)]
+        flat[name] = FlatCosts(tuple(curves))
     return Costs(link, fit_strided(strided) if strided else None, flat)
-
-
-def _flat_costs(samples: Sequence[Sample]) -> FlatCosts:
-    points: dict[int, dict[int, float]] = {}
-    for _, shape, seconds in samples:
-        points.setdefault(shape.nbytes // shape.rows, {})[shape.rows] = seconds
-    curves = []
-    for nbytes, curve in sorted(points.items()):
-        counts = tuple(sorted(curve))
-        curves.append(Curve(nbytes, counts, tuple(curve[count] for count in counts)))
-    return FlatCosts(tuple(curves))
 
 
 def fit_strided(samples: Sequence[Sample]) -> StridedCosts:
