@@ -51,7 +51,8 @@ def poison_places(monkeypatch: pytest.MonkeyPatch) -> None:
             submit(stream, start)
             piece.place.ring._driver.fill(address + table, POISON, sizes[address] - table, stream)
 
-        return piece._replace(**{name: second})
+        changed: dict[str, Any] = {name: second}
+        return piece._replace(**changed)
 
     monkeypatch.setattr(StagingRing, "take", taking)
     monkeypatch.setattr(PackCopier, "stage", poisoning)

@@ -205,7 +205,9 @@ def test_names_of_copiers_are_checked() -> None:
     for right in (None, "strided", "loop", CopyMethod("gather", 2, 1.0)):
         check_copier(right, missing)
     for wrong in ("Strided", "", 3, b"loop", CopyMethod("none")):  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"copier must be one of strided, gather, split, batch, loop or None, got"):
+        with pytest.raises(
+            ValueError, match=r"copier must be one of strided, gather, split, batch, loop, pack or None, got"
+        ):
             check_copier(wrong, missing)
     for unable in ("batch", CopyMethod("batch")):
         with pytest.raises(

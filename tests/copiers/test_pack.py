@@ -83,7 +83,7 @@ def test_loads_in_pieces_keep_their_bytes_when_urgent_ones_go_ahead(
         load(bench, range(4), range(4), after=held)
         for first in (4, 8):
             load(bench, range(first, first + 4), range(first, first + 4))
-        bench.engine.load(range(12, 16), range(12, 16), after=NO_WAIT, copier=PACK, urgent=urgent)  # type: ignore[arg-type]
+        bench.engine.load(range(12, 16), range(12, 16), after=NO_WAIT, copier=PACK, urgent=urgent)
         assert sum(job.held for job in bench.engine._parts.in_flight.loads.transfers) >= 3
         release(bench)
         assert blocks_hold(bench, range(16), range(100, 116))
@@ -131,7 +131,8 @@ def test_groups_of_one_transfer_by_different_copiers(monkeypatch: pytest.MonkeyP
     select = copier_set.CopierSet.select
 
     def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
-        return select(copiers, plan, wanted or methods[plan.group_index], *rest)
+        asked: Any = wanted or methods[plan.group_index]
+        return select(copiers, plan, asked, *rest)
 
     monkeypatch.setattr(copier_set.CopierSet, "select", by_group)
     with simulated(5) as device, groups_of(device) as engine:
@@ -158,7 +159,8 @@ def test_a_later_group_of_a_load_follows_what_the_load_must_follow(
     select = copier_set.CopierSet.select
 
     def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
-        return select(copiers, plan, wanted or methods[plan.group_index], *rest)
+        asked: Any = wanted or methods[plan.group_index]
+        return select(copiers, plan, asked, *rest)
 
     with simulated(6) as device, groups_of(device) as engine:
         engine.slots[:] = 50
@@ -241,7 +243,7 @@ def test_a_load_in_parts_goes_another_way(device: kvoffload.Device, asked: Any) 
 
 def prefer_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have "pack" chosen wherever it is offered, as on a GPU."""
-    choose = copier_set.choose
+    choose: Any = vars(copier_set)["choose"]
 
     def choosing(shape: Any, available: Any, *rest: Any) -> Any:
         return choose(shape, ("pack",) if "pack" in available else available, *rest)
@@ -303,7 +305,7 @@ def test_rings_are_allocated_on_first_use_by_direction_and_freed(device: kvofflo
     with rig(device, sm_limit=1) as bench:
         for use, sizes in ((None, (0, 0)), (store, (1, 0)), (load, (1, 1))):
             if use is not None:
-                use(bench, [1], [1]).wait(10)  # type: ignore[operator]
+                use(bench, [1], [1]).wait(10)
             assert [ring.allocated // ring.nbytes for ring in rings(bench)] == list(sizes)
         pool = bench.engine.slots.nbytes
         assert rings(bench)[0].nbytes == 2 * pool, "no more than two transfers of the whole pool need"

@@ -37,6 +37,7 @@ from kvoffload import (
 from kvoffload.cache.policies import Policy
 from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.copiers import copier_set
+from kvoffload.copiers.pack import STAGING_BYTES
 from kvoffload.testing import SimulatedDriver
 
 PLANES, BLOCK_BYTES, BLOCKS = 3, 32, 48
@@ -235,7 +236,7 @@ class World(_Checked):
         layouts = [KVLayout([planes]) for planes in self.planes]
         self.layout: Any = layouts if devices == 2 else layouts[0]
         self.copier: Any = None if ring is None else "pack"
-        with patch.object(copier_set, "STAGING_BYTES", copier_set.STAGING_BYTES if ring is None else ring):
+        with patch.object(copier_set, "STAGING_BYTES", STAGING_BYTES if ring is None else ring):
             self.engine = self.open_engine(CAPACITY, **{"sm_limit": 0, **options})
         self.streams: list[tuple[Device, int]] = []
         self.gate: Any = None
