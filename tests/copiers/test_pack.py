@@ -132,7 +132,8 @@ def test_groups_of_one_transfer_by_different_copiers(monkeypatch: pytest.MonkeyP
     select = copier_set.CopierSet.select
 
     def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
-        return select(copiers, plan, wanted or methods[plan.group_index], *rest)
+        asked: Any = wanted or methods[plan.group_index]
+        return select(copiers, plan, asked, *rest)
 
     monkeypatch.setattr(copier_set.CopierSet, "select", by_group)
     with simulated(5) as device, groups_of(device) as engine:
@@ -159,7 +160,8 @@ def test_a_later_group_of_a_load_follows_what_the_load_must_follow(
     select = copier_set.CopierSet.select
 
     def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
-        return select(copiers, plan, wanted or methods[plan.group_index], *rest)
+        asked: Any = wanted or methods[plan.group_index]
+        return select(copiers, plan, asked, *rest)
 
     with simulated(6) as device, groups_of(device) as engine:
         engine.slots[:] = 50

@@ -17,6 +17,7 @@ ORDERING_TESTS = [  # those first that are short and notice much
     *(
         str(HERE / name)
         for name in (
+            "test_order.py",
             "ordering/test_ordering_segments.py",
             "ordering/test_ordering_parts.py",
             "ordering/test_ordering.py",

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from cuda.bindings import driver as cuda
-from helpers import Rig, all_are, change_streams, cut_segments, release, rig, warm_up, whole
+from helpers import STAGING, Rig, all_are, change_streams, cut_segments, paint, release, rig, warm_up, whole
 from layerwise import PARTS, Reader, hold_from
-from packing import OPTIONS, PROGRAMS, PROGRAMS_OF_ONE_PLACE, pieces_of_one_block, poison_places
+from packing import OPTIONS, PROGRAMS, PROGRAMS_OF_ONE_PLACE, hold_the_kernels, pieces_of_one_block, poison_places
 from transfers import intercepted
 
 import kvoffload
 from kvoffload import NO_WAIT
+from kvoffload.copiers import copier_set
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -149,3 +150,31 @@ def test_both_halves_of_a_piece_wait(
     poison_places(monkeypatch)
     for bench in opened(each_device, **OPTIONS):
         assert program(bench, monkeypatch), "wrong bytes"
+
+
+def test_a_load_of_two_groups_ends_behind_the_kernel_of_one(
+    each_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group is packed, the other one strided; the last copy of the load is not on the kernel's stream."""
+    nbytes = 64 if each_device.simulated else 64 << 10
+    groups = [each_device.allocate_planes(4, block_bytes=nbytes, num_blocks=4) for _ in range(2)]
+    layout, select = kvoffload.KVLayout(groups), copier_set.CopierSet.select
+
+    def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
+        return select(copiers, plan, wanted or ("pack", "strided")[plan.group_index], *rest)
+
+    monkeypatch.setattr(copier_set.CopierSet, "select", by_group)
+    slab: Any = groups[0][0].owner
+    with kvoffload.OffloadEngine(layout, device=each_device, num_slots=4, staging_bytes=STAGING) as engine:
+        bench = Rig(each_device, engine, slab, groups[0])
+        both = [kvoffload.GroupTransfer(0, [1], [0]), kvoffload.GroupTransfer(1, [1], [1])]
+        engine.load_groups(both, after=NO_WAIT).wait(30)  # kernels are loaded before a gate is closed
+        paint(bench)
+        reader, scratch = bench.stream(), each_device.allocate(4 * nbytes)
+        hold_the_kernels(monkeypatch, bench.gate())
+        engine.load_groups(both, after=NO_WAIT).order_before(reader)
+        bench.copy_block(reader, scratch.address, 1)
+        release(bench)
+        bench.synchronize(reader)
+        check(scratch.to_numpy(), 100)
+        bench.close()
