@@ -16,7 +16,6 @@ from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, Reports, TransferQueue, restore_order
 from kvoffload.engine.tracing import Notice
 from kvoffload.errors import DriverError, KVOffloadError, TransferError
-from kvoffload.planning.transfer_plan import Direction
 
 _MOST_QUERY_FAILURES = 8  # errors in a row when asking whether a transfer has ended, before the GPU counts as lost
 
@@ -88,11 +87,15 @@ class Tracker:
 
     def _complete(self, queue: TransferQueue) -> None:
         """Complete the first transfer of a queue, which has ended. It leaves the queue last: an interrupt cannot lose
-        it.
+        it. If the last transfers decided on its copier, tell them its time:
+
+        1. Of several groups the forecast is about one, which took its share of the time.
+        2. The copies of a load by pack begin before the transfer ahead of it has unpacked its own blocks. Only the time
+           after that counts. It is known when that transfer completes, while the events of both are there.
         """
-        transfer = queue.transfers[0]
+        transfer, in_flight = queue.transfers[0], self._in_flight
         if not transfer.finished:
-            seconds = math.nan
+            seconds, forecast = math.nan, transfer.forecast
             if transfer.state is State.RUNNING:
                 assert transfer.start is not None
                 assert transfer.end is not None
@@ -100,35 +103,23 @@ class Tracker:
                     seconds = self._driver.event_seconds(transfer.start, transfer.end)
                 except KVOffloadError:
                     pass  # the bytes are there; only their time is unknown
-                self._observe(queue, transfer, seconds)
+                if forecast is not None and seconds > 0.0:  # 1
+                    forecast.comparison.note(forecast, (seconds - transfer.overlap) * forecast.nbytes / transfer.nbytes)
+                following = queue.transfers[1] if queue is in_flight.loads and len(queue.transfers) > 1 else None
+                if following is not None and following.forecast and following.copier == "pack" and following.ordered:
+                    assert following.start is not None  # 2
+                    try:
+                        following.overlap = max(0.0, self._driver.event_seconds(following.start, transfer.end))
+                    except KVOffloadError:
+                        pass  # it has not begun: there is no overlap
             transfer.seconds = seconds
             transfer.step(Event.ENDED)
         self._report(queue, transfer)
         if transfer.start is not None and transfer.end is not None:
-            self._in_flight.timers.idle += (transfer.start, transfer.end)
-        self._in_flight.markers.idle += transfer.markers
+            in_flight.timers.idle += (transfer.start, transfer.end)
+        in_flight.markers.idle += transfer.markers
         transfer.let_go()
         queue.transfers.popleft()
-
-    def _observe(self, queue: TransferQueue, transfer: Transfer, seconds: float) -> None:
-        """Tell the choice between copiers what came of it.
-
-        The copies of a load by pack begin before the transfer ahead of it has unpacked its own blocks. Only its time
-        after that counts. This is known now, while the events of both are there.
-        """
-        forecast = transfer.forecast
-        if forecast is not None and seconds > 0.0:  # it is known
-            # Of several groups the forecast is about one, which took its share of the time.
-            forecast.comparison.note(forecast, (seconds - transfer.overlap) * forecast.nbytes / transfer.nbytes)
-        if transfer.direction is Direction.LOAD and len(queue.transfers) > 1:
-            following = queue.transfers[1]
-            if following.forecast is not None and following.copier == "pack" and following.ordered:
-                try:
-                    # both have events: they were queued
-                    overlap = self._driver.event_seconds(following.start, transfer.end)  # type: ignore[arg-type]
-                    following.overlap = max(0.0, overlap)
-                except KVOffloadError:
-                    pass  # it has not begun: there is no overlap
 
     def _report(self, queue: TransferQueue, transfer: Transfer) -> None:
         """Count a finished transfer and keep its result, once. Log its failure, but not one per lost transfer."""
