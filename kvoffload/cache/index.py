@@ -130,7 +130,8 @@ class CacheIndex(KeyCache):
 
     def status_below(self, key: bytes) -> Status:
         """Whether a tier has a key that has no entry. HIT: one has it; PENDING: only asking a tier would tell, as
-        `promote` does; MISS: none has it, or the tiers that may have it are not used now. Never blocks; a hint.
+        `promote` does; MISS: none has it, or those that may have it failed lately and are not asked
+        now. It does not look whether the key has an entry. Never blocks; a hint.
         """
         askable = [] if self._tiers is None else [below for below in self._tiers.tiers if below.may_be_asked(key)]
         if any(below.local_index for below in askable):

@@ -33,8 +33,8 @@ def pattern(key: object, nbytes: int) -> UInt8Array:
     """A new array of `nbytes` bytes, uint8, (nbytes,), that depend only on `repr(key)`: the same in every process and
     on every machine.
 
-    Different keys give unrelated bytes, so that a block in the wrong place shows at once. For one key, more bytes begin
-    with the same bytes.
+    Different keys give unrelated bytes, so that a block in the wrong place shows at once. A longer array
+    for the same key begins with the bytes of the shorter one.
     """
     digest = hashlib.shake_128(repr(key).encode()).digest(nbytes)
     return np.frombuffer(digest, dtype=np.uint8).copy()

@@ -232,9 +232,10 @@ class Promotion(Waitable[int]):
             self._tiers.wake()
 
     def release(self) -> None:
-        """Cancel it if it has not ended, and let the keys that came be evicted; keys of its `load`, once that is
-        submitted. Returns at once: a tier's calls that have begun end later, and keep their entries until then.
-        Idempotent.
+        """Bring no more keys, and let those that came be evicted. Returns at once: calls of a tier that have begun
+        go on, and keep their entries until they return. Idempotent.
+
+        A `load` of it that waits is not cancelled: it soon loads the keys that came, which stay until then.
         """
         self._record.released = True
         self._record.release_leases()

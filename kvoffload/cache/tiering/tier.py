@@ -198,7 +198,9 @@ class Tier(ABC):
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
-        """Return the counts, also before `attach` and after `close`. Never blocks."""
+        """Return what was written, read and so on since `attach`. Asked in any thread, also before `attach` and after
+        `close`: answer without waiting for the medium.
+        """
 
     @abstractmethod
     def drain(self, timeout: float | None = None) -> bool:
