@@ -150,7 +150,7 @@ def _print(fields: dict[str, Any], tokens_per_block: int, output: Output) -> Non
         ("  evicted for others", f"{fields['blocks_evicted']:,}"),
         ("  in the cache at the end", f"{fields['blocks_stored'] - fields['blocks_evicted']:,}"),
         ("loaded blocks verified, every byte", f"{fields['verified_blocks']:,}"),
-        ("  of them corrupt", f"{fields['corrupt_blocks']:,}"),
+        ("  with wrong bytes", f"{fields['corrupt_blocks']:,}"),
     ]
     output.table(f"{fields['model']}, {slots}, {where}", ("what", "how many"), lines)
     output.line("")

@@ -325,7 +325,7 @@ def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "corrupt records on disk", f"{disk['corrupt_records']:,}"
     verified = f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)"
     yield "loaded blocks verified, every byte", verified
-    yield "  corrupt", f"{fields['corrupt_blocks']:,}"
+    yield "  with wrong bytes", f"{fields['corrupt_blocks']:,}"
 
 
 def _times(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
