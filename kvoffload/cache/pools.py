@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -122,6 +123,27 @@ class Pool:
                 KVOffloadWarning,
                 stacklevel=2,
             )
+
+
+@contextmanager
+def claimed(policy: PolicyChoice) -> Iterator[None]:
+    """Construct a cache inside it: a policy object then serves that cache alone, for good. An exception frees it again.
+
+    Raises:
+        ValueError: it serves another cache, or has served one.
+    """
+    mine = object()
+    try:
+        if isinstance(policy, Policy) and vars(policy).setdefault("_claim", mine) is not mine:
+            raise ValueError(
+                f"policy must be an object that no cache has had before, since it knows that cache's keys, got "
+                f"{policy!r:.80}; make another object, or give a name or a function of the capacity"
+            )
+        yield
+    except BaseException:
+        if isinstance(policy, Policy) and vars(policy).get("_claim") is mine:
+            del vars(policy)["_claim"]
+        raise
 
 
 Victims = list[tuple[Pool, list[bytes]]]

@@ -65,10 +65,10 @@ class DiskIndex:
         tenants: Mapping[str, Tenant] | None = None,
     ) -> None:
         self.files = files
+        records = files.load()  # if that fails, a policy object has served no index yet
         self.index = CacheIndex(max(1, files.num_slots), policy=policy, tenants=tenants)
         self._lock = threading.RLock()  # what `remove` and `clear` say of the keys of open puts, with the index
         self._writing: dict[bytes, DiskPut] = {}  # keys that a put has reserved and `finish` has not seen
-        records = files.load()
         self._next_sequence = int(records.sequences[-1]) + 1 if records.keys else 0
         self.index.restore(
             records.keys,
