@@ -357,7 +357,6 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return per_group
 
     def _chosen(self, record: ReservationRecord, per_group: list[Int64Array]) -> list[Int64Array]:
-        """For each group the block ids of the record's keys."""
         if len(record.positions) == len(per_group[0]):
             return [ids.reshape(-1) for ids in per_group]
         return [ids[record.positions].reshape(-1) for ids in per_group]
@@ -367,7 +366,6 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return not isinstance(error, TransferError) and self.engine.submitted == submitted
 
     def _check_parts(self, parts: Any) -> None:
-        """Raise for any group before the load of one is submitted."""
         if self._groups > 1 and parts is not None and not isinstance(parts, int | np.integer):
             raise LayoutError(
                 f"parts must be a number for a layout of {self._groups} groups, each of which is copied in so many; "

@@ -163,7 +163,6 @@ class CacheIndex(KeyCache):
 def _restore(
     state: CacheState, keys: list[bytes], entries: Int64Array, requests: Int64Array, tenants: Sequence[str] | None
 ) -> int:
-    """Under the lock."""
     table = state.table
     if table.pool_of or table.reservations:
         raise ValueError("restore needs an index that has held no key yet; make another one")

@@ -37,11 +37,7 @@ class RequestRecord:
         self.ended = False
 
     def tenant_of_call(self, tenant: str) -> str:
-        """The request's tenant, for a call that names the request and `tenant`.
-
-        Raises:
-            ValueError: `tenant` is another one.
-        """
+        """The request's tenant, for a call that names the request and `tenant`."""
         if tenant not in ("", self.tenant):
             raise ValueError(f"tenant must be the request's, {self.tenant!r}, or left out, got {tenant!r:.80}")
         return self.tenant
@@ -69,7 +65,6 @@ class Pool:
         self.selective = policy.declines_with_room or max_blocks is not None
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
-        """Called in place of `policy` for the keys of an open request."""
         return self.policy.for_request(request.notes.setdefault(self.number, {}))
 
     def within_quota(
@@ -205,11 +200,7 @@ class Pools:
         return ", ".join(str(pool.policy) for pool in self.all)
 
     def of(self, tenant: str) -> Pool:
-        """The pool of a tenant's keys.
-
-        Raises:
-            ValueError: the cache has no such tenant.
-        """
+        """The pool of a tenant's keys."""
         pool = self.by_tenant.get(tenant) if isinstance(tenant, str) else None
         if pool is None:
             known = ", ".join(map(repr, sorted(self.by_tenant)))
@@ -344,7 +335,6 @@ class ReuseFilter:
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """Count a lookup of these missing keys."""
         if not self.store_after:
             return
         for key in keys:
@@ -354,7 +344,6 @@ class ReuseFilter:
             self._seen.popitem(last=False)
 
     def passing(self, keys: list[bytes]) -> list[bytes]:
-        """The keys that are worth storing."""
         if not self.store_after:
             return keys
         return [key for key in keys if self._seen.get(key, 0) >= self.store_after]

@@ -115,7 +115,6 @@ def chat(conversations: int, turns: int, seed: int) -> Iterator[Turn]:
 
 
 def _chain(keys: tuple[bytes, ...], count: int, content: str) -> tuple[bytes, ...]:
-    """`keys` and `count` more: each is the digest of the key before it and of its own content."""
     grown = list(keys)
     for index in range(count):
         before = grown[-1] if grown else b""

@@ -165,11 +165,7 @@ class AllocationFinder:
 
 
 def is_mapped_on(driver: Driver, address: int, device: int) -> bool:
-    """Whether `address` is virtual memory that cuMemMap mapped to memory of that GPU; a context must be current.
-
-    Raises:
-        DriverError: the context is lost.
-    """
+    """Whether `address` is virtual memory that cuMemMap mapped to memory of that GPU; a context must be current."""
     return _ask(pointers.mapped_memory_device, driver, address) == device
 
 

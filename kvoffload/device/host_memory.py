@@ -204,8 +204,6 @@ class CallerMemory(RegisteredMemory):
 
 
 class _View:
-    """The slots for numpy. Arrays over it keep it alive, and with it the owner."""
-
     def __init__(self, memory: HostMemory, slot_bytes: int) -> None:
         self._owner = memory.owner
         self.__array_interface__ = {

@@ -99,7 +99,6 @@ class Resource:
 
     @property
     def alive(self) -> bool:
-        """Whether something may still have to be freed."""
         return self in self._resources.registered
 
     def free(self) -> None:
@@ -222,7 +221,6 @@ class DeviceResources:
         return texts
 
     def release_context(self) -> None:
-        """Release the primary context as often as it was retained."""
         self.retained[:] = [self._device_handle] * len(self.retained)  # `create` put the context's handle there
         try:
             self.driver.destroy("cuDevicePrimaryCtxRelease", self.retained)

@@ -73,13 +73,7 @@ class Driver:
         self._bind()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call `name`. Returns its single value, its tuple of values, or None. Most functions need a current context.
-
-        Raises:
-            KeyError: kvoffload does not use this function, see `has`.
-            DriverError: the call returned an error.
-            CapabilityError: the bindings found no such function in the driver library, or no driver library at all.
-        """
+        """Call `name`. Returns its single value, its tuple of values, or None. Most functions need a current context."""
         try:
             result = self._functions[name](*arguments)
         except RuntimeError as error:  # FunctionNotFoundError, DynamicLibNotFoundError
@@ -179,7 +173,6 @@ class Driver:
         self.call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """Work queued on `stream` from now on starts after `event`, as recorded last before this call."""
         code = self._stream_wait_event(stream, event, 0)[0]
         if code:
             raise DriverError("cuStreamWaitEvent", code.name, int(code))
@@ -203,7 +196,6 @@ class Driver:
             raise DriverError("cuEventRecord", code.name, int(code))
 
     def event_query(self, event: int) -> bool:
-        """Whether the work before the event's last record has ended."""
         code = self._event_query(event)[0]
         if code and int(code) != NOT_READY:
             raise DriverError("cuEventQuery", code.name, int(code))

@@ -216,7 +216,6 @@ class HostPool:
         return Served(tuple(map(places.count, range(len(self.tiers) + 1))), written, refused)
 
     def _places(self, keys: Request) -> list[int]:
-        """Where each leading key is found: 0 for the host, else the number of the tier, from 1 on."""
         places = [0] * self.host.lookup(keys)
         for key in keys[len(places) :] if self.tiers else ():
             place = next((place for place, held in enumerate((self.keys, *self._below)) if key in held), None)
@@ -292,7 +291,6 @@ class PolicyResult(NamedTuple):
 
 
 def hits_of_policy(requests: Sequence[Request], slots: int, policy: str, progress: Advance) -> PolicyResult:
-    """All requests through an empty cache."""
     index = HostPool(slots, make_policy(policy, slots))
     (hits,), _, refused, seconds = serve_all(index, requests, progress)
     done, rate = index.host.statistics(), rate_of(hits, requests)

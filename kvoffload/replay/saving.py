@@ -89,9 +89,6 @@ def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
     Args:
         arguments: also with `model`.
         measures: whether the replay moves bytes on a GPU, which measures the bandwidth.
-
-    Raises:
-        CommandError: an option is missing or useless; the message names it.
     """
     if arguments.prefill_tokens_per_second is None:
         if arguments.load_gb_per_s is not None:

@@ -75,8 +75,6 @@ class Counts:
 
 
 class _Clock:
-    """Adds up the host's seconds inside the calls of one request."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
 
@@ -280,7 +278,6 @@ class VerifiedCache:
     # the other side -----------------------------------------------------------------------------------------------
 
     def _write(self, keys: Sequence[bytes], places: Int64Array) -> None:
-        """Write the keys' patterns into the device blocks of `places`."""
         for group in self._groups:
             self._patterns.fill(self._staging.slots[: len(keys)], keys, group)
             slots = np.arange(len(keys))
@@ -292,7 +289,6 @@ class VerifiedCache:
             self._staging.load(slots, self._blocks(places), group=group, after=NO_WAIT).wait()
 
     def _verify(self, keys: Sequence[bytes], places: Int64Array) -> None:
-        """Compare the device blocks of `places` with the keys' patterns."""
         wrong: set[int] = set()
         for group in self._groups:
             self._staging.slots[: len(keys)] = ~np.uint8(_POISON)
@@ -322,7 +318,6 @@ class VerifiedCache:
         return True
 
     def _blocks(self, places: Int64Array) -> Int64Array:
-        """The device blocks of places: `blocks_per_key` adjacent ones each."""
         return (places[:, np.newaxis] * self._factor + np.arange(self._factor)).reshape(-1)
 
     def _per_group(self, places: Int64Array) -> Any:
@@ -344,7 +339,6 @@ class VerifiedCache:
 
 
 def _finish(job: CacheJob) -> tuple[float, int]:
-    """Wait for a job: its seconds on the device's clock, and its bytes."""
     results = job.wait()
     return sum(result.seconds for result in results), sum(result.nbytes for result in results)
 
@@ -353,8 +347,6 @@ def _finish(job: CacheJob) -> tuple[float, int]:
 
 
 class Ending(Protocol):
-    """What a request waits for."""
-
     @property
     def done(self) -> bool: ...
 

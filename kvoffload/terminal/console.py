@@ -38,11 +38,7 @@ class ReaderEndedError(OutputError):
 
 
 def write_out(text: str) -> None:
-    """Write to standard output, and flush it.
-
-    Raises:
-        OutputError: it cannot be written. ReaderEndedError: its reader has ended.
-    """
+    """Write to standard output, and flush it."""
     require_out()
     try:
         sys.stdout.write(text)
@@ -56,7 +52,6 @@ def write_out(text: str) -> None:
 
 
 def require_out() -> None:
-    """Raise OutputError if standard output is closed."""
     if sys.stdout is None or sys.stdout.closed:  # None: the process was started with descriptor 1 closed
         raise OutputError("standard output is closed")
 

@@ -86,12 +86,7 @@ class Store:
             self.arguments.setdefault("timeout", _SECONDS)
 
     def tier(self, *, identity: str, prefix: str) -> RemoteTier:
-        """A tier over it, without a pool.
-
-        Raises:
-            TypeError: not a `RemoteTier`.
-            The errors of `load_tier`.
-        """
+        """A tier over it, without a pool."""
         tier = load_tier(self.kind, **(self.arguments | {"identity": identity, "prefix": prefix}))
         if not isinstance(tier, RemoteTier):
             raise TypeError(f"{self.kind} is not a tier over a remote store; try its folder with --path")
@@ -108,11 +103,7 @@ class Store:
         return _CLIENTS[self.kind](self)
 
     def check(self) -> None:
-        """Ask the store for a record.
-
-        Raises:
-            StoreError: it cannot be used.
-        """
+        """Ask the store for a record."""
         try:
             tier = self.tier(identity="", prefix="kvoffload-check")
             tier.attach([np.frombuffer(mmap.mmap(-1, PAGE), np.uint8).reshape(1, PAGE)], bytes(16))
@@ -153,11 +144,7 @@ def add_store_option(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def store_of(words: Sequence[str]) -> Store:
-    """The store of one `--store`.
-
-    Raises:
-        ValueError: a bad argument.
-    """
+    """The store of one `--store`."""
     return Store(words[0], dict(map(argument, words[1:])))
 
 

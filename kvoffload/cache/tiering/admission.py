@@ -222,7 +222,6 @@ class KeyMemory:
         return len(self._young) + len(self._old)
 
     def recall(self, keys: Sequence[bytes]) -> list[Sighting | None]:
-        """The latest sighting of each key, None if it is not remembered."""
         young, old = self._young, self._old
         return [young.get(key) or old.get(key) for key in keys]
 

@@ -61,7 +61,6 @@ class TierPlan:
 
     @classmethod
     def of(cls, tiers: Sequence[Tier], write: str, hung: float, seconds_per_key: float | None) -> TierPlan | None:
-        """None if there are no tiers."""
         plan = cls(tiers, write, hung, seconds_per_key)
         return plan if plan.tiers else None
 

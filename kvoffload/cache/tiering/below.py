@@ -81,7 +81,6 @@ class TierBelow:
 
     @property
     def left_alone(self) -> bool:
-        """Whether its breaker is open; False while one job tries it."""
         return not self.usable and self.breaker.state is BreakerState.OPEN
 
     def may_be_asked(self, key: bytes) -> bool:
@@ -105,7 +104,6 @@ class TierBelow:
         return self.has(keys) if self.local_index else [fits(key) for key in keys]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether the tier is known to have it. Never blocks; for any thread."""
         if not self.local_index:
             return [False] * len(keys)
         try:

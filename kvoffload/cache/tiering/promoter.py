@@ -191,7 +191,6 @@ class Promoter:
                 self._fetch(record, below, mine, tiers[number + 1 :])
 
     def _reserve(self, record: PromotionRecord, positions: list[int]) -> None:
-        """Reserve entries for keys; where there is no room for all, for the first."""
         live = [(each, found) for each in self._occupying if (found := each()) is not None and found.occupied]
         occupied = sum([found.occupied for _, found in live])
         self._occupying = [each for each, _ in live]
@@ -233,7 +232,6 @@ class Promoter:
         return chosen
 
     def _worth_it(self, below: TierBelow) -> bool:
-        """Whether a key is not expected to take longer than computing it."""
         if self._seconds_per_key is None:
             return True
         expected = below.speed.expected(1, time.monotonic())
