@@ -16,15 +16,7 @@ from kvoffload.internal.checks import at_least
 
 
 class RequestRecord:
-    """The index's record of an open request.
-
-    Attributes:
-        owner: the state of its index.
-        keys: all keys given with it so far, in the order in which they first came.
-        notes: by pool number, the notes of that pool's policy on the request; see `Policy.for_request`.
-        ended: whether no call may name it any more.
-        on_end: called with its keys when it has ended well, outside the lock; None: no call.
-    """
+    """The index's record of an open request."""
 
     __slots__ = ("ended", "keys", "notes", "on_end", "owner", "tenant")
 

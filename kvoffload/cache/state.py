@@ -412,14 +412,7 @@ def find_space(
 ) -> Space:
     """Find entries for `new` keys of a pool, or for as many of the first as possible. Changes nothing.
 
-    Args:
-        policy: the pool's, or the one it has for the request.
-        free: how many entries hold nothing.
-        present: other keys of the request, which stay.
-        request: an open request, all of whose keys stay.
-
-    Raises:
-        ValueError: the policy names keys that must not be evicted, or admits more keys than find entries.
+    Raises ValueError if the policy names keys that must not be evicted, or admits more keys than find entries.
     """
     own: Collection[bytes] = () if request is None else request.keys
     of, held, named = table.of, table.holds, set(present)

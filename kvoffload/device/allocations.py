@@ -70,13 +70,7 @@ class Allocation:
 
 
 class AllocationFinder:
-    """Asks the driver of one device; its context must be current for every call.
-
-    Args:
-        driver: of the device.
-        index, name: of the device.
-        device_count: how many devices the driver has.
-    """
+    """Asks the driver of one device; its context must be current for every call."""
 
     def __init__(self, driver: Driver, index: int, name: str, device_count: int) -> None:
         self._driver = driver

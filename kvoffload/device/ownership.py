@@ -195,9 +195,6 @@ class DeviceResources:
         """Free every resource, the newest first, then the primary context. Returns texts of warnings.
 
         A lost context has taken its memory with it, so that is no error.
-
-        Raises:
-            DriverError: a call failed; the other resources were freed. Call it again to free the rest.
         """
         texts: list[str] = []
         if self.registered:

@@ -29,14 +29,7 @@ def _missing(*_: Any) -> Any:
 
 
 class Driver:
-    """Calls a driver API through a table of its functions, and raises DriverError for errors.
-
-    Args:
-        api: offers the names in `functions.REQUIRED`; those in `OPTIONAL` may be missing.
-        raw: offers the names in `functions.RAW`, or None: the calls that take addresses of arrays.
-        bindings_version: of the bindings behind `api`, for example `(13, 3)`.
-        simulated: whether times and bandwidths are simulated.
-    """
+    """Calls a driver API through a table of its functions, and raises DriverError for errors."""
 
     def __init__(self, api: Any, *, raw: Any, bindings_version: tuple[int, int], simulated: bool) -> None:
         self._functions: dict[str, Callable[..., Any]] = {name: getattr(api, name) for name in REQUIRED}
@@ -73,7 +66,7 @@ class Driver:
         self._bind()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call `name`. Returns its single value, its tuple of values, or None. Most functions need a current context."""
+        """Call `name`. Returns its single value, its tuple of values, or None. Most need a current context."""
         try:
             result = self._functions[name](*arguments)
         except RuntimeError as error:  # FunctionNotFoundError, DynamicLibNotFoundError
@@ -89,9 +82,6 @@ class Driver:
 
         Python delivers a KeyboardInterrupt after a C function has returned, and not between the plain statements that
         follow. So the handle is in `holder` unless the driver call itself was interrupted.
-
-        Raises:
-            DriverError, CapabilityError: as `call`; nothing was made.
         """
         try:
             result = self._functions[name](*arguments)
@@ -106,9 +96,6 @@ class Driver:
 
         No interrupt can come between the two, since no Python function is entered: no handle is lost, and none is freed
         twice. Call it again after an exception to free the rest.
-
-        Raises:
-            DriverError: a call failed; that handle is lost.
         """
         function = self._functions[name]
         while handles:

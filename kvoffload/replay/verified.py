@@ -90,16 +90,9 @@ class VerifiedCache:
     """A `BlockCache` over planes of its own, with every byte of every load checked. A context manager.
 
     Args:
-        device: allocates the planes; stays open.
-        geometry: of the planes.
-        capacity: keys that the cache holds.
         longest: keys of the longest request; each lane has device blocks for so many, at most `capacity`.
-        blocks_per_key: device blocks that a key covers.
         in_flight: requests that may be unfinished at a time, each in a lane of its own.
-        seed: of the patterns and of where blocks lie.
         make_tier: returns a tier for the cache to own, given the bytes of a record. None: no tier.
-        deadline: seconds of a promotion.
-        progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
 
     def __init__(
@@ -361,9 +354,6 @@ def overlap(
     Args:
         start: called with a request and the number of a free lane; yields the jobs that the request waits for.
         ended: called after each request.
-
-    Raises:
-        The errors of `start` and its steps; the other unfinished requests are not resumed.
     """
     free = deque(range(lanes))
     waiting: dict[int, tuple[Iterator[Ending], Ending]] = {}  # by lane, a request and the job that it waits for

@@ -32,12 +32,7 @@ Traffic = Callable[[np.random.Generator, Blocks], Iterator[list[int]]]
 
 
 class Workload(NamedTuple):
-    """A kind of traffic.
-
-    Attributes:
-        summary: a description, one line.
-        sources: endless sources of requests; each gives an equal share, one source after the other.
-    """
+    """A kind of traffic."""
 
     summary: str
     sources: tuple[Traffic, ...]

@@ -40,13 +40,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """The parser of a command, whose help shows every option, in lines of 80 columns.
 
-    Args:
-        commands: the result of `add_subparsers`.
-        name, summary: as the list of commands shows them.
-        text: describes the command, in a line or two.
-        example: a command line without the program's name.
-        common: the options of `add_common_options`, to be named in a line; "" for none.
-        usage: the arguments after the command's name.
+    `name` and `summary` are in the list of commands; `common` names the options of `add_common_options`, "" for none.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,

@@ -74,11 +74,7 @@ class StoreError(CommandError):
 
 
 class Store:
-    """The store that `--store` names.
-
-    Args:
-        kind, arguments: for `load_tier`.
-    """
+    """The store that `--store` names."""
 
     def __init__(self, kind: str, arguments: Mapping[str, Any]) -> None:
         self.kind, self.arguments = kind, dict(arguments)
@@ -93,11 +89,7 @@ class Store:
         return tier
 
     def client(self) -> tuple[Any, Callable[[], None]]:
-        """A client without a tier, for the calls of its package, and a function that closes it. Its errors are its own.
-
-        Raises:
-            StoreError: the tier is of another package.
-        """
+        """A client without a tier, and a function that closes it. Its errors are those of its package."""
         if self.kind not in _CLIENTS:
             raise StoreError(self, "its client is not known", f"give one of {', '.join(_CLIENTS)}")
         return _CLIENTS[self.kind](self)

@@ -233,12 +233,7 @@ class Breaker:
         self._late = -math.inf  # when a promotion's deadline passed last
 
     def usable(self, now: float, longest_call: float) -> bool:
-        """Whether the tier may be given another job. Opens if its longest call hangs, or was given up.
-
-        Args:
-            now: seconds, as for the other methods.
-            longest_call: how long its oldest call has taken so far, in seconds.
-        """
+        """Whether the tier may be given another job. Opens if its longest call hangs, or was given up."""
         hangs = longest_call >= self._hung
         stuck = hangs or now - longest_call < self._late
         if stuck and self.state is not BreakerState.OPEN:

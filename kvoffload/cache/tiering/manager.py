@@ -59,19 +59,13 @@ class Removal:
 
 
 class TierManager:
-    """The tiers of a cache.
+    """The tiers of a cache, attached to its slots.
 
     Args:
-        tiers: attached to its slots, in the order in which they are asked.
-        choice: chooses the keys to write.
-        seconds_per_key: how long computing a key's blocks takes; None: not known.
-        hung: seconds after which a tier's call counts as hanging.
         settle: brings the cache up to date; returns whether stores are in flight.
         submit: submits a chained load.
 
     Attributes:
-        closed: no promotion and no write begins any more.
-        wake: makes the thread look at everything.
         when_done: calls a function once a promotion, or a load behind it, has ended, from a thread of its own.
     """
 

@@ -294,11 +294,7 @@ class Promoter:
         return sorted(missed)
 
     def _stop_waiting(self, record: PromotionRecord, fetch: Fetch, now: float, *, blame: bool) -> list[int]:
-        """Wait for a tier no longer: returns the keys that it has not brought. Entries that it may write are kept.
-
-        Args:
-            blame: the deadline has passed, so a tier that has not answered is too slow.
-        """
+        """Wait for a tier no longer: returns the keys that it has not brought. Entries that it may write are kept."""
         waited = bool(fetch.left)
         fetch.job.cancel()
         missed = self._collect(record, fetch, now)
@@ -323,11 +319,7 @@ class Promoter:
             record.gone[position] = 1
 
     def _stop(self, record: PromotionRecord, now: float, *, at_once: bool, blame: bool) -> None:
-        """Cancel work that has not begun. `at_once`: and give up the rest.
-
-        Args:
-            blame: see `_stop_waiting`.
-        """
+        """Cancel work that has not begun. `at_once`: and give up the rest."""
         dropped, record.awaited = record.awaited, []
         for fetch in record.fetches:
             if at_once:
