@@ -64,8 +64,6 @@ OPEN, SETTLING, COMMITTED, ABORTED = Stage  # looking them up in the class takes
 
 
 class _WithTransfers:
-    """The transfers of a record."""
-
     __slots__ = ("jobs",)
     jobs: tuple[Completion, ...]
 
@@ -137,7 +135,6 @@ class ReservationRecord(_WithTransfers):
 
     @property
     def awaits_transfers(self) -> bool:
-        """Whether it ends when its transfers have ended."""
         return self.stage is not OPEN
 
     def raise_if_failed(self) -> None:
@@ -174,7 +171,6 @@ class LeaseRecord(_WithTransfers):
 
     @property
     def awaits_transfers(self) -> bool:
-        """Whether it ends when its transfers have ended."""
         return self.released
 
 
@@ -325,7 +321,6 @@ class EntryTable:
     # holders ------------------------------------------------------------------------------------------------------
 
     def hold(self, lease: LeaseRecord) -> None:
-        """Each of its entries gets one more holder."""
         self.leases.add(lease)
         holds = self.holds
         for index in lease.held:
@@ -345,7 +340,6 @@ class EntryTable:
                 self.free.append(index)
 
     def unlink(self, index: int) -> None:
-        """An entry has lost its key; it is free as soon as it has no holder."""
         self.keys[index] = None
         if index in self.holds:
             self.doomed.add(index)

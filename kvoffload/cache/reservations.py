@@ -400,13 +400,7 @@ class CacheRequest:
 
 
 def record_of(request: CacheRequest, owner: object) -> RequestRecord:
-    """The record behind a `request=` argument. Under the lock.
-
-    Raises:
-        TypeError: not a CacheRequest.
-        ValueError: of another cache.
-        ClosedError: it has ended.
-    """
+    """The record behind a `request=` argument. Under the lock."""
     if not isinstance(request, CacheRequest):
         raise TypeError(f"request must be what open_request() returned, got {request!r:.80}")
     record = request._record

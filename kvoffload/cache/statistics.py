@@ -146,7 +146,6 @@ class Tally:
         self._total += float(values.sum())
 
     def add_one(self, value: float, times: int = 1) -> None:
-        """Add one value, `times` times."""
         self._each[bisect_left(self._edges, value)] += times
         self._total += value * times
 

@@ -52,7 +52,6 @@ class Fetch:
         return self.deadline is not None and now >= self.deadline
 
     def hangs(self, now: float) -> bool:
-        """Whether a call that it waits for does not return."""
         return now - self.begun >= self.below.hung and self.below.hangs
 
 
@@ -148,7 +147,6 @@ class PromotionRecord:
 
     @property
     def occupied(self) -> int:
-        """Entries that are reserved or held for it."""
         return len(self.records) + self.brought
 
     def advance_ready(self) -> None:
