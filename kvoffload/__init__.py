@@ -5,7 +5,7 @@
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
     GroupTransfer    one transfer of several groups              engine/request.py
-    HostMemory       slots in memory that the caller brings      device/host_memory.py
+    HostMemory       slots in memory that the caller brings      device/pinned.py
     Stream           for callers without their own streams       device/caller_stream.py
     Job              a transfer: done, wait, order_before        engine/job.py
     ShardedEngine    the same over several GPUs                  engine/sharded.py
@@ -35,7 +35,7 @@ from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.caller_stream import Stream
 from kvoffload.device.device import Device, open_device
-from kvoffload.device.host_memory import HostMemory
+from kvoffload.device.pinned import HostMemory
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine

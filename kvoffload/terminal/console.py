@@ -1,7 +1,7 @@
 """Standard output, standard error, and the device, for all commands.
 
 Standard output carries only the result: tables, or one JSON object. Notes and progress bars go to standard error, bars
-only to a terminal.
+only to a terminal. Files that commands write are checked before minutes of work, and written whole or not at all.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from kvoffload.device.device import Device, open_device
@@ -189,3 +191,46 @@ def mib(nbytes: float) -> str:
 def bandwidth(nbytes: int, seconds: float) -> float | None:
     """GB/s, or None if nothing was moved."""
     return round(nbytes / seconds / 1e9, 2) if seconds > 0 else None
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Raise CommandError now, not after minutes of measuring, if a file cannot be written. Its content is left
+    alone.
+    """
+    with _refused(option, path):
+        if path.is_dir() or _is_special(path):
+            path.open("ab").close()
+            return
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+
+
+def write_whole(option: str, path: Path, content: bytes) -> None:
+    """Write a file whole, or leave the old content; CommandError if that fails."""
+    with _refused(option, path):
+        if _is_special(path):  # such as /dev/stdout
+            path.write_bytes(content)
+            return
+        target = path.resolve()
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(content)
+            os.replace(part, target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def _refused(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{option} {path} cannot be written: {error.strerror}") from error
