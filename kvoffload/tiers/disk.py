@@ -10,8 +10,7 @@ from pathlib import Path
 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import TierCapabilities
+from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, flag
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut

@@ -23,8 +23,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import TierCapabilities
+from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array

@@ -71,9 +71,6 @@ class KVOffloadManager(OffloadingManager):
 
     Args:
         num_chunks: slots of each worker; 0: store nothing.
-        policy: see `CacheIndex`.
-        enable_events: keep events for `take_events`.
-        store_threshold, max_tracker_size: see `Options`.
         windowed_groups: vLLM's numbers of the groups whose blocks are freed while a request runs.
         info: labels for vLLM's metric of the configuration.
         promotions: the tiers below the slots; None: no tiers.
