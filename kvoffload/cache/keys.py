@@ -15,8 +15,7 @@ import numpy as np
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import Int64Array
 from kvoffload.layout.ids import as_ids
-from kvoffload.layout.layout import KVLayout
-from kvoffload.layout.sharded import ShardedLayout
+from kvoffload.layout.layout import KVLayout, ShardedLayout
 
 KEY_BYTES = 16
 KEY_VERSION = 1  # of the byte layout; another one gives other keys throughout

@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.device.host_memory import HostMemory
-from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES
+from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES, HostMemory
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown, to_wait

@@ -17,8 +17,7 @@ from typing import Any
 
 from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
-from kvoffload.device.host_memory import HostMemory
-from kvoffload.device.pinned import Progress
+from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import stream_handle
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine

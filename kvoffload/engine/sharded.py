@@ -36,8 +36,7 @@ from kvoffload.internal.checks import shown
 from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Ids, StreamLike, UInt8Array
-from kvoffload.layout.layout import KVLayout
-from kvoffload.layout.sharded import ShardedLayout
+from kvoffload.layout.layout import KVLayout, ShardedLayout
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Profile
 

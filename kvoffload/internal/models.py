@@ -17,13 +17,9 @@ class ModelGeometry:
     """The paged KV cache of a model on one GPU.
 
     Attributes:
-        name: of the model, as `--model` takes it.
-        layers: layers with a KV cache.
         kv_heads: KV heads on this GPU; 1 for a latent that all heads share.
         head_dim: elements of one head; for MLA, of the latent with its rotary part.
         kv_split: K and V are separate tensors, so a layer has two planes.
-        tokens_per_block: tokens that a block holds.
-        dtype_bytes: bytes of an element.
         groups: names of the block tables, by kind of attention; each has as many layers.
         scale: 1, or the factor by which `block_bytes` was shrunk.
     """

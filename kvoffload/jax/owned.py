@@ -20,8 +20,8 @@ from kvoffload.internal.types import DTypeLike
 from kvoffload.jax.imports import address_of, follow, from_device, import_jax, wait_for_computations
 from kvoffload.jax.leaves import Description, Leaf, as_leaves, jax_devices, shards_of
 from kvoffload.layout.arrays import is_jax_array
+from kvoffload.layout.layout import ShardedLayout
 from kvoffload.layout.planes import SlotOrder
-from kvoffload.layout.sharded import ShardedLayout
 
 
 class OwnedCache:

@@ -2,7 +2,7 @@
 
     KernelSpec      names a kernel and its constants                            spec.py
     why_not         the reason why a device can launch no kernel, or None       loader.py
-    load_kernel     a LoadedKernel, from the cache folder or from Triton        loader.py, store.py, compiler.py
+    load_kernel     a LoadedKernel, from the cache folder or from Triton        loader.py, compiler.py
     compile_kernel  machine code and PTX; needs neither a GPU nor a driver      compiler.py
 
 The kernels themselves are in modules of their own (gather.py, compute.py), which import Triton and so are

@@ -16,9 +16,10 @@ import numpy as np
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.device.device import Device
-from kvoffload.replay import hitplot, saving
+from kvoffload.replay import hitplot
 from kvoffload.replay.hits import WRITES
-from kvoffload.replay.report import report
+from kvoffload.replay.report import Rates, add_options, not_negative, positive, report
+from kvoffload.replay.report import rates as rates_of
 from kvoffload.replay.trace import Request, Trace, read_timed_trace, require_readable
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
@@ -60,14 +61,14 @@ def add_parser(commands: Any) -> None:
     writes = (*WRITES, "all")
     on_disk("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
     reads = "reads that a write must bring (default 0.22)"
-    on_disk("--least-hits", type=saving.not_negative, metavar="X", help=reads)
+    on_disk("--least-hits", type=not_negative, metavar="X", help=reads)
     on_disk("--disk-policy", choices=policies[:-1], metavar="NAME", help=", ".join(policies[:-1]))
-    on_disk("--disk-gb-per-s", type=saving.positive, metavar="X", help="its speed, to compute the time saved")
+    on_disk("--disk-gb-per-s", type=positive, metavar="X", help="its speed, to compute the time saved")
     add("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
     add("--scale", type=scale, default=1.0, metavar="X", help="shrink blocks to X of their bytes, 0 < X <= 1")
     add("--blocks-per-hash", type=whole(1), default=1, metavar="N", help="device blocks per hash id (default 1)")
     add("--in-flight", type=whole(1), default=1, metavar="N", help="unfinished requests at a time (default 1)")
-    saving.add_options(parser)
+    add_options(parser)
     add("--wide", action="store_true", help=argparse.SUPPRESS)
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -87,13 +88,13 @@ def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json, wide=arguments.wide)
     _check(arguments)
-    rates = saving.rates(arguments, measures=not arguments.metadata_only and arguments.backend != "simulated")
+    rates = rates_of(arguments, measures=not arguments.metadata_only and arguments.backend != "simulated")
     requests, traffic = read_requests(arguments, output).requests, traffic_of(arguments)
     if arguments.metadata_only:
         report(arguments, requests, rates, traffic, output)
         return 0
     with open_backend(arguments, output, arguments.seed) as device:
-        rates = saving.rates(arguments, measures=not device.simulated)
+        rates = rates_of(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
             output.note("kvoffload: the simulated device copies with the CPU; --scale 0.01 makes it quick")
         with _disk(arguments) as make_tier:
@@ -273,7 +274,7 @@ def _disk_fields(served: VerifiedCache) -> dict[str, Any]:
     }
 
 
-def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -> None:
+def _print(fields: dict[str, Any], rates: Rates | None, output: Output) -> None:
     output.line(
         f"replay: {fields['blocks_hit']:,} of {fields['blocks_requested']:,} blocks found (hit rate "
         f"{fields['hit_rate']:.2%}); " + verified_text(fields["verified_blocks"], fields["corrupt_blocks"])

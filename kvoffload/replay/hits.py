@@ -160,11 +160,7 @@ class HostPool:
     ends, `writes` chooses the keys that go to every tier that lacks them. Only the host's copy can be written, so a key
     that the host declined is written nowhere.
 
-    Args:
-        slots: keys that the host holds.
-        policy: of the host. A name stands for a policy that declines nothing: see `host_policy`.
-        tiers: in the order in which they are asked.
-        writes: chooses the keys written to them.
+    A policy's name stands for one that declines nothing: see `host_policy`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """`SimulatedDriver`: the state of one simulated driver, and what every driver function has in common.
 
-The functions themselves are in device_calls.py, memory_calls.py, copy_calls.py, stream_calls.py and kernel_calls.py,
+The functions themselves are in device_calls.py, copy_calls.py, stream_calls.py and kernel_calls.py,
 each a plain function whose first parameter is the driver. `driver_call` gives them their common form, and adds them to
 the class, so that the seam finds them by name.
 """

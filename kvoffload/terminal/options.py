@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload.internal.models import MODELS, ModelGeometry, find_model
-from kvoffload.terminal.tables import WIDTH, wrap
+from kvoffload.terminal.console import WIDTH, wrap
 
 LARGEST = (1 << 32) - 1  # of counts, unless an option has a limit of its own
 

@@ -1,7 +1,6 @@
 """Tiers below the pinned pool: they keep records that the pool has no room for. `Tier` is the contract of all."""
 
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import Tier, TierCapabilities, TierStatistics
+from kvoffload.cache.tiering.tier import Outcome, Tier, TierCapabilities, TierJob, TierStatistics
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.loading import load_tier
 from kvoffload.tiers.memory import MemoryTier

@@ -10,14 +10,12 @@ from pathlib import Path
 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import TierCapabilities
+from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, flag
-from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
-from kvoffload.tiers.format import check_identity
+from kvoffload.tiers.format import check_identity, make_checksum
 from kvoffload.tiers.options import Limits
 from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
@@ -43,7 +41,7 @@ class DiskTier(ThreadedTier):
         policy, tenants: how a full tier evicts, and quotas, as for `BlockCache`. Records of tenants that are not named
             here count for "".
         key: 16 to 64 secret bytes. Keyed blake2b then verifies records: it also finds deliberate changes, and takes at
-            least 15 times as long (see `checksums`). None: xxh3_128, which finds accidents.
+            least 15 times as long (see `format`). None: xxh3_128, which finds accidents.
         reset: if the files have another layout, identity, size, key or set, drop their records instead of refusing
             them, in `attach`. Files that are no disk tier's stay refused.
         read_only: read the files while another process writes them. Puts are DECLINED. Removals are FAILED, and this

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvoffload.cache.tiering.job import Outcome
+from kvoffload.cache.tiering.tier import Outcome
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER

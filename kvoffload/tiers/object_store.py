@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.cache.tiering.job import Outcome
+from kvoffload.cache.tiering.tier import Outcome
 from kvoffload.internal.checks import masked, reason, seconds, shown
 from kvoffload.tiers.options import Limits, import_package
 from kvoffload.tiers.remote import Parts, RemoteTier

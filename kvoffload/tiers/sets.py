@@ -29,9 +29,16 @@ from typing import NamedTuple
 
 from kvoffload.errors import CapacityError
 from kvoffload.internal.log import LOGGER
-from kvoffload.tiers.checksums import DIGEST_BYTES
 from kvoffload.tiers.files import PAGE, FileOperations, OpenFile
-from kvoffload.tiers.format import MAGIC, SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, UNFINISHED, VERSION, Superblock
+from kvoffload.tiers.format import (
+    DIGEST_BYTES,
+    MAGIC,
+    SUPERBLOCK_BYTES,
+    SUPERBLOCK_OFFSETS,
+    UNFINISHED,
+    VERSION,
+    Superblock,
+)
 from kvoffload.tiers.member import read_superblocks, write_superblocks
 
 _RESET = "give another path, or reset=True to lose what the files hold"

@@ -21,9 +21,9 @@ from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array, UInt64Array
-from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
 from kvoffload.tiers.files import PAGE, SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import (
+    DIGEST_BYTES,
     HEADER_BYTES,
     MOST_KEY_BYTES,
     TABLE_OFFSET,
@@ -31,6 +31,7 @@ from kvoffload.tiers.format import (
     Superblock,
     identity_fields,
     join_headers,
+    make_checksum,
     tenant_digest,
 )
 from kvoffload.tiers.member import Member, ReadResult, SlotPut, hashes_of

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.tier import (
     Notify,
+    Outcome,
     Tier,
+    TierJob,
     TierStatistics,
     check_call,
     check_entries,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffload.cache.tiering.job import Outcome
+from kvoffload.cache.tiering.tier import Outcome
 from kvoffload.internal.checks import flag, seconds, shown
 from kvoffload.tiers.options import Limits, given_or_default, import_package
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier

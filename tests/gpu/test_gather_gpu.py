@@ -23,7 +23,7 @@ from leaks import leaked
 
 import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine
-from kvoffload.kernels import store as kernel_store
+from kvoffload.kernels import loader as kernel_loader
 from kvoffload.testing import Mirror, check_copier_conformance, scramble
 from kvoffload.tuning import CopyMethod
 
@@ -163,4 +163,4 @@ def test_a_second_engine_takes_its_kernels_from_the_cache(
             assert (engine.slots[:, : 16 * KIB] == 7 + number).all()
         files = {path.name for path in (tmp_path / "kernels").iterdir()}
         assert len(files) >= 2
-        monkeypatch.setattr(kernel_store, "compile_kernel", None)  # the second engine compiles nothing
+        monkeypatch.setattr(kernel_loader, "compile_kernel", None)  # the second engine compiles nothing

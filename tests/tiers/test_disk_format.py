@@ -12,8 +12,14 @@ from disk_sets import LAYOUT, PAGE, flip, read_one
 from golden_sets import RECORDS, SETS, options, pack, payload_of, unpack
 from golden_sets import main as write_golden_sets
 
-from kvoffload.tiers.checksums import make_checksum
-from kvoffload.tiers.format import Superblock, identity_fields, pack_header, tenant_digest, unpack_superblock
+from kvoffload.tiers.format import (
+    Superblock,
+    identity_fields,
+    make_checksum,
+    pack_header,
+    tenant_digest,
+    unpack_superblock,
+)
 from kvoffload.tiers.slot_files import SlotFiles
 
 NAMES = sorted(SETS)

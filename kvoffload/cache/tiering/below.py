@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import LONGEST_KEY, Notify, Tier, TierStatistics
+from kvoffload.cache.tiering.tier import LONGEST_KEY, Notify, Outcome, Tier, TierJob, TierStatistics
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
 

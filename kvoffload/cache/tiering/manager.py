@@ -21,10 +21,9 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, TierBelow, fits
-from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.promoter import Promoter
 from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
-from kvoffload.cache.tiering.tier import Tier
+from kvoffload.cache.tiering.tier import Outcome, Tier, TierJob
 from kvoffload.cache.tiering.writer import WriteChoice, Writer
 from kvoffload.engine.callbacks import Callbacks, WhenDone
 from kvoffload.errors import TierError

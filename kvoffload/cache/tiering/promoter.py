@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from kvoffload.cache.entries import Stage, Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.tiering.below import TierBelow
-from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.promotion import Fetch, PromotionRecord, TierIo
-from kvoffload.cache.tiering.tier import Notify
+from kvoffload.cache.tiering.tier import Notify, Outcome, TierJob
 from kvoffload.errors import KVOffloadError
 
 _MOST_PROMOTIONS = 4096  # that go on at a time

@@ -13,7 +13,7 @@ from kvoffload.cache.entries import ReservationRecord, Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import CacheJob, Lease
 from kvoffload.cache.tiering.below import TierBelow
-from kvoffload.cache.tiering.job import TierJob
+from kvoffload.cache.tiering.tier import TierJob
 from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
 from kvoffload.errors import ClosedError
 from kvoffload.internal.types import Int64Array

@@ -13,8 +13,7 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.tiering.below import TierBelow, fits
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import Notify
+from kvoffload.cache.tiering.tier import Notify, Outcome, TierJob
 from kvoffload.errors import KVOffloadError
 
 _TOGETHER = 32  # keys of one lease, whose entries are free when all of them are written
