@@ -15,11 +15,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
 from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import stream_handle
+from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
 from kvoffload.engine.job import Event, Job, Transfer

@@ -20,12 +20,11 @@ import numpy as np
 
 from kvoffload.copiers import Share, shape_of, shares_together
 from kvoffload.copiers.selection import check_prefer, rank
-from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
 from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_capturing
-from kvoffload.driver import SourceOrder
+from kvoffload.driver import SourceOrder, make_current
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Event, Transfer, describe
 from kvoffload.engine.queues import InFlight, Reports, put_ahead

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kvoffload.device.current import make_current
 from kvoffload.device.device import Device, checked_devices
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
+from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
 from kvoffload.engine.job import Job, ShardedTransfer
