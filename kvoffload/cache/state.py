@@ -380,10 +380,9 @@ class CacheState:
     def check_store(self, slots: Int64Array) -> None:
         """Raise ValueError unless a store may write these slots: each is of an entry of an open reservation.
 
-        The engine calls it for every store, before anything has happened.
+        The engine calls it for every store but the cache's own, before anything has happened.
         """
-        if not self.working:  # else it is the cache's own store
-            self._come_up_to_date()
+        self._come_up_to_date()
         entries = (slots if self.num_groups == 1 else slots // self.num_groups).tolist()
         if not self.table.writable.issuperset(entries):
             wrong = next(place for place, entry in enumerate(entries) if entry not in self.table.writable)

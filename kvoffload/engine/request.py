@@ -46,13 +46,13 @@ class Request(NamedTuple):
     group: int
     slots: Int64Array
     blocks: Int64Array
-    first_sub_block: int
-    sources: tuple[Any, ...]
-    arrays: bool
-    copier: CopierName | CopyMethod | None
-    source_order: SourceOrderName
-    parts: Parts | None
-    urgent: bool
+    first_sub_block: int = 0
+    sources: tuple[Any, ...] = ()
+    arrays: bool = False
+    copier: CopierName | CopyMethod | None = None
+    source_order: SourceOrderName = "auto"
+    parts: Parts | None = None
+    urgent: bool = False
 
     @property
     def num_parts(self) -> int:

@@ -23,7 +23,7 @@ from kvoffload.copiers.selection import check_prefer, rank
 from kvoffload.device.device import Device
 from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.pinned import Progress
-from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_capturing
+from kvoffload.device.streams import raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder, make_current
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Event, Transfer, describe
@@ -32,7 +32,7 @@ from kvoffload.engine.report import Alternative, PlanReport
 from kvoffload.engine.request import Limits, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
 from kvoffload.engine.tracing import MOST_NOTICES, Notices, deliver
-from kvoffload.engine.wait_streams import After, Followed, Source
+from kvoffload.engine.wait_streams import After, Array, Followed, Source
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import as_timeout, at_least
 from kvoffload.internal.log import LOGGER
@@ -326,17 +326,13 @@ class Shard:
         finally:
             self._following.discard(token)
 
-    def resolve(self, after: After) -> Followed | NoWait | None:
+    def resolve(self, after: After) -> Followed:
         """See `Engine.resolve`. Asks arrays for their producers, so do not hold the lock."""
-        if after is NO_WAIT or (after is None and self.layout.on_default_stream):
-            return after
         sources = sources_of(after, self.layout)
-        if not sources:
-            return NO_WAIT
         self.device.check_process()
-        return self.follow_here(sources)
+        return self.follow_here(sources, any(isinstance(source, Array) for source in sources))
 
-    def follow_here(self, sources: tuple[Any, ...], arrays: bool = True) -> Followed:
+    def follow_here(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
         """`follow`, which makes the device's context current if there are arrays."""
         if not arrays:
             return Followed(sources)
