@@ -29,7 +29,7 @@ from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Event, Transfer, describe
 from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.report import Alternative, PlanReport
-from kvoffload.engine.request import Limits, Request, Requests, refuse_repeated_targets, sources_of
+from kvoffload.engine.request import FEW, Limits, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
 from kvoffload.engine.tracing import MOST_NOTICES, Notices, deliver
 from kvoffload.engine.wait_streams import After, Array, Followed, Source
@@ -151,14 +151,18 @@ class Shard:
         if self.closed or self._closing or in_flight.lost:
             self.check_usable()
         request = requests[0]
-        refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
+        stores = request.direction is Direction.STORE
+        targets = request.slots if stores else request.blocks
+        # One request with few ids, none of which repeats, as most are, is seen here.
+        if len(requests) > 1 or len(targets) > FEW or len(set(targets.tolist())) < len(targets):
+            refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
         for stream in streams:
             try:
                 if self.driver.stream_is_capturing(stream):
                     refuse_capturing(self.driver, stream, "after")
             except DriverError as error:
                 raise_for_stream(error, stream, "after")
-        same = in_flight.stores if request.direction is Direction.STORE else in_flight.loads
+        same = in_flight.stores if stores else in_flight.loads
         unasked = len(same.transfers) >= in_flight.most_unasked
         if unasked or same.waiting or same.opposite.transfers:
             with make_current(self.driver, self.context):
@@ -185,12 +189,11 @@ class Shard:
             shares = shares_together([share for selected in each for share in selected[2]])
             nbytes = sum(selected[3] for selected in each)
         # 4. order: what it must follow
+        source_order = self._source_order(requests) if direction is Direction.LOAD else SourceOrder.STREAM
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
-        transfer.simulated = self.driver.simulated
-        if direction is Direction.LOAD:
-            transfer.source_order = self._source_order(requests)
-            if request.urgent:
-                transfer.urgent = True
+        transfer.simulated, transfer.source_order = self.driver.simulated, source_order
+        if request.urgent:
+            transfer.urgent = True
         if opposed:  # the latest of the other direction that touches the same; earlier ones end before it
             hazards, other, latest = self._hazards, direction.opposite, 0
             for one in requests:
