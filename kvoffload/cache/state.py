@@ -378,7 +378,8 @@ class CacheState:
             keys = list(filterfalse(opened.keys.__contains__, keys))
             opened.keys.update(dict.fromkeys(keys))
         of, pools = self.table.of, self.pools
-        used = self.table.originals(filter(of.__contains__, dict.fromkeys(keys)))
+        entries = map(of.__getitem__, filter(of.__contains__, dict.fromkeys(keys)))
+        used: list[bytes] = list(map(self.table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
         if not used:
             return
         for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):

@@ -425,7 +425,7 @@ class Engine(Generic[_After, _Plan]):
         if os.getpid() != self._process:
             self.check_process()
         with self.lock:
-            for shard in self._shards:  # `check_usable` is for what it raises
+            for shard in self._shards:  # asked here, since `check_usable` of all shards takes many calls
                 if shard.closed or self._closing or shard.parts.in_flight.lost is not None:
                     self.check_usable()
             in_flight = self._in_flight

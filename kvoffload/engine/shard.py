@@ -153,7 +153,7 @@ class Shard:
         request = requests[0]
         stores = request.direction is Direction.STORE
         targets = request.slots if stores else request.blocks
-        # One request with few ids, none of which repeats, as most are, is seen here.
+        # Most transfers are one request with few ids, all different: a set tells that without a further call.
         if len(requests) > 1 or len(targets) > FEW or len(set(targets.tolist())) < len(targets):
             refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
         for stream in streams:

@@ -36,7 +36,7 @@ CALLS = {
     "engine.load": Limit(45, "as a store, and in which order the slots may be read"),
     "cache.store": Limit(67, "a store, and the reservation that it fills"),
     "cache.store, evicting": Limit(135, "half of it is the default policy's search for what is worth least"),
-    "cache.load": Limit(66, "a load, and the lease of what it reads"),
+    "cache.load": Limit(64, "a load, and the lease of what it reads"),
     "cache.promote, in the tiers' thread": Limit(276, "8 keys, which a tier has done at once"),
 }
 FILES = {
@@ -52,7 +52,7 @@ CHANGES = {
     "engine.load": Limit(21, "those of a store"),
     "cache.store": Limit(30, "those of a store; the index, its state, its entries and its policy"),
     "cache.store, evicting": Limit(48, "the policy's search goes through its model, and asks which keys have to stay"),
-    "cache.load": Limit(33, "those of a load; the index, its state, its entries and its policy"),
+    "cache.load": Limit(32, "those of a load; the index, its state, its entries and its policy"),
     "cache.promote, in the tiers' thread": Limit(160, "one reservation for each of 8 keys, settled one by one"),
 }
 
