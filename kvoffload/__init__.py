@@ -21,10 +21,6 @@ Imported by name:
     kvoffload.vllm            an OffloadingSpec and a connector for vLLM, which must be installed
     kvoffload.cache.policies  the policies, and the base class for others
 
-Below them: planning/ (blocks and slots as numpy arrays of copies), copiers/ (the copy methods and their selection),
-tuning/ (the costs of transfers on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA
-driver), simulator/ (that driver in Python). `kvoffload ...` runs calibration/, replay/ and commands/.
-
 ARCHITECTURE.md says how it works, GLOSSARY.md defines the words. Importing this package touches no GPU and loads no
 CUDA library.
 """

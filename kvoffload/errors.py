@@ -11,7 +11,9 @@ or the message says so.
 
 
 class KVOffloadError(Exception):
-    """The base class of kvoffload's exceptions."""
+    """The base class of kvoffload's own exceptions. Calls also raise plain TimeoutError, ValueError, TypeError and
+    RuntimeError.
+    """
 
 
 class LayoutError(KVOffloadError, ValueError):

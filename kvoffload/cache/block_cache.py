@@ -15,7 +15,7 @@ from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
 from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.pools import Tenant
+from kvoffload.cache.pools import Tenant, claimed
 from kvoffload.cache.records import guarded
 from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
 from kvoffload.cache.statistics import CacheEvent
@@ -69,17 +69,20 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             device. The cache owns the slots: `engine.store` refuses them unless an open reservation of this cache holds
             them. With 0 slots every lookup misses and every store is declined.
         policy: chooses the keys to evict when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`,
-            or a function that takes the capacity in keys and returns one. An object serves one cache, without quotas
-            and priorities. Above tiers "prefix" declines nothing, since tiers can be given only keys in slots.
+            or a function that takes the capacity in keys and returns a new one. An object serves one cache, without
+            quotas and priorities, and no other even when that one is closed: it knows its keys. Above tiers "prefix"
+            declines nothing, since tiers can be given only keys in slots.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", no others.
         store_after: a key is stored only once this many lookups have missed it; 0: at once.
         max_load_blocks: the most hits that `lookup` reports; None: no limit. (A very long load delays all others.)
         on_event: called with each `CacheEvent`, one at a time, in order, outside all locks: at the end of a call of the
             cache, or of `wait` or `done` of its jobs, in the thread that made the call, or in one that is in `on_event`
-            at that time; with tiers in a thread of the cache, too. An exception from it becomes a KVOffloadWarning.
+            at that time; with tiers in a thread of the cache, too. It may call the cache, but each call adds its own
+            events: one that answers every "hit" with a `lookup` never ends. An exception from it becomes a
+            KVOffloadWarning.
         tiers: asked in this order, each for the keys that the tiers before did not bring. Each key that is written goes
             to all. The cache closes them when it is closed or garbage; if this constructor raises, close them yourself.
-            Empty: no tiers; the arguments below are not used.
+            Empty: no tiers; the arguments below have no effect, though wrong ones may be refused.
         write: which keys are written to the tiers. "admitted": keys worth a write, chosen at the end of requests
             (`touch`, `CacheRequest.end`) by what was asked for again before; "through": keys once they are stored;
             "back": keys shortly before they are evicted; "none": none. Nothing waits for a write: keys that are evicted
@@ -98,7 +101,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             another cache owns its slots; there is no memory for `capacity` keys; or there are tiers and no slots.
         ClosedError: the engine is closed.
         LayoutError: `prefill_tokens_per_second` and a layout without tokens_per_block.
-        ValueError, TypeError: bad arguments.
+        ValueError, TypeError: bad arguments; a policy object that another cache has or had.
         The errors of `Tier.attach`.
     """
 
@@ -134,21 +137,22 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             raise CapacityError(
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
             )
-        super().__init__(
-            capacity,
-            policy=policy,
-            tenants=tenants,
-            store_after=store_after,
-            max_load_blocks=max_load_blocks,
-            on_event=on_event,
-            engine=engine,
-            below=below,
-        )
-        self._state.owner = weakref.ref(self)
-        self._tenants = dict(tenants or {})
-        engine.guard_slots(self._state)
-        if below is not None:
-            self._tiers = below.attach_engine(self._records, engine, weakref.ref(self))
+        with claimed(policy):
+            super().__init__(
+                capacity,
+                policy=policy,
+                tenants=tenants,
+                store_after=store_after,
+                max_load_blocks=max_load_blocks,
+                on_event=on_event,
+                engine=engine,
+                below=below,
+            )
+            self._state.owner = weakref.ref(self)
+            self._tenants = dict(tenants or {})
+            engine.guard_slots(self._state)
+            if below is not None:
+                self._tiers = below.attach_engine(self._records, engine, weakref.ref(self))
 
     # moving bytes -------------------------------------------------------------------------------------------------
 
@@ -358,7 +362,6 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return not isinstance(error, TransferError) and self.engine.submitted == submitted
 
     def _check_parts(self, parts: Any) -> None:
-        """Raise for any group before the load of one is submitted."""
         if self._groups > 1 and parts is not None and not isinstance(parts, int | np.integer):
             raise LayoutError(
                 f"parts must be a number for a layout of {self._groups} groups, each of which is copied in so many; "

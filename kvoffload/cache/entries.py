@@ -61,8 +61,6 @@ OPEN, SETTLING, COMMITTED, ABORTED = Stage  # looking them up in the class takes
 
 
 class _WithTransfers:
-    """The transfers of a record."""
-
     __slots__ = ("jobs",)
     jobs: tuple[Completion, ...]
 
@@ -134,7 +132,6 @@ class ReservationRecord(_WithTransfers):
 
     @property
     def awaits_transfers(self) -> bool:
-        """Whether it ends when its transfers have ended."""
         return self.stage is not OPEN
 
     def raise_if_failed(self) -> None:
@@ -171,7 +168,6 @@ class LeaseRecord(_WithTransfers):
 
     @property
     def awaits_transfers(self) -> bool:
-        """Whether it ends when its transfers have ended."""
         return self.released
 
 
@@ -290,7 +286,6 @@ class EntryTable:
                 self.free.append(index)
 
     def unlink(self, index: int) -> None:
-        """An entry has lost its key; it is free as soon as it has no holder."""
         self.keys[index] = None
         if index in self.holds:
             self.doomed.add(index)

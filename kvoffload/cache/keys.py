@@ -99,7 +99,6 @@ def as_tokens(token_ids: Any) -> Int64Array:
 
 
 def _culprit(token_ids: Any) -> str | None:
-    """The first value that is not a token id, in words; None if none is found."""
     try:
         len(token_ids)  # has an end
         for position, value in enumerate(token_ids):

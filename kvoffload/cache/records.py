@@ -53,7 +53,6 @@ def refuse(owner: Owner, argument: object) -> Any:
 
 
 def end_later(owner: Owner, record: Record) -> None:
-    """The next call of the cache ends the record."""
     owner._state.abandoned.append(record)
 
 
@@ -251,9 +250,6 @@ class Records:
         Args:
             given: the keys; the list that gets the record; the open request; and `used`: the keys in the order in which
                 the request uses them. End the record by `release` or `abandon`.
-
-        Raises:
-            MissingKeyError: as `acquire`; nothing has changed.
         """
         keys, kept, opened, used = given
         state = self._state
@@ -348,11 +344,7 @@ class Records:
         return mine, self.begin_lease(ready, False) if ready and hold else None
 
     def begin_lease(self, keys: list[bytes], pending: bool) -> Lease:
-        """Hold keys by a lease. Under the lock.
-
-        Raises:
-            MissingKeyError: a key is absent or not ready.
-        """
+        """Hold keys by a lease. Under the lock."""
         state = self._state
         record = state.propose_lease(keys, pending)
         handle = Lease(self, record)

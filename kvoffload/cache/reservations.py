@@ -110,8 +110,9 @@ class Reservation:
             self._records.commit(self._record)
 
     def abort(self) -> None:
-        """Make the keys missing at once. The entries are free when the transfers that you submitted to the engine have
-        ended, as they may write them. Wait for anything else that writes the slots before you call this.
+        """Make the keys missing at once. With a `BlockCache` the entries are free when the transfers in flight in its
+        engine have ended, as they may write the slots; a `CacheIndex` knows of no transfers and frees them at once.
+        Wait for anything else that writes the slots, in any process, before you call this.
 
         Raises:
             ClosedError: it was committed or aborted before; nothing has changed.
@@ -138,14 +139,15 @@ class Reservation:
 
 
 class Lease:
-    """Entries that stay as they are while you read them: not evicted, and if removed, not given to other keys.
+    """Keys whose slots stay as they are while you read them; `acquire` makes it. They are not evicted, and if one is
+    removed, no other key gets its slots before you release the lease.
 
     A context manager. Usable from any thread. If a lease becomes garbage, a later call of the cache releases it.
 
     Attributes:
         keys: as given.
-        indices: the entry of each key.
-        pending: keys whose stores had not ended when the lease was taken.
+        indices: the number of each key's entry, which has a slot in each group: see `slots`.
+        pending: keys whose stores had not ended when the lease was taken; `wait` for them, or `order_before`, first.
     """
 
     def __init__(self, records: Owner, record: LeaseRecord) -> None:
@@ -166,8 +168,8 @@ class Lease:
         return self._records.slots(self.indices, group)
 
     def order_before(self, stream: CacheStreams) -> None:
-        """Work queued on `stream` from now on starts after all entries have been written. The host waits only while a
-        store is not all in the driver's queues, a second at most.
+        """Work queued on `stream` from now on starts after all entries have been written. The host waits only for
+        copies that are not in the driver's queues yet: up to a second for each store, then it raises CapacityError.
 
         If a store fails later, the stream goes on; `wait` and `check` raise its error. Raises as `Job.order_before`.
         """
@@ -288,12 +290,12 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def num_parts(self) -> int:
-        """In how many parts each job is copied; see `BlockCache.load`."""
+        """The `parts` that `BlockCache.load` was given; 1 for a store."""
         return self.jobs[0].num_parts if self.jobs else 1
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
-        """Work queued on `stream` from now on starts after all jobs have ended. The host waits only while a
-        transfer is not all in the driver's queues, a second at most.
+        """Work queued on `stream` from now on starts after all jobs have ended. The host waits only for copies that
+        are not in the driver's queues yet: up to a second for each job, then it raises CapacityError.
 
         If a transfer fails later, the stream goes on; `wait` raises its error. Raises as `Job.order_before`.
 
@@ -399,13 +401,7 @@ class CacheRequest:
 
 
 def record_of(request: CacheRequest, owner: object) -> RequestRecord:
-    """The record behind a `request=` argument. Under the lock.
-
-    Raises:
-        TypeError: not a CacheRequest.
-        ValueError: of another cache.
-        ClosedError: it has ended.
-    """
+    """The record behind a `request=` argument. Under the lock."""
     if not isinstance(request, CacheRequest):
         raise TypeError(f"request must be what open_request() returned, got {request!r:.80}")
     record = request._record

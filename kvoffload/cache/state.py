@@ -311,7 +311,6 @@ class CacheState:
         self.consistent = True
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
-        """Resident keys of a pool lose their entries, for a reason other than eviction."""
         of = self.table.of
         indices = list(map(of.__getitem__, keys))
         for key in keys:
@@ -326,11 +325,7 @@ class CacheState:
     # reading ------------------------------------------------------------------------------------------------------
 
     def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
-        """A record for reading the entries of these keys. Changes nothing.
-
-        Raises:
-            MissingKeyError: a key is absent or not ready.
-        """
+        """A record for reading the entries of these keys. Changes nothing."""
         table = self.table
         indices = list(map(table.of.get, keys))
         sources: tuple[ReservationRecord, ...] = ()
@@ -474,14 +469,7 @@ def find_space(
 ) -> Space:
     """Find entries for `new` keys of a pool, or for as many of the first as possible. Changes nothing.
 
-    Args:
-        policy: the pool's, or the one it has for the request.
-        free: how many entries hold nothing.
-        present: other keys of the request, which stay.
-        request: an open request, all of whose keys stay.
-
-    Raises:
-        ValueError: the policy names keys that must not be evicted, or admits more keys than find entries.
+    Raises ValueError if the policy names keys that must not be evicted, or admits more keys than find entries.
     """
     own: Collection[bytes] = () if request is None else request.keys
     of, held, named = table.of, table.holds, set(present)

@@ -155,6 +155,9 @@ class DeviceArray:
     are in flight then and touch the memory; for later ones use `job.order_before`. A simulated device exports host
     memory, `numpy.from_dlpack(array)`, and waits for such transfers on the host.
 
+    Arrays of "bfloat16" and float8 types are not exported: those calls raise BufferError. `kvoffload.jax` takes them as
+    they are. Elsewhere export `array.view("uint16")` (float8: "uint8"), and view that as the right type there.
+
     This array and those of other libraries keep the memory from being freed as garbage. Use none of them after the
     device, or `buffer`, is closed.
 

@@ -26,6 +26,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import as_timeout, at_least, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.teardown import run_all
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -252,8 +253,8 @@ class Device:
         """An uninitialised C-contiguous array in one driver allocation, which other libraries take without a copy.
 
         For a cache, give it the shape `(blocks, planes, ...)` or `(planes, blocks, ...)`, see `KVLayout.from_stacked`.
-        The memory lives as long as the array or an import of it, until `result.buffer.close()`, or until the device
-        closes.
+        The memory is kept while the array or an import of it is referred to. But closing `result.buffer` or the device
+        frees it at once: use no import after that.
 
         Args:
             shape: extents, all positive.
@@ -446,7 +447,8 @@ class Device:
             raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain and close the engines, free every buffer and stream, release the context.
+        """Drain and close the engines, free every buffer and stream, release the context. Your own kernels must have
+        ended.
 
         Idempotent; after an interrupt or an error, call it again to close the rest. In a forked child it does nothing.
         Arrays that you took from `engine.slots` stay valid; arrays over GPU memory do not.
@@ -455,9 +457,9 @@ class Device:
             timeout: seconds to wait for all transfers together; None waits for as long as they take.
 
         Raises:
-            TimeoutError: an engine's transfers were still running (or another thread kept the device busy). Nothing
-                that it uses was freed, and the device stays open; engines before it are closed.
-            DriverError: a driver call failed. The other resources were freed.
+            TimeoutError: an engine's transfers were still running, or another thread kept the device busy. The device
+                stays open, with all that it has allocated; engines whose transfers have ended are closed.
+            DriverError: a driver call failed. Call it again for what is left.
             ValueError: `timeout` is no number; nothing has happened.
             RuntimeError: you called it inside a call of an engine or of the device, in the same thread.
         """
@@ -467,11 +469,14 @@ class Device:
         refuse_nested(self.lifecycle, "close")
         timeout = as_timeout(timeout)
         deadline = None if timeout is None else time.perf_counter() + timeout
+
+        def close_in_time(engine: DeviceUser) -> None:
+            engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+
         self.wait_lifecycle(timeout)
         with self.lifecycle:
             if not self.closed:
-                for engine in self.engines():
-                    engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+                run_all(partial(close_in_time, engine) for engine in self.engines())
                 self.closed = True
             texts = self._resources.free_all()  # also after an interrupted `close`: what is freed is not freed again
             _watches.discard(self._watch)

@@ -133,21 +133,7 @@ def _check_multiple(name: str, value: Any) -> None:
 
 
 class CallerMemory(RegisteredMemory):
-    """The slots of an engine in a `HostMemory`; registered by us, or found to be registered.
-
-    Args:
-        driver: its context must be current.
-        memory: the caller's.
-        slot_bytes: of the layout.
-        holder: as for `PinnedMemory`.
-
-    Attributes:
-        array: uint8, (num_slots, slot_bytes), a view with the stride. Empty after `release`.
-
-    Raises:
-        ValueError: a stride or a size that does not fit; memory that is not registered, or is registered already.
-        CapacityError: the driver cannot pin that much.
-    """
+    """The slots of an engine in a `HostMemory`; registered by us, or found to be registered."""
 
     def __init__(
         self, driver: Driver, memory: HostMemory, slot_bytes: int, holder: list[CallerMemory] | None = None
@@ -204,8 +190,6 @@ class CallerMemory(RegisteredMemory):
 
 
 class _View:
-    """The slots for numpy. Arrays over it keep it alive, and with it the owner."""
-
     def __init__(self, memory: HostMemory, slot_bytes: int) -> None:
         self._owner = memory.owner
         self.__array_interface__ = {

@@ -85,9 +85,6 @@ class RegisteredMemory:
 
         Idempotent. After an interrupt or an error, call it again for the rest: a range leaves the list only after the
         driver has unregistered it, and unregistering it twice is no error.
-
-        Raises:
-            DriverError: a range is still registered; the memory stays mapped.
         """
         try:
             while self._registered:
@@ -114,23 +111,18 @@ class RegisteredMemory:
 
 
 class PinnedMemory(RegisteredMemory):
-    """`nbytes` of host memory, page-aligned and pinned.
+    """`nbytes` of host memory, page-aligned and pinned; `array` is uint8, (nbytes,), zeros, also valid after `release`.
 
     The machine's memory, or its cgroup, bounds it; RLIMIT_MEMLOCK does not: on Linux with driver 580 and a limit of 64
     KiB, registering 1 GiB worked for root and for another user.
 
     Args:
-        driver: its context must be current.
         nbytes: a multiple of the page size; 0 pins nothing.
         unit_bytes: registered ranges end on multiples of this, so that no copy of one unit spans two ranges, which the
             driver would refuse.
         numa_cpus: CPUs for the threads that touch the pages, so that Linux places these on that node. Empty: any.
-        progress: called with (bytes done, bytes in all) after each range.
         holder: the new object is appended here before anything is registered. If an interrupt loses the constructor's
             result, the caller can `release` the object in the list.
-
-    Attributes:
-        array: uint8, (nbytes,), zeros. Valid as long as it is referenced, also after `release`.
 
     Raises:
         CapacityError: memory is short, or the driver cannot pin that much. Nothing stays registered.

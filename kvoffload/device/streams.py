@@ -62,11 +62,7 @@ class EventPool:
         return len(self._events) - len(self.idle)
 
     def make(self) -> int:
-        """A new event, which is in use.
-
-        Raises:
-            CapacityError: `limit` events are in use.
-        """
+        """A new event, which is in use."""
         events = self._events
         if len(events) >= self._limit:
             raise CapacityError(f"all {self._limit} events are in use; poll() the engine until transfers have ended")
@@ -126,12 +122,10 @@ class Lane:
 
     @property
     def in_use(self) -> int:
-        """Streams with work on them."""
         return sum(stream.places > 0 for stream in self.streams)
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes of the work on them, where they are bounded."""
         return sum([stream.nbytes for stream in self.streams])
 
     def close(self) -> None:

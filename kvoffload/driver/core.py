@@ -29,14 +29,7 @@ def _missing(*_: Any) -> Any:
 
 
 class Driver:
-    """Calls a driver API through a table of its functions, and raises DriverError for errors.
-
-    Args:
-        api: offers the names in `functions.REQUIRED`; those in `OPTIONAL` may be missing.
-        raw: offers the names in `functions.RAW`, or None: the calls that take addresses of arrays.
-        bindings_version: of the bindings behind `api`, for example `(13, 3)`.
-        simulated: whether times and bandwidths are simulated.
-    """
+    """Calls a driver API through a table of its functions, and raises DriverError for errors."""
 
     def __init__(self, api: Any, *, raw: Any, bindings_version: tuple[int, int], simulated: bool) -> None:
         self._functions: dict[str, Callable[..., Any]] = {name: getattr(api, name) for name in REQUIRED}
@@ -73,13 +66,7 @@ class Driver:
         self._bind()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call `name`. Returns its single value, its tuple of values, or None. Most functions need a current context.
-
-        Raises:
-            KeyError: kvoffload does not use this function, see `has`.
-            DriverError: the call returned an error.
-            CapabilityError: the bindings found no such function in the driver library, or no driver library at all.
-        """
+        """Call `name`. Returns its single value, its tuple of values, or None. Most need a current context."""
         try:
             result = self._functions[name](*arguments)
         except RuntimeError as error:  # FunctionNotFoundError, DynamicLibNotFoundError
@@ -95,9 +82,6 @@ class Driver:
 
         Python delivers a KeyboardInterrupt after a C function has returned, and not between the plain statements that
         follow. So the handle is in `holder` unless the driver call itself was interrupted.
-
-        Raises:
-            DriverError, CapabilityError: as `call`; nothing was made.
         """
         try:
             result = self._functions[name](*arguments)
@@ -112,9 +96,6 @@ class Driver:
 
         No interrupt can come between the two, since no Python function is entered: no handle is lost, and none is freed
         twice. Call it again after an exception to free the rest.
-
-        Raises:
-            DriverError: a call failed; that handle is lost.
         """
         function = self._functions[name]
         while handles:
@@ -179,7 +160,6 @@ class Driver:
         self.call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """Work queued on `stream` from now on starts after `event`, as recorded last before this call."""
         code = self._stream_wait_event(stream, event, 0)[0]
         if code:
             raise DriverError("cuStreamWaitEvent", code.name, int(code))
@@ -203,7 +183,6 @@ class Driver:
             raise DriverError("cuEventRecord", code.name, int(code))
 
     def event_query(self, event: int) -> bool:
-        """Whether the work before the event's last record has ended."""
         code = self._event_query(event)[0]
         if code and int(code) != NOT_READY:
             raise DriverError("cuEventQuery", code.name, int(code))

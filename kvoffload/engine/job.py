@@ -429,7 +429,8 @@ class Job(Waitable[TransferResult]):
         return self._transfer.finished
 
     def wait(self, timeout: float | None = None) -> TransferResult:
-        """Wait on the host until the transfer has ended. The engine's `poll` does not report it afterwards.
+        """Wait on the host until the transfer has ended. Then the engine's `poll` does not report it any more; after a
+        TimeoutError it does.
 
         Args:
             timeout: seconds; None waits for as long as it takes.

@@ -18,7 +18,7 @@ MOST_NOTICES = 1 << 16
 
 
 class Tracer(Protocol):
-    """Follows transfers; see `set_tracer`."""
+    """What you give to `set_tracer`: any object with these two methods. You need not derive from this class."""
 
     def on_submit(self, job: Job) -> Any:
         """A transfer is in flight. The value that you return comes back as `started` of `on_end`: a span, a time.

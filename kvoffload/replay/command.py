@@ -85,7 +85,6 @@ def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay; 0 if every loaded byte was right, else 1."""
     output = Output(arguments.json, wide=arguments.wide)
     _check(arguments)
     rates = saving.rates(arguments, measures=not arguments.metadata_only and arguments.backend != "simulated")
@@ -108,7 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_traffic(arguments: argparse.Namespace, command: str) -> None:
-    """Refuse a trace that cannot be read, and a command without requests."""
     if arguments.trace is not None:
         require_readable(arguments.trace)
     elif arguments.workload is None:
@@ -116,7 +114,6 @@ def check_traffic(arguments: argparse.Namespace, command: str) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse a trace that cannot be read, and options that do not go together, or are missing."""
     check_traffic(arguments, "replay")
     _check_disk(arguments)
     if arguments.metadata_only:
@@ -173,11 +170,7 @@ def traffic_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
-    """At least one request, with at least one key.
-
-    Raises:
-        CommandError: the trace cannot be read, or its requests name no blocks.
-    """
+    """At least one request, with at least one key."""
     with output.progress("reading requests"):
         if arguments.workload is not None:
             requests = make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
@@ -215,7 +208,6 @@ def _serve(
     output: Output,
     make_tier: Callable[[int], DiskTier] | None,
 ) -> dict[str, Any]:
-    """Serve all requests; the fields of the result."""
     begin = time.perf_counter()
     with output.progress("pinning the pool") as progress:
         served = VerifiedCache(
@@ -325,7 +317,7 @@ def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "corrupt records on disk", f"{disk['corrupt_records']:,}"
     verified = f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)"
     yield "loaded blocks verified, every byte", verified
-    yield "  corrupt", f"{fields['corrupt_blocks']:,}"
+    yield "  with wrong bytes", f"{fields['corrupt_blocks']:,}"
 
 
 def _times(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:

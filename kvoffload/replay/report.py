@@ -30,11 +30,7 @@ def report(
     traffic: dict[str, Any],
     output: Output,
 ) -> None:
-    """Replay without bytes, and print the result.
-
-    Args:
-        traffic: where the requests come from, for JSON.
-    """
+    """Replay without bytes, and print the result."""
     blocks = sum(map(len, requests))
     size = f"{counted(blocks, 'block')} in {counted(len(requests), 'request')}"
     title = f"{arguments.workload or arguments.trace.name}, {size}"

@@ -84,15 +84,7 @@ def add_tokens_per_hash(parser: argparse.ArgumentParser) -> None:
 
 
 def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
-    """The values of the options of `add_options`; None without --prefill-tokens-per-second.
-
-    Args:
-        arguments: also with `model`.
-        measures: whether the replay moves bytes on a GPU, which measures the bandwidth.
-
-    Raises:
-        CommandError: an option is missing or useless; the message names it.
-    """
+    """The values of the options of `add_options`; None without --prefill-tokens-per-second."""
     if arguments.prefill_tokens_per_second is None:
         if arguments.load_gb_per_s is not None:
             raise CommandError("--load-gb-per-s is of no use without --prefill-tokens-per-second: give that, too")

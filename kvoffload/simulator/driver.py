@@ -330,13 +330,13 @@ class SimulatedDriver:
         return self.scheduler.pending
 
     def run_all(self) -> None:
-        """Run all queued operations, except those behind a wait for the host. Does not wait for that."""
+        """Run all queued operations, but for those behind a stream's wait for a value that the host has not written."""
         with self.lock:
             self.scheduler.run_all()
 
     def check_guards(self) -> None:
-        """Look for allocations with overwritten neighbouring bytes. With `strict` the first raises SimulatorError;
-        otherwise `violations` gets a text for each.
+        """Look for allocations with overwritten neighbouring bytes. If the driver is `strict`, the first raises
+        SimulatorError; otherwise `violations` gets a text for each. Freed memory is not looked at.
         """
         with self.lock:
             for region in self.memory.live():
@@ -377,8 +377,9 @@ class SimulatedDriver:
         }
 
     def allocate_outside(self, nbytes: int, device: int, allocator: Allocator | str, **options: Any) -> int:
-        """Allocate device memory as another library does, and return its address. `options`: `readers` and
-        `handle_bytes` of `allocate_adjacent`. Free it with `free_outside`.
+        """Allocate `nbytes` on GPU number `device` as another library does, and return the address. `allocator` and
+        `options` (`readers`, `handle_bytes`) are those of `allocate_adjacent`. Free it with `free_outside`; `leaks`
+        counts it.
         """
         return self.allocate_adjacent([nbytes], [device], allocator, **options)[0]
 
@@ -393,8 +394,8 @@ class SimulatedDriver:
     ) -> list[int]:
         """Allocate device memory as another library does, at addresses that follow each other. Returns the addresses.
 
-        No copy may cross from one allocation to the next. Free each with `free_outside`; in "mapped" memory that leaves
-        a gap. They count in `contents` and `leaks`.
+        A copy that crosses from one allocation to the next is refused, as by the driver. Free each with `free_outside`;
+        in "mapped" memory that leaves a gap. They count in `contents` and `leaks`.
 
         Args:
             sizes: bytes of each allocation.

@@ -52,7 +52,7 @@ class Faults:
         self._plan(name, nth, error, after=after)
 
     def fail_nth(self, n: int, *, error: Any = None, after: bool = False) -> None:
-        """`fail_call` for the nth driver call of any name."""
+        """`fail_call` for the nth driver call from now on (1 is the next), whatever its name."""
         self._plan(_ANY, n, error, after=after)
 
     def sticky(self, at_call: int | None = None) -> None:
@@ -72,7 +72,8 @@ class Faults:
         self._copy_countdown = nth
 
     def delay(self, name: str, seconds: float) -> None:
-        """Make every call of `name` sleep `seconds` first, without the driver's lock, until `clear`.
+        """Make every call of `name` sleep `seconds` first, without the driver's lock, until `clear`, which cancels
+        planned failures, too.
 
         A second delay of this name replaces the first.
         """

@@ -38,11 +38,7 @@ class ReaderEndedError(OutputError):
 
 
 def write_out(text: str) -> None:
-    """Write to standard output, and flush it.
-
-    Raises:
-        OutputError: it cannot be written. ReaderEndedError: its reader has ended.
-    """
+    """Write to standard output, and flush it."""
     require_out()
     try:
         sys.stdout.write(text)
@@ -56,7 +52,6 @@ def write_out(text: str) -> None:
 
 
 def require_out() -> None:
-    """Raise OutputError if standard output is closed."""
     if sys.stdout is None or sys.stdout.closed:  # None: the process was started with descriptor 1 closed
         raise OutputError("standard output is closed")
 
@@ -79,11 +74,7 @@ def write_error(text: str) -> None:
 
 
 class Output:
-    """Results to stdout, as tables or as one JSON object; notes and progress to stderr.
-
-    Raises:
-        OutputError: standard output is closed. The other methods raise it if standard output cannot be written.
-    """
+    """Results to stdout, as tables or as one JSON object; notes and progress to stderr."""
 
     def __init__(self, as_json: bool, *, wide: bool = False) -> None:
         self.as_json, self.wide = as_json, wide
@@ -156,10 +147,6 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *
     """The device that was asked for; with `auto`, the simulated one if CUDA offers none.
 
     With `note`, it writes one line to standard error if it is the simulated device.
-
-    Raises:
-        CommandError: there is no such device.
-        CapabilityError, DriverError: `--backend cuda` and CUDA cannot be used.
     """
     reason = ""
     try:

@@ -33,8 +33,8 @@ def pattern(key: object, nbytes: int) -> UInt8Array:
     """A new array of `nbytes` bytes, uint8, (nbytes,), that depend only on `repr(key)`: the same in every process and
     on every machine.
 
-    Different keys give unrelated bytes, so that a block in the wrong place shows at once. For one key, more bytes begin
-    with the same bytes.
+    Different keys give unrelated bytes, so that a block in the wrong place shows at once. A longer array
+    for the same key begins with the bytes of the shorter one.
     """
     digest = hashlib.shake_128(repr(key).encode()).digest(nbytes)
     return np.frombuffer(digest, dtype=np.uint8).copy()
@@ -344,7 +344,6 @@ def _planes(
     count: int = 6,
     interleaved: bool = False,
 ) -> _Memory:
-    """Planes of one size in one allocation."""
     stride = block_bytes * count if interleaved else block_bytes + padding
     pitch = block_bytes if interleaved else stride * num_blocks + _MARGIN
     buffer = device.allocate(max(pitch * count, stride * num_blocks + _MARGIN) + _MARGIN)
@@ -354,7 +353,6 @@ def _planes(
 
 
 def _separate(device: Device, *sizes: int) -> _Memory:
-    """Planes of several sizes, each in an allocation of its own."""
     buffers = [device.allocate(size * _BLOCKS + 2 * _MARGIN) for size in sizes]
     planes = [
         Plane(buffer.address + _MARGIN, block_bytes=size, num_blocks=_BLOCKS, owner=buffer)

@@ -60,18 +60,7 @@ Pairs = npt.NDArray[np.uint64]  # (n, 2): n digests of 16 bytes
 
 
 class Superblock(NamedTuple):
-    """A member file's description of itself and its set.
-
-    Attributes:
-        slot_bytes: payload bytes of a slot, a multiple of 4096.
-        slots: number of slots in this member.
-        member, members: its number in the set, and how many there are.
-        epoch: only headers of this epoch are valid; `clear` begins another.
-        algorithm, key_check: see `Checksum`.
-        set_id: 16 random bytes, the same in all members.
-        layout_digest: 16 bytes.
-        identity_digest, identity_text: digest of the identity, and its first 256 bytes for messages.
-    """
+    """A member file's description of itself and its set; docs/disk-format.md has the fields."""
 
     slot_bytes: int
     slots: int

@@ -166,14 +166,7 @@ def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -
 
 
 def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: bool) -> Found:
-    """Open the file at `path`, if there is one, lock it if this process `writes`, and tell its state.
-
-    Raises:
-        BlockingIOError: it is open for writing elsewhere.
-        PermissionError: it belongs to another user, or others may read or write it, or may have put it there.
-        ValueError: it is no regular file.
-        OSError: it cannot be opened or read.
-    """
+    """Open the file at `path`, if there is one, lock it if this process `writes`, and tell its state."""
     access = os.O_RDWR if writes else os.O_RDONLY
     try:
         file = OpenFile(path, operations, access | os.O_NOFOLLOW | os.O_NONBLOCK)

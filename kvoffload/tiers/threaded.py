@@ -125,11 +125,14 @@ class ThreadedTier(Tier):
         raise NotImplementedError(f"{type(self).__name__} must have has_record, or have_records")
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
-        """`read_record` for several keys of one job. Return a list of their outcomes, in order."""
+        """`read_record` for several keys of one `get`. Return a list of their outcomes, in order.
+
+        If your medium reads several at once, override this one instead.
+        """
         return [self._guarded(partial(self.read_record, *each)) for each in zip(keys, rows, strict=True)]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
-        """`write_record` for several keys of one job. Return a list of their outcomes, in order."""
+        """`write_record` for several keys of one `put`. Return a list of their outcomes, in order."""
         return [self._guarded(partial(self.write_record, *each, origin)) for each in zip(keys, rows, strict=True)]
 
     def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
@@ -159,7 +162,9 @@ class ThreadedTier(Tier):
         """Called for a `get` as `put_ended` for a `put`."""
 
     def flush(self) -> None:
-        """Make all written records durable. `drain` calls it, and returns False if it raises."""
+        """Make durable what was written so far. For `drain` a thread of the tier calls it, while others may write; if
+        it raises, `drain` returns False.
+        """
 
     def start(self, layout: bytes | None) -> None:
         """Open files or connections; `pools` and `record_bytes` are set. `layout`: see `attach`. If this raises, close

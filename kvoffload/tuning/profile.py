@@ -143,9 +143,10 @@ class Profile:
         return self.costs[shape.direction].split_share(shape, programs)
 
     def limited_to(self, link: float, source: str) -> Profile:
-        """A default profile for the same GPU on a link of `link` bytes per second, which is slower.
+        """A profile for the same GPU behind a slower link, of `link` bytes per second. `source` says where it comes
+        from. It has no key, so it cannot be saved.
 
-        Times become as long as the link needs for the bytes, plus a transfer's fixed cost, unless they are longer.
+        A transfer that would be faster than the link allows takes what its bytes need there, plus its fixed cost.
         """
 
         def limit(costs: dict[Direction, Costs]) -> dict[Direction, Costs]:
@@ -197,7 +198,7 @@ def _limit(costs: Costs, link: float) -> Costs:
 
 
 def key_of(device: Device) -> ProfileKey:
-    """The key of the profile that is valid for this device. A simulated device has one, too."""
+    """The key under which this device's profile is kept, if there is one. A simulated device has a key, too."""
     capabilities, pci = device.capabilities, device.pci
     return ProfileKey(
         gpu=device.name,
@@ -279,9 +280,10 @@ def _defaults() -> tuple[Profile, Profile]:
 
 
 def profile_path(key: ProfileKey) -> Path:
-    """Where `save_profile` writes the profile of this key, and `load_profile` looks for it. It may not exist.
+    """The file that `save_profile` writes for this key and `load_profile` reads. It need not exist yet.
 
-    The folder is `profiles` in that of the environment variable KVOFFLOAD_CACHE, else in the user's cache folder.
+    It is in the folder `profiles` below the one that the environment variable KVOFFLOAD_CACHE names, or else below
+    `kvoffload` in the user's cache folder.
     """
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cachefiles.cache_folder() / "profiles" / f"{digest[:32]}.json"

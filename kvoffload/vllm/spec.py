@@ -92,29 +92,34 @@ class KVOffloadSpec(OffloadingSpec):
         Raises:
             CapacityError: the memory cannot be pinned, or a chunk is larger than vLLM's configuration says.
             LayoutError: the tensors are not on the GPU.
-            Also errors of `open_device`. After an error make another spec.
+            Also errors of `open_device`. After an error nothing is pinned, and the next call tries again.
         """
-        if self._worker is None:
-            given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
-            self._worker = KVOffloadWorker(
-                kv_caches,
-                device=self.open_device(kv_caches),
-                blocks_per_chunk=self.blocks_per_chunk,
-                num_chunks=self.num_chunks,
-                current_stream=self.current_stream(kv_caches),
-                shared=self._tiers is not None,
-                **{name: value for name, value in given.items() if value is not None},
-            )
-            if self._worker.layout.slot_bytes > max(self._chunk_bytes, _ALIGNMENT):
-                needed = self._worker.layout.slot_bytes
-                self._worker.shutdown()
+        if self._worker is not None:
+            return self._worker
+        given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
+        worker = KVOffloadWorker(
+            kv_caches,
+            device=self.open_device(kv_caches),
+            blocks_per_chunk=self.blocks_per_chunk,
+            num_chunks=self.num_chunks,
+            current_stream=self.current_stream(kv_caches),
+            shared=self._tiers is not None,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        try:
+            needed = worker.layout.slot_bytes
+            if needed > max(self._chunk_bytes, _ALIGNMENT):
                 raise CapacityError(
                     f"a chunk of this worker takes {needed} bytes, and cpu_bytes_to_use was divided into chunks of "
                     f"{self._chunk_bytes}: vLLM's configuration and its tensors disagree"
                 )
             if self._tiers is not None:
-                self._worker.offer(self._tiers.name_of(self.config.parallel.rank), note_of(self._worker.layout))
-        return self._worker
+                worker.offer(self._tiers.name_of(self.config.parallel.rank), note_of(worker.layout))
+        except BaseException:
+            worker.shutdown()
+            raise
+        self._worker = worker
+        return worker
 
     def open_device(self, kv_caches: CanonicalKVCaches) -> Device:
         """Open the GPU of the tensors. Nothing here closes it. A subclass may give another device, for tests."""

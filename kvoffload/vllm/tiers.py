@@ -32,18 +32,7 @@ _LONGEST_WAIT = 30.0  # seconds for workers' memory
 
 
 class TiersOfWorkers:
-    """The tiers of kvoffload_tiers. Made in every process; only the scheduler's calls `open`.
-
-    Args:
-        config: vLLM's.
-        options: with at least one tier.
-        num_chunks: slots of each worker.
-        wait: seconds for workers' memory.
-
-    Raises:
-        CapabilityError: the connector being made is not a KVOffloadConnector.
-        CapacityError: there are no slots.
-    """
+    """The tiers of kvoffload_tiers. Made in every process; only the scheduler's calls `open`."""
 
     def __init__(
         self, config: OffloadingConfig, options: Options, num_chunks: int, *, wait: float = _LONGEST_WAIT
@@ -87,14 +76,7 @@ class TiersOfWorkers:
         return True
 
     def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
-        """Open the index over all workers' slots.
-
-        Raises:
-            CapabilityError: a worker's memory cannot be mapped, because it is on another machine, say; a tier needs a
-                package; or no identity was given, and the model's weights are not found.
-            ValueError: a tier's arguments.
-            Any error of `Tier.attach`.
-        """
+        """Open the index over all workers' slots."""
         options, replica = self._options, str(self._config.parallel.data_parallel_index)
         pools, notes = self._pools()
         per_chunk, per_second = None, options.kvoffload_prefill_tokens_per_second

@@ -13,7 +13,7 @@ import pytest
 from helpers import in_threads, leaks_of, no_leaks, rig, shuttles, simulated, whole
 
 import kvoffload
-from kvoffload import NO_WAIT, CapacityError, ClosedError, KVLayout, OffloadEngine
+from kvoffload import NO_WAIT, CapacityError, ClosedError, DriverError, KVLayout, OffloadEngine
 from kvoffload.engine import launcher
 from kvoffload.tuning import CopierName
 
@@ -66,6 +66,20 @@ def test_closing_a_device_closes_its_engines_and_frees_its_memory() -> None:
             engine.store([1], [1])
     with pytest.raises(ClosedError):
         device.allocate(1)
+    no_leaks(device.simulator)
+
+
+def test_a_device_closes_its_other_engines_when_the_driver_fails_in_one() -> None:
+    device = simulated(1)
+    engines = [
+        OffloadEngine(KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)]), device=device, num_slots=4)
+        for _ in range(2)
+    ]
+    device.simulator.faults.fail_call("cuStreamDestroy", after=True)
+    with pytest.raises(DriverError, match="cuStreamDestroy"):
+        device.close()
+    assert all(engine.closed for engine in engines)
+    device.close()  # the rest
     no_leaks(device.simulator)
 
 

@@ -10,6 +10,7 @@ import pytest
 import xxhash
 from disk_sets import LAYOUT, PAGE, flip, read_one
 from golden_sets import RECORDS, SETS, options, pack, payload_of, unpack
+from golden_sets import main as write_golden_sets
 
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.format import Superblock, identity_fields, pack_header, tenant_digest, unpack_superblock
@@ -133,6 +134,18 @@ def test_packing_golden_files_is_lossless(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("golden_sets.GOLDEN", tmp_path)
     pack("xxh3", tmp_path)
     assert [path.read_bytes() for path in unpack("xxh3", tmp_path)] == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--wrong"]])
+def test_golden_files_are_written_only_when_asked(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("golden_sets.GOLDEN", tmp_path)
+    with pytest.raises(SystemExit):
+        write_golden_sets(arguments)
+    assert list(tmp_path.iterdir()) == []
+    write_golden_sets(["--write"])
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(SETS)
 
 
 def read_all(path: Path, *, read_only: bool = False) -> dict[bytes, bytes]:

@@ -112,11 +112,7 @@ class WriteAdmission(WriteChoice):
     # which keys to write ------------------------------------------------------------------------------------------
 
     def ended(self, keys: Sequence[bytes]) -> list[bytes]:
-        """A request with these keys has ended: returns the ones to write now, in the order of the request.
-
-        Args:
-            keys: all of the request, in order; repeats count once.
-        """
+        """A request with these keys has ended: returns the ones to write now, in the order of the request."""
         unique = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
         kinds = self._see(unique)
         self._arrived.difference_update(unique)
@@ -222,7 +218,6 @@ class KeyMemory:
         return len(self._young) + len(self._old)
 
     def recall(self, keys: Sequence[bytes]) -> list[Sighting | None]:
-        """The latest sighting of each key, None if it is not remembered."""
         young, old = self._young, self._old
         return [young.get(key) or old.get(key) for key in keys]
 

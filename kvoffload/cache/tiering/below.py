@@ -81,7 +81,6 @@ class TierBelow:
 
     @property
     def left_alone(self) -> bool:
-        """Whether its breaker is open; False while one job tries it."""
         return not self.usable and self.breaker.state is BreakerState.OPEN
 
     def may_be_asked(self, key: bytes) -> bool:
@@ -105,7 +104,6 @@ class TierBelow:
         return self.has(keys) if self.local_index else [fits(key) for key in keys]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether the tier is known to have it. Never blocks; for any thread."""
         if not self.local_index:
             return [False] * len(keys)
         try:
@@ -235,12 +233,7 @@ class Breaker:
         self._late = -math.inf  # when a promotion's deadline passed last
 
     def usable(self, now: float, longest_call: float) -> bool:
-        """Whether the tier may be given another job. Opens if its longest call hangs, or was given up.
-
-        Args:
-            now: seconds, as for the other methods.
-            longest_call: how long its oldest call has taken so far, in seconds.
-        """
+        """Whether the tier may be given another job. Opens if its longest call hangs, or was given up."""
         hangs = longest_call >= self._hung
         stuck = hangs or now - longest_call < self._late
         if stuck and self.state is not BreakerState.OPEN:

@@ -39,6 +39,12 @@ class Outcome(enum.Enum):
 class TierJob:
     """Keys that a tier puts, fetches, asks for or removes. Usable from any thread.
 
+    Args:
+        keys, entries, deadline: see the attributes. A tier has checked them.
+        notify: called without arguments each time when keys have got outcomes; see `Tier.put`.
+        count: for the tier's statistics: called before `notify`, with the outcomes that are new.
+        ended: called once with the job, before `notify`, when every key has its outcome. Not for a job without keys.
+
     Attributes:
         keys: as given, no repeats.
         entries: for `put` and `get`, the entry of the pool that each key's record is copied from or to; else empty.
@@ -63,9 +69,6 @@ class TierJob:
         count: Callable[[Sequence[Outcome]], None] | None = None,
         ended: Callable[[TierJob], None] | None = None,
     ) -> None:
-        """`notify`: see `Tier.put`. For tiers, called before `notify`: `count` with new outcomes; `ended` once, when
-        every key has its outcome.
-        """
         self.keys = tuple(keys)
         self.entries = tuple(entries)
         self.deadline = deadline
@@ -110,7 +113,8 @@ class TierJob:
     def begin(self, positions: Iterable[int]) -> list[int]:
         """Claim keys; returns the `positions` that the tier may work on now, and has to `settle` afterwards.
 
-        The others have outcomes, or have begun. After the deadline, all waiting keys are EXPIRED.
+        The others have outcomes, or have begun. After the deadline, all waiting keys are EXPIRED. Give no position
+        twice: that is not checked, and both would be returned.
         """
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.settle_waiting(Outcome.EXPIRED)
@@ -121,7 +125,8 @@ class TierJob:
         return begun
 
     def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """Set the outcomes of keys, one for each position. The tier must not touch their entries any more.
+        """Set the outcomes of keys, one for each position; no repeats, which is not checked. The tier must not touch
+        their entries any more.
 
         Raises:
             RuntimeError: one has an outcome.

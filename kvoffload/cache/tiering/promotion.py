@@ -52,7 +52,6 @@ class Fetch:
         return self.deadline is not None and now >= self.deadline
 
     def hangs(self, now: float) -> bool:
-        """Whether a call that it waits for does not return."""
         return now - self.begun >= self.below.hung and self.below.hangs
 
 
@@ -148,7 +147,6 @@ class PromotionRecord:
 
     @property
     def occupied(self) -> int:
-        """Entries that are reserved or held for it."""
         return len(self.records) + self.brought
 
     def advance_ready(self) -> None:
@@ -232,9 +230,10 @@ class Promotion(Waitable[int]):
             self._tiers.wake()
 
     def release(self) -> None:
-        """Cancel it if it has not ended, and let the keys that came be evicted; keys of its `load`, once that is
-        submitted. Returns at once: a tier's calls that have begun end later, and keep their entries until then.
-        Idempotent.
+        """Bring no more keys, and let those that came be evicted. Returns at once: calls of a tier that have begun
+        go on, and keep their entries until they return. Idempotent.
+
+        A `load` of it that waits is not cancelled: it soon loads the keys that came, which stay until then.
         """
         self._record.released = True
         self._record.release_leases()

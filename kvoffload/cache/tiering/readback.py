@@ -54,7 +54,6 @@ def kind_of(uses: int, is_end: bool, parent_uses: int, depth: int) -> int:
 
 
 def uses_of(kind: int) -> int:
-    """The uses of a kind's blocks, up to `MOST_USES`."""
     return 1 if kind >= _GROUPS else kind // 2 + 1
 
 

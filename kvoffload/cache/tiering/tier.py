@@ -106,7 +106,7 @@ class Tier(ABC):
         """Take the pool that records come from and go to. The cache calls this once, before all operations.
 
         It may block, to open files for example. If it raises, except ClosedError, the tier has no pool yet, and you may
-        call it again.
+        call it again. But if a thread of the tier cannot start (RuntimeError), the tier is closed: make another one.
 
         Args:
             pools: one array for each device, all with as many rows: uint8, (entries, bytes), C-contiguous, writable.
@@ -198,7 +198,9 @@ class Tier(ABC):
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
-        """Return the counts, also before `attach` and after `close`. Never blocks."""
+        """Return what was written, read and so on since `attach`. Asked in any thread, also before `attach` and after
+        `close`: answer without waiting for the medium.
+        """
 
     @abstractmethod
     def drain(self, timeout: float | None = None) -> bool:

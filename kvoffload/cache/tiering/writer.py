@@ -21,8 +21,6 @@ _TOGETHER = 32  # keys of one lease, whose entries are free when all of them are
 
 
 class _Put:
-    """Keys on their way to all tiers that lack them."""
-
     __slots__ = ("jobs", "lease")
 
     def __init__(self, lease: Lease) -> None:
@@ -75,7 +73,6 @@ class Writer:
         self._waiting = deque(each for each in self._waiting if each[0] not in gone)
 
     def advance(self) -> None:
-        """Collect outcomes, and give tiers waiting keys, as far as there is room."""
         left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
         for put in self.going_on if left_alone else ():  # what such a tier has not begun only keeps entries from others
             for below, job in put.jobs:
