@@ -32,7 +32,7 @@ from kvoffload.engine.report import Alternative, PlanReport
 from kvoffload.engine.request import FEW, Limits, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
 from kvoffload.engine.tracing import MOST_NOTICES, Notices, deliver
-from kvoffload.engine.wait_streams import After, Array, Followed, Source
+from kvoffload.engine.wait_streams import After, Followed, Source
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import as_timeout, at_least
 from kvoffload.internal.log import LOGGER
@@ -333,7 +333,7 @@ class Shard:
         """See `Engine.resolve`. Asks arrays for their producers, so do not hold the lock."""
         sources = sources_of(after, self.layout)
         self.device.check_process()
-        return self.follow_here(sources, any(isinstance(source, Array) for source in sources))
+        return self.follow_here(sources, not all(isinstance(source, int) for source in sources))
 
     def follow_here(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
         """`follow`, which makes the device's context current if there are arrays."""
