@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
-from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
+from kvoffload.cache.entries import check_keys
 from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
@@ -191,10 +191,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             No key has changed then, though `request` may have got its keys. But after a TransferError, or if the engine
             refuses a group after the first, the keys evicted for this call may be gone.
         """
-        checked = check_keys(keys, repeats=False)
         if all_or_nothing is not False:
             flag("all_or_nothing", all_or_nothing)
-        per_group = self._block_ids(len(checked), blocks)
+        checked, per_group = self._checked(keys, blocks)
         after = self.engine.resolve(after)
         self.engine.advance()
         job = self._store((checked, tenant, all_or_nothing, request, per_group, after))
@@ -206,42 +205,40 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     def _store(
         self, given: tuple[list[bytes], str, bool, CacheRequest | None, list[Int64Array], CacheAfter]
     ) -> CacheJob:
-        keys, tenant, all_or_nothing, request, per_group, after = given
-        opened = None if request is None else record_of(request, self._state)
-        record = self._state.propose(keys, tenant, all_or_nothing, opened, False)
-        return CacheJob(tuple(record.keys), self._submit(record, per_group, after), self._records, record)
-
-    def _submit(self, record: ReservationRecord, per_group: list[Int64Array], after: CacheAfter) -> tuple[Job, ...]:
-        """Carry a proposal out and submit its transfer, under the lock. There are four cases:
+        """Choose entries, make their keys pending and submit the transfer that fills them. There are four cases:
 
         1. All groups are submitted: the record is settled when they have ended.
         2. The engine refuses the first group: nothing was queued, and nothing has changed.
-        3. It refuses a later group: copies into the entries may be queued. The caller abandons the record, so that its
+        3. It refuses a later group: copies into the entries may be queued. `guarded` abandons the record, so that its
            keys become missing, and its entries free when the copies have ended.
         4. Another exception: as 3, since copies may be queued.
         """
-        state, jobs = self._state, tuple[Job, ...]()
+        keys, tenant, all_or_nothing, request, per_group, after = given
+        state, engine, jobs = self._state, self.engine, tuple[Job, ...]()
+        opened = None if request is None else record_of(request, state)
+        record = state.propose(keys, tenant, all_or_nothing, opened, False)
         if not record.keys:
-            self.engine.check_room(0)  # refuses a closed engine
+            engine.check_room(0)  # refuses a closed engine
             if record.declined:
                 state.recorder.note("declined", record.declined, record.tenant)
-            return jobs
-        chosen, submitted = self._chosen(record, per_group), self.engine.submitted
-        self.engine.check_room(self._groups)
+            return CacheJob((), jobs, self._records, record)
+        submitted = engine.submitted
+        engine.check_room(self._groups)
         state.publish(record)
         try:
-            for group, ids in enumerate(chosen):
-                slots = slot_numbers(record.indices, self._groups, group)
-                jobs = (*jobs, self.engine.submit_locked(Direction.STORE, ids, slots, group=group, after=after))
+            for group, ids in enumerate(per_group):
+                mine = ids if len(record.keys) == len(ids) else ids[record.positions]
+                slots = state.slots(record.indices, group)
+                job = engine.submit_locked(Direction.STORE, mine.reshape(-1), slots, group=group, after=after)
+                jobs = (*jobs, job)
         except _REFUSALS as error:
             if jobs:
                 state.fill(record)
             elif self._refused(error, submitted):
                 state.withdraw(record)
             raise
-        state.fill(record)
-        state.submitted(record, jobs, in_order=True)
-        return jobs
+        state.fill(record, jobs)
+        return CacheJob(tuple(record.keys), jobs, self._records, record)
 
     def load(
         self,
@@ -274,10 +271,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             Nothing has changed then. But if the engine refuses a group after the first, as for a repeated block, the
             blocks of earlier groups are being overwritten: call `engine.drain` before you use them.
         """
-        checked = check_keys(keys)
         if pending is not False:
             flag("pending", pending)
-        per_group = self._block_ids(len(checked), blocks, targets=True)
+        checked, per_group = self._checked(keys, blocks, targets=True)
         if parts is not None:
             self._check_parts(parts)
         after = self.engine.resolve(after)
@@ -288,20 +284,20 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     def _load(
         self, given: tuple[list[bytes], bool, CacheRequest | None, list[Int64Array], CacheAfter, Parts]
     ) -> CacheJob:
-        """Hold the entries and submit the transfer; `_submit` lists the cases."""
+        """Hold the entries and submit the transfer; `_store` lists the cases."""
         keys, pending, request, per_group, after, parts = given
-        state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
+        state, engine, jobs = self._state, self.engine, tuple[Job, ...]()
         opened = None if request is None else record_of(request, state)
         record = state.propose_lease(keys, pending)
-        self.engine.check_room(self._groups if keys else 0)
+        submitted = engine.submitted
+        engine.check_room(self._groups if keys else 0)
         if not keys:
             return CacheJob((), jobs, self._records, record)
         state.begin(record)
         try:
             for group, ids in enumerate(per_group):
-                slots = slot_numbers(record.indices, self._groups, group)
-                ids = ids.reshape(-1)
-                job = self.engine.submit_locked(Direction.LOAD, ids, slots, group=group, after=after, parts=parts)
+                slots, ids = state.slots(record.indices, group), ids.reshape(-1)
+                job = engine.submit_locked(Direction.LOAD, ids, slots, group=group, after=after, parts=parts)
                 jobs = (*jobs, job)
         except _REFUSALS as error:
             if not jobs and self._refused(error, submitted):
@@ -322,7 +318,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
         record, tiers = promotion._record, self._tiers
-        per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks, targets=True)]
+        _, per_group = self._checked(record.keys, blocks, targets=True)
         if parts is not None:
             self._check_parts(parts)
         self._check_open()
@@ -334,11 +330,16 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             tiers.post(chained)
         return chained
 
-    def _block_ids(self, num_keys: int, blocks: Any, *, targets: bool = False) -> list[Int64Array]:
-        """For each group an array (keys, blocks_per_slot). Targets must be distinct: the engine checks that group by
+    def _checked(
+        self, keys: Sequence[bytes], blocks: Any, *, targets: bool = False
+    ) -> tuple[list[bytes], list[Int64Array]]:
+        """Copies of the keys, and for each group of the block ids: an array (keys, blocks_per_slot).
+
+        Without `targets`, for a store, no key may repeat. Targets must be distinct: the engine checks that group by
         group, when the groups before are submitted already.
         """
-        layout = self.engine.layout
+        checked, layout = check_keys(keys, repeats=targets), self.engine.layout
+        num_keys = len(checked)
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
             raise LayoutError(f"blocks must hold one list of ids per group ({self._groups}), got {len(lists)}")
@@ -354,12 +355,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             if targets and self._groups > 1 and len(np.unique(array)) < len(array):
                 raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
             per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
-        return per_group
-
-    def _chosen(self, record: ReservationRecord, per_group: list[Int64Array]) -> list[Int64Array]:
-        if len(record.positions) == len(per_group[0]):
-            return [ids.reshape(-1) for ids in per_group]
-        return [ids[record.positions].reshape(-1) for ids in per_group]
+        return checked, per_group
 
     def _refused(self, error: Exception, submitted: int) -> bool:
         """Whether nothing has been queued: neither before the context was lost, nor before a signal handler raised."""

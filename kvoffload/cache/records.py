@@ -150,7 +150,7 @@ class Records:
         self._state = state
         self._check_usable = check_usable
         self.lock = state.lock
-        self.num_groups = state.num_groups
+        self.slots = state.slots
         self.capacity = state.table.capacity
         self.recorder = state.recorder
 
@@ -203,7 +203,7 @@ class Records:
     def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         def step(state: CacheState) -> None:
             check_open(record)
-            state.submitted(record, jobs, in_order=False)
+            state.commit_after(record, jobs)
             state.enter()
 
         locked(self, step)

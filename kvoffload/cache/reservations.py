@@ -8,13 +8,13 @@ queue of the index, and the next call of the index aborts the reservation or rel
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
+from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage
 from kvoffload.cache.pools import RequestRecord
 from kvoffload.engine.callbacks import Callbacks, Waitable
 from kvoffload.engine.job import Job, TransferResult
@@ -30,7 +30,8 @@ class Owner(Protocol):
     """The part of `Records` that handles use."""
 
     lock: threading.RLock
-    num_groups: int
+
+    def slots(self, indices: Sequence[int], group: int, /) -> Int64Array: ...
 
     def commit(self, record: ReservationRecord, /) -> None: ...
 
@@ -83,7 +84,7 @@ class Reservation:
 
     def slots(self, group: int = 0) -> Int64Array:
         """The engine's slots for the blocks of the keys in a group: int64, (keys,)."""
-        return slot_numbers(self.indices, self._records.num_groups, group)
+        return self._records.slots(self.indices, group)
 
     def commit(self, *jobs: Completion) -> None:
         """Declare the slots of all groups filled: the keys are hits now, unless removed. Stop writing the slots.
@@ -164,7 +165,7 @@ class Lease:
 
     def slots(self, group: int = 0) -> Int64Array:
         """The engine's slots for the blocks of the keys in a group: int64, (keys,)."""
-        return slot_numbers(self.indices, self._records.num_groups, group)
+        return self._records.slots(self.indices, group)
 
     def order_before(self, stream: CacheStreams) -> None:
         """Work queued on `stream` from now on starts after all entries have been written. The host waits only for

@@ -31,8 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvoffload.device.current import make_current
-from kvoffload.driver import Driver, pointers
+from kvoffload.driver import Driver, make_current, pointers
 from kvoffload.errors import CapabilityError, DriverError, LayoutError
 from kvoffload.layout.planes import Plane
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvoffload.device.allocations import AllocationFinder
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer, check_shape
-from kvoffload.device.current import Current
 from kvoffload.device.ownership import DeviceResources, DeviceUser, Resource, Watch, warn_unreleased
 from kvoffload.device.streams import Stream
-from kvoffload.driver import Capabilities, Driver, cuda, probe
+from kvoffload.driver import Capabilities, Current, Driver, cuda, probe
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, KVOffloadWarning
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import as_timeout, at_least, shown

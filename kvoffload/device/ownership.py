@@ -21,8 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvoffload.device.current import Current, make_current
-from kvoffload.driver import Driver
+from kvoffload.driver import Current, Driver, make_current
 from kvoffload.errors import DriverError
 from kvoffload.internal.nesting import refuse_nested
 

@@ -19,24 +19,25 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kvoffload.device.current import make_current
 from kvoffload.device.device import Device, checked_devices
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
+from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
 from kvoffload.engine.job import Job, ShardedTransfer
 from kvoffload.engine.queues import Queues, RecordQueue, Reports
 from kvoffload.engine.report import PlanReport
-from kvoffload.engine.request import GroupTransfer, Requests
+from kvoffload.engine.request import GroupTransfer, Request, Requests
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
 from kvoffload.engine.wait_streams import After, FollowedPerDevice, ShardedAfter
 from kvoffload.errors import DriverError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
 from kvoffload.internal.teardown import run_all
-from kvoffload.internal.types import Ids, StreamLike, UInt8Array
+from kvoffload.internal.types import Ids, Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.layout import KVLayout, ShardedLayout
+from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Profile
 
@@ -153,8 +154,20 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
 
         return self._for_each(check, self._after_of_each(after))
 
+    def submit_locked(
+        self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
+    ) -> Job:
+        requests: list[Requests] = []
+        for shard, each in zip(self._shards, self._after_of_each(after), strict=True):
+            planes = None if parts is None else as_parts(parts, len(shard.layout.groups[group].planes))
+            streams = () if each is NO_WAIT else each.streams
+            requests.append((Request(direction, group, slots, blocks, sources=streams, parts=planes),))
+        return self._submit(requests, locked=True)
+
     def _submit(self, requests: list[Requests], *, locked: bool = False) -> Job:
-        """A transfer in the steps that the head of this file lists. `locked`: a cache calls it with the lock held."""
+        """A transfer in the steps that the head of this file lists. `locked`: the owner of the slots calls it with
+        the lock held.
+        """
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
         first = requests[0][0]
@@ -173,7 +186,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
                 self._track()
                 in_flight.check_room(jobs)
             self._for_each(Shard.check, requests, streams, current=True)
-            if self._slot_guard is not None and first.direction is Direction.STORE:
+            if self._slot_guard is not None and not locked and first.direction is Direction.STORE:
                 self._check_store(requests[0])
             # 2. prepare
             queue, number = in_flight.of(first.direction), next(self._ids)
