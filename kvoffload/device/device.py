@@ -433,8 +433,8 @@ class Device:
     def wait_lifecycle(self, timeout: float | None) -> None:
         """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds. None: return at once.
 
-        Then take the lock with `with device.lifecycle:`, which waits without a limit. An `acquire` with a timeout
-        outside of a `with` could be interrupted after it has taken the lock, which would then never be released.
+        Then take the lock with `with device.lifecycle:`, which waits without a limit. (An `acquire` that is interrupted
+        might never release it.)
 
         Raises:
             TimeoutError: another thread held it all the time.
