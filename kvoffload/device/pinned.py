@@ -293,7 +293,8 @@ class HostMemory:
 
         Raises:
             TypeError: `buffer` has no buffer protocol.
-            ValueError: a buffer that does not meet these conditions; or as `HostMemory`.
+            ValueError: a buffer that does not meet these conditions; or as `HostMemory`. Only the engine's constructor
+                checks that the slots fit into the buffer.
         """
         try:
             array: UInt8Array = np.frombuffer(buffer, dtype=np.uint8)
@@ -315,7 +316,7 @@ class HostMemory:
         )
 
     def check_slots(self, slot_bytes: int) -> None:
-        """Raise ValueError unless slots of this size fit into the stride and the memory."""
+        """Raise ValueError unless slots of this size fit into the stride and, if `nbytes` is known, into the memory."""
         if self.slot_stride < slot_bytes:
             raise ValueError(
                 f"host_memory: slot_stride={self.slot_stride} is less than layout.slot_bytes={slot_bytes}; slots would "

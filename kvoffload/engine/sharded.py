@@ -56,12 +56,12 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`. Their memory must
             stay allocated until the engine is closed.
         devices: the devices that hold the planes, all opened by this process.
-        num_slots: slots in each device's pool, of that layout's `slot_bytes`. (There is no `host_memory` here.)
+        num_slots: slots in each device's pool, of that layout's `slot_bytes`.
         sm_limit: how many multiprocessors of each GPU a copy kernel may use; 0 forbids kernels.
         prefer: "overlap" selects copy methods for GPUs that compute during transfers, "latency" those that end soonest
             on idle GPUs.
         profile: what transfers cost, for all devices. None: for each device the profile of its GPU.
-        max_in_flight: jobs that may be unfinished at a time, on all devices together.
+        max_in_flight: jobs that may be unfinished at a time; a transfer on all devices is one. More: CapacityError.
         most_queued_bytes: how many payload bytes of each direction may be queued on each GPU; None: as much as the
             driver's queues hold. The rest waits on the host until a later call of the engine.
         stream_priority: of the engine's streams, within every device's `stream_priorities`.

@@ -45,7 +45,7 @@ class KVLayout(HtmlRepresentation):
             so, a transfer with `after=None` follows that stream. False, as for JAX: `after=None` raises ValueError.
         slot_order: the order of the bytes in a slot, "block-major" or "plane-major". None means the order of each
             group's device memory: "block-major" if a block of all planes is one range, as in an array
-            `(blocks, planes, ...)`, else "plane-major". Any other order works too, but is slower. Keys depend on it if
+            `(blocks, planes, ...)`, else "plane-major". The other order works too, but is slower. Keys depend on it if
             `blocks_per_slot` is more than 1, so name one order if caches with different arrays share stored bytes.
         block_axes: names for the axes of one block of one plane, the slowest first, such as
             `("tokens", "heads", "dim")`. Keys depend on them. Any names will do, if all programs that share stored
@@ -57,9 +57,9 @@ class KVLayout(HtmlRepresentation):
         blocks_per_slot, dtype, tokens_per_block, on_default_stream, block_axes: as given.
 
     Raises:
-        LayoutError: there are no groups; planes share bytes; planes of one group have different `num_blocks`; a number
-            is below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` is
-            unknown; or `block_axes` is not a list of different names.
+        LayoutError: there are no groups; planes of one group share bytes, or have different `num_blocks`; a number is
+            below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` is unknown;
+            or `block_axes` is not a list of different ASCII names.
         ValueError: `on_default_stream` is neither True nor False.
     """
 

@@ -174,7 +174,7 @@ class SimulatedDriver:
     Args:
         seed: an integer. It decides every choice that CUDA leaves open, so the same calls from one thread have the same
             results in the same order.
-        driver_version: below (12, 8) there are no batch calls; the 13.x bindings need (13, 0) for them.
+        driver_version: below (12, 8) there are no batch calls; with bindings 13.x there are none below (13, 0).
         bindings_version: below (13, 0) batch calls return a fail index and cuCtxCreate takes two arguments;
             from (13, 5) on there is `raw`.
         memory_bytes: memory of each device.
@@ -183,7 +183,7 @@ class SimulatedDriver:
         strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`.
         max_register_bytes: the most that one cuMemHostRegister takes; None: any.
         pinnable_bytes: the most that can be pinned in all; None: any.
-        deadlock_seconds: how long a wait that nothing queued can end waits for other threads before it raises.
+        deadlock_seconds: how long a wait that nothing queued can end waits for other threads before SimulatorError.
 
     Attributes:
         faults: planned failures, see `Faults`.
@@ -285,8 +285,8 @@ class SimulatedDriver:
     ) -> None:
         """Queue a Python function as if it were a kernel; it runs when the stream gets there.
 
-        It runs in whichever driver call advances the stream, under the driver's lock, so it must not wait for another
-        thread that calls the driver. An exception of the function leaves that call.
+        It runs in whichever driver call advances the stream, perhaps this one, under the driver's lock. So it must not
+        wait for another thread that calls the driver. An exception of the function leaves that call.
 
         Args:
             stream: a stream of the calling thread's current context.
@@ -295,7 +295,8 @@ class SimulatedDriver:
                 unpinned host memory, the context is lost and the function does not run.
 
         Raises:
-            DriverError: the simulator's; a launch would return this error, its `status`. Nothing is queued.
+            DriverError: of kvoffload.simulator.errors: bad stream or context; `status` is what a launch would return.
+                Nothing is queued.
         """
         with self.lock:
             try:
@@ -420,7 +421,7 @@ class SimulatedDriver:
             return [region.base for region in regions]
 
     def free_outside(self, address: int) -> None:
-        """Free memory of `allocate_outside` or `allocate_adjacent`. AssertionError for memory that others allocated."""
+        """Free memory of `allocate_outside` or `allocate_adjacent`. AssertionError for other or freed memory."""
         with self.lock:
             region = self.memory.at(address)
             assert region is not None, "freed twice"

@@ -222,8 +222,8 @@ class RemoteTier(ThreadedTier):
 
         Args:
             names: of the records.
-            parts: for each record the uint8 arrays to fill: header, then ranges. The caller verifies them. They may be
-                left half written unless the record is DONE.
+            parts: for each record the uint8 arrays to fill: the header of 192 bytes, then a range for each device. The
+                caller verifies them. They may be left half written unless the record is DONE.
 
         Returns:
             For each record DONE, MISSING or FAILED. If the stored bytes have another size, call `reject(name)`: what it
@@ -245,7 +245,8 @@ class RemoteTier(ThreadedTier):
 
     @abstractmethod
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        """Ask the store whether it has all parts of each record, in order. A hint: it may evict them a moment later.
+        """Ask the store. Return for each record, in order, whether all of its parts are there, as a hint: the store may
+        evict them a moment later.
 
         Raise if the store does not answer: False means that it has answered.
         """

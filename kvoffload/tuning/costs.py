@@ -33,8 +33,8 @@ class CopyMethod(NamedTuple):
     """How a transfer is copied.
 
     Attributes:
-        copier: "strided": the copy engine does a strided copy for each block. "batch" and "loop": it does a contiguous
-            copy for each row, and they are submitted many at once or one by one. "gather": a kernel copies. "split": a
+        copier: "strided": the copy engine does a strided copy for each block. "batch", "loop": a contiguous copy for
+            each row, many submitted at once ("batch") or one by one ("loop"). "gather": a kernel copies. "split": a
             kernel copies some of the blocks, strided copies the others.
         programs: how many programs the kernel has; each takes one multiprocessor. 0 without a kernel.
         share: the fraction of the blocks that the kernel copies: 1.0 for gather, between 0 and 1 for split, else 0.0.
@@ -62,10 +62,11 @@ class Shape(NamedTuple):
     """The size of a transfer, in the numbers that its cost depends on. All are at least 1.
 
     Attributes:
+        direction: store or load.
         blocks: device blocks.
         plane_blocks: blocks x planes; the gather kernel copies them one by one.
         operations: strided operations, after adjacent blocks of a slot were merged.
-        rows: rows of all operations together. Each is one contiguous copy.
+        rows: rows of all operations together; "batch" and "loop" make a contiguous copy of each.
         nbytes: payload bytes.
     """
 
@@ -78,8 +79,8 @@ class Shape(NamedTuple):
 
 
 class Situation(StrEnum):
-    """What else the GPU and its link do during a transfer: nothing, large or small matrix products, or contiguous
-    copies in the other direction.
+    """What else the GPU and its link do during a transfer. IDLE: nothing. LARGE_PRODUCTS, SMALL_PRODUCTS: products of
+    matrices. BOTH_DIRECTIONS: contiguous copies in the other direction.
     """
 
     IDLE = "idle"

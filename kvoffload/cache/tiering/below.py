@@ -210,8 +210,8 @@ _HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one th
 class BreakerState(enum.Enum):
     """Whether a cache uses a tier.
 
-    CLOSED: it does. OPEN: it does not, after failures or while a call hangs. TRYING: one job is with the tier, and its
-    outcome closes or opens the breaker.
+    CLOSED: it does. OPEN: it does not, for 1 to 60 seconds after 5 failures in a row or a failed try, or while a call
+    hangs. TRYING: then one job is given to the tier, and its outcome closes the breaker or opens it again.
     """
 
     CLOSED = "closed"

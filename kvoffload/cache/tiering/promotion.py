@@ -210,7 +210,8 @@ class Promotion(Waitable[int]):
         Args:
             blocks: target ids for all keys, as for `BlockCache.load`. Leave these blocks alone until the load has
                 ended; the blocks of keys that do not come are not written.
-            after, parts: as for `BlockCache.load`. The load follows work queued on a stream until it is submitted.
+            after, parts: as for `BlockCache.load`. If `after` is a stream, the load follows the work that is on it when
+                the load is submitted, perhaps long after this call.
 
         Raises:
             ClosedError: the promotion was released.
@@ -279,7 +280,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
 
     @property
     def finished(self) -> bool:
-        """Whether they are known to have ended. Does not ask the GPU."""
+        """Whether the promotion and the load are known to have ended. Does not ask the GPU."""
         return self.submitted and (self.job is None or self.job.finished)
 
     def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
@@ -287,7 +288,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
 
         Raises:
             TransferError: the load failed; its target blocks hold nothing of use.
-            TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
+            TimeoutError: the promotion, or then a job of the load, took more than `timeout` seconds; all go on.
             RuntimeError: called inside another call in the same thread.
             The errors of `BlockCache.load`, if it could not be submitted.
         """

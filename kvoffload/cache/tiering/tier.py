@@ -40,10 +40,13 @@ from kvoffload.internal.waiting import wait_until
 class Outcome(enum.Enum):
     """How one key of a job ended.
 
-    DONE: put: the record is readable; get: the entry holds the bytes that were put, verified; exists: probably there;
-    remove, clear: gone for good. MISSING: no record; get: or one whose bytes are not those that were put. DECLINED: the
-    queue is full; put: the record is not worth the room. FAILED: an error of the medium. Before the tier began:
-    EXPIRED: the deadline passed; CANCELLED: the job was cancelled, or the tier closed.
+    - DONE. `put`: the record is readable. `get`: the entry holds the bytes that were put, verified. `exists`: there is
+      a record, probably. `remove`, `clear`: gone for good.
+    - MISSING: there is no record; for `get`, or a corrupt one.
+    - DECLINED: the tier's queue is full, or it does not want the record of a `put`.
+    - FAILED: an error of the medium.
+    - EXPIRED, CANCELLED: the tier had not begun when the deadline passed; when the job was cancelled, the tier closed,
+      or the key of a waiting `put` was removed.
     """
 
     DONE = "done"
@@ -57,9 +60,11 @@ class Outcome(enum.Enum):
 class TierJob:
     """Keys that a tier puts, fetches, asks for or removes. Usable from any thread.
 
+    A tier makes it, and calls `begin`, `settle` and `settle_waiting`. The caller of the tier reads it, waits, cancels.
+
     Args:
-        keys, entries, deadline: see the attributes. A tier has checked them.
-        notify: called without arguments each time when keys have got outcomes; see `Tier.put`.
+        keys, entries, deadline: see the attributes. They are not checked here.
+        notify: called without arguments each time when keys have got outcomes, in the thread that sets them.
         count: for the tier's statistics: called before `notify`, with the outcomes that are new.
         ended: called once with the job, before `notify`, when every key has its outcome. Not for a job without keys.
 
@@ -129,10 +134,10 @@ class TierJob:
     # for tiers ----------------------------------------------------------------------------------------------------
 
     def begin(self, positions: Iterable[int]) -> list[int]:
-        """Claim keys; returns the `positions` that the tier may work on now, and has to `settle` afterwards.
+        """Claim the keys at `positions`. Returns the positions that you may work on now, and must `settle` afterwards.
 
-        The others have outcomes, or have begun. After the deadline, all waiting keys are EXPIRED. Give no position
-        twice: that is not checked, and both would be returned.
+        The others have outcomes, or have begun. After the deadline, all waiting keys of the job become EXPIRED. Give no
+        position twice: that is not checked, and both would be returned.
         """
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.settle_waiting(Outcome.EXPIRED)
@@ -143,11 +148,11 @@ class TierJob:
         return begun
 
     def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """Set the outcomes of keys, one for each position; no repeats, which is not checked. The tier must not touch
-        their entries any more.
+        """Set the outcomes of keys that you began, one for each position; no repeats, which is not checked. Stop
+        touching their entries before this call.
 
         Raises:
-            RuntimeError: one has an outcome.
+            RuntimeError: one of the keys already has an outcome.
             TypeError: one of `outcomes` is not an Outcome.
             ValueError: there are more or fewer outcomes than positions.
             Nothing has changed in these cases.
@@ -167,7 +172,7 @@ class TierJob:
             self._announce(outcomes)
 
     def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
-        """Set the outcome of every key that has not begun, or just of the ones at `positions`. Returns the job."""
+        """Set the outcome of keys (all, or those at `positions`) that have none and have not begun. Returns the job."""
         ended = 0
         with self._lock:
             for position in range(len(self.keys)) if positions is None else positions:
