@@ -28,8 +28,8 @@ class DeviceBuffer:
     """GPU memory, made by `Device.allocate`. A context manager.
 
     It is freed by `close`, when its device closes, or by a later call of the device after the buffer has become
-    garbage. Other libraries can take it as an array of uint8, as by `cupy.from_dlpack(buffer)`, see `DeviceArray`.
-    Their arrays keep the buffer from becoming garbage; do not use them after `close`, or after the device is closed.
+    garbage. Other libraries can take it as an array of uint8, as by `cupy.from_dlpack(buffer)`. Their arrays keep the
+    buffer from becoming garbage; do not use them after `close`, or after the device is closed.
 
     Attributes:
         device: its device.

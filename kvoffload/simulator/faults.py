@@ -56,8 +56,8 @@ class Faults:
         self._plan(_ANY, n, error, after=after)
 
     def sticky(self, at_call: int | None = None) -> None:
-        """Lose a context to an illegal address: that of the next operation that executes, or, with `at_call`, of the
-        driver call with that number from now on, in its thread's current context. Work queued in that context never
+        """Lose a CUDA context, as by an illegal address: the one in which the next operation executes; or, with
+        `at_call=n`, the one that is current in the thread of the nth driver call from now on. Work queued in it never
         runs, and calls that need it return CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed.
         """
         if at_call is None:

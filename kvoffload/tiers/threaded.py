@@ -126,16 +126,14 @@ class ThreadedTier(Tier):
         raise NotImplementedError(f"{type(self).__name__} must have has_record, or have_records")
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
-        """`read_record` for several keys of one `get`. Return a list of their outcomes, in order.
-
-        If your medium reads several at once, override this one instead.
+        """`read_record` for several keys of one `get`. Return a list of their outcomes, in order. Override this one
+        instead if your medium reads several at once.
         """
         return [self._guarded(partial(self.read_record, *each)) for each in zip(keys, rows, strict=True)]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
-        """`write_record` for several keys of one `put`. Return a list of their outcomes, in order.
-
-        If your medium writes several at once, override this one instead.
+        """`write_record` for several keys of one `put`. Return a list of their outcomes, in order. Override this one
+        instead if your medium writes several at once.
         """
         return [self._guarded(partial(self.write_record, *each, origin)) for each in zip(keys, rows, strict=True)]
 
@@ -143,8 +141,8 @@ class ThreadedTier(Tier):
         """`has_record` for several keys: return a list of bools, in order. Override this one instead if your medium
         answers for several at once.
 
-        If it raises, all keys of the call to `exists` are FAILED. If you have `has_record`, too, this is called again
-        with each key alone, and only those for which it raises again are FAILED. `contains` calls it as `has_record`.
+        If it raises, the keys are FAILED; if you have `has_record`, too, `exists` first tries again with each key
+        alone. `contains` may call it, too: see `has_record`.
         """
         return [bool(self.has_record(key)) for key in keys]
 

@@ -106,8 +106,8 @@ class Tier(ABC):
     def attach(self, pools: Sequence[UInt8Array], layout: bytes | None) -> None:
         """Take the pool that records come from and go to. The cache calls this once, before all operations.
 
-        It may block, to open files for example. If it raises, except ClosedError, the tier has no pool yet, and you may
-        call it again. But if a thread of the tier cannot start (RuntimeError), the tier is closed: make another one.
+        It may block. If it raises, except ClosedError, the tier has no pool yet, and you may call it again. But if a
+        thread of the tier cannot start (RuntimeError), the tier is closed: make another one.
 
         Args:
             pools: one array for each device, with one row for each entry: uint8, (entries, bytes), C-contiguous,
@@ -135,15 +135,16 @@ class Tier(ABC):
     ) -> TierJob:
         """Copy one entry of the pool into a record for each key, later. Returns at once.
 
-        Outcomes: DONE: it can be read; if the tier had a record of the key, that stays as it is. FAILED: there may be a
-        record or none. DECLINED: the queue is full, or the tier does not want the record. CANCELLED: before a thread
-        began with the key, the job was cancelled, the key removed, or the tier closed. EXPIRED: see `deadline`.
+        Outcomes: DONE: there is a record; one that the tier had already stays as it is. FAILED: there may be a record
+        or none. DECLINED: the queue is full, or the tier does not want the record. CANCELLED: before a thread began
+        with the key, the job was cancelled, the key removed, or the tier closed. EXPIRED: see `deadline`.
 
         Args:
             keys: 1 to 64 bytes each, no repeats, in the order of a request: a record is of use only with all before it.
             entries: for each key the row of the pool, no repeats. Do not write a row until its key has an outcome.
             tenant: whose records they are, for tiers with quotas.
-            deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED. None: no limit.
+            deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED when one
+                comes to it. None: no limit.
             notify: called without arguments each time when keys have got outcomes; never for a job without keys, which
                 is done at once. It must not block. Any thread may call it, none with a lock of the tier's: a thread of
                 the tier, one that cancels or closes, and the caller's own before `put` returns. If it raises, the tier
@@ -176,8 +177,8 @@ class Tier(ABC):
         """Ask which keys have records, later. Returns at once. Arguments and errors (LayoutError, ClosedError) as for
         `put`.
 
-        Outcomes: DONE, there is a record; MISSING, there is none; FAILED, an error of the medium; DECLINED, the queue
-        is full; EXPIRED and CANCELLED as for `put`. A hint: a later `get` may still find no record, or a bad one.
+        Outcomes: DONE, there is one; MISSING, there is none; FAILED, an error of the medium; DECLINED, the queue is
+        full; EXPIRED, CANCELLED: as for `put`. A hint: a later `get` may still find no record, or a bad one.
         """
 
     @abstractmethod
@@ -185,8 +186,8 @@ class Tier(ABC):
         """Remove records, later. DONE: the record is gone, and stays gone after any crash. MISSING: there was none.
 
         Records of earlier puts are gone, too: waiting puts of these keys are CANCELLED, and the removal waits for puts
-        that have begun. After FAILED, or CANCELLED by `close`, a record may still be there, or come back after a crash.
-        Never DECLINED or EXPIRED. Returns at once. Arguments and errors (LayoutError, ClosedError) as for `put`.
+        that have begun. After FAILED or CANCELLED, a record may still be there, or come back after a crash. Never
+        DECLINED or EXPIRED. Arguments and errors (LayoutError, ClosedError) as for `put`.
         """
 
     @abstractmethod
