@@ -166,8 +166,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
-        """Store the keys that are neither present nor pending. The job's `keys` names them. They are hits once it has
-        ended; before that, only `load` and `acquire` with `pending=True` take them.
+        """Store the keys that are neither present, pending nor declined; `job.keys` has them. They are hits once the
+        job has ended; before that, only `load` and `acquire` with `pending=True` take them.
 
         Until the job is done, do not write the source blocks, except in work queued after `job.order_before(stream)`.
 
@@ -266,8 +266,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             request: the open request that loads the keys; they belong to it from now on.
 
         Raises:
-            MissingKeyError: a key is absent or not ready.
-            LayoutError, and the errors of `OffloadEngine.load`.
+            MissingKeyError: a key is absent or not ready; with `pending`, absent or only reserved.
+            LayoutError, CapacityError, ClosedError, and the other errors of `OffloadEngine.load`.
             Nothing has changed then. But if the engine refuses a group after the first, as for a repeated block, the
             blocks of earlier groups are being overwritten: call `engine.drain` before you use them.
         """

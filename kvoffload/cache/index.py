@@ -66,7 +66,8 @@ class CacheIndex(KeyCache):
     Raises:
         ValueError, TypeError: bad arguments.
         CapacityError: the memory for `capacity` keys cannot be allocated, or there are tiers and no entries.
-        LayoutError: as `Tier.attach`; or `pools` do not fit `capacity`.
+        LayoutError: `pools` do not fit `capacity`.
+        With tiers, also the errors of `Tier.attach`.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class CacheIndex(KeyCache):
         return self._records.keys
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
-        """Tell the policies that a request loads the keys that are present. Moves no bytes.
+        """Tell the policies that a request loads the keys that are present; others are passed over. Moves no bytes.
 
-        Call it when the load begins, and `touch` as well when the request ends. It holds nothing: see `acquire`.
+        Call it when the load begins, and `touch` when the request ends. To keep the keys from being evicted, `acquire`.
 
         Args:
             request: the open request that loads them. The keys belong to it from now on; keys that it had before are
@@ -142,8 +143,8 @@ class CacheIndex(KeyCache):
     def restore(
         self, keys: Sequence[bytes], entries: Int64Array, requests: Int64Array, *, tenants: Sequence[str] | None = None
     ) -> int:
-        """Fill an index that has not held a key yet: each key becomes ready at the entry given. For owners, after a
-        restart. Reports no event.
+        """Fill an index that has not held a key yet: each key becomes ready at the entry given, where its
+        bytes are already. For programs that find them there after a restart. Reports no event.
 
         Args:
             keys: the oldest request's first; within a request in its order.

@@ -102,7 +102,7 @@ class CacheStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """`hits / lookups`, 0.0 to 1.0; NaN if there were no lookups."""
+        """`hits / lookups` since the cache was created, 0.0 to 1.0; NaN if there were no lookups."""
         return self.hits / self.lookups if self.lookups else math.nan
 
     def __repr__(self) -> str:

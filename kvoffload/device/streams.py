@@ -250,8 +250,8 @@ class Stream:
         """Whether all work queued so far has ended. Asks the GPU without waiting for it.
 
         Raises:
-            ClosedError: as `handle`.
-            DriverError: the driver failed, for example since the context is lost.
+            ClosedError: the stream or its device is closed, or this is a forked child.
+            DriverError: the driver failed, for example because the context is lost.
         """
         handle = self.handle
         with self.device.current():
@@ -264,19 +264,21 @@ class Stream:
             timeout: seconds; None waits for as long as it takes.
 
         Raises:
-            ClosedError, DriverError: as `done`.
+            ClosedError: the stream or its device is closed, or this is a forked child.
+            DriverError: the driver failed.
             TimeoutError: `timeout` seconds have passed; the work goes on.
             ValueError: `timeout` is no number.
         """
         wait_until(lambda: self.done, timeout, repr(self))
 
     def close(self) -> None:
-        """Wait on the host until its work has ended, and destroy the stream.
+        """Wait on the host until all work queued on the stream has ended, without limit, and destroy the stream.
 
-        Idempotent; if it is interrupted, call it again. Does nothing in a forked child, or if the CUDA context is lost.
+        Idempotent; if it is interrupted, call it again. Does nothing in a forked child, after the device is closed, or
+        if the CUDA context is lost.
 
         Raises:
-            DriverError: the driver failed otherwise.
+            DriverError: the driver failed in another way.
         """
         if not self._resource.alive or self.device.foreign:
             return

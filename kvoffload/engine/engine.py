@@ -180,7 +180,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
 
         Row `s` holds `blocks_per_slot` blocks in the order of the group's `slot_order` (see `KVLayout`), then padding.
         Read a row only after the store into it has ended; write it only while no unfinished transfer uses it. With
-        `host_memory`, rows are `slot_stride` bytes apart, and after `close` there are none here.
+        `host_memory`, rows are `slot_stride` bytes apart, and after `close` the array has no rows.
         """
         return self._parts.slots
 

@@ -348,8 +348,7 @@ class Job(Waitable[TransferResult]):
     be known before it is done.
 
     A job of a `ShardedEngine` is the transfer on all of its devices. It is done when it has ended on all of them, and
-    fails if it fails on one. `nbytes` sums over the devices. `error` is that of the first device, in their order, that
-    has failed. If devices use different methods, `method` is None, and `copier` has the names of all, joined by "+".
+    fails if it fails on one. `error` is that of the first device, in their order, that has failed.
     """
 
     __slots__ = ("__weakref__", "_engine", "_transfer")
@@ -360,7 +359,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def lock(self) -> threading.RLock:
-        """The lock of its engine."""
+        """The engine's lock, for integrations; see `OffloadEngine`."""
         return self._engine.lock
 
     @property
@@ -380,7 +379,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def num_parts(self) -> int:
-        """How many parts a load has, see `parts` of `OffloadEngine.load`; otherwise 1."""
+        """How many parts `load(..., parts=)` divided it into; 1 without `parts`, and for a store."""
         return self._transfer.num_parts
 
     @property
@@ -392,7 +391,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def reason(self) -> str:
-        """Why that copy method was selected, for people to read."""
+        """Why the copy method was selected, as text for people."""
         return self._transfer.reason
 
     @property

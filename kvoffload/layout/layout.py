@@ -301,7 +301,7 @@ class ShardedLayout:
 
     Raises:
         LayoutError: the layouts do not agree, planes of two layouts share bytes, or the list is empty.
-        TypeError: one is no KVLayout.
+        TypeError: `layouts` is no sequence, or one is no KVLayout.
     """
 
     def __init__(self, layouts: Sequence[KVLayout]) -> None:
@@ -348,14 +348,14 @@ class ShardedLayout:
         """A layout of one group from one array per device. Nothing is copied; the layout keeps the arrays alive.
 
         Args:
-            arrays: a list or tuple of arrays for `KVLayout.from_stacked`, in the order of the devices. All must have as
-                many blocks; heads or planes may differ.
+            arrays: a list or tuple of arrays for `KVLayout.from_stacked`, in the order of the devices. All must have
+                the same number of blocks; heads or planes may differ.
             plane_axis, block_axis: which axis of every array counts the planes, and which the blocks.
             options: further keyword arguments of `KVLayout.from_stacked`; the same for all arrays.
 
         Raises:
-            LayoutError: an array cannot be a layout, see `KVLayout.from_stacked`; a note names it. Or the layouts do
-                not agree, see `ShardedLayout`.
+            LayoutError: an array cannot be a layout; a note names it. Or the layouts do not agree, see `ShardedLayout`.
+            ClosedError: as `KVLayout.from_stacked`.
             TypeError: `arrays` is no list or tuple.
         """
         if not isinstance(arrays, list | tuple):
@@ -389,7 +389,7 @@ class ShardedLayout:
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
         """How many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0, of its
-        first slot. It is the same on every device.
+        first slot, the same on every device. The numbers are not checked.
         """
         return self.layouts[0].slots_for(num_blocks, first_sub_block=first_sub_block)
 

@@ -42,7 +42,8 @@ class Faults:
         self.clear()
 
     def fail_call(self, name: str, nth: int = 1, *, error: Any = None, after: bool = False) -> None:
-        """Make the nth call of `name` return `error` without doing its work; with `after=True`, after doing it.
+        """Make the nth call of `name` from now on return `error` without doing its work; with `after=True`, after doing
+        it.
 
         If several failures fall on one call, the one that was planned first happens, and the others are dropped.
 
@@ -56,8 +57,8 @@ class Faults:
         self._plan(_ANY, n, error, after=after)
 
     def sticky(self, at_call: int | None = None) -> None:
-        """Lose a context to an illegal address: that of the next operation that executes, or, with `at_call`, of the
-        driver call with that number from now on, in its thread's current context. Work queued in that context never
+        """Lose a CUDA context, as by an illegal address: the one in which the next operation executes; or, with
+        `at_call=n`, the one that is current in the thread of the nth driver call from now on. Work queued in it never
         runs, and calls that need it return CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed.
         """
         if at_call is None:
@@ -66,8 +67,8 @@ class Faults:
             self._plan(_ANY, at_call, cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, sticky=True)
 
     def fail_operation(self, nth: int = 1) -> None:
-        """Make the nth copy that executes fault halfway; its context is lost, as with `sticky`. A second call replaces
-        the first; 0 cancels it.
+        """Make the nth copy that executes from now on fault halfway; its context is lost, as with `sticky`. A second
+        call replaces the first; 0 cancels it.
         """
         self._copy_countdown = nth
 

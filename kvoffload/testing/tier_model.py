@@ -21,7 +21,7 @@ class FuzzReport(NamedTuple):
 
     Attributes:
         operations: keys that were put, fetched, asked for and removed; each `clear` and `drain` counts as one.
-        outcomes: how many keys had each, by operation and `Outcome.value`, such as ("get", "done"). Operations: "put",
+        outcomes: how many keys ended so, by (operation, `Outcome.value`), such as ("get", "done"). Operations: "put",
             "get", "exists", "remove", "clear".
     """
 

@@ -142,7 +142,7 @@ class Mirror:
     ) -> None:
         """Repeat a transfer on the mirror's copies of slots and device memory, on the host. Call it once for each
         transfer, in the order of submission, before `check`; the transfer need not have ended. Blocks come first, then
-        slots, for a load, too. Errors as for `naive_transfer`.
+        slots, for a load, too. Raises AssertionError and IndexError as `naive_transfer`.
         """
         naive_transfer(
             self._engine.layout,
@@ -214,7 +214,7 @@ def _count(device: Device) -> dict[str, int]:
 
 def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
     """Close a simulated device and its engines; check that nothing undefined happened, no guard byte changed, and
-    nothing is left in its driver: share the driver with no other open device.
+    nothing is left in its driver, which no other open device may share.
 
     Raises:
         AssertionError: one of these checks failed, or the device is not simulated. If a guard byte changed before, the

@@ -86,7 +86,7 @@ class Profile:
         simulated: True if a simulated device was measured: the figures mean nothing for a GPU.
         costs: by direction, on an idle GPU; `seconds` computes times from it.
         situations: the same by situation, from fewer transfers. Empty if unknown, as are the following.
-        host: by copier, how long a submission keeps its caller.
+        host: by copier, host seconds for which a submission keeps its caller.
         around: by copier, how much longer a transfer takes for its caller (from the call until it is seen to have
             landed) than on the GPU's clock.
         slowdowns: by `CopyMethod.label`, how many times as long a small matrix product takes concurrently with such
@@ -105,7 +105,8 @@ class Profile:
     simulated: bool = False
 
     def seconds(self, method: CopyMethod, shape: Shape, situation: Situation = Situation.IDLE) -> float:
-        """Expected seconds on the GPU's clock; infinity for a copy method that was not measured.
+        """Expected seconds of a transfer of this size by this copy method, on the GPU's clock; infinity if the method
+        was not measured.
 
         If the situation was not measured, the seconds are those on an idle GPU.
         """
@@ -123,10 +124,11 @@ class Profile:
         return _host_seconds(self.around, method, shape)
 
     def slowdown(self, method: CopyMethod) -> float:
-        """How many times as long a small matrix product takes concurrently with such transfers; 1.0 if unknown.
+        """How many times as long a small matrix product takes concurrently with transfers by this copy method; 1.0 if
+        unknown.
 
-        For a number of programs that was not measured this is the value of the next lower number, or of the lowest. For
-        a split that was not measured it is the value of the kernel alone.
+        For a number of programs that was not measured this is the value of the next lower number, or of the lowest. If
+        no split was measured, a split has the value of the kernel alone.
         """
         known = self.slowdowns
         if method.label in known or not method.programs:
@@ -139,7 +141,9 @@ class Profile:
         return 1.0
 
     def split_share(self, shape: Shape, programs: int) -> float:
-        """The fraction of the blocks that the kernel should copy so that a split ends soonest; 0.0 if none helps."""
+        """The fraction of the blocks that a kernel of so many programs should copy so that a split of this transfer
+        ends soonest on an idle GPU; 0.0 if a split makes no sense.
+        """
         return self.costs[shape.direction].split_share(shape, programs)
 
     def limited_to(self, link: float, source: str) -> Profile:
@@ -210,12 +214,14 @@ def key_of(device: Device) -> ProfileKey:
 
 
 def profile_for(device: Device) -> Profile:
-    """The measured profile of a device, or a default. A simulated device gets the default for unknown GPUs."""
+    """The profile that was measured and saved for a device, or a default. A simulated device gets the default for
+    unknown GPUs.
+    """
     return default_profile(None) if device.simulated else load_profile(key_of(device))
 
 
 def check_profile(profile: object) -> Profile:
-    """`profile`, if it is one.
+    """Return `profile` if it is a `Profile`.
 
     Raises:
         TypeError: it is not; the message says where profiles come from.
@@ -290,11 +296,11 @@ def profile_path(key: ProfileKey) -> Path:
 
 
 def save_profile(profile: Profile) -> Path | None:
-    """Write a measured profile for `load_profile`, in place of an older one with its `key`, which is not None. Returns
+    """Write a measured profile to the file from which `load_profile` reads its `key`, in place of an older one. Returns
     the path; None, with a KVOffloadWarning, if it cannot be written.
 
     Raises:
-        ValueError: it has no key, as the default profiles.
+        ValueError: its `key` is None, as that of a default.
     """
     if profile.key is None:
         raise ValueError("profile must be a measured one, with a key: defaults come with the package")

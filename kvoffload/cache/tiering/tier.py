@@ -232,17 +232,18 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """Counts since `attach`, and how much waits or runs now.
+    """What a tier has done since `attach`, and how it is now: `records`, `queued_...`, `in_calls`, `longest_call`.
 
     Attributes:
-        records: how many the tier holds now; None if it does not know.
+        records: how many the tier holds; None if it does not know.
         written, read: keys that were put or fetched with the outcome DONE. A put of a record that the tier had already
             counts as written.
         bytes_written, bytes_read: the bytes of these records.
         missing: keys of `get` with the outcome MISSING, corrupt records included.
         corrupt: records that a read found to differ from the bytes that were put.
         declined, failed, expired, cancelled: keys of any job with that outcome; a `clear` or `drain` is one key.
-        queued_writes, queued_reads: keys that wait for a thread: of puts, and of all other jobs, removals included.
+        queued_writes: keys of puts that wait for a thread.
+        queued_reads: keys of all other jobs that wait for one, removals included.
         in_calls: keys that a thread is working on.
         longest_call: seconds since the oldest of these calls began; 0 if there is none.
     """
@@ -276,7 +277,7 @@ class Tier(ABC):
 
     Attributes:
         name: short, for metrics and messages. A cache's tiers have different ones, and none of "host", "pending",
-            "missing" and "unknown", which `locate` uses.
+            "missing" and "unknown", which `BlockCache.locate` uses.
         capabilities: see `TierCapabilities`.
     """
 
@@ -287,13 +288,13 @@ class Tier(ABC):
     def attach(self, pools: Sequence[UInt8Array], layout: bytes | None) -> None:
         """Take the pool that records come from and go to. The cache calls this once, before all operations.
 
-        It may block, to open files for example. If it raises, except ClosedError, the tier has no pool yet, and you may
-        call it again. But if a thread of the tier cannot start (RuntimeError), the tier is closed: make another one.
+        It may block. If it raises, except ClosedError, the tier has no pool yet, and you may call it again. But if a
+        thread of the tier cannot start (RuntimeError), the tier is closed: make another one.
 
         Args:
-            pools: one array for each device, all with as many rows: uint8, (entries, bytes), C-contiguous, writable.
-                Rows are a multiple of 4096 bytes, and so is the address of the array. The caller keeps them allocated
-                until every job has its outcomes and `close` has returned True.
+            pools: one array for each device, with one row for each entry: uint8, (entries, bytes), C-contiguous,
+                writable. The bytes of a row are a multiple of 4096, and so is the array's address. The caller keeps the
+                arrays allocated until every job has its outcomes and `close` has returned True.
             layout: 16 bytes that stand for the meaning of the bytes (`KVLayout.fingerprint`). None: the layout has no
                 fingerprint; a durable or shared tier refuses that.
 
@@ -316,14 +317,16 @@ class Tier(ABC):
     ) -> TierJob:
         """Copy one entry of the pool into a record for each key, later. Returns at once.
 
-        If the tier already has a key, the outcome is DONE and its record stays as it is. After FAILED there may be a
-        record or none. DECLINED: the queue is full, or the tier does not want the record.
+        Outcomes: DONE: there is a record; one that the tier had already stays as it is. FAILED: there may be a record
+        or none. DECLINED: the queue is full, or the tier does not want the record. CANCELLED: before a thread began
+        with the key, the job was cancelled, the key removed, or the tier closed. EXPIRED: see `deadline`.
 
         Args:
             keys: 1 to 64 bytes each, no repeats, in the order of a request: a record is of use only with all before it.
             entries: for each key the row of the pool, no repeats. Do not write a row until its key has an outcome.
             tenant: whose records they are, for tiers with quotas.
-            deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED. None: no limit.
+            deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED when one
+                comes to it. None: no limit.
             notify: called without arguments each time when keys have got outcomes; never for a job without keys, which
                 is done at once. It must not block. Any thread may call it, none with a lock of the tier's: a thread of
                 the tier, one that cancels or closes, and the caller's own before `put` returns. If it raises, the tier
@@ -343,19 +346,21 @@ class Tier(ABC):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        """Copy the record of each key into one entry of the pool, later. Returns at once. Arguments and errors as for
-        `put`.
+        """Copy the record of each key into one entry of the pool, later. Returns at once. Arguments and errors
+        (LayoutError, ClosedError) as for `put`.
 
         Do not read or write a row until its key has an outcome. DONE: the row holds the bytes that were put, verified.
-        MISSING: no record, or a corrupt one. After FAILED or MISSING the row may hold anything; after DECLINED, EXPIRED
-        or CANCELLED it is untouched. Earlier keys come first as far as possible.
+        MISSING: no record, or a corrupt one. After FAILED or MISSING the row may hold anything; after DECLINED (the
+        queue is full), EXPIRED or CANCELLED it is untouched. Earlier keys come first as far as possible.
         """
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes], *, deadline: float | None = None, notify: Notify | None = None) -> TierJob:
-        """Ask which keys have records: DONE or MISSING. A hint: a later `get` may still find no record, or a bad one.
+        """Ask which keys have records, later. Returns at once. Arguments and errors (LayoutError, ClosedError) as for
+        `put`.
 
-        Returns at once. An error of the medium is FAILED. Arguments, errors and the other outcomes as for `put`.
+        Outcomes: DONE, there is one; MISSING, there is none; FAILED, an error of the medium; DECLINED, the queue is
+        full; EXPIRED, CANCELLED: as for `put`. A hint: a later `get` may still find no record, or a bad one.
         """
 
     @abstractmethod
@@ -363,19 +368,21 @@ class Tier(ABC):
         """Remove records, later. DONE: the record is gone, and stays gone after any crash. MISSING: there was none.
 
         Records of earlier puts are gone, too: waiting puts of these keys are CANCELLED, and the removal waits for puts
-        that have begun. After FAILED, or CANCELLED by `close`, a record may still be there, or come back after a crash.
-        Never DECLINED or EXPIRED. Arguments and errors as for `put`.
+        that have begun. After FAILED or CANCELLED, a record may still be there, or come back after a crash. Never
+        DECLINED or EXPIRED. Arguments and errors (LayoutError, ClosedError) as for `put`.
         """
 
     @abstractmethod
     def clear(self, *, notify: Notify | None = None) -> TierJob:
-        """Remove all records that `get` could find, as `remove` does. The job has one key, b"": DONE, all are gone."""
+        """Remove all records that `get` could find, later, as `remove` does, which cancels waiting puts. The job has
+        one key, b""; its outcome is DONE when all are gone for good, else FAILED or CANCELLED.
+        """
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say from memory whether each key has a record: a hint, as `exists`. Never blocks and never raises.
+        """Say from memory whether each key has a record. A hint: `get` may still miss. Never blocks and never raises.
 
-        All False without a local index, before `attach` and after `close`.
+        All False if `capabilities.local_index` is False, before `attach` and after `close`.
         """
 
     @abstractmethod
@@ -389,7 +396,7 @@ class Tier(ABC):
         """Wait until every put so far has its outcomes and, in a durable tier, its records survive a crash.
 
         Returns False if that takes longer than `timeout` seconds (None: no limit), or if they cannot be made durable.
-        True says nothing about the outcomes: puts may have failed.
+        True says nothing about the outcomes: puts may have failed. ClosedError if the tier is closed or has no pool.
         """
 
     @abstractmethod
@@ -397,11 +404,11 @@ class Tier(ABC):
         """Cancel keys that wait, let calls that have begun end, and release files and connections. Does not raise for
         the medium; call `drain` first to keep what was put.
 
-        From now on operations raise ClosedError. You may call it again, and must if it returned False.
+        From now on operations raise ClosedError. You may call `close` again.
 
         Returns:
             True if everything has ended within `timeout` seconds. False: a call of the medium still runs and may touch
-            its entries, so keep the pool allocated.
+            its entries. Keep the pool allocated until another `close` returns True.
         """
 
 
