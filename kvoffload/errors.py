@@ -37,8 +37,8 @@ class CapabilityError(KVOffloadError):
 
 
 class MissingKeyError(KVOffloadError, LookupError):
-    """A key to load or `acquire` is not in the cache, or is pending. (With `pending=True`: is reserved, and no store of
-    it was submitted yet.) Nothing was loaded or leased. Also a LookupError.
+    """A key to load or `acquire` is not in the cache. Or it is pending, and you did not give `pending=True`, or no
+    store of it was submitted yet. Nothing was loaded or leased. Also a LookupError.
     """
 
 

@@ -301,7 +301,8 @@ class Tenant:
             stored without a tenant have priority 0, unless `tenants` has an entry for "".
 
     Raises:
-        ValueError, TypeError: `max_blocks` is less than 1, or a value is not an integer.
+        ValueError: `max_blocks` is not an integer of at least 1.
+        TypeError: `priority` is not an integer.
     """
 
     max_blocks: int | None = None

@@ -50,8 +50,8 @@ class Reservation:
     """Entries for missing keys: fill them, then commit or abort. Usable from any thread.
 
     As a context manager it aborts on an exception, and otherwise commits at the end of the block, without jobs: the
-    slots must be filled by then. (Or commit or abort inside.) Until then no other request gets these entries, and the
-    keys are pending. If a reservation becomes garbage first, a later call of the cache aborts it.
+    slots must be filled by then. (Or call `commit(*jobs)` or `abort` inside.) Until then no other request gets these
+    entries, and the keys are pending. If a reservation becomes garbage first, a later call of the cache aborts it.
 
     Attributes:
         keys: the keys to store, in the order given: the missing ones without `declined`. Perhaps none.
@@ -196,7 +196,7 @@ class Lease:
             source.raise_if_failed()
 
     def release(self) -> None:
-        """Unpin the keys: their slots may be overwritten. Work that reads them must have ended. Idempotent."""
+        """Unpin the keys. Their slots may now be overwritten, so work that reads them must have ended. Idempotent."""
         self._records.release(self._record)
 
     def _jobs(self) -> list[Completion]:

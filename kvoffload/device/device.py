@@ -70,7 +70,7 @@ def open_device(
         CapabilityError: there is no driver library or no usable bindings; the message says how to go on.
         DriverError: the driver failed, for example since the machine has no GPU.
         ValueError: an unknown backend, no such GPU, or a context of another GPU.
-        TypeError: `context` is not the handle of a context.
+        TypeError: `context` is no positive integer, nor does `int()` make one of it.
     """
     _release_garbage()
     driver = _load_driver(backend)
@@ -393,7 +393,7 @@ class Device:
     # engines ----------------------------------------------------------------------------------------------------------
 
     def register_engine(self, engine: DeviceUser) -> None:
-        """From now on `close` of the device closes this engine first. The device does not keep the engine alive.
+        """From now on `close` of the device first closes this engine. The device does not keep the engine alive.
 
         Raises:
             ClosedError: this is a forked child.
@@ -432,8 +432,8 @@ class Device:
     def wait_lifecycle(self, timeout: float | None) -> None:
         """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds. None: return at once.
 
-        Then take the lock with `with device.lifecycle:`, which waits without a limit. (An `acquire` that is interrupted
-        might never release it.)
+        Then take the lock with `with device.lifecycle:`, which waits without a limit. (An interrupted `acquire` could
+        leave it locked for ever.)
 
         Raises:
             TimeoutError: another thread held it all the time.

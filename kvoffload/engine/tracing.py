@@ -35,8 +35,8 @@ class Tracer(Protocol):
 
         Called once for each `on_submit` that has returned. If an interrupt (KeyboardInterrupt, an exception from a
         signal handler) comes in between, a later call such as `poll` or `drain` delivers it. The call can be missing if
-        the interrupt came just as `on_submit` returned or `on_end` was called, if the submission lost the CUDA context,
-        or if more than 65,536 notices were waiting.
+        the interrupt came just as `on_submit` returned or `on_end` was called, or if more than 65,536 notices were
+        waiting.
         """
 
 

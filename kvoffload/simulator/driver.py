@@ -183,7 +183,7 @@ class SimulatedDriver:
         strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`.
         max_register_bytes: the most that one cuMemHostRegister takes; None: any.
         pinnable_bytes: the most that can be pinned in all; None: any.
-        deadlock_seconds: how long a wait that nothing queued can end waits for other threads before SimulatorError.
+        deadlock_seconds: how long a wait that no queued work can end goes on for other threads before SimulatorError.
 
     Attributes:
         faults: planned failures, see `Faults`.

@@ -258,7 +258,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
     It goes on if you drop it. For a stream to wait for it, wait until it is `submitted`, then call `job.order_before`.
 
     Attributes:
-        job: the load, once submitted. It stays None if no key came, or the load could not be submitted.
+        job: the load, once submitted. It stays None if no key came, the cache was closed first, or submitting failed.
         submitted: whether the promotion has ended, and the load was submitted, was empty, or failed to be submitted.
         error: why it could not be submitted, or None. (If copying fails, see `job.error`.)
     """

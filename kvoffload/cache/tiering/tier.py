@@ -42,11 +42,11 @@ class Outcome(enum.Enum):
 
     - DONE. `put`: the record is readable. `get`: the entry holds the bytes that were put, verified. `exists`: there is
       a record, probably. `remove`, `clear`: gone for good.
-    - MISSING: there is no record; for `get`, or a corrupt one.
+    - MISSING: there is no record, or, for `get`, a corrupt one.
     - DECLINED: the tier's queue is full, or it does not want the record of a `put`.
     - FAILED: an error of the medium.
-    - EXPIRED, CANCELLED: the tier had not begun when the deadline passed; when the job was cancelled, the tier closed,
-      or the key of a waiting `put` was removed.
+    - EXPIRED: the tier had not begun when the deadline passed.
+    - CANCELLED: nor when the job was cancelled, the tier closed, or the key of a waiting `put` removed.
     """
 
     DONE = "done"
