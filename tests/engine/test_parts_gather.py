@@ -22,6 +22,7 @@ from layerwise import (
     load,
     reader_of,
 )
+from seeds import rest_long
 from strategies import place
 from transfers import segments_of, transfer_of
 
@@ -393,7 +394,7 @@ def test_no_stream_passes_a_part_that_failed(bench: Rig) -> None:
             job.order_before(bench.stream(), part=part)
 
 
-@pytest.mark.parametrize("offset", range(2))
+@pytest.mark.parametrize("offset", rest_long(range(2), 1))
 def test_an_interrupted_load_in_parts_loses_no_job(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
     """At every sixtieth point where a KeyboardInterrupt can come."""
 

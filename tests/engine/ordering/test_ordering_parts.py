@@ -19,6 +19,7 @@ from helpers import (
     release,
 )
 from layerwise import DEFAULTS, PARTS, PLANES, Reader, blocks_hold, hold_from, load, reader_of
+from seeds import rest_long
 from transfers import segments_of
 
 from kvoffload import NO_WAIT, TransferError
@@ -26,7 +27,10 @@ from kvoffload.driver import Driver
 
 BY_ENGINE = ("strided", "batch", "loop")
 # By what the engine chooses; and by the kernel, with fewer seeds: every launch of it is interpreted, which takes 6 ms.
-CARRIERS = [*((seed, None) for seed in ORDERING_SEEDS[:6]), *((seed, "gather") for seed in ORDERING_SEEDS[:3])]
+CARRIERS = [
+    *rest_long((((seed, None),) for seed in ORDERING_SEEDS[:6]), 4),
+    *rest_long((((seed, "gather"),) for seed in ORDERING_SEEDS[:3]), 2),
+]
 
 
 @pytest.fixture(params=CARRIERS, ids=lambda carrier: f"seed{carrier[0]}-{carrier[1]}")
