@@ -99,7 +99,8 @@ class MappedPages:
 
     def _known(self, address: int, nbytes: int) -> bool:
         end = address + nbytes
-        for line in islice(self._lines, max(bisect_right(self._lines, address, key=_start) - 1, 0), None):
+        begun = bisect_right(self._lines, address, key=lambda line: int(line[: line.index(b"-")], 16))
+        for line in islice(self._lines, max(begun - 1, 0), None):
             pages, rights, _ = line.split(maxsplit=2)
             first, last = (int(each, 16) for each in pages.split(b"-"))
             if not first <= address < last or not rights.startswith(b"r"):
@@ -108,7 +109,3 @@ class MappedPages:
                 return True
             address = last  # neighbours with different rights or files are one span to us
         return False
-
-
-def _start(line: bytes) -> int:
-    return int(line[: line.index(b"-")], 16)
