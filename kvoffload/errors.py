@@ -32,7 +32,7 @@ class CapacityError(KVOffloadError):
 
 class CapabilityError(KVOffloadError):
     """What the call needs is missing here: a feature of the driver, the bindings, the GPU or the system, a Python
-    package, a mode, or an option of vLLM. The message names it, and a way without it if there is one.
+    package, write access, or an option of vLLM. The message names it, and a way without it if there is one.
     """
 
 

@@ -263,13 +263,13 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 not. If such a store fails, the job's `wait` raises, and the loaded blocks must not be used.
             parts: as for `OffloadEngine.load`. With several groups only a number, which holds for each group. Groups
                 are copied one after another; to wait for one, `job.jobs[group].order_before(stream, part=k)`.
-            request: the open request that loads the keys; they belong to it from now on.
+            request: the open request that loads the keys; they are its keys from now on, see `CacheRequest`.
 
         Raises:
             MissingKeyError: a key is absent or not ready; with `pending`, absent or only reserved.
             LayoutError, CapacityError, ClosedError, and the other errors of `OffloadEngine.load`.
-            Nothing has changed then. But if the engine refuses a group after the first, as for a repeated block, the
-            blocks of earlier groups are being overwritten: call `engine.drain` before you use them.
+            With one group nothing has changed then. With several, the first may already be loading, and the error does
+            not tell: call `engine.drain` before you use the blocks.
         """
         if pending is not False:
             flag("pending", pending)

@@ -387,7 +387,7 @@ class CacheRequest:
         return self._record.ended
 
     def end(self) -> None:
-        """End the request, and record the use of all its keys as `touch` does, which you then do not call. Transfers go
+        """End the request, and record the use of all its keys: do not call `touch`, it would count twice. Transfers go
         on. Idempotent.
         """
         if self._records.end_request(self._record) and self._record.on_end is not None:

@@ -370,7 +370,7 @@ class Device:
 
     @property
     def owned(self) -> int:
-        """How many buffers, streams and engines of this device are not freed yet, garbage included."""
+        """How many buffers, streams and engines of this device are not freed yet, dropped ones included."""
         return len(self._resources.registered)
 
     def free(self, resource: Resource) -> None:

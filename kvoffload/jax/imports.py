@@ -29,8 +29,8 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     """Import device memory as a `jax.Array`, without a copy. JAX's computations with it wait, on the GPU, for all
     transfers that are in flight now and touch the memory, and for no later ones: import again after those.
 
-    Transfers do not wait for JAX: give each `after=` the arrays that JAX computed last from this memory (`after=None`
-    orders nothing here). `OwnedCache` does this for you.
+    Transfers do not wait for JAX: give each `after=` the arrays that JAX computed last from this memory; one with
+    `after=None` does not follow JAX. `OwnedCache` does this for you.
 
     The memory is not freed while the array exists. Do not use it after `memory.buffer` or the device is closed.
 

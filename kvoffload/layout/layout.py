@@ -291,8 +291,8 @@ class ShardedLayout:
     Block `b` of a group is block `b` on every device. Devices may have different numbers and sizes of planes.
 
     Args:
-        layouts: one per device, in the order of the devices. They must agree in `num_groups`, `num_blocks` of each
-            group, `blocks_per_slot`, `tokens_per_block`, `dtype` and `block_axes`.
+        layouts: one per device, in the order of the engine's devices. They must agree in `num_groups`, `num_blocks` of
+            each group, `blocks_per_slot`, `tokens_per_block`, `dtype` and `block_axes`.
 
     Attributes:
         layouts: a tuple of them.
@@ -348,8 +348,8 @@ class ShardedLayout:
         """A layout of one group from one array per device. Nothing is copied; the layout keeps the arrays alive.
 
         Args:
-            arrays: a list or tuple of arrays for `KVLayout.from_stacked`, in the order of the devices. All must have
-                the same number of blocks; heads or planes may differ.
+            arrays: a list or tuple of arrays for `KVLayout.from_stacked`, in the order of the engine's devices. All
+                must have the same number of blocks; heads or planes may differ.
             plane_axis, block_axis: which axis of every array counts the planes, and which the blocks.
             options: further keyword arguments of `KVLayout.from_stacked`; the same for all arrays.
 

@@ -74,7 +74,7 @@ class Faults:
 
     def delay(self, name: str, seconds: float) -> None:
         """Make every call of `name` sleep `seconds` first, without the driver's lock, until `clear`, which cancels
-        planned failures, too.
+        all other delays and failures, too.
 
         A second delay of this name replaces the first.
         """

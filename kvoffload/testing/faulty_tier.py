@@ -17,12 +17,12 @@ from kvoffload.tiers.threaded import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFaults:
-    """How likely each fault is, 0.0 to 1.0, in a tier's reads, writes, removals and flushes. Reads and writes: for each
-    record; removals: for a job. `exists` and `contains` have no faults.
+    """How likely each fault is, 0.0 to 1.0, in a tier's reads, writes, removals and flushes. Drawn for each
+    record read or written, each removal and each flush. `exists` and `contains` have no faults.
 
     Attributes:
         fail: FAILED; a read leaves half a record of other bytes in its entry. After a flush: `drain` is False.
-        error: OSError in the call, so FAILED, too; a read leaves its entry as it was.
+        error: FAILED, too, by an OSError inside the tier; a read leaves its entry as it was.
         delay: the call takes longer, by up to `longest_delay` seconds.
         hang: the call returns only after `FaultyTier.release_hung` or `heal`, and then does its work.
         decline: writes only: DECLINED.

@@ -203,13 +203,14 @@ class Promotion(Waitable[int]):
         return self._record.ready
 
     def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
-        """Load the keys as soon as the promotion has ended; if fewer keys come, fewer are loaded. Returns at once.
+        """Load the leading keys that came, once the promotion has ended. Returns at once; `wait` of the result raises
+        the errors of what follows.
 
         A thread of the cache submits the load then, as `BlockCache.load` would; no stream waits for a tier.
 
         Args:
             blocks: target ids for all keys, as for `BlockCache.load`. Leave these blocks alone until the load has
-                ended; the blocks of keys that do not come are not written.
+                ended; the blocks from the first missing key on are not written.
             after, parts: as for `BlockCache.load`. If `after` is a stream, the load follows the work that is on it when
                 the load is submitted, perhaps long after this call.
 
