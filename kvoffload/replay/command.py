@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
-from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.device.device import Device
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import WRITES
@@ -154,8 +153,8 @@ def _check_disk(arguments: argparse.Namespace) -> None:
         if len(arguments.disk_slots) > 1:
             given = ",".join(map(str, arguments.disk_slots))
             raise CommandError(f"--disk-slots {given} needs --metadata-only: one disk at a time is filled with bytes")
-        if arguments.write not in (None, *get_args(WriteName)):
-            raise CommandError(f"--write {arguments.write} needs --metadata-only: a cache has {get_args(WriteName)}")
+        if arguments.write in ("second", "random"):
+            raise CommandError(f"--write {arguments.write} needs --metadata-only: with bytes, admitted, through or none")
         refuse_any(_WITHOUT_BYTES, "needs --metadata-only")
     if arguments.policy == "all":
         raise CommandError("--policy all does not go with --disk-slots: name one policy for the host")
