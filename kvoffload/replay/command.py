@@ -154,7 +154,9 @@ def _check_disk(arguments: argparse.Namespace) -> None:
             given = ",".join(map(str, arguments.disk_slots))
             raise CommandError(f"--disk-slots {given} needs --metadata-only: one disk at a time is filled with bytes")
         if arguments.write in ("second", "random"):
-            raise CommandError(f"--write {arguments.write} needs --metadata-only: with bytes, admitted, through or none")
+            raise CommandError(
+                f"--write {arguments.write} needs --metadata-only: with bytes, admitted, through or none"
+            )
         refuse_any(_WITHOUT_BYTES, "needs --metadata-only")
     if arguments.policy == "all":
         raise CommandError("--policy all does not go with --disk-slots: name one policy for the host")
