@@ -25,8 +25,8 @@ class LayoutError(KVOffloadError, ValueError):
 
 class CapacityError(KVOffloadError):
     """No room: too few slots or events, more jobs than `max_in_flight`, full queues, too little memory or disk. Or you
-    gave `all_or_nothing`, and a key would be declined, for want of room or for another reason, such as a quota. Nothing
-    was allocated or submitted.
+    gave `all_or_nothing`, and a key would be declined, for want of room or for another reason, such as a quota. The
+    call has submitted nothing, unless its docstring says otherwise; earlier jobs go on.
     """
 
 

@@ -268,8 +268,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Raises:
             MissingKeyError: a key is absent or not ready; with `pending`, absent or only reserved.
             LayoutError, CapacityError, ClosedError, and the other errors of `OffloadEngine.load`.
-            With one group nothing has changed then. With several, the first may already be loading, and the error does
-            not tell: call `engine.drain` before you use the blocks.
+            With one group nothing has changed then. With several, after any error but MissingKeyError the
+            first may be loading: call `engine.drain` before you use the blocks.
         """
         if pending is not False:
             flag("pending", pending)

@@ -298,7 +298,8 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after all jobs have ended. The host waits only for copies that
-        are not in the driver's queues yet: up to a second for each job, then it raises CapacityError.
+        are not in the driver's queues yet: up to a second for each job; then it raises CapacityError, and you may
+        call it again.
 
         If a transfer fails later, the stream goes on; `wait` raises its error.
 

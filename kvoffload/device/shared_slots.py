@@ -177,8 +177,8 @@ class SharedSlots:
     # the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the offer: no more processes can `receive` the memory. In each one it stays mapped as long as `array`, or
-        an engine over it, lives there. Idempotent.
+        """End the offer: no more processes can `receive` the memory. In every process, this one too, it stays mapped as
+        long as `array`, or an engine over it, lives there. Idempotent.
         """
         if self._listener is not None and self._thread is not None:
             try:

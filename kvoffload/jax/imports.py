@@ -32,7 +32,8 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     Transfers do not wait for JAX: give each `after=` the arrays that JAX computed last from this memory; one with
     `after=None` does not follow JAX. `OwnedCache` does this for you.
 
-    The memory is not freed while the array exists. Do not use it after `memory.buffer` or the device is closed.
+    The array keeps the memory from being freed as garbage. Closing `memory.buffer` or the device frees it all the
+    same: end JAX's work with it first.
 
     The result has `memory`'s dtype. DLPack does not export bfloat16 and float8: this call imports them as unsigned
     integers and reinterprets them in place. You do nothing for that, and it copies nothing.

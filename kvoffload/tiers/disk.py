@@ -33,9 +33,10 @@ class DiskTier(ThreadedTier):
 
     Args:
         path: a file, or several, best on different disks, over which records are spread. Missing files are created with
-            mode 0600. The folder must exist, and must not be writable by every user, unless it has the sticky bit, as
-            `/tmp` has, which the system may clean. If one file is blank, damaged or of another version of the format,
-            `attach` empties all, and logs that.
+            mode 0600, unless others of the set exist: then it is another set. The folder must exist, and must not be
+            writable by every user, unless it has the sticky bit, as `/tmp` has, which the system may clean. If one file
+            is blank, damaged or of another version of the format, `attach` empties all (with `read_only` it finds no
+            records), and logs that.
         nbytes: size of all files together, allocated by `attach`. Required, unless `read_only`.
         identity: a text for everything but the layout that the bytes depend on: model and revision, adapter,
             quantisation, positions, shard. Files of another identity are refused.

@@ -117,7 +117,7 @@ class Profile:
         return _host_seconds(self.host, method, shape)
 
     def seconds_around(self, method: CopyMethod, shape: Shape) -> float:
-        """How many more seconds a transfer is expected to take for its caller than on the GPU's clock; 0.0 if unknown.
+        """Expected seconds beyond `seconds` for the caller of a transfer, `host_seconds` included; 0.0 if unknown.
 
         The caller's time goes from the call until it sees that the transfer has landed.
         """

@@ -286,7 +286,7 @@ class Tier(ABC):
 
     @abstractmethod
     def attach(self, pools: Sequence[UInt8Array], layout: bytes | None) -> None:
-        """Take the pool that records come from and go to. The cache calls this once, before all operations.
+        """Take the arrays that records come from and go to. The cache calls this once, before all operations.
 
         It may block. If it raises, except ClosedError, the tier has no pool yet, and you may call it again. But if a
         thread of the tier cannot start (RuntimeError), the tier is closed: make another one.
@@ -365,7 +365,7 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
-        """Remove records, later. DONE: the record is gone, and stays gone after any crash. MISSING: there was none.
+        """Remove records, later. DONE: the record is gone. MISSING: there was none. Neither comes back after a crash.
 
         Records of earlier puts are gone, too: waiting puts of these keys are CANCELLED, and the removal waits for puts
         that have begun. After FAILED or CANCELLED, a record may still be there, or come back after a crash. Never
