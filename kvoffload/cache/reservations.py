@@ -216,12 +216,13 @@ class Lease:
 class CacheJob(Waitable[list[TransferResult]]):
     """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
 
-    Usable from any thread, and awaitable: `await cache.store(...)` is `wait()` in an asyncio task. Until it is done,
-    even if it has failed, do not write its blocks, nor read those of a load, except on a stream after `order_before`.
+    Usable from any thread, and awaitable: `await job` returns or raises what `wait` does, and the event
+    loop goes on. Until `done` (`error` may be set before), do not write its blocks, nor read those of a load, except on
+    a stream after `order_before`.
 
-    Once `wait` has returned, or `done` was True, the cache knows of the end: stored keys are hits, and the event
-    "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. If you drop the job, its
-    transfers go on, and a later call of the cache finds their end.
+    Once `wait` has returned, or `done` was True, the cache knows of the end: a store's keys are hits, or missing if it
+    failed; the event "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. If you drop
+    the job, its transfers go on, and a later call of the cache finds their end.
 
     Attributes:
         keys: the keys whose blocks are copied: of a store, without keys that were present, pending or declined.

@@ -118,6 +118,7 @@ class DeviceBuffer:
 
         Raises:
             ClosedError: the buffer or its device is closed.
+            DriverError: the driver failed.
         """
         self.check()
         target = np.empty(self.nbytes, dtype=np.uint8)
@@ -126,7 +127,7 @@ class DeviceBuffer:
         return target
 
     def close(self) -> None:
-        """Free the memory. No transfer or kernel may still use it, nor an array that another library has made of it.
+        """Free the memory. Nothing is checked: no transfer, kernel or array of another library may use it any more.
         Idempotent; does nothing in a forked child.
         """
         self.device.free(self._resource)

@@ -203,8 +203,8 @@ class Device:
 
         This is the recommended layout if your kernels can read it: a block of all planes is one contiguous range, and
         so one copy. Plane p of block b lies at `result[0].address + (b * planes + p) * block_bytes`. Kernels that
-        want one array per layer need `allocate_planes`. The memory is freed once all planes are garbage, or when the
-        device closes; `result[0].owner` is its DeviceBuffer.
+        want one array per layer need `allocate_planes`. Once all planes are garbage, the memory is freed as `allocate`
+        says; `result[0].owner` is its DeviceBuffer.
 
         Args:
             num_blocks: how many blocks the cache has.
@@ -228,9 +228,10 @@ class Device:
     ) -> list[Plane]:
         """Allocate `count` planes in one driver allocation, each at the next multiple of 512 bytes, uninitialised.
 
-        They are for kernels that want an array for each plane. Planes below 2 GiB fold: one strided operation copies a
-        block of all planes, which is slower than the contiguous copy of `allocate_blocks`. The memory is freed once all
-        planes are garbage, or when the device closes; `result[0].owner` is its DeviceBuffer.
+        They are for kernels that want an array for each plane. If each plane is below 2 GiB, one strided operation
+        copies a block of all planes, slower than the contiguous copy of `allocate_blocks`; larger planes take a copy
+        each. Once all planes are garbage, the memory is freed as `allocate` says; `result[0].owner` is its
+        DeviceBuffer.
 
         Args:
             count: how many planes.
@@ -407,7 +408,7 @@ class Device:
     def refuse_nested(self, call: str) -> None:
         """Raise RuntimeError, which names `call`, if this thread is inside a call of an engine on this device.
 
-        `lifecycle` is taken before an engine's lock, never after it.
+        Call it before you take `lifecycle`, which must never be taken inside an engine's lock.
         """
         for engine in self.engines():
             refuse_nested(engine.lock, call)
@@ -466,8 +467,8 @@ class Device:
             timeout: seconds to wait for all transfers together; None waits for as long as they take.
 
         Raises:
-            TimeoutError: an engine's transfers were still running, or another thread kept the device busy. The device
-                stays open, with all that it has allocated; engines whose transfers have ended are closed.
+            TimeoutError: an engine's transfers were still running, or another thread was opening or closing an engine.
+                The device stays open, with all that it has allocated; engines whose transfers have ended are closed.
             DriverError: a driver call failed. Call it again for what is left.
             ValueError: `timeout` is no number; nothing has happened.
             RuntimeError: you called it inside a call of an engine or of the device, in the same thread.

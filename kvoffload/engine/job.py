@@ -384,8 +384,8 @@ class Job(Waitable[TransferResult]):
 
     @property
     def method(self) -> CopyMethod | None:
-        """The copy method: copier, programs of the kernel and their share. None for an empty transfer, or if devices
-        use different ones.
+        """How it is copied: copier, a kernel's programs, and its share of the blocks. None for an empty transfer, or if
+        the devices of a `ShardedEngine` differ.
         """
         return self._transfer.method
 
@@ -417,8 +417,8 @@ class Job(Waitable[TransferResult]):
     def done(self) -> bool:
         """Whether the transfer has ended, well or not. Asks the GPU without waiting for it.
 
-        It takes the engine's lock for a moment, and may call a tracer's `on_end` in this thread. Inside another call in
-        the same thread it returns `finished`.
+        It takes the engine's lock for a moment, and may call a tracer's `on_end` in this thread. Inside another call of
+        its engine in the same thread (a hook, a signal handler) it returns `finished`.
 
         Raises:
             ClosedError: not known to have ended, and this is a forked child.

@@ -20,8 +20,15 @@ import numpy as np
 from kvoffload.driver import Capabilities, Driver, address_of
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal import cachefiles
-from kvoffload.kernels.compiler import OPTIONS, Compiled, compile_kernel, no_triton, require_triton, triton_version
-from kvoffload.kernels.spec import KernelSpec
+from kvoffload.kernels.compiler import (
+    OPTIONS,
+    Compiled,
+    KernelSpec,
+    compile_kernel,
+    no_triton,
+    require_triton,
+    triton_version,
+)
 
 _FREE_SHARED_BYTES = 48 << 10
 

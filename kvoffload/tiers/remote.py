@@ -163,7 +163,7 @@ class RemoteTier(ThreadedTier):
         key: 16 to 64 secret bytes, the same on all machines. Keyed BLAKE2b then makes records of programs without the
             key misses. None: xxh3_128, which finds only accidents; see `DiskTier`.
         name: for metrics, messages and the answers of `BlockCache.locate`.
-        durable: records outlive the store's processes.
+        durable: see `TierCapabilities`.
         limits: threads and queue; None: `Limits()`.
 
     Attributes:

@@ -202,7 +202,7 @@ def _limit(costs: Costs, link: float) -> Costs:
 
 
 def key_of(device: Device) -> ProfileKey:
-    """The key under which this device's profile is kept, if there is one. A simulated device has a key, too."""
+    """The key for this device's profile, whether or not one is saved. Simulated devices have one, too."""
     capabilities, pci = device.capabilities, device.pci
     return ProfileKey(
         gpu=device.name,

@@ -26,10 +26,10 @@ class CacheTierStatistics:
         promoted: keys that it brought.
         not_found: keys that it was asked for and did not bring.
         slower: keys that it was not asked for, since computing them was expected to take less time.
-        written: keys that it took.
-        not_written: keys that the cache gave to it and it did not write: its queue was full, it failed, or had no room.
-        dropped: keys worth writing that the cache did not give to it: too many keys waited already, its breaker was
-            open, the key had been evicted, or is longer than 64 bytes.
+        written: keys that it wrote, or had already when it came to them.
+        not_written: the other keys that the cache gave to it: its own queue was full, it failed, or had no room.
+        dropped: keys worth writing that the cache did not give to it: too many keys waited in the cache, its breaker
+            was open, the key had been evicted, or is longer than 64 bytes.
         seconds_per_record: a fetch's seconds from beginning to end, waiting included, divided by its keys answered: a
             running mean. None if none was measured in the last 30 seconds.
         tier: the tier's own statistics.

@@ -232,10 +232,10 @@ class Promotion(Waitable[int]):
             self._tiers.wake()
 
     def release(self) -> None:
-        """Bring no more keys, and let those that came be evicted. Returns at once: calls of a tier that have begun
-        go on, and keep their entries until they return. Idempotent.
+        """Bring no more keys, and let those that came be evicted. Returns at once: calls of a tier that have begun keep
+        their entries until they return; what they bring is dropped. Idempotent.
 
-        A `load` of it that waits is not cancelled: it soon loads the keys that came, which stay until then.
+        A `load` of it that waits is not cancelled: it loads the keys that came so far, which stay until it has ended.
         """
         self._record.released = True
         self._record.release_leases()

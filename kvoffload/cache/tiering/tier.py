@@ -217,7 +217,8 @@ class TierCapabilities:
     """The kind of a tier. The cache above chooses by it how to ask the tier, and `check_tier` what to test.
 
     Attributes:
-        durable: records for which `drain` has returned True survive a crash, of the store's servers, too.
+        durable: once `drain` has returned True, records survive a crash or power cut of this machine and of the store's
+            servers.
         shared: other processes or machines may put and remove records, too.
         local_index: `contains` answers from memory. Without one it says False for every key, and only `exists` knows.
         max_bytes: the tier's records never take more bytes than this. None: somebody else sets the limit, such as the
