@@ -139,7 +139,7 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
 
         transfers(1000)
         files, threads = held_by_process()
-        assert leaked(gpu_device, lambda: transfers(3000), rounds=3) == set()
+        assert leaked(gpu_device, lambda: transfers(1500), rounds=6) == set()
         files_after, threads_after = held_by_process()
         assert (files_after - files <= 4, threads_after) == (True, threads)
         whole(engine)
