@@ -148,8 +148,9 @@ class Lease:
 
     Attributes:
         keys: as given.
-        indices: the number of each key's entry, which has a slot in each group: see `slots`.
-        pending: keys whose stores had not ended when the lease was taken; `wait` for them, or `order_before`, first.
+        indices: the number of each key's entry; not a slot's number, see `slots`.
+        pending: keys whose stores had not ended when the lease was taken; first call the lease's `wait` or
+            `order_before`.
     """
 
     def __init__(self, records: Owner, record: LeaseRecord) -> None:
@@ -294,7 +295,7 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def num_parts(self) -> int:
-        """The `parts` that `BlockCache.load` was given; 1 for a store."""
+        """How many parts `load(..., parts=)` divided it into; else 1."""
         return self.jobs[0].num_parts if self.jobs else 1
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:

@@ -403,7 +403,8 @@ class SimulatedDriver:
             devices: the GPU of each.
             allocator: an `Allocator`, or its value: "default pool", "own pool", "mapped", "unknown".
             readers: for "own pool": other devices that can access it.
-            handle_bytes: for "mapped": bytes per handle, the last one maps the rest; None: one handle maps all.
+            handle_bytes: for "mapped": bytes that a handle maps, the last one of each allocation the rest; None: one
+                handle for each allocation.
         """
         with self.lock:
             made_by = Allocator(allocator)

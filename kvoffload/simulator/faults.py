@@ -27,7 +27,7 @@ class Faults:
     """The planned faults of one simulated driver. A count such as `nth=1` means the next call or copy from now on.
 
     Each failure happens once. Names are those of driver functions, such as "cuMemcpyAsync"; unknown ones are accepted
-    and never apply. A count below 1 is a ValueError, except for `fail_operation`.
+    and never apply. A count below 1 is a ValueError, but `fail_operation(0)` cancels.
 
     Attributes:
         call_count: calls so far, failed ones included, by the driver function's name.

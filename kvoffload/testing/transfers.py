@@ -111,7 +111,7 @@ def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -
 
 
 class Mirror:
-    """Host copies of an engine's slots and of device memory, on which `naive_transfer` repeats each transfer.
+    """Host copies of an engine's slots and of device memory, on which `expect` repeats each transfer.
 
     Create it while the engine is idle. Call `expect` for each transfer, in the order of their submission, and `check`
     when the engine is idle again: it compares every byte, padding and guard bytes included.

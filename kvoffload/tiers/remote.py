@@ -282,7 +282,7 @@ class RemoteTier(ThreadedTier):
     def reject(self, name: str) -> Outcome:
         """Count a record as corrupt, delete it so that it can be put again, and return MISSING.
 
-        Never raises: if the record cannot be deleted, that is logged, and each later `get` of it is a miss.
+        Never raises: if deleting fails, that is logged; each `get` of it misses and tries again.
         """
         self.count_corrupt()
         LOGGER.warning("%r: the record %s is not what was put; it is deleted", self, name)

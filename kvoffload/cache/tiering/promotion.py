@@ -203,8 +203,8 @@ class Promotion(Waitable[int]):
         return self._record.ready
 
     def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
-        """Load the leading keys that came, once the promotion has ended. Returns at once; `wait` of the result raises
-        the errors of what follows.
+        """Load the leading keys that came, once the promotion has ended. Returns at once; `wait` of the result returns
+        the keys that were loaded, perhaps none, or raises the errors of what follows.
 
         A thread of the cache submits the load then, as `BlockCache.load` would; no stream waits for a tier.
 
