@@ -8,15 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvoffload.terminal import figures
-from kvoffload.terminal.console import (
-    CommandError,
-    Output,
-    as_json,
-    describe_device,
-    open_backend,
-    require_writable,
-    write_whole,
-)
+from kvoffload.terminal.console import CommandError, Output, as_json, open_backend, require_writable, write_whole
+from kvoffload.terminal.machine import describe_device
 from kvoffload.terminal.options import add_common_options, add_seed, whole
 from kvoffload_bench import plots
 from kvoffload_bench.harness import FULL, SMALL, Lab

@@ -34,7 +34,8 @@ from kvoffload.errors import DriverError
 from kvoffload.internal.types import Int64Array, UInt64Array
 from kvoffload.kernels import load_kernel
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Output, aligned_gather_kernel
+from kvoffload.terminal.console import Output
+from kvoffload.terminal.machine import aligned_gather_kernel
 from kvoffload.terminal.options import COMMON, add_command
 from kvoffload.tuning import CopierName
 from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, time_rounds

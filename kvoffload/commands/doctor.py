@@ -13,7 +13,8 @@ from kvoffload.commands import findings, folders, stores
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError, KVOffloadError
 from kvoffload.internal import cachefiles, hostinfo
-from kvoffload.terminal.console import Output, describe_device, missing_copiers, open_backend
+from kvoffload.terminal.console import Output, open_backend
+from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.terminal.options import COMMON, add_command, add_common_options
 from kvoffload.terminal.stores import add_store_option
 from kvoffload.tuning import profile_for

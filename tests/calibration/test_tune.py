@@ -224,7 +224,7 @@ def test_show_leaves_out_a_kernel_that_cannot_be_loaded(
     def refuse(*_: object, **__: object) -> None:
         raise kvoffload.CapabilityError("no room for it")
 
-    monkeypatch.setattr("kvoffload.terminal.console.load_kernel", refuse)
+    monkeypatch.setattr("kvoffload.terminal.machine.load_kernel", refuse)
     assert show(capsys)["not_available"] == dict.fromkeys(("gather", "split"), "no room for it")
 
 
