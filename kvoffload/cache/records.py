@@ -212,7 +212,7 @@ class Records:
     def abort(self, record: ReservationRecord) -> None:
         """Called inside another call of the index, it takes effect at the next call.
 
-        The caller may have submitted stores into the entries, of which no record knows. So the entries stay held until
+        The caller may have submitted stores into the entries that no record knows. So the entries stay held until
         such transfers in flight have ended: a tier's thread would write into them at once.
         """
         check_open(record)

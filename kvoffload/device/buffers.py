@@ -152,11 +152,10 @@ class DeviceArray:
     """A C-contiguous array in GPU memory that other libraries take without a copy. Made by `Device.empty`.
 
     CuPy: `cupy.from_dlpack(array)` or `cupy.asarray(array)`; PyTorch: `torch.from_dlpack(array)`; JAX:
-        `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. The consumer's stream waits for the transfers
-        that are in flight then and touch the memory; for later ones use `job.order_before`. For transfers to wait for
-        that library's work, name it in their `after`. A simulated device exports host memory,
-        `numpy.from_dlpack(array)`, and waits for such
-    transfers on the host.
+    `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. The consumer's stream waits for the transfers that
+    are in flight then and touch the memory; for later ones use `job.order_before`. For transfers to wait for that
+    library's work, name it in their `after`. A simulated device exports host memory, `numpy.from_dlpack(array)`, and
+    waits for such transfers on the host.
 
     Arrays of "bfloat16" and float8 types are not exported: `from_dlpack` raises BufferError, and there is no
     `__cuda_array_interface__`. `kvoffload.jax` takes them as they are. Elsewhere export `array.view("uint16")` (float8:

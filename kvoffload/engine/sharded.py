@@ -58,8 +58,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         devices: the devices that hold the planes, all opened by this process.
         num_slots: slots in each device's pool, of that layout's `slot_bytes`.
         sm_limit: how many multiprocessors of each GPU a copy kernel may use; 0 forbids kernels.
-        prefer: "overlap" selects copy methods for GPUs that compute during transfers, "latency" those that end soonest
-            on idle GPUs.
+        prefer: "overlap" selects copy methods for GPUs that compute during transfers, "latency" the ones that end
+            soonest on idle GPUs.
         profile: what transfers cost, for all devices. None: for each device the profile of its GPU.
         max_in_flight: jobs that may be unfinished at a time; a transfer on all devices is one. More: CapacityError.
         most_queued_bytes: how many payload bytes of each direction may be queued on each GPU; None: as much as the

@@ -300,7 +300,7 @@ def save_profile(profile: Profile) -> Path | None:
     the path; None, with a KVOffloadWarning, if it cannot be written.
 
     Raises:
-        ValueError: its `key` is None, as that of a default.
+        ValueError: its `key` is None: it is a default.
     """
     if profile.key is None:
         raise ValueError("profile must be a measured one, with a key: defaults come with the package")

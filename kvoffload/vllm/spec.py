@@ -203,7 +203,7 @@ class TiersOfWorkers:
         options, replica = self._options, str(self._config.parallel.data_parallel_index)
         pools, notes = self._pools()
         per_chunk, per_second = None, options.kvoffload_prefill_tokens_per_second
-        if per_second is not None:  # of the group whose chunks take the most: those of several are computed together
+        if per_second is not None:  # the group with the most tokens counts: groups are computed together
             tokens = max(int(group.tokens_per_block) for group in self._config.groups)
             per_chunk = tokens * int(self._config.cache.blocks_per_chunk) / per_second
         tiers: list[Tier] = []

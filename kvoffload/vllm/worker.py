@@ -227,7 +227,7 @@ class KVOffloadWorker(OffloadingWorker):
             self._failed_slots |= transfer.slots
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until these transfers have ended. Unknown ids and those that `get_finished` has returned are ignored.
+        """Wait until these transfers have ended. Ids that are unknown or that `get_finished` has returned are ignored.
 
         Raises:
             TransferError: an expedited load has failed; the model would compute with wrong bytes. The others may not

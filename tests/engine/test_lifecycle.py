@@ -89,9 +89,10 @@ def test_a_device_that_cannot_close_in_time_stays_open() -> None:
         held = bench.stream()
         gate = bench.gate(held)
         job = bench.engine.store([3], [0], after=held)
+        idle = OffloadEngine(bench.engine.layout, device=device, num_slots=1)  # made later, and closed all the same
         with pytest.raises(TimeoutError):
             device.close(timeout=0.02)
-        assert not device.closed
+        assert (device.closed, bench.engine.closed, idle.closed) == (False, False, True)
         gate.open()
         job.wait(10)
     device.close()

@@ -44,7 +44,7 @@ _OPTIMISM = 1.25  # reads that a block of an unknown kind is taken to bring, for
 _LEAST_OPTIMISM = 0.05
 _MOST_CHANCE = 0.98  # no block is expected to bring more than 49 reads
 _OWN_WEIGHT = 64.0  # blocks of the group that count in a kind's rates
-_PRIOR_WEIGHT = 8.0  # blocks of which nothing is known that count in a group's rates
+_PRIOR_WEIGHT = 8.0  # unknown blocks that count in a group's rates
 _MODEL_FADING = 0.9  # what an observation weighs after another round of learning
 
 LEAST_OF_KNOWN = 0.1  # reads that the write of a block asked for before has to bring, at most

@@ -224,7 +224,7 @@ class Promotion(Waitable[int]):
         return self._load_after(self, blocks, after, parts)
 
     def cancel(self) -> None:
-        """Bring no more keys; those that came stay. It is `done` soon, and does not wait for calls of a tier that have
+        """Bring no more keys; keys that came stay. It is `done` soon, and does not wait for calls of a tier that have
         begun: their entries stay reserved until they return.
         """
         self._record.cancelled = True
