@@ -79,7 +79,8 @@ def types(session: nox.Session) -> None:
     """Types of all that is here, and of programs over it: those that are right, and those that are not."""
     session.install(".[dev]", "./benchmarks", "jax")
     session.run("mypy")
-    session.run("python", "-m", "pytest", "-n", "0", "tests/project/test_typing.py", "tests/project/test_completion.py")
+    tests = ("tests/project/test_typing.py", "tests/project/test_completion.py")
+    session.run("python", "-m", "pytest", "-n", "0", "-m", "", *tests)
 
 
 @nox.session

@@ -5,8 +5,8 @@
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
     GroupTransfer    one transfer of several groups              engine/request.py
-    HostMemory       slots in memory that the caller brings      device/host_memory.py
-    Stream           for callers without their own streams       device/caller_stream.py
+    HostMemory       slots in memory that the caller brings      device/pinned.py
+    Stream           for callers without their own streams       device/streams.py
     Job              a transfer: done, wait, order_before        engine/job.py
     ShardedEngine    the same over several GPUs                  engine/sharded.py
     BlockCache       keys to slots: lookup, store, load          cache/
@@ -21,10 +21,6 @@ Imported by name:
     kvoffload.vllm            an OffloadingSpec and a connector for vLLM, which must be installed
     kvoffload.cache.policies  the policies, and the base class for others
 
-Below them: planning/ (blocks and slots as numpy arrays of copies), copiers/ (the copy methods and their selection),
-tuning/ (the costs of transfers on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA
-driver), simulator/ (that driver in Python). `kvoffload ...` runs calibration/, replay/ and commands/.
-
 ARCHITECTURE.md says how it works, GLOSSARY.md defines the words. Importing this package touches no GPU and loads no
 CUDA library.
 """
@@ -37,11 +33,10 @@ from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import CacheJob, CacheRequest, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
-from kvoffload.device.caller_stream import Stream
 from kvoffload.device.device import Device, open_device
-from kvoffload.device.host_memory import HostMemory
+from kvoffload.device.pinned import HostMemory
 from kvoffload.device.shared_slots import SharedSlots
-from kvoffload.device.streams import NO_WAIT
+from kvoffload.device.streams import NO_WAIT, Stream
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.report import PlanReport
@@ -60,9 +55,8 @@ from kvoffload.errors import (
     TierError,
     TransferError,
 )
-from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.layout import KVLayout, ShardedLayout
 from kvoffload.layout.planes import Plane
-from kvoffload.layout.sharded import ShardedLayout
 from kvoffload.observability import notebook as _notebook
 from kvoffload.observability.nvtx_ranges import nvtx_tracer
 from kvoffload.planning.transfer_plan import Direction

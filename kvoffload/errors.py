@@ -11,27 +11,35 @@ or the message says so.
 
 
 class KVOffloadError(Exception):
-    """The base class of kvoffload's exceptions."""
+    """The base class of kvoffload's own exceptions. Calls also raise plain TimeoutError, ValueError, TypeError and
+    RuntimeError.
+    """
 
 
 class LayoutError(KVOffloadError, ValueError):
-    """Planes, ids or arrays that cannot be right. The message names the argument and the value."""
+    """Planes, layouts, ids, keys or arrays that cannot be right. The message names the argument and the value.
+
+    Also a ValueError.
+    """
 
 
 class CapacityError(KVOffloadError):
-    """Too few slots, events or jobs, full queues, too little memory or disk space; or `all_or_nothing`, and not all
-    keys would be stored, for want of room or for another reason, such as a quota. Nothing was allocated or submitted.
+    """No room: too few slots or events, more jobs than `max_in_flight`, full queues, too little memory or disk. Or you
+    gave `all_or_nothing`, and a key would be declined, for want of room or for another reason, such as a quota. The
+    call has submitted nothing, unless its docstring says otherwise; earlier jobs go on.
     """
 
 
 class CapabilityError(KVOffloadError):
     """What the call needs is missing here: a feature of the driver, the bindings, the GPU or the system, a Python
-    package, a mode, or an option of vLLM. The message names it, and a way without it if there is one.
+    package, write access, or an option of vLLM. The message names it, and a way without it if there is one.
     """
 
 
 class MissingKeyError(KVOffloadError, LookupError):
-    """A key to load is not in the block cache, or its block has not been stored yet. Nothing was loaded."""
+    """A key to load or `acquire` is not in the cache. Or it is pending, and you did not give `pending=True`, or no
+    store of it was submitted yet. Nothing was loaded or leased. Also a LookupError.
+    """
 
 
 class ClosedError(KVOffloadError):
@@ -48,7 +56,9 @@ class TransferError(KVOffloadError):
 
 
 class TierError(KVOffloadError):
-    """A tier below the slots may still hold a record that you removed: remove it again once the tier works."""
+    """`remove` or `clear` of a cache has taken the keys out of the slots, but a tier failed or did not answer, and may
+    still hold their records. Call it again once the tier works.
+    """
 
 
 class KVOffloadWarning(UserWarning):

@@ -28,8 +28,8 @@ from kvoffload.terminal.console import Advance, CommandError, Output, mib, open_
 from kvoffload.terminal.options import COMMON, LARGEST, add_command, numbers, whole
 from kvoffload.tiers import DiskTier, Limits
 from kvoffload.tiers import format as disk_format
-from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
 from kvoffload.tiers.files import PAGE
+from kvoffload.tiers.format import DIGEST_BYTES, make_checksum
 from kvoffload_bench import disk_gpu, tier_calls
 from kvoffload_bench.report import fixed
 from kvoffload_bench.tier_calls import (

@@ -19,8 +19,8 @@ from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.replay import command as replay
-from kvoffload.replay import saving
 from kvoffload.replay.hits import Below, Disk, HostPool, make_writes
+from kvoffload.replay.report import add_tokens_per_hash, positive
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, CommandError, Output, counted
 from kvoffload.terminal.options import add_command, model, numbers, whole
@@ -350,8 +350,8 @@ def add_parser(benches: Any) -> None:
     add("--write", choices=WRITES, default=WRITES[0], metavar="NAME", help=", ".join(WRITES))
     add("--routing", choices=ROUTINGS, default=ROUTINGS[0], metavar="NAME", help=" or ".join(ROUTINGS))
     add("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
-    saving.add_tokens_per_hash(parser)
-    add("--store-gb-per-s", type=saving.positive, metavar="X", help="its speed; needs --model")
+    add_tokens_per_hash(parser)
+    add("--store-gb-per-s", type=positive, metavar="X", help="its speed; needs --model")
     add("--json", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 

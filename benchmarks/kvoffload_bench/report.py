@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvoffload.terminal import figures
-from kvoffload.terminal.console import CommandError, Output, as_json, open_backend
-from kvoffload.terminal.files import require_writable, write_whole
+from kvoffload.terminal.console import CommandError, Output, as_json, open_backend, require_writable, write_whole
 from kvoffload.terminal.machine import describe_device
 from kvoffload.terminal.options import add_common_options, add_seed, whole
 from kvoffload_bench import plots

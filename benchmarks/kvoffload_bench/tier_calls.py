@@ -17,13 +17,11 @@ import numpy as np
 
 from kvoffload.internal import hostinfo
 from kvoffload.internal.types import UInt8Array
-from kvoffload.terminal.console import CommandError, Output, as_json, mib
-from kvoffload.terminal.files import require_writable, write_whole
+from kvoffload.terminal.console import CommandError, Output, as_json, mib, require_writable, write_whole
 from kvoffload.terminal.options import add_common_options, numbers, whole
 from kvoffload.tiers import Outcome, Tier, TierJob
-from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.files import PAGE
-from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
+from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET, make_checksum
 from kvoffload_bench.report import fixed
 
 KEYS_OF_A_CALL = 64

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
-from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
+from kvoffload.cache.entries import check_keys
 from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.pools import Tenant
+from kvoffload.cache.pools import Tenant, claimed
 from kvoffload.cache.records import guarded
 from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
 from kvoffload.cache.statistics import CacheEvent
@@ -69,17 +69,20 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             device. The cache owns the slots: `engine.store` refuses them unless an open reservation of this cache holds
             them. With 0 slots every lookup misses and every store is declined.
         policy: chooses the keys to evict when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`,
-            or a function that takes the capacity in keys and returns one. An object serves one cache, without quotas
-            and priorities. Above tiers "prefix" declines nothing, since tiers can be given only keys in slots.
+            or a function that takes the capacity in keys and returns a new one. An object serves one cache, without
+            quotas and priorities, and no other even when that one is closed: it knows its keys. Above tiers "prefix"
+            declines nothing, since tiers can be given only keys in slots.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", no others.
         store_after: a key is stored only once this many lookups have missed it; 0: at once.
         max_load_blocks: the most hits that `lookup` reports; None: no limit. (A very long load delays all others.)
         on_event: called with each `CacheEvent`, one at a time, in order, outside all locks: at the end of a call of the
             cache, or of `wait` or `done` of its jobs, in the thread that made the call, or in one that is in `on_event`
-            at that time; with tiers in a thread of the cache, too. An exception from it becomes a KVOffloadWarning.
+            at that time; with tiers in a thread of the cache, too. It may call the cache, but each call adds its own
+            events: one that answers every "hit" with a `lookup` never ends. An exception from it becomes a
+            KVOffloadWarning.
         tiers: asked in this order, each for the keys that the tiers before did not bring. Each key that is written goes
             to all. The cache closes them when it is closed or garbage; if this constructor raises, close them yourself.
-            Empty: no tiers; the arguments below are not used.
+            Empty: no tiers; the arguments below have no effect, though wrong ones may be refused.
         write: which keys are written to the tiers. "admitted": keys worth a write, chosen at the end of requests
             (`touch`, `CacheRequest.end`) by what was asked for again before; "through": keys once they are stored;
             "back": keys shortly before they are evicted; "none": none. Nothing waits for a write: keys that are evicted
@@ -98,7 +101,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             another cache owns its slots; there is no memory for `capacity` keys; or there are tiers and no slots.
         ClosedError: the engine is closed.
         LayoutError: `prefill_tokens_per_second` and a layout without tokens_per_block.
-        ValueError, TypeError: bad arguments.
+        ValueError, TypeError: bad arguments; a policy object that another cache has or had.
         The errors of `Tier.attach`.
     """
 
@@ -134,21 +137,22 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             raise CapacityError(
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
             )
-        super().__init__(
-            capacity,
-            policy=policy,
-            tenants=tenants,
-            store_after=store_after,
-            max_load_blocks=max_load_blocks,
-            on_event=on_event,
-            engine=engine,
-            below=below,
-        )
-        self._state.owner = weakref.ref(self)
-        self._tenants = dict(tenants or {})
-        engine.guard_slots(self._state)
-        if below is not None:
-            self._tiers = below.attach_engine(self._records, engine, weakref.ref(self))
+        with claimed(policy):
+            super().__init__(
+                capacity,
+                policy=policy,
+                tenants=tenants,
+                store_after=store_after,
+                max_load_blocks=max_load_blocks,
+                on_event=on_event,
+                engine=engine,
+                below=below,
+            )
+            self._state.owner = weakref.ref(self)
+            self._tenants = dict(tenants or {})
+            engine.guard_slots(self._state)
+            if below is not None:
+                self._tiers = below.attach_engine(self._records, engine, weakref.ref(self))
 
     # moving bytes -------------------------------------------------------------------------------------------------
 
@@ -162,8 +166,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
-        """Store the keys that are neither present nor pending. The job's `keys` names them. They are hits once it has
-        ended; before that, only `load` and `acquire` with `pending=True` take them.
+        """Store the keys that are neither present, pending nor declined; `job.keys` has them. They are hits once the
+        job has ended; before that, only `load` and `acquire` with `pending=True` take them.
 
         Until the job is done, do not write the source blocks, except in work queued after `job.order_before(stream)`.
 
@@ -187,10 +191,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             No key has changed then, though `request` may have got its keys. But after a TransferError, or if the engine
             refuses a group after the first, the keys evicted for this call may be gone.
         """
-        checked = check_keys(keys, repeats=False)
         if all_or_nothing is not False:
             flag("all_or_nothing", all_or_nothing)
-        per_group = self._block_ids(len(checked), blocks)
+        checked, per_group = self._checked(keys, blocks)
         after = self.engine.resolve(after)
         self.engine.advance()
         job = self._store((checked, tenant, all_or_nothing, request, per_group, after))
@@ -202,42 +205,40 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     def _store(
         self, given: tuple[list[bytes], str, bool, CacheRequest | None, list[Int64Array], CacheAfter]
     ) -> CacheJob:
-        keys, tenant, all_or_nothing, request, per_group, after = given
-        opened = None if request is None else record_of(request, self._state)
-        record = self._state.propose(keys, tenant, all_or_nothing, opened, False)
-        return CacheJob(tuple(record.keys), self._submit(record, per_group, after), self._records, record)
-
-    def _submit(self, record: ReservationRecord, per_group: list[Int64Array], after: CacheAfter) -> tuple[Job, ...]:
-        """Carry a proposal out and submit its transfer, under the lock. There are four cases:
+        """Choose entries, make their keys pending and submit the transfer that fills them. There are four cases:
 
         1. All groups are submitted: the record is settled when they have ended.
         2. The engine refuses the first group: nothing was queued, and nothing has changed.
-        3. It refuses a later group: copies into the entries may be queued. The caller abandons the record, so that its
+        3. It refuses a later group: copies into the entries may be queued. `guarded` abandons the record, so that its
            keys become missing, and its entries free when the copies have ended.
         4. Another exception: as 3, since copies may be queued.
         """
-        state, jobs = self._state, tuple[Job, ...]()
+        keys, tenant, all_or_nothing, request, per_group, after = given
+        state, engine, jobs = self._state, self.engine, tuple[Job, ...]()
+        opened = None if request is None else record_of(request, state)
+        record = state.propose(keys, tenant, all_or_nothing, opened, False)
         if not record.keys:
-            self.engine.check_room(0)  # refuses a closed engine
+            engine.check_room(0)  # refuses a closed engine
             if record.declined:
                 state.recorder.note("declined", record.declined, record.tenant)
-            return jobs
-        chosen, submitted = self._chosen(record, per_group), self.engine.submitted
-        self.engine.check_room(self._groups)
+            return CacheJob((), jobs, self._records, record)
+        submitted = engine.submitted
+        engine.check_room(self._groups)
         state.publish(record)
         try:
-            for group, ids in enumerate(chosen):
-                slots = slot_numbers(record.indices, self._groups, group)
-                jobs = (*jobs, self.engine.submit_locked(Direction.STORE, ids, slots, group=group, after=after))
+            for group, ids in enumerate(per_group):
+                mine = ids if len(record.keys) == len(ids) else ids[record.positions]
+                slots = state.slots(record.indices, group)
+                job = engine.submit_locked(Direction.STORE, mine.reshape(-1), slots, group=group, after=after)
+                jobs = (*jobs, job)
         except _REFUSALS as error:
             if jobs:
                 state.fill(record)
             elif self._refused(error, submitted):
                 state.withdraw(record)
             raise
-        state.fill(record)
-        state.submitted(record, jobs, in_order=True)
-        return jobs
+        state.fill(record, jobs)
+        return CacheJob(tuple(record.keys), jobs, self._records, record)
 
     def load(
         self,
@@ -262,18 +263,17 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 not. If such a store fails, the job's `wait` raises, and the loaded blocks must not be used.
             parts: as for `OffloadEngine.load`. With several groups only a number, which holds for each group. Groups
                 are copied one after another; to wait for one, `job.jobs[group].order_before(stream, part=k)`.
-            request: the open request that loads the keys; they belong to it from now on.
+            request: the open request that loads the keys; they are its keys from now on, see `CacheRequest`.
 
         Raises:
-            MissingKeyError: a key is absent or not ready.
-            LayoutError, and the errors of `OffloadEngine.load`.
-            Nothing has changed then. But if the engine refuses a group after the first, as for a repeated block, the
-            blocks of earlier groups are being overwritten: call `engine.drain` before you use them.
+            MissingKeyError: a key is absent or not ready; with `pending`, absent or only reserved.
+            LayoutError, CapacityError, ClosedError, and the other errors of `OffloadEngine.load`.
+            With one group nothing has changed then. With several, after any error but MissingKeyError the
+            first may be loading: call `engine.drain` before you use the blocks.
         """
-        checked = check_keys(keys)
         if pending is not False:
             flag("pending", pending)
-        per_group = self._block_ids(len(checked), blocks, targets=True)
+        checked, per_group = self._checked(keys, blocks, targets=True)
         if parts is not None:
             self._check_parts(parts)
         after = self.engine.resolve(after)
@@ -284,20 +284,20 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     def _load(
         self, given: tuple[list[bytes], bool, CacheRequest | None, list[Int64Array], CacheAfter, Parts]
     ) -> CacheJob:
-        """Hold the entries and submit the transfer; `_submit` lists the cases."""
+        """Hold the entries and submit the transfer; `_store` lists the cases."""
         keys, pending, request, per_group, after, parts = given
-        state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
+        state, engine, jobs = self._state, self.engine, tuple[Job, ...]()
         opened = None if request is None else record_of(request, state)
         record = state.propose_lease(keys, pending)
-        self.engine.check_room(self._groups if keys else 0)
+        submitted = engine.submitted
+        engine.check_room(self._groups if keys else 0)
         if not keys:
             return CacheJob((), jobs, self._records, record)
         state.begin(record)
         try:
             for group, ids in enumerate(per_group):
-                slots = slot_numbers(record.indices, self._groups, group)
-                ids = ids.reshape(-1)
-                job = self.engine.submit_locked(Direction.LOAD, ids, slots, group=group, after=after, parts=parts)
+                slots, ids = state.slots(record.indices, group), ids.reshape(-1)
+                job = engine.submit_locked(Direction.LOAD, ids, slots, group=group, after=after, parts=parts)
                 jobs = (*jobs, job)
         except _REFUSALS as error:
             if not jobs and self._refused(error, submitted):
@@ -318,7 +318,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
         record, tiers = promotion._record, self._tiers
-        per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks, targets=True)]
+        _, per_group = self._checked(record.keys, blocks, targets=True)
         if parts is not None:
             self._check_parts(parts)
         self._check_open()
@@ -330,11 +330,16 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             tiers.post(chained)
         return chained
 
-    def _block_ids(self, num_keys: int, blocks: Any, *, targets: bool = False) -> list[Int64Array]:
-        """For each group an array (keys, blocks_per_slot). Targets must be distinct: the engine checks that group by
+    def _checked(
+        self, keys: Sequence[bytes], blocks: Any, *, targets: bool = False
+    ) -> tuple[list[bytes], list[Int64Array]]:
+        """Copies of the keys, and for each group of the block ids: an array (keys, blocks_per_slot).
+
+        Without `targets`, for a store, no key may repeat. Targets must be distinct: the engine checks that group by
         group, when the groups before are submitted already.
         """
-        layout = self.engine.layout
+        checked, layout = check_keys(keys, repeats=targets), self.engine.layout
+        num_keys = len(checked)
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
             raise LayoutError(f"blocks must hold one list of ids per group ({self._groups}), got {len(lists)}")
@@ -350,20 +355,13 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             if targets and self._groups > 1 and len(np.unique(array)) < len(array):
                 raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
             per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
-        return per_group
-
-    def _chosen(self, record: ReservationRecord, per_group: list[Int64Array]) -> list[Int64Array]:
-        """For each group the block ids of the record's keys."""
-        if len(record.positions) == len(per_group[0]):
-            return [ids.reshape(-1) for ids in per_group]
-        return [ids[record.positions].reshape(-1) for ids in per_group]
+        return checked, per_group
 
     def _refused(self, error: Exception, submitted: int) -> bool:
         """Whether nothing has been queued: neither before the context was lost, nor before a signal handler raised."""
         return not isinstance(error, TransferError) and self.engine.submitted == submitted
 
     def _check_parts(self, parts: Any) -> None:
-        """Raise for any group before the load of one is submitted."""
         if self._groups > 1 and parts is not None and not isinstance(parts, int | np.integer):
             raise LayoutError(
                 f"parts must be a number for a layout of {self._groups} groups, each of which is copied in so many; "

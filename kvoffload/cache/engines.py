@@ -30,15 +30,11 @@ CacheStreams: TypeAlias = StreamLike | Sequence[StreamLike]
 
 
 class BlockGroup(Protocol):
-    """A group of planes as a cache sees it."""
-
     @property
     def num_blocks(self) -> int: ...
 
 
 class BlockLayout(Protocol):
-    """A layout as a cache sees it."""
-
     @property
     def num_groups(self) -> int: ...
 

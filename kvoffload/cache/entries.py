@@ -1,7 +1,7 @@
 """Entries of a cache: which key has which, who holds them, which are free.
 
-The *truth* is four containers: `of`, `pool_of`, `reservations` and `leases`. Each is changed by one operation in C at a
-time, in an order in which every state between two of them is safe:
+The *truth* is four containers: `of`, `pool_of`, `reservations` and `leases`. Methods here and of `CacheState` change
+them, each by one operation in C at a time, in an order in which every state between two of them is safe:
 
 - a key that is evicted is taken out of `of` before the reservation that gets its entry is in `reservations`;
 - that reservation is in `reservations`, so that its entries are pending, before its keys are in `of`;
@@ -21,10 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvoffload.errors import LayoutError, TransferError
-from kvoffload.internal.types import Int64Array
 
 if TYPE_CHECKING:
     from kvoffload.cache.policies import RequestPolicy
@@ -64,8 +61,6 @@ OPEN, SETTLING, COMMITTED, ABORTED = Stage  # looking them up in the class takes
 
 
 class _WithTransfers:
-    """The transfers of a record."""
-
     __slots__ = ("jobs",)
     jobs: tuple[Completion, ...]
 
@@ -137,7 +132,6 @@ class ReservationRecord(_WithTransfers):
 
     @property
     def awaits_transfers(self) -> bool:
-        """Whether it ends when its transfers have ended."""
         return self.stage is not OPEN
 
     def raise_if_failed(self) -> None:
@@ -174,7 +168,6 @@ class LeaseRecord(_WithTransfers):
 
     @property
     def awaits_transfers(self) -> bool:
-        """Whether it ends when its transfers have ended."""
         return self.released
 
 
@@ -235,51 +228,6 @@ class EntryTable:
         if record.num_recycled:
             indices += sorted(self.free[-record.num_recycled :])
 
-    def publish(self, record: ReservationRecord, *, several_pools: bool) -> None:
-        """Change the truth: the victims are gone, the record's keys are pending. `fill` or `withdraw` follows."""
-        of, pool_of, number = self.of, self.pool_of, record.pool.number
-        if record.num_unused:
-            pool_of.extend(array("I", (number,)) * (len(self.keys) + record.num_unused - len(pool_of)))
-        record.victim_pools = [pool_of[index] for index in record.victim_indices] if several_pools else []
-        for key in record.evicted:
-            del of[key]
-        if several_pools:
-            for index in record.indices:
-                pool_of[index] = number
-        self.reservations.add(record)
-        of.update(zip(record.keys, record.indices))  # noqa: B905  they are as many; saying so takes 0.1 us
-        self.writable.update(record.indices)  # what the transfer that fills them is checked against
-
-    def withdraw(self, record: ReservationRecord) -> None:
-        """Undo `publish`: nothing was written to the entries."""
-        of, pool_of = self.of, self.pool_of
-        record.stage = ABORTED
-        for key in record.keys:
-            del of[key]
-        self.reservations.discard(record)
-        for index, number in zip(record.victim_indices, record.victim_pools, strict=False):
-            pool_of[index] = number
-        of.update(zip(record.evicted, record.victim_indices, strict=True))
-        self.writable.difference_update(record.indices)
-        del pool_of[len(self.keys) :]
-
-    def fill(self, record: ReservationRecord) -> None:
-        """Change the state derived from the truth that `publish` changed."""
-        keys, known, free = record.keys, self.keys, self.free
-        for index in record.victim_indices:
-            known[index] = None
-        if record.num_recycled:
-            del free[len(free) - record.num_recycled :]
-        free += record.victim_indices[len(keys) :]  # those that no new key takes
-        if record.num_unused:
-            known += [None] * record.num_unused
-        pending, holds, indices = self.pending, self.holds, record.indices
-        for place, key in enumerate(keys):
-            index = indices[place]
-            known[index] = key
-            pending[key] = record
-            holds[index] = 1
-
     def still_mine(self, record: ReservationRecord) -> list[bytes]:
         """The record's keys that were not removed meanwhile."""
         found = list(map(self.of.get, record.keys))
@@ -324,13 +272,6 @@ class EntryTable:
 
     # holders ------------------------------------------------------------------------------------------------------
 
-    def hold(self, lease: LeaseRecord) -> None:
-        """Each of its entries gets one more holder."""
-        self.leases.add(lease)
-        holds = self.holds
-        for index in lease.held:
-            holds[index] = holds.get(index, 0) + 1
-
     def release(self, indices: Collection[int]) -> None:
         """Each of these entries has one holder less; no repeats."""
         holds, doomed = self.holds, self.doomed
@@ -345,7 +286,6 @@ class EntryTable:
                 self.free.append(index)
 
     def unlink(self, index: int) -> None:
-        """An entry has lost its key; it is free as soon as it has no holder."""
         self.keys[index] = None
         if index in self.holds:
             self.doomed.add(index)
@@ -376,11 +316,6 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
     if not repeats and len(checked) > 1 and len(frozenset(checked)) != len(checked):
         raise LayoutError("keys repeats a key; each key of a store must be given once")
     return checked
-
-
-def slot_numbers(indices: Sequence[int], num_groups: int, group: int) -> Int64Array:
-    slots = np.array(indices, dtype=np.int64)  # entry `i` owns slot `i * num_groups + g` for group `g`
-    return slots if num_groups == 1 else slots * num_groups + group
 
 
 def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:

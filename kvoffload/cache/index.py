@@ -18,7 +18,7 @@ import numpy as np
 from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.pools import Pool, Tenant
+from kvoffload.cache.pools import Pool, Tenant, claimed
 from kvoffload.cache.records import locked
 from kvoffload.cache.repair import rebuild
 from kvoffload.cache.reservations import CacheRequest, record_of
@@ -66,7 +66,8 @@ class CacheIndex(KeyCache):
     Raises:
         ValueError, TypeError: bad arguments.
         CapacityError: the memory for `capacity` keys cannot be allocated, or there are tiers and no entries.
-        LayoutError: as `Tier.attach`; or `pools` do not fit `capacity`.
+        LayoutError: `pools` do not fit `capacity`.
+        With tiers, also the errors of `Tier.attach`.
     """
 
     def __init__(
@@ -92,18 +93,19 @@ class CacheIndex(KeyCache):
             below = TierPlan.of(tiers, write, hung, seconds_per_key)
             if below is not None:
                 below.check_pools(pools, capacity)
-        super().__init__(
-            capacity,
-            policy=policy,
-            tenants=tenants,
-            store_after=store_after,
-            max_load_blocks=max_load_blocks,
-            on_event=on_event,
-            below=below,
-        )
-        self.lock, self.records, self.max_load_blocks = self._state.lock, self._records, self._most_hits
-        if below is not None:
-            self._tiers = below.attach(self.records, pools, layout)
+        with claimed(policy):
+            super().__init__(
+                capacity,
+                policy=policy,
+                tenants=tenants,
+                store_after=store_after,
+                max_load_blocks=max_load_blocks,
+                on_event=on_event,
+                below=below,
+            )
+            self.lock, self.records, self.max_load_blocks = self._state.lock, self._records, self._most_hits
+            if below is not None:
+                self._tiers = below.attach(self.records, pools, layout)
 
     @property
     def keys(self) -> list[bytes]:
@@ -111,9 +113,9 @@ class CacheIndex(KeyCache):
         return self._records.keys
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
-        """Tell the policies that a request loads the keys that are present. Moves no bytes.
+        """Tell the policies that a request loads the keys that are present; others are passed over. Moves no bytes.
 
-        Call it when the load begins, and `touch` as well when the request ends. It holds nothing: see `acquire`.
+        Call it when the load begins, and `touch` when the request ends. To keep the keys from being evicted, `acquire`.
 
         Args:
             request: the open request that loads them. The keys belong to it from now on; keys that it had before are
@@ -130,7 +132,8 @@ class CacheIndex(KeyCache):
 
     def status_below(self, key: bytes) -> Status:
         """Whether a tier has a key that has no entry. HIT: one has it; PENDING: only asking a tier would tell, as
-        `promote` does; MISS: none has it, or the tiers that may have it are not used now. Never blocks; a hint.
+        `promote` does; MISS: none has it, or those that may have it failed lately and are not asked
+        now. It does not look whether the key has an entry. Never blocks; a hint.
         """
         askable = [] if self._tiers is None else [below for below in self._tiers.tiers if below.may_be_asked(key)]
         if any(below.local_index for below in askable):
@@ -140,8 +143,8 @@ class CacheIndex(KeyCache):
     def restore(
         self, keys: Sequence[bytes], entries: Int64Array, requests: Int64Array, *, tenants: Sequence[str] | None = None
     ) -> int:
-        """Fill an index that has not held a key yet: each key becomes ready at the entry given. For owners, after a
-        restart. Reports no event.
+        """Fill an index that has not held a key yet: each key becomes ready at the entry given, where its
+        bytes are already. For programs that find them there after a restart. Reports no event.
 
         Args:
             keys: the oldest request's first; within a request in its order.
@@ -162,7 +165,6 @@ class CacheIndex(KeyCache):
 def _restore(
     state: CacheState, keys: list[bytes], entries: Int64Array, requests: Int64Array, tenants: Sequence[str] | None
 ) -> int:
-    """Under the lock."""
     table = state.table
     if table.pool_of or table.reservations:
         raise ValueError("restore needs an index that has held no key yet; make another one")

@@ -455,14 +455,12 @@ class KeyCache:
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Before a look-up that leads to a load."""
         assert self._asks is not None, "else the caller does not call this"
         if self._asks.closed:
             raise ClosedError("the engine of the cache is closed, so nothing can be loaded: make an engine and a cache")
         self._asks.advance()
 
     def _check_open(self) -> None:
-        """Raise ClosedError if nothing can be promoted or written any more."""
         closed = self._tiers is not None and self._tiers.closed
         if self._asks is None:
             if closed:

@@ -15,8 +15,7 @@ import numpy as np
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import Int64Array
 from kvoffload.layout.ids import as_ids
-from kvoffload.layout.layout import KVLayout
-from kvoffload.layout.sharded import ShardedLayout
+from kvoffload.layout.layout import KVLayout, ShardedLayout
 
 KEY_BYTES = 16
 KEY_VERSION = 1  # of the byte layout; another one gives other keys throughout
@@ -99,7 +98,6 @@ def as_tokens(token_ids: Any) -> Int64Array:
 
 
 def _culprit(token_ids: Any) -> str | None:
-    """The first value that is not a token id, in words; None if none is found."""
     try:
         len(token_ids)  # has an end
         for position, value in enumerate(token_ids):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,15 +16,7 @@ from kvoffload.internal.checks import at_least
 
 
 class RequestRecord:
-    """The index's record of an open request.
-
-    Attributes:
-        owner: the state of its index.
-        keys: all keys given with it so far, in the order in which they first came.
-        notes: by pool number, the notes of that pool's policy on the request; see `Policy.for_request`.
-        ended: whether no call may name it any more.
-        on_end: called with its keys when it has ended well, outside the lock; None: no call.
-    """
+    """The index's record of an open request."""
 
     __slots__ = ("ended", "keys", "notes", "on_end", "owner", "tenant")
 
@@ -36,11 +29,7 @@ class RequestRecord:
         self.ended = False
 
     def tenant_of_call(self, tenant: str) -> str:
-        """The request's tenant, for a call that names the request and `tenant`.
-
-        Raises:
-            ValueError: `tenant` is another one.
-        """
+        """The request's tenant, for a call that names the request and `tenant`."""
         if tenant not in ("", self.tenant):
             raise ValueError(f"tenant must be the request's, {self.tenant!r}, or left out, got {tenant!r:.80}")
         return self.tenant
@@ -68,7 +57,6 @@ class Pool:
         self.selective = policy.declines_with_room or max_blocks is not None
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
-        """Called in place of `policy` for the keys of an open request."""
         return self.policy.for_request(request.notes.setdefault(self.number, {}))
 
     def within_quota(
@@ -122,6 +110,27 @@ class Pool:
                 KVOffloadWarning,
                 stacklevel=2,
             )
+
+
+@contextmanager
+def claimed(policy: PolicyChoice) -> Iterator[None]:
+    """Construct a cache inside it: a policy object then serves that cache alone, for good. An exception frees it again.
+
+    Raises:
+        ValueError: it serves another cache, or has served one.
+    """
+    mine = object()
+    try:
+        if isinstance(policy, Policy) and vars(policy).setdefault("_claim", mine) is not mine:
+            raise ValueError(
+                f"policy must be an object that no cache has had before, since it knows that cache's keys, got "
+                f"{policy!r:.80}; make another object, or give a name or a function of the capacity"
+            )
+        yield
+    except BaseException:
+        if isinstance(policy, Policy) and vars(policy).get("_claim") is mine:
+            del vars(policy)["_claim"]
+        raise
 
 
 Victims = list[tuple[Pool, list[bytes]]]
@@ -183,11 +192,7 @@ class Pools:
         return ", ".join(str(pool.policy) for pool in self.all)
 
     def of(self, tenant: str) -> Pool:
-        """The pool of a tenant's keys.
-
-        Raises:
-            ValueError: the cache has no such tenant.
-        """
+        """The pool of a tenant's keys."""
         pool = self.by_tenant.get(tenant) if isinstance(tenant, str) else None
         if pool is None:
             known = ", ".join(map(repr, sorted(self.by_tenant)))
@@ -296,7 +301,8 @@ class Tenant:
             stored without a tenant have priority 0, unless `tenants` has an entry for "".
 
     Raises:
-        ValueError, TypeError: `max_blocks` is less than 1, or a value is not an integer.
+        ValueError: `max_blocks` is not an integer of at least 1.
+        TypeError: `priority` is not an integer.
     """
 
     max_blocks: int | None = None
@@ -322,7 +328,6 @@ class ReuseFilter:
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """Count a lookup of these missing keys."""
         if not self.store_after:
             return
         for key in keys:
@@ -332,7 +337,6 @@ class ReuseFilter:
             self._seen.popitem(last=False)
 
     def passing(self, keys: list[bytes]) -> list[bytes]:
-        """The keys that are worth storing."""
         if not self.store_after:
             return keys
         return [key for key in keys if self._seen.get(key, 0) >= self.store_after]

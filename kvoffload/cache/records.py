@@ -53,7 +53,6 @@ def refuse(owner: Owner, argument: object) -> Any:
 
 
 def end_later(owner: Owner, record: Record) -> None:
-    """The next call of the cache ends the record."""
     owner._state.abandoned.append(record)
 
 
@@ -151,7 +150,7 @@ class Records:
         self._state = state
         self._check_usable = check_usable
         self.lock = state.lock
-        self.num_groups = state.num_groups
+        self.slots = state.slots
         self.capacity = state.table.capacity
         self.recorder = state.recorder
 
@@ -204,7 +203,7 @@ class Records:
     def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         def step(state: CacheState) -> None:
             check_open(record)
-            state.submitted(record, jobs, in_order=False)
+            state.commit_after(record, jobs)
             state.enter()
 
         locked(self, step)
@@ -213,7 +212,7 @@ class Records:
     def abort(self, record: ReservationRecord) -> None:
         """Called inside another call of the index, it takes effect at the next call.
 
-        The caller may have submitted stores into the entries, of which no record knows. So the entries stay held until
+        The caller may have submitted stores into the entries that no record knows. So the entries stay held until
         such transfers in flight have ended: a tier's thread would write into them at once.
         """
         check_open(record)
@@ -251,9 +250,6 @@ class Records:
         Args:
             given: the keys; the list that gets the record; the open request; and `used`: the keys in the order in which
                 the request uses them. End the record by `release` or `abandon`.
-
-        Raises:
-            MissingKeyError: as `acquire`; nothing has changed.
         """
         keys, kept, opened, used = given
         state = self._state
@@ -348,11 +344,7 @@ class Records:
         return mine, self.begin_lease(ready, False) if ready and hold else None
 
     def begin_lease(self, keys: list[bytes], pending: bool) -> Lease:
-        """Hold keys by a lease. Under the lock.
-
-        Raises:
-            MissingKeyError: a key is absent or not ready.
-        """
+        """Hold keys by a lease. Under the lock."""
         state = self._state
         record = state.propose_lease(keys, pending)
         handle = Lease(self, record)

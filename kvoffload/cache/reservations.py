@@ -8,13 +8,13 @@ queue of the index, and the next call of the index aborts the reservation or rel
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
+from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage
 from kvoffload.cache.pools import RequestRecord
 from kvoffload.engine.callbacks import Callbacks, Waitable
 from kvoffload.engine.job import Job, TransferResult
@@ -30,7 +30,8 @@ class Owner(Protocol):
     """The part of `Records` that handles use."""
 
     lock: threading.RLock
-    num_groups: int
+
+    def slots(self, indices: Sequence[int], group: int, /) -> Int64Array: ...
 
     def commit(self, record: ReservationRecord, /) -> None: ...
 
@@ -48,9 +49,9 @@ class Owner(Protocol):
 class Reservation:
     """Entries for missing keys: fill them, then commit or abort. Usable from any thread.
 
-    As a context manager it commits at the end of the block, or aborts on an exception, unless you did either inside.
-    Until then no other request gets these entries, and the keys are pending. If a reservation becomes garbage first, a
-    later call of the cache aborts it.
+    As a context manager it aborts on an exception, and otherwise commits at the end of the block, without jobs: the
+    slots must be filled by then. (Or call `commit(*jobs)` or `abort` inside.) Until then no other request gets these
+    entries, and the keys are pending. If a reservation becomes garbage first, a later call of the cache aborts it.
 
     Attributes:
         keys: the keys to store, in the order given: the missing ones without `declined`. Perhaps none.
@@ -82,11 +83,12 @@ class Reservation:
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
-        """The engine's slots for the blocks of the keys in a group: int64, (keys,)."""
-        return slot_numbers(self.indices, self._records.num_groups, group)
+        """For each of `keys`, in order, the engine's slot with its blocks of this group: int64, (keys,)."""
+        return self._records.slots(self.indices, group)
 
     def commit(self, *jobs: Completion) -> None:
-        """Declare the slots of all groups filled: the keys are hits now, unless removed. Stop writing the slots.
+        """Say that the slots of all groups are filled: the keys, unless removed, become hits; without `jobs`, at once.
+        Do not write the slots any more.
 
         Args:
             jobs: transfers into the slots that may not have ended: what `engine.store` returned. The keys are pending
@@ -95,6 +97,7 @@ class Reservation:
         Raises:
             ClosedError: it was committed or aborted before.
             TypeError, ValueError: one of `jobs` is not a job, or is a job of another engine.
+            RuntimeError: called inside another call in the same thread.
             Nothing has changed in these cases.
         """
         if jobs:
@@ -109,8 +112,9 @@ class Reservation:
             self._records.commit(self._record)
 
     def abort(self) -> None:
-        """Make the keys missing at once. The entries are free when the transfers that you submitted to the engine have
-        ended, as they may write them. Wait for anything else that writes the slots before you call this.
+        """Make the keys missing at once. With a `BlockCache` the entries are free when the transfers in flight in its
+        engine have ended, as they may write the slots; a `CacheIndex` knows of no transfers and frees them at once.
+        Wait for anything else that writes the slots, in any process, before you call this.
 
         Raises:
             ClosedError: it was committed or aborted before; nothing has changed.
@@ -137,14 +141,16 @@ class Reservation:
 
 
 class Lease:
-    """Entries that stay as they are while you read them: not evicted, and if removed, not given to other keys.
+    """Keys whose slots stay as they are while you read them; `acquire` makes it. They are not evicted, and if one is
+    removed, no other key gets its slots before you release the lease.
 
     A context manager. Usable from any thread. If a lease becomes garbage, a later call of the cache releases it.
 
     Attributes:
         keys: as given.
-        indices: the entry of each key.
-        pending: keys whose stores had not ended when the lease was taken.
+        indices: the number of each key's entry; not a slot's number, see `slots`.
+        pending: keys whose stores had not ended when the lease was taken; first call the lease's `wait` or
+            `order_before`.
     """
 
     def __init__(self, records: Owner, record: LeaseRecord) -> None:
@@ -161,12 +167,12 @@ class Lease:
         return self._record.released
 
     def slots(self, group: int = 0) -> Int64Array:
-        """The engine's slots for the blocks of the keys in a group: int64, (keys,)."""
-        return slot_numbers(self.indices, self._records.num_groups, group)
+        """For each of `keys`, in order, the engine's slot with its blocks of this group: int64, (keys,)."""
+        return self._records.slots(self.indices, group)
 
     def order_before(self, stream: CacheStreams) -> None:
-        """Work queued on `stream` from now on starts after all entries have been written. The host waits only while a
-        store is not all in the driver's queues, a second at most.
+        """Work queued on `stream` from now on starts after all entries have been written. The host waits only for
+        copies that are not in the driver's queues yet: up to a second for each store, then it raises CapacityError.
 
         If a store fails later, the stream goes on; `wait` and `check` raise its error. Raises as `Job.order_before`.
         """
@@ -186,12 +192,12 @@ class Lease:
         self.check()
 
     def check(self) -> None:
-        """Raise TransferError if the store of a pending key is known to have failed. Does not wait."""
+        """Raise TransferError if the store of a key in `pending` is known to have failed. Does not wait."""
         for source in self._record.sources:
             source.raise_if_failed()
 
     def release(self) -> None:
-        """Unpin the keys. Nothing may read their slots any more, not even work queued before. Idempotent."""
+        """Unpin the keys. Their slots may now be overwritten, so work that reads them must have ended. Idempotent."""
         self._records.release(self._record)
 
     def _jobs(self) -> list[Completion]:
@@ -211,12 +217,13 @@ class Lease:
 class CacheJob(Waitable[list[TransferResult]]):
     """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
 
-    Usable from any thread, and awaitable: `await cache.store(...)` is `wait()` in an asyncio task. Until it is done,
-    its blocks are in use, as for a `Job`, whatever failed.
+    Usable from any thread, and awaitable: `await job` returns or raises what `wait` does, and the event
+    loop goes on. Until `done` (`error` may be set before), do not write its blocks, nor read those of a load, except on
+    a stream after `order_before`.
 
-    Once `wait` has returned, or `done` was True, the cache knows of the end: stored keys are hits, and the event
-    "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. If you drop the job, its
-    transfers go on, and a later call of the cache finds their end.
+    Once `wait` has returned, or `done` was True, the cache knows of the end: a store's keys are hits, or missing if it
+    failed; the event "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. If you drop
+    the job, its transfers go on, and a later call of the cache finds their end.
 
     Attributes:
         keys: the keys whose blocks are copied: of a store, without keys that were present, pending or declined.
@@ -260,7 +267,7 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def finished(self) -> bool:
-        """Whether all jobs are known to have ended, by the cache, too. Does not ask the GPU; `done` does."""
+        """Whether engine and cache know that all jobs have ended, well or not. Does not ask the GPU; `done` does."""
         return self._settled and all(job.finished for job in self.jobs)
 
     @property
@@ -278,7 +285,8 @@ class CacheJob(Waitable[list[TransferResult]]):
         return None
 
     def outcome(self) -> list[TransferResult]:
-        """A result per job once all have ended, with the `error` of each that failed; does not raise those errors.
+        """A result per job once all have ended, with the `error` of each that failed; does not raise those errors. Only
+        `error` and `wait` tell of the failed store of a key that `load(pending=True)` found pending.
 
         Raises:
             RuntimeError: a job is not known to have ended; `wait` for it, or ask `done`, first.
@@ -287,18 +295,23 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     @property
     def num_parts(self) -> int:
-        """In how many parts each job is copied; see `BlockCache.load`."""
+        """How many parts `load(..., parts=)` divided it into; else 1."""
         return self.jobs[0].num_parts if self.jobs else 1
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
-        """Work queued on `stream` from now on starts after all jobs have ended. The host waits only while a
-        transfer is not all in the driver's queues, a second at most.
+        """Work queued on `stream` from now on starts after all jobs have ended. The host waits only for copies that
+        are not in the driver's queues yet: up to a second for each job; then it raises CapacityError, and you may
+        call it again.
 
-        If a transfer fails later, the stream goes on; `wait` raises its error. Raises as `Job.order_before`.
+        If a transfer fails later, the stream goes on; `wait` raises its error.
 
         Args:
             stream: a stream; with a `ShardedEngine`, a list with one for each device.
             part: of a load in parts, counted from 0: after this part of every job, and all parts before it.
+
+        Raises:
+            TransferError: a transfer has failed already, the stream is being captured, or the CUDA context is lost.
+            TypeError, ValueError, ClosedError, RuntimeError: as `Job.order_before`.
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
         run_all(partial(job.order_before, stream, part=part) for job in jobs)
@@ -349,13 +362,12 @@ def check_readable(table: EntryTable, position: int, key: bytes, pending: bool) 
 class CacheRequest:
     """A handle for calls that store and load the keys of one request in pieces. Made by `open_request`.
 
-    A call with `request=` gives the request all of its keys, stored, present, declined or loaded, in the order in which
-    they first come, even if the engine then refuses a store. While the request is open, no call that names it evicts
-    any of them; if nothing else can be evicted, new keys are declined. Other calls may evict them, unless they are
-    leased or pending.
+    A call with `request=` adds the call's keys to the request, whether stored, present, declined or loaded, even if the
+    engine then refuses a store. While the request is open, no call that names it evicts any of them; if nothing else
+    can be evicted, new keys are declined. Other calls may evict them, unless they are leased or pending.
 
-    As a context manager it ends with the block. After an exception it ends without recording the use of its keys.
-    If you drop it without `end`, nothing is left behind. Usable from any thread.
+    As a context manager it ends with the block. After an exception, or if you drop it without `end`, it ends without
+    recording the use of its keys. Usable from any thread.
 
     Attributes:
         tenant: whose quota and priority its keys have.
@@ -368,7 +380,7 @@ class CacheRequest:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """Its keys so far, in order; a copy."""
+        """The keys of its calls so far, each once, in the order in which they first came; a copy."""
         with self._records.lock:
             return tuple(self._record.keys)
 
@@ -378,7 +390,7 @@ class CacheRequest:
         return self._record.ended
 
     def end(self) -> None:
-        """End the request, and record the use of all its keys as `touch` does, which you then do not call. Transfers go
+        """End the request, and record the use of all its keys: do not call `touch`, it would count twice. Transfers go
         on. Idempotent.
         """
         if self._records.end_request(self._record) and self._record.on_end is not None:
@@ -398,13 +410,7 @@ class CacheRequest:
 
 
 def record_of(request: CacheRequest, owner: object) -> RequestRecord:
-    """The record behind a `request=` argument. Under the lock.
-
-    Raises:
-        TypeError: not a CacheRequest.
-        ValueError: of another cache.
-        ClosedError: it has ended.
-    """
+    """The record behind a `request=` argument. Under the lock."""
     if not isinstance(request, CacheRequest):
         raise TypeError(f"request must be what open_request() returned, got {request!r:.80}")
     record = request._record

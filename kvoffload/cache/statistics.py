@@ -75,7 +75,8 @@ class CacheStatistics:
             looked up often enough, were over a tenant's quota, or found too few entries free or evictable.
         removed: keys taken out by `remove` and `clear`.
         residency_seconds: how long evicted keys had been in the cache.
-        reuse_distance_blocks: blocks that were touched between two touches of a key, if it stayed in the cache.
+        reuse_distance_blocks: blocks that were touched, repeats included, between two touches of a key that stayed in
+            the cache.
         tenants: (name, counts) of each tenant that has such counts, by name; "" is the default tenant.
         promoted: blocks that a tier has filled; they do not count as stored.
         hits_from: the hits by where they were found: "host", then each tier that promotions brought hits from.
@@ -101,7 +102,7 @@ class CacheStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """`hits / lookups`, 0.0 to 1.0; NaN if there were no lookups."""
+        """`hits / lookups` since the cache was created, 0.0 to 1.0; NaN if there were no lookups."""
         return self.hits / self.lookups if self.lookups else math.nan
 
     def __repr__(self) -> str:
@@ -145,7 +146,6 @@ class Tally:
         self._total += float(values.sum())
 
     def add_one(self, value: float, times: int = 1) -> None:
-        """Add one value, `times` times."""
         self._each[bisect_left(self._edges, value)] += times
         self._total += value * times
 

@@ -3,7 +3,7 @@
     doctor          checks GPU, packages and limits, and gives remedies                    doctor.py
     demo            a synthetic chat workload, every byte verified                         demo.py
     replay          a trace or synthetic traffic through the cache                         kvoffload.replay
-    bench           measurements: the distribution kvoffload-bench                         benchmarks.py
+    bench           measurements: the distribution kvoffload-bench
     tune            measures the cost of transfers on this machine                         tune.py
 
 Each command module has `add_parser(commands)`. The parsed arguments have a function `run`, which takes them and returns
@@ -16,10 +16,11 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvoffload import __version__
-from kvoffload.commands import benchmarks, demo, doctor, tune
+from kvoffload.commands import demo, doctor, tune
 from kvoffload.errors import KVOffloadError
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import CommandError, OutputError, ReaderEndedError, discard_out, write_error, write_out
@@ -126,6 +127,27 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", prog="kvoffload", parser_class=_Parser)
     for module in (doctor, demo, replay, tune):
         module.add_parser(commands)
-    benchmarks.add_parser(commands, wanted=command == benchmarks.NAME)
+    _add_benchmarks(commands, wanted=command == NAME)
     parser.set_defaults(run=lambda _: parser.print_help())
     return parser
+
+
+# benchmarks -----------------------------------------------------------------------------------------------------------
+
+
+NAME = "bench"
+GROUP = "kvoffload.commands"  # of entry points; each names a module with `add_parser(commands)`
+
+
+def _add_benchmarks(commands: Any, *, wanted: bool) -> None:
+    """Add the benchmarks' parser if it is wanted, else only its name. CommandError if they are not installed."""
+    if not wanted:
+        commands.add_parser(NAME)
+        return
+    found = metadata.entry_points(group=GROUP, name=NAME)
+    if not found:
+        raise CommandError(
+            "the benchmarks are not installed: they are a distribution of their own, in the same repository; in a "
+            "checkout of it: pip install ./benchmarks"
+        )
+    found[NAME].load().add_parser(commands)

@@ -115,7 +115,6 @@ def chat(conversations: int, turns: int, seed: int) -> Iterator[Turn]:
 
 
 def _chain(keys: tuple[bytes, ...], count: int, content: str) -> tuple[bytes, ...]:
-    """`keys` and `count` more: each is the digest of the key before it and of its own content."""
     grown = list(keys)
     for index in range(count):
         before = grown[-1] if grown else b""
@@ -150,7 +149,7 @@ def _print(fields: dict[str, Any], tokens_per_block: int, output: Output) -> Non
         ("  evicted for others", f"{fields['blocks_evicted']:,}"),
         ("  in the cache at the end", f"{fields['blocks_stored'] - fields['blocks_evicted']:,}"),
         ("loaded blocks verified, every byte", f"{fields['verified_blocks']:,}"),
-        ("  of them corrupt", f"{fields['corrupt_blocks']:,}"),
+        ("  with wrong bytes", f"{fields['corrupt_blocks']:,}"),
     ]
     output.table(f"{fields['model']}, {slots}, {where}", ("what", "how many"), lines)
     output.line("")

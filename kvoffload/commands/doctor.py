@@ -91,7 +91,6 @@ def _tried(what: str, given: Sequence[_T], probe: Callable[[_T], dict[str, Any]]
 
 
 def _gpus() -> tuple[list[str], str | None]:
-    """Names of the GPUs, or why there are none. Creates no context."""
     try:
         driver = cuda.load()
         count = int(driver.call("cuDeviceGetCount"))

@@ -28,7 +28,6 @@ class Finding(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Sort key: the most urgent first."""
         return ("fail", "warn", "ok").index(self.status)
 
 
@@ -155,7 +154,6 @@ def of_limits(fields: Fields) -> Iterator[Finding]:
 
 
 def of_folders(fields: Fields) -> Iterator[Finding]:
-    """Findings on folders for a disk tier: one for each, and one for each drawback."""
     for each in fields["folders"]:
         if each["problem"] is not None:
             remedy = "give this user's own folder, no symbolic link, that other users cannot write"
@@ -182,7 +180,6 @@ def of_folders(fields: Fields) -> Iterator[Finding]:
 
 
 def of_stores(fields: Fields) -> Iterator[Finding]:
-    """Findings on remote stores: one for each, and one for each drawback."""
     for each in fields["stores"]:
         name, says = each["store"], each["says"]
         if each["problem"] is not None:

@@ -76,7 +76,6 @@ def file_system(folder: Path) -> str | None:
 
 
 def _write(file: OpenFile, nbytes: int) -> tuple[int, float]:
-    """Write and sync; bytes and seconds."""
     begin = time.perf_counter()
     memory = mmap.mmap(-1, _BLOCK_BYTES)
     memory.write(os.urandom(_BLOCK_BYTES))
@@ -87,7 +86,6 @@ def _write(file: OpenFile, nbytes: int) -> tuple[int, float]:
 
 
 def _read(file: OpenFile, nbytes: int) -> tuple[int, float]:
-    """Read; bytes and seconds."""
     own = threading.local()
 
     def read(offset: int) -> None:

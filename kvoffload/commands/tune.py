@@ -15,8 +15,7 @@ from kvoffload.copiers.selection import PREFERENCES, choose, rank
 from kvoffload.device.device import Device
 from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import CommandError, Output, counted, open_backend
-from kvoffload.terminal.files import require_writable, write_whole
+from kvoffload.terminal.console import CommandError, Output, counted, open_backend, require_writable, write_whole
 from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide
 from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile

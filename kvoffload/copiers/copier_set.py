@@ -209,8 +209,8 @@ class CopierSet:
     def select(
         self, plan: BlockPlan, wanted: CopierName | None, profile: Profile, prefer: str, opposite: bool = False
     ) -> Selection:
-        """The copier for a plan, and why; remembered for all plans of the same shape. what it is `between`
-        has the last word. In this order:
+        """The copier for a plan, and why; remembered for all plans of the same shape. If it has `between`, that has
+        the last word. In this order:
 
         1. An answer that is remembered, for the same profile and preference.
         2. `wanted`.

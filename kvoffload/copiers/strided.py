@@ -17,17 +17,13 @@ class StridedCopier:
     """
 
     segment_operations = SEGMENT_LIMIT
+    prepare = staticmethod(BlockPlan.operations)
+    queue_cost = staticmethod(int)  # each operation takes a place
 
     def __init__(self, driver: Driver, *, batched: bool) -> None:
         self._driver = driver
         self._batched = batched
         self._table = StridedTable(SEGMENT_LIMIT, batched=batched)
-
-    def prepare(self, plan: BlockPlan) -> TransferPlan:
-        return plan.operations()
-
-    def queue_cost(self, operations: int) -> int:
-        return operations
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
         count = len(work.device_address)

@@ -31,8 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvoffload.device.current import make_current
-from kvoffload.driver import Driver, pointers
+from kvoffload.driver import Driver, make_current, pointers
 from kvoffload.errors import CapabilityError, DriverError, LayoutError
 from kvoffload.layout.planes import Plane
 
@@ -70,13 +69,7 @@ class Allocation:
 
 
 class AllocationFinder:
-    """Asks the driver of one device; its context must be current for every call.
-
-    Args:
-        driver: of the device.
-        index, name: of the device.
-        device_count: how many devices the driver has.
-    """
+    """Asks the driver of one device; its context must be current for every call."""
 
     def __init__(self, driver: Driver, index: int, name: str, device_count: int) -> None:
         self._driver = driver
@@ -165,11 +158,7 @@ class AllocationFinder:
 
 
 def is_mapped_on(driver: Driver, address: int, device: int) -> bool:
-    """Whether `address` is virtual memory that cuMemMap mapped to memory of that GPU; a context must be current.
-
-    Raises:
-        DriverError: the context is lost.
-    """
+    """Whether `address` is virtual memory that cuMemMap mapped to memory of that GPU; a context must be current."""
     return _ask(pointers.mapped_memory_device, driver, address) == device
 
 

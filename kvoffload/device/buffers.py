@@ -28,7 +28,7 @@ class DeviceBuffer:
     """GPU memory, made by `Device.allocate`. A context manager.
 
     It is freed by `close`, when its device closes, or by a later call of the device after the buffer has become
-    garbage. Other libraries can take it as an array of uint8, in the ways of a `DeviceArray`. Their arrays keep the
+    garbage. Other libraries can take it as an array of uint8, as by `cupy.from_dlpack(buffer)`. Their arrays keep the
     buffer from becoming garbage; do not use them after `close`, or after the device is closed.
 
     Attributes:
@@ -83,7 +83,7 @@ class DeviceBuffer:
             offset: in bytes.
 
         Raises:
-            ValueError: the array does not fit.
+            ValueError: the array does not fit at `offset`.
             TypeError: `array` is None, a masked array, or holds Python objects; `offset` is no integer.
             ClosedError: the buffer or its device is closed.
             DriverError: the driver failed; the buffer may hold any bytes there.
@@ -118,6 +118,7 @@ class DeviceBuffer:
 
         Raises:
             ClosedError: the buffer or its device is closed.
+            DriverError: the driver failed.
         """
         self.check()
         target = np.empty(self.nbytes, dtype=np.uint8)
@@ -126,7 +127,7 @@ class DeviceBuffer:
         return target
 
     def close(self) -> None:
-        """Free the memory. No transfer or kernel may still use it, nor an array that another library has made of it.
+        """Free the memory. Nothing is checked: no transfer, kernel or array of another library may use it any more.
         Idempotent; does nothing in a forked child.
         """
         self.device.free(self._resource)
@@ -152,15 +153,20 @@ class DeviceArray:
 
     CuPy: `cupy.from_dlpack(array)` or `cupy.asarray(array)`; PyTorch: `torch.from_dlpack(array)`; JAX:
     `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. The consumer's stream waits for the transfers that
-    are in flight then and touch the memory; for later ones use `job.order_before`. A simulated device exports host
-    memory, `numpy.from_dlpack(array)`, and waits for such transfers on the host.
+    are in flight then and touch the memory; for later ones use `job.order_before`. For transfers to wait for that
+    library's work, name it in their `after`. A simulated device exports host memory, `numpy.from_dlpack(array)`, and
+    waits for such transfers on the host.
+
+    Arrays of "bfloat16" and float8 types are not exported: `from_dlpack` raises BufferError, and there is no
+    `__cuda_array_interface__`. `kvoffload.jax` takes them as they are. Elsewhere export `array.view("uint16")` (float8:
+    "uint8"), and view that as the right type there.
 
     This array and those of other libraries keep the memory from being freed as garbage. Use none of them after the
     device, or `buffer`, is closed.
 
     Args:
         buffer: the memory.
-        shape: extents, all positive.
+        shape: at least one extent, all positive.
         dtype: type of the elements, as for `Device.empty`.
         offset: the byte of the buffer at which the array begins. None: the array fills the buffer exactly.
 
@@ -189,7 +195,7 @@ class DeviceArray:
             )
 
     def view(self, dtype: Any) -> DeviceArray:
-        """The same memory as elements of another type of the same size.
+        """The same memory and shape, with elements of another type of the same size. Nothing is copied.
 
         Raises:
             ValueError: the sizes differ.
@@ -200,7 +206,7 @@ class DeviceArray:
         return DeviceArray(self.buffer, self.shape, dtype, offset=self.address - self.buffer.address)
 
     def array_view(self) -> ArrayView:
-        """Where the elements lie. Raises ClosedError if the memory is freed."""
+        """The array's address, shape, strides in bytes, and itemsize. Raises ClosedError if the memory is freed."""
         self.buffer.check()
         strides = packed_strides(self.shape, self.itemsize)
         return ArrayView(self.address, self.shape, strides, self.itemsize, read_only=False)

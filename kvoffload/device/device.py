@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvoffload.device.allocations import AllocationFinder
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer, check_shape
-from kvoffload.device.caller_stream import Stream
-from kvoffload.device.current import Current
 from kvoffload.device.ownership import DeviceResources, DeviceUser, Resource, Watch, warn_unreleased
-from kvoffload.driver import Capabilities, Driver, cuda, probe
+from kvoffload.device.streams import Stream
+from kvoffload.driver import Capabilities, Current, Driver, cuda, probe
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, KVOffloadWarning
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import as_timeout, at_least, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.teardown import run_all
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -70,7 +70,7 @@ def open_device(
         CapabilityError: there is no driver library or no usable bindings; the message says how to go on.
         DriverError: the driver failed, for example since the machine has no GPU.
         ValueError: an unknown backend, no such GPU, or a context of another GPU.
-        TypeError: `context` is not the handle of a context.
+        TypeError: `context` is no positive integer, nor does `int()` make one of it.
     """
     _release_garbage()
     driver = _load_driver(backend)
@@ -129,7 +129,7 @@ class Device:
         simulated: True for the simulated device: its bytes are right, its times say nothing about a GPU.
         simulator: its `SimulatedDriver`, which has the functions of `cuda.bindings.driver` and more; None on a GPU.
         closed: whether its engines are closed and it takes no more calls.
-        lifecycle: held while an engine is constructed or closed, and while the device closes.
+        lifecycle: a lock, held while an engine is constructed or closed, and while the device closes.
     """
 
     context: int
@@ -173,8 +173,8 @@ class Device:
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Exactly `nbytes` bytes of uninitialised GPU memory, in one driver allocation.
 
-        It is freed by `close` of the result, when the device closes, or by a later call of the device after the result,
-        and all arrays that other libraries made of it, are garbage.
+        It is freed by `close` of the result, when the device closes, or, once the result and all arrays that other
+        libraries made of it are garbage, by the device's next `allocate`, `stream` or new engine.
 
         Raises:
             CapacityError: the GPU has too little free memory; the message says how much.
@@ -203,8 +203,8 @@ class Device:
 
         This is the recommended layout if your kernels can read it: a block of all planes is one contiguous range, and
         so one copy. Plane p of block b lies at `result[0].address + (b * planes + p) * block_bytes`. Kernels that
-        want one array per layer need `allocate_planes`. The memory lives as long as any of the planes,
-        until the device closes; `result[0].owner` is its DeviceBuffer.
+        want one array per layer need `allocate_planes`. Once all planes are garbage, the memory is freed as `allocate`
+        says; `result[0].owner` is its DeviceBuffer.
 
         Args:
             num_blocks: how many blocks the cache has.
@@ -226,11 +226,12 @@ class Device:
     def allocate_planes(
         self, count: int, *, block_bytes: int, num_blocks: int, block_stride: int | None = None
     ) -> list[Plane]:
-        """Allocate `count` planes, one after the other in one driver allocation, uninitialised.
+        """Allocate `count` planes in one driver allocation, each at the next multiple of 512 bytes, uninitialised.
 
-        They are for kernels that want an array for each plane. They always fold: a block is one strided operation,
-        which is slower than the contiguous copy of `allocate_blocks`. The memory lives as long as any of the planes,
-        until the device closes; `result[0].owner` is its DeviceBuffer.
+        They are for kernels that want an array for each plane. If each plane is below 2 GiB, one strided operation
+        copies a block of all planes, slower than the contiguous copy of `allocate_blocks`; larger planes take a copy
+        each. Once all planes are garbage, the memory is freed as `allocate` says; `result[0].owner` is its
+        DeviceBuffer.
 
         Args:
             count: how many planes.
@@ -253,8 +254,8 @@ class Device:
         """An uninitialised C-contiguous array in one driver allocation, which other libraries take without a copy.
 
         For a cache, give it the shape `(blocks, planes, ...)` or `(planes, blocks, ...)`, see `KVLayout.from_stacked`.
-        The memory lives as long as the array or an import of it, until `result.buffer.close()`, or until the device
-        closes.
+        The memory is kept while the array or an import of it is referred to. But closing `result.buffer` or the device
+        frees it at once: use no import after that.
 
         Args:
             shape: extents, all positive.
@@ -292,19 +293,20 @@ class Device:
             return Stream(self, priority)
 
     def check_stream_priority(self, priority: int, name: str = "stream_priority") -> None:
-        """Raise ValueError unless streams of this device can have that priority; the message names the argument."""
+        """Raise ValueError unless streams of this device can have that priority; the message calls it `name`."""
         if priority not in self.stream_priorities:
             lowest, highest = self.stream_priorities[0], self.stream_priorities[-1]
             raise ValueError(f"{name} must be in {lowest} .. {highest}, got {priority!r}")
 
     def allocations(self, layout: KVLayout) -> list[list[int]]:
-        """For each plane of each group, the base of the allocation that holds it. The context must be current.
+        """The base address of each plane's allocation: `result[group][plane]`. The device's context must be current.
 
-        Mapped virtual memory without a gap between two planes is one allocation, see `allocations.py`. Issues a
-        KVOffloadWarning if the driver does not say whether a plane's memory is on this device.
+        Mapped virtual memory without a gap between two planes is one allocation. Issues a KVOffloadWarning if the
+        driver does not say whether a plane's memory is on this device.
 
         Raises:
             LayoutError: a plane is not GPU memory of this device, or runs past the end of its allocation.
+            DriverError: the context is lost.
         """
         groups = [group.planes for group in layout.groups]
         finder = AllocationFinder(self.driver, self.index, self.name, self._device_count)
@@ -369,14 +371,15 @@ class Device:
 
     @property
     def owned(self) -> int:
-        """How many resources are registered: buffers, streams, and engines that were not closed."""
+        """How many buffers, streams and engines of this device are not freed yet, dropped ones included."""
         return len(self._resources.registered)
 
     def free(self, resource: Resource) -> None:
-        """Make the context current and free a resource. Does nothing the second time, and in a forked child.
+        """Make the context current and free what `adopt` returned. Does nothing the second time, and in a forked child.
 
         Raises:
             DriverError: a call failed; call it again to free the rest.
+            RuntimeError: this thread is already freeing it.
         """
         if resource.alive and not self.foreign:
             with self._resources.current():
@@ -391,7 +394,11 @@ class Device:
     # engines ----------------------------------------------------------------------------------------------------------
 
     def register_engine(self, engine: DeviceUser) -> None:
-        """Close this engine with the device. The device does not keep it alive."""
+        """From now on `close` of the device first closes this engine. The device does not keep the engine alive.
+
+        Raises:
+            ClosedError: this is a forked child.
+        """
         self.check_process()
         self._users.append(weakref.ref(engine, self._users.remove))
 
@@ -399,12 +406,15 @@ class Device:
         return [engine for known in list(self._users) if (engine := known()) is not None]
 
     def refuse_nested(self, call: str) -> None:
-        """Raise RuntimeError inside a call of an engine: `lifecycle` is taken before its lock, never after it."""
+        """Raise RuntimeError, which names `call`, if this thread is inside a call of an engine on this device.
+
+        Call it before you take `lifecycle`, which must never be taken inside an engine's lock.
+        """
         for engine in self.engines():
             refuse_nested(engine.lock, call)
 
     def advance_engines(self) -> None:
-        """Have every engine note which transfers have ended: an unfinished transfer keeps its engine alive."""
+        """Ask the GPU, without waiting, which transfers have ended. (An unfinished one keeps its engine alive.)"""
         for engine in self.engines():
             engine.advance()
 
@@ -421,10 +431,10 @@ class Device:
         return [engine for engine in engines if engine.touches(address, nbytes)]
 
     def wait_lifecycle(self, timeout: float | None) -> None:
-        """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds (None: without a limit).
+        """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds. None: return at once.
 
-        Take the lock with `with device.lifecycle:` afterwards. An `acquire` with a timeout outside of a `with` could be
-        interrupted after it has taken the lock, which would then never be released.
+        Then take the lock with `with device.lifecycle:`, which waits without a limit. (An interrupted `acquire` could
+        leave it locked for ever.)
 
         Raises:
             TimeoutError: another thread held it all the time.
@@ -447,7 +457,8 @@ class Device:
             raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain and close the engines, free every buffer and stream, release the context.
+        """Drain and close the engines, free every buffer and stream, release the context. Your own kernels must have
+        ended.
 
         Idempotent; after an interrupt or an error, call it again to close the rest. In a forked child it does nothing.
         Arrays that you took from `engine.slots` stay valid; arrays over GPU memory do not.
@@ -456,9 +467,9 @@ class Device:
             timeout: seconds to wait for all transfers together; None waits for as long as they take.
 
         Raises:
-            TimeoutError: an engine's transfers were still running (or another thread kept the device busy). Nothing
-                that it uses was freed, and the device stays open; engines before it are closed.
-            DriverError: a driver call failed. The other resources were freed.
+            TimeoutError: an engine's transfers were still running, or another thread was opening or closing an engine.
+                The device stays open, with all that it has allocated; engines whose transfers have ended are closed.
+            DriverError: a driver call failed. Call it again for what is left.
             ValueError: `timeout` is no number; nothing has happened.
             RuntimeError: you called it inside a call of an engine or of the device, in the same thread.
         """
@@ -468,11 +479,14 @@ class Device:
         refuse_nested(self.lifecycle, "close")
         timeout = as_timeout(timeout)
         deadline = None if timeout is None else time.perf_counter() + timeout
+
+        def close_in_time(engine: DeviceUser) -> None:
+            engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+
         self.wait_lifecycle(timeout)
         with self.lifecycle:
             if not self.closed:
-                for engine in self.engines():
-                    engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+                run_all(partial(close_in_time, engine) for engine in self.engines())
                 self.closed = True
             texts = self._resources.free_all()  # also after an interrupted `close`: what is freed is not freed again
             _watches.discard(self._watch)

@@ -21,8 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvoffload.device.current import Current, make_current
-from kvoffload.driver import Driver
+from kvoffload.driver import Current, Driver, make_current
 from kvoffload.errors import DriverError
 from kvoffload.internal.nesting import refuse_nested
 
@@ -99,7 +98,6 @@ class Resource:
 
     @property
     def alive(self) -> bool:
-        """Whether something may still have to be freed."""
         return self in self._resources.registered
 
     def free(self) -> None:
@@ -196,9 +194,6 @@ class DeviceResources:
         """Free every resource, the newest first, then the primary context. Returns texts of warnings.
 
         A lost context has taken its memory with it, so that is no error.
-
-        Raises:
-            DriverError: a call failed; the other resources were freed. Call it again to free the rest.
         """
         texts: list[str] = []
         if self.registered:
@@ -222,7 +217,6 @@ class DeviceResources:
         return texts
 
     def release_context(self) -> None:
-        """Release the primary context as often as it was retained."""
         self.retained[:] = [self._device_handle] * len(self.retained)  # `create` put the context's handle there
         try:
             self.driver.destroy("cuDevicePrimaryCtxRelease", self.retained)

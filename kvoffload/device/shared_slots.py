@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.device.host_memory import HostMemory
-from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES
+from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES, HostMemory
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown, to_wait
@@ -84,8 +83,8 @@ class SharedSlots:
 
     @property
     def host_memory(self) -> HostMemory:
-        """The value for `OffloadEngine(host_memory=)`. One engine of this process registers the memory with the driver,
-        and keeps it mapped.
+        """The value for `OffloadEngine(host_memory=)`. Give it to one engine of this process, which pins the memory and
+        keeps it mapped.
         """
         return HostMemory.of_buffer(self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1])
 
@@ -134,14 +133,14 @@ class SharedSlots:
 
         Args:
             name: the name of the offer.
-            timeout: how many seconds to wait for the offer if there is none yet.
+            timeout: how many seconds to wait for the offer if there is none yet. 0: look once.
 
         Returns:
             The same memory, with `array` and `note`. It stays mapped here, also after the offer or the offering process
             has ended, as long as `array` or an engine over it lives.
 
         Raises:
-            TimeoutError: nobody offered it within `timeout` seconds, or the offering process did not answer for 10.
+            TimeoutError: nobody offered it in `timeout` seconds, or the offering process did not answer for 10 seconds.
             PermissionError: another user offers it.
             ValueError: the memory does not have the size that the offer says; `timeout` is no number.
             TypeError: `name` is no string.
@@ -178,8 +177,8 @@ class SharedSlots:
     # the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the offer: no more processes can `receive` the memory. In each one it stays mapped as long as `array`, or
-        an engine over it, lives there. Idempotent.
+        """End the offer: no more processes can `receive` the memory. In every process, this one too, it stays mapped as
+        long as `array`, or an engine over it, lives there. Idempotent.
         """
         if self._listener is not None and self._thread is not None:
             try:

@@ -6,8 +6,11 @@ cuda.bindings.
 """
 
 from kvoffload.driver.capabilities import Capabilities, probe
-from kvoffload.driver.core import Driver
+from kvoffload.driver.core import Current, Driver, make_current
 from kvoffload.driver.cuda import binding_types
 from kvoffload.driver.tables import FlatTable, SourceOrder, StridedTable, address_of
 
-__all__ = ["Capabilities", "Driver", "FlatTable", "SourceOrder", "StridedTable", "address_of", "binding_types", "probe"]
+__all__ = [
+    "Capabilities", "Current", "Driver", "FlatTable", "SourceOrder", "StridedTable", "address_of", "binding_types",
+    "make_current", "probe",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`Driver`: errors to exceptions, one method per driver call that the library makes.
+"""`Driver`: errors to exceptions, one method per driver call that the library makes. `Current`: a current context.
 
 Handles and addresses are plain ints outside this package; the bindings accept them wherever they take a handle, except
 in the lists of the batch calls, which `tables` builds.
@@ -29,14 +29,7 @@ def _missing(*_: Any) -> Any:
 
 
 class Driver:
-    """Calls a driver API through a table of its functions, and raises DriverError for errors.
-
-    Args:
-        api: offers the names in `functions.REQUIRED`; those in `OPTIONAL` may be missing.
-        raw: offers the names in `functions.RAW`, or None: the calls that take addresses of arrays.
-        bindings_version: of the bindings behind `api`, for example `(13, 3)`.
-        simulated: whether times and bandwidths are simulated.
-    """
+    """Calls a driver API through a table of its functions, and raises DriverError for errors."""
 
     def __init__(self, api: Any, *, raw: Any, bindings_version: tuple[int, int], simulated: bool) -> None:
         self._functions: dict[str, Callable[..., Any]] = {name: getattr(api, name) for name in REQUIRED}
@@ -73,13 +66,7 @@ class Driver:
         self._bind()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call `name`. Returns its single value, its tuple of values, or None. Most functions need a current context.
-
-        Raises:
-            KeyError: kvoffload does not use this function, see `has`.
-            DriverError: the call returned an error.
-            CapabilityError: the bindings found no such function in the driver library, or no driver library at all.
-        """
+        """Call `name`. Returns its single value, its tuple of values, or None. Most need a current context."""
         try:
             result = self._functions[name](*arguments)
         except RuntimeError as error:  # FunctionNotFoundError, DynamicLibNotFoundError
@@ -95,9 +82,6 @@ class Driver:
 
         Python delivers a KeyboardInterrupt after a C function has returned, and not between the plain statements that
         follow. So the handle is in `holder` unless the driver call itself was interrupted.
-
-        Raises:
-            DriverError, CapabilityError: as `call`; nothing was made.
         """
         try:
             result = self._functions[name](*arguments)
@@ -112,9 +96,6 @@ class Driver:
 
         No interrupt can come between the two, since no Python function is entered: no handle is lost, and none is freed
         twice. Call it again after an exception to free the rest.
-
-        Raises:
-            DriverError: a call failed; that handle is lost.
         """
         function = self._functions[name]
         while handles:
@@ -179,7 +160,6 @@ class Driver:
         self.call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """Work queued on `stream` from now on starts after `event`, as recorded last before this call."""
         code = self._stream_wait_event(stream, event, 0)[0]
         if code:
             raise DriverError("cuStreamWaitEvent", code.name, int(code))
@@ -203,7 +183,6 @@ class Driver:
             raise DriverError("cuEventRecord", code.name, int(code))
 
     def event_query(self, event: int) -> bool:
-        """Whether the work before the event's last record has ended."""
         code = self._event_query(event)[0]
         if code and int(code) != NOT_READY:
             raise DriverError("cuEventQuery", code.name, int(code))
@@ -333,3 +312,70 @@ class Driver:
             if status is None:
                 raise
             raise DriverError(name, "CUDA_" + str(error).split(" ")[0], int(status)) from error
+
+
+class Current:
+    """Makes a context current for the calling thread inside a `with`, and the caller's own again afterwards.
+
+    If the context is current already, none is pushed or popped. Inside, the thread may also make calls while another
+    stream is being captured into a graph: an event query, say, would otherwise fail and break the capture (capture
+    modes GLOBAL, which is CUDA's default, and THREAD_LOCAL). With `any_call` false it may not: that saves two driver
+    calls, for what only records events, waits for them, and queues copies and kernels.
+
+    An interrupt in `__enter__` leaves the caller's context current. An interrupt at the entry of `__exit__`, where
+    Python code cannot catch it, leaves this one current.
+
+    Attributes:
+        driver, context, any_call: set right after construction. There is no `__init__`: this is on the path of every
+            transfer.
+    """
+
+    __slots__ = ("_capture_mode", "_pushed", "any_call", "context", "driver")
+
+    driver: Driver
+    context: int
+    any_call: bool
+    _capture_mode: Any
+    _pushed: bool
+
+    def __enter__(self) -> None:
+        driver = self.driver
+        self._pushed = False
+        try:
+            if driver.current_context() != self.context:
+                self._pushed = True
+                driver.context_push(self.context)
+            if self.any_call:
+                self._capture_mode = driver.relax_capture_mode()
+        except BaseException:
+            self._pop_own()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        driver = self.driver
+        try:
+            if self.any_call:
+                driver.restore_capture_mode(self._capture_mode)
+            if self._pushed:
+                driver.context_pop()
+        except DriverError:  # what was done inside stands; an error here must not hide it or undo it
+            self._pop_own()
+        except BaseException:
+            self._pop_own()
+            raise
+
+    def _pop_own(self) -> None:
+        """Pop the context if this pushed it and it is still current."""
+        try:
+            if self._pushed and self.driver.current_context() == self.context:
+                self.driver.context_pop()
+        except DriverError:
+            pass  # the context is lost or destroyed: the caller gets the error of its own call
+
+
+def make_current(driver: Driver, context: int, any_call: bool = True) -> Current:
+    current = Current()
+    current.driver = driver
+    current.context = context
+    current.any_call = any_call
+    return current

@@ -44,11 +44,7 @@ def load() -> Driver:
 
 
 def binding_types() -> Any:
-    """The module of cuda.bindings with its handles, structures and enums, which the simulator takes as well.
-
-    Raises:
-        CapabilityError: cuda-bindings is not installed.
-    """
+    """The module of cuda.bindings with its handles, structures and enums, which the simulator takes as well."""
     try:
         from cuda.bindings import driver
     except ImportError as error:

@@ -271,10 +271,17 @@ class Engine(Generic[_After, _Plan]):
         return self._submit(requests)
 
     def submit_locked(
-        self, direction: Direction, blocks: Ids, slots: Ids, *, group: int, after: Any, parts: Any = None
+        self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
     ) -> Job:
-        """`submit` for a cache, which calls it with the lock held; `after` comes from `resolve`."""
-        return self._submit(self._requests(direction, blocks, slots, group, 0, after, parts=parts), locked=True)
+        """`submit` for the owner of the slots, see `guard_slots`, which calls it with the lock held.
+
+        Nothing asks the owner whether a store may write its slots, and neither blocks nor slots are copied.
+
+        Args:
+            blocks, slots: ids in range, `blocks_per_slot` blocks for each slot, in arrays that nothing changes later.
+            after: from `resolve`.
+        """
+        raise NotImplementedError
 
     def plan(
         self,
@@ -418,14 +425,17 @@ class Engine(Generic[_After, _Plan]):
         if os.getpid() != self._process:
             self.check_process()
         with self.lock:
-            self.check_usable()
+            for shard in self._shards:  # asked here, since `check_usable` of all shards takes many calls
+                if shard.closed or self._closing or shard.parts.in_flight.lost is not None:
+                    self.check_usable()
             in_flight = self._in_flight
             if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > in_flight.max_in_flight:
                 self._track()
                 in_flight.check_room(jobs)
 
     def guard_slots(self, guard: SlotGuard) -> None:
-        """Make `guard` the owner of the slots. Each store then calls `guard.check_store(slots)`, which may refuse it.
+        """Make `guard` the owner of the slots. Each store but the owner's, see `submit_locked`, then calls
+        `guard.check_store(slots)`, which may refuse it.
 
         The engine keeps only a weak reference to it.
 
@@ -452,7 +462,8 @@ class Engine(Generic[_After, _Plan]):
             guard.check_store(np.concatenate([each.slots for each in requests]) if several else requests[0].slots)
 
     def resolve(self, after: _After) -> Any:
-        """A value to pass as `after` of several transfers: its arrays are asked for their producers once, now.
+        """What `after` of several transfers names, for `submit_locked`: its arrays are asked for their producers once,
+        now. `Followed`, for several devices a tuple with one each, or NO_WAIT. A transfer takes it as `after`, too.
 
         Call it before you take the lock. Raises what `store` raises for `after`.
         """

@@ -16,24 +16,24 @@ import os
 from typing import Any
 
 from kvoffload.copiers import STAGING_BYTES
-from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
-from kvoffload.device.host_memory import HostMemory
-from kvoffload.device.pinned import Progress
-from kvoffload.device.streams import stream_handle
+from kvoffload.device.pinned import HostMemory, Progress
+from kvoffload.device.streams import NO_WAIT, stream_handle
+from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
 from kvoffload.engine.job import Event, Job, Transfer
 from kvoffload.engine.queues import MOST_REPORTS
 from kvoffload.engine.report import PlanReport
-from kvoffload.engine.request import Requests
+from kvoffload.engine.request import Request, Requests
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
 from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
 from kvoffload.internal.representation import HtmlRepresentation
-from kvoffload.internal.types import StreamLike, UInt8Array
+from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.layout import KVLayout
+from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Profile
 
@@ -118,8 +118,16 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         self._requests, self._requests_of_groups = shard.limits.requests, shard.limits.requests_of_groups
         self._plan, self._resolve, self._track = shard.report, shard.resolve, shard.track
 
+    def submit_locked(
+        self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
+    ) -> Job:
+        planes = None if parts is None else as_parts(parts, len(self.layout.groups[group].planes))
+        streams = () if after is NO_WAIT else after.streams
+        request = Request(direction, group, slots, blocks, sources=streams, parts=planes)
+        return self._submit((request,), locked=True)
+
     def _submit(self, requests: Requests, *, locked: bool = False) -> Job:
-        """A transfer in its five steps. `locked`: a cache calls it with the lock held."""
+        """A transfer in its five steps. `locked`: the owner of the slots calls it with the lock held."""
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
         request, shard = requests[0], self._shard
@@ -133,7 +141,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
                 with self.lock:
                     # 1. check: what depends on the moment
                     shard.check(requests, streams)
-                    if self._slot_guard is not None and request.direction is Direction.STORE:
+                    if self._slot_guard is not None and not locked and request.direction is Direction.STORE:
                         self._check_store(requests)
                     if len(request.blocks) == 0:
                         empty = Transfer(next(self._ids), request.direction, 0, request.num_parts)
@@ -145,9 +153,9 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
                     # 2. plan, 3. select, 4. order
                     transfer = shard.prepare(requests, streams, next(self._ids))
                     transfer.engine = self  # which is kept alive as long as it is in flight
+                    job = Job(self, transfer)
                     # 5. enqueue: as much as there is room for; the rest waits on the host
                     shard.enqueue(requests, transfer)
-                    job = Job(self, transfer)
                     if tracing.current is not None:
                         tracing.start(tracing.current, job, transfer, self._reports.notices)
                     return job
@@ -174,7 +182,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
 
         Row `s` holds `blocks_per_slot` blocks in the order of the group's `slot_order` (see `KVLayout`), then padding.
         Read a row only after the store into it has ended; write it only while no unfinished transfer uses it. With
-        `host_memory`, rows are `slot_stride` bytes apart, and after `close` there are none here.
+        `host_memory`, rows are `slot_stride` bytes apart, and after `close` the array has no rows.
         """
         return self._parts.slots
 

@@ -345,8 +345,7 @@ class Job(Waitable[TransferResult]):
     be known before it is done.
 
     A job of a `ShardedEngine` is the transfer on all of its devices. It is done when it has ended on all of them, and
-    fails if it fails on one. `nbytes` sums over the devices. `error` is that of the first device, in their order, that
-    has failed. If devices use different copiers, `copier` has the names of all, joined by "+".
+    fails if it fails on one. `error` is that of the first device, in their order, that has failed.
     """
 
     __slots__ = ("__weakref__", "_engine", "_transfer")
@@ -357,7 +356,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def lock(self) -> threading.RLock:
-        """The lock of its engine."""
+        """The engine's lock, for integrations; see `OffloadEngine`."""
         return self._engine.lock
 
     @property
@@ -377,12 +376,12 @@ class Job(Waitable[TransferResult]):
 
     @property
     def num_parts(self) -> int:
-        """How many parts a load has, see `parts` of `OffloadEngine.load`; otherwise 1."""
+        """How many parts `load(..., parts=)` divided it into; 1 without `parts`, and for a store."""
         return self._transfer.num_parts
 
     @property
     def reason(self) -> str:
-        """Why that copier was selected, for people to read: what the profile or the last transfers let expect."""
+        """Why the copier was selected, as text for people: what the profile or the last transfers let expect."""
         return str(self._transfer.reason)
 
     @property
@@ -408,8 +407,8 @@ class Job(Waitable[TransferResult]):
     def done(self) -> bool:
         """Whether the transfer has ended, well or not. Asks the GPU without waiting for it.
 
-        It takes the engine's lock for a moment, and may call a tracer's `on_end` in this thread. Inside another call in
-        the same thread it returns `finished`.
+        It takes the engine's lock for a moment, and may call a tracer's `on_end` in this thread. Inside another call of
+        its engine in the same thread (a hook, a signal handler) it returns `finished`.
 
         Raises:
             ClosedError: not known to have ended, and this is a forked child.
@@ -419,7 +418,8 @@ class Job(Waitable[TransferResult]):
         return self._transfer.finished
 
     def wait(self, timeout: float | None = None) -> TransferResult:
-        """Wait on the host until the transfer has ended. The engine's `poll` does not report it afterwards.
+        """Wait on the host until the transfer has ended. Then the engine's `poll` does not report it any more; after a
+        TimeoutError it does.
 
         Args:
             timeout: seconds; None waits for as long as it takes.

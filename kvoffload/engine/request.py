@@ -28,7 +28,7 @@ SOURCE_ORDERS: tuple[SourceOrderName, ...] = ("auto", "stream", "any")
 
 _INT = frozenset({int})
 _MOST_HANDLE = 1 << 64
-_FEW = 64  # ids, of which a set is made sooner than numpy compares them
+FEW = 64  # ids, of which a set is made sooner than numpy compares them
 _DEFAULT_SOURCES: tuple[Source, ...] = (LEGACY_STREAM,)
 
 
@@ -46,13 +46,13 @@ class Request(NamedTuple):
     group: int
     slots: Int64Array
     blocks: Int64Array
-    first_sub_block: int
-    sources: tuple[Any, ...]
-    arrays: bool
-    copier: CopierName | None
-    source_order: SourceOrderName
-    parts: Parts | None
-    urgent: bool
+    first_sub_block: int = 0
+    sources: tuple[Any, ...] = ()
+    arrays: bool = False
+    copier: CopierName | None = None
+    source_order: SourceOrderName = "auto"
+    parts: Parts | None = None
+    urgent: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -208,7 +208,7 @@ def refuse_repeated_targets(requests: Requests, scratch: Int64Array, layout: KVL
     loads = requests[0].direction is Direction.LOAD
     for request in requests:
         ids = request.blocks if loads else request.slots
-        if len(ids) <= _FEW and len(set(ids.tolist())) == len(ids):
+        if len(ids) <= FEW and len(set(ids.tolist())) == len(ids):
             continue
         positions = np.arange(len(ids))
         scratch[ids] = positions

@@ -7,8 +7,7 @@ from typing import Any
 
 from kvoffload.copiers import CopierSet
 from kvoffload.device.device import Device
-from kvoffload.device.host_memory import CallerMemory, HostMemory
-from kvoffload.device.pinned import PinnedMemory, Progress, RegisteredMemory
+from kvoffload.device.pinned import CallerMemory, HostMemory, PinnedMemory, Progress, RegisteredMemory
 from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, Reports
 from kvoffload.engine.tracker import Tracker

@@ -22,17 +22,15 @@ import numpy as np
 from kvoffload.copiers import CopierSet, Share, checked_staging, shape_of, shares_together
 from kvoffload.copiers.observed import Forecast
 from kvoffload.copiers.selection import check_prefer, rank
-from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
-from kvoffload.device.host_memory import HostMemory
-from kvoffload.device.pinned import Progress
-from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_capturing
-from kvoffload.driver import SourceOrder
+from kvoffload.device.pinned import HostMemory, Progress
+from kvoffload.device.streams import raise_for_stream, refuse_capturing
+from kvoffload.driver import SourceOrder, make_current
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Event, Transfer, describe
 from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.report import Alternative, PlanReport
-from kvoffload.engine.request import Limits, Request, Requests, refuse_repeated_targets, sources_of
+from kvoffload.engine.request import FEW, Limits, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
 from kvoffload.engine.tracing import MOST_NOTICES, Notice, Notices, deliver
 from kvoffload.engine.wait_streams import After, Followed, Source
@@ -155,14 +153,18 @@ class Shard:
         if self.closed or self._closing or in_flight.lost:
             self.check_usable()
         request = requests[0]
-        refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
+        stores = request.direction is Direction.STORE
+        targets = request.slots if stores else request.blocks
+        # Most transfers are one request with few ids, all different: a set tells that without a further call.
+        if len(requests) > 1 or len(targets) > FEW or len(set(targets.tolist())) < len(targets):
+            refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
         for stream in streams:
             try:
                 if self.driver.stream_is_capturing(stream):
                     refuse_capturing(self.driver, stream, "after")
             except DriverError as error:
                 raise_for_stream(error, stream, "after")
-        same = in_flight.stores if request.direction is Direction.STORE else in_flight.loads
+        same = in_flight.stores if stores else in_flight.loads
         unasked = len(same.transfers) >= in_flight.most_unasked
         if unasked or same.waiting or same.opposite.transfers:
             with make_current(self.driver, self.context):
@@ -181,13 +183,14 @@ class Shard:
         # 2. plan, 3. select
         copier, reason, shares = self._select(requests, opposed)
         # 4. order: what it must follow
-        nbytes = sum([share.nbytes for share in shares])
+        nbytes = 0
+        for share in shares:
+            nbytes += share.nbytes
+        source_order = self._source_order(requests) if direction is Direction.LOAD else SourceOrder.STREAM
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
-        transfer.simulated = self.driver.simulated
-        if direction is Direction.LOAD:
-            transfer.source_order = self._source_order(requests)
-            if request.urgent:
-                transfer.urgent = True
+        transfer.simulated, transfer.source_order = self.driver.simulated, source_order
+        if request.urgent:
+            transfer.urgent = True
         if opposed:  # the latest of the other direction that touches the same; earlier ones end before it
             hazards, other, latest = self._hazards, direction.opposite, 0
             for one in requests:
@@ -358,17 +361,13 @@ class Shard:
         finally:
             self._following.discard(token)
 
-    def resolve(self, after: After) -> Followed | NoWait | None:
+    def resolve(self, after: After) -> Followed:
         """See `Engine.resolve`. Asks arrays for their producers, so do not hold the lock."""
-        if after is NO_WAIT or (after is None and self.layout.on_default_stream):
-            return after
         sources = sources_of(after, self.layout)
-        if not sources:
-            return NO_WAIT
         self.device.check_process()
-        return self.follow_here(sources)
+        return self.follow_here(sources, not all(isinstance(source, int) for source in sources))
 
-    def follow_here(self, sources: tuple[Any, ...], arrays: bool = True) -> Followed:
+    def follow_here(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
         """`follow`, which makes the device's context current if there are arrays."""
         if not arrays:
             return Followed(sources)

@@ -20,25 +20,25 @@ from functools import partial
 from typing import Any
 
 from kvoffload.copiers import STAGING_BYTES
-from kvoffload.device.current import make_current
 from kvoffload.device.device import Device, checked_devices
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
+from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
 from kvoffload.engine.job import Job, ShardedTransfer
 from kvoffload.engine.queues import Queues, RecordQueue, Reports
 from kvoffload.engine.report import PlanReport
-from kvoffload.engine.request import GroupTransfer, Requests
+from kvoffload.engine.request import GroupTransfer, Request, Requests
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
 from kvoffload.engine.wait_streams import After, FollowedPerDevice, ShardedAfter
 from kvoffload.errors import DriverError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
 from kvoffload.internal.teardown import run_all
-from kvoffload.internal.types import Ids, StreamLike, UInt8Array
-from kvoffload.layout.layout import KVLayout
-from kvoffload.layout.sharded import ShardedLayout
+from kvoffload.internal.types import Ids, Int64Array, StreamLike, UInt8Array
+from kvoffload.layout.layout import KVLayout, ShardedLayout
+from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Profile
 
@@ -57,12 +57,12 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`. Their memory must
             stay allocated until the engine is closed.
         devices: the devices that hold the planes, all opened by this process.
-        num_slots: slots in each device's pool, of that layout's `slot_bytes`. (There is no `host_memory` here.)
+        num_slots: slots in each device's pool, of that layout's `slot_bytes`.
         staging_bytes: memory of each device, for each direction, for the copier "pack"; 0 forbids kernels.
-        prefer: "overlap" selects copiers for GPUs that compute during transfers, "latency" those that end soonest
+        prefer: "overlap" selects copiers for GPUs that compute during transfers, "latency" the ones that end soonest
             on idle GPUs.
         profile: what transfers cost, for all devices. None: for each device the profile of its GPU.
-        max_in_flight: jobs that may be unfinished at a time, on all devices together.
+        max_in_flight: jobs that may be unfinished at a time; a transfer on all devices is one. More: CapacityError.
         most_queued_bytes: how many payload bytes of each direction may be queued on each GPU; None: as much as the
             driver's queues hold. The rest waits on the host until a later call of the engine.
         stream_priority: of the engine's streams, within every device's `stream_priorities`.
@@ -155,8 +155,20 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
 
         return self._for_each(check, self._after_of_each(after))
 
+    def submit_locked(
+        self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
+    ) -> Job:
+        requests: list[Requests] = []
+        for shard, each in zip(self._shards, self._after_of_each(after), strict=True):
+            planes = None if parts is None else as_parts(parts, len(shard.layout.groups[group].planes))
+            streams = () if each is NO_WAIT else each.streams
+            requests.append((Request(direction, group, slots, blocks, sources=streams, parts=planes),))
+        return self._submit(requests, locked=True)
+
     def _submit(self, requests: list[Requests], *, locked: bool = False) -> Job:
-        """A transfer in the steps that the head of this file lists. `locked`: a cache calls it with the lock held."""
+        """A transfer in the steps that the head of this file lists. `locked`: the owner of the slots calls it with
+        the lock held.
+        """
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
         first = requests[0][0]
@@ -175,7 +187,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
                 self._track()
                 in_flight.check_room(jobs)
             self._for_each(Shard.check, requests, streams, current=True)
-            if self._slot_guard is not None and first.direction is Direction.STORE:
+            if self._slot_guard is not None and not locked and first.direction is Direction.STORE:
                 self._check_store(requests[0])
             # 2. prepare
             queue, number = in_flight.of(first.direction), next(self._ids)

@@ -18,7 +18,7 @@ MOST_NOTICES = 1 << 16
 
 
 class Tracer(Protocol):
-    """Follows transfers; see `set_tracer`."""
+    """What you give to `set_tracer`: any object with these two methods. You need not derive from this class."""
 
     def on_submit(self, job: Job) -> Any:
         """A transfer is in flight. The value that you return comes back as `started` of `on_end`: a span, a time.
@@ -35,8 +35,8 @@ class Tracer(Protocol):
 
         Called once for each `on_submit` that has returned. If an interrupt (KeyboardInterrupt, an exception from a
         signal handler) comes in between, a later call such as `poll` or `drain` delivers it. The call can be missing if
-        the interrupt came just as `on_submit` returned or `on_end` was called, if the submission lost the CUDA context,
-        or if more than 65,536 notices were waiting.
+        the interrupt came just as `on_submit` returned or `on_end` was called, or if more than 65,536 notices were
+        waiting.
         """
 
 

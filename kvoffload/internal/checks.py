@@ -22,11 +22,7 @@ _FIELD = re.compile(
 
 
 def at_least(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: it is not an integer, or less than `minimum`.
-    """
+    """`value` as an int."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -37,11 +33,7 @@ def at_least(name: str, value: Any, minimum: int) -> int:
 
 
 def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
-    """`value` as a float.
-
-    Raises:
-        ValueError: it is not a number, or less than `minimum`, a millisecond.
-    """
+    """`value` as a float."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not minimum <= value < float("inf"):
         raise ValueError(f"{name} must be a number of seconds, {minimum} or more, got {shown(value)}")

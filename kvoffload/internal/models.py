@@ -17,13 +17,9 @@ class ModelGeometry:
     """The paged KV cache of a model on one GPU.
 
     Attributes:
-        name: of the model, as `--model` takes it.
-        layers: layers with a KV cache.
         kv_heads: KV heads on this GPU; 1 for a latent that all heads share.
         head_dim: elements of one head; for MLA, of the latent with its rotary part.
         kv_split: K and V are separate tensors, so a layer has two planes.
-        tokens_per_block: tokens that a block holds.
-        dtype_bytes: bytes of an element.
         groups: names of the block tables, by kind of attention; each has as many layers.
         scale: 1, or the factor by which `block_bytes` was shrunk.
     """
@@ -57,11 +53,7 @@ class ModelGeometry:
         return self.planes * self.block_bytes
 
     def scaled(self, factor: float) -> ModelGeometry:
-        """The same with `factor` times the block bytes, rounded up to 16.
-
-        Raises:
-            ValueError: `factor` is not in (0, 1].
-        """
+        """The same with `factor` times the block bytes, rounded up to 16."""
         if not 0 < factor <= 1:
             raise ValueError(f"scale must be above 0 and at most 1, got {factor}")
         return replace(self, scale=factor)
@@ -88,11 +80,7 @@ MODELS: dict[str, ModelGeometry] = {
 
 
 def find_model(name: str) -> ModelGeometry:
-    """The geometry of that name.
-
-    Raises:
-        ValueError: there is no model of that name; the message lists all names.
-    """
+    """The geometry of that name."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     return MODELS[name]

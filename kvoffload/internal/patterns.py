@@ -23,15 +23,7 @@ _T = TypeVar("_T")
 
 
 class KeyPatterns:
-    """Fills and checks slots of host memory, a slot per key. To be used from one thread at a time; it uses several.
-
-    Args:
-        payload_bytes: bytes of a slot that carry the pattern, a multiple of 8.
-        seed: of the random array.
-
-    Raises:
-        ValueError: `payload_bytes` is not a positive multiple of 8.
-    """
+    """Fills and checks slots of host memory, a slot per key. To be used from one thread at a time; it uses several."""
 
     def __init__(self, payload_bytes: int, seed: int = 0) -> None:
         if payload_bytes < WORD_BYTES or payload_bytes % WORD_BYTES:

@@ -29,7 +29,11 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     """Import device memory as a `jax.Array`, without a copy. JAX's computations with it wait, on the GPU, for all
     transfers that are in flight now and touch the memory, and for no later ones: import again after those.
 
-    The array keeps the memory allocated, but not the device open. Do not use it after the device is closed.
+    Transfers do not wait for JAX: give each `after=` the arrays that JAX computed last from this memory; one with
+    `after=None` does not follow JAX. `OwnedCache` does this for you.
+
+    The array keeps the memory from being freed as garbage. Closing `memory.buffer` or the device frees it all the
+    same: end JAX's work with it first.
 
     The result has `memory`'s dtype. DLPack does not export bfloat16 and float8: this call imports them as unsigned
     integers and reinterprets them in place. You do nothing for that, and it copies nothing.
@@ -43,7 +47,7 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     Raises:
         CapabilityError: JAX is not installed.
         TypeError: `memory` is no `DeviceArray`.
-        LayoutError: JAX made a copy.
+        LayoutError: JAX made a copy; never on a simulated device.
         ClosedError: the memory is freed, or the device is closed.
         CapacityError: transfers wait on the host, since the driver's queues are full: `poll` the engine.
         TransferError: the CUDA context is lost.

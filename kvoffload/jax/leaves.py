@@ -79,11 +79,7 @@ class Leaf(NamedTuple):
 
 
 def as_leaves(shapes: Any, dtype: DTypeLike | None, sharding: Any, *, several: bool) -> tuple[tuple[Leaf, ...], Any]:
-    """The wanted arrays, and the structure of their tree; for arguments see `OwnedCache`.
-
-    Args:
-        several: devices were given as a list, so each array needs a NamedSharding.
-    """
+    """The wanted arrays, and the structure of their tree; for arguments see `OwnedCache`."""
 
     def is_shape(node: Any) -> bool:  # and no list or tuple of shapes
         return (

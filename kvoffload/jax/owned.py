@@ -20,8 +20,8 @@ from kvoffload.internal.types import DTypeLike
 from kvoffload.jax.imports import address_of, follow, from_device, import_jax, wait_for_computations
 from kvoffload.jax.leaves import Description, Leaf, as_leaves, jax_devices, shards_of
 from kvoffload.layout.arrays import is_jax_array
+from kvoffload.layout.layout import ShardedLayout
 from kvoffload.layout.planes import SlotOrder
-from kvoffload.layout.sharded import ShardedLayout
 
 
 class OwnedCache:
@@ -158,9 +158,11 @@ class OwnedCache:
     @property
     def arrays(self) -> Any:
         """The cache in JAX: an array or the tree of arrays. JAX's computations with it wait for all transfers that were
-        submitted before you read it. If there are new ones, the arrays are new, and the previous ones are deleted.
+        submitted before you read it. If any were submitted since the last read, you get new arrays of the same memory,
+        and the previous ones are deleted.
 
-        Set it to the result of every update, which must have taken the arrays as a donated argument.
+        Set it to the result of every update, which must have taken the arrays as a donated argument. If you read it
+        without having set that result, the host waits for JAX, and the memory is imported as it is, with a warning.
 
         Raises:
             LayoutError: you set another tree; or an array in it has another address, shape, dtype or sharding, was

@@ -46,9 +46,6 @@ def element_bytes(name: str) -> int:
 
     Args:
         name: what `dtype_name` returns.
-
-    Raises:
-        LayoutError: the type is not known.
     """
     if name in NARROW_BYTES:
         return NARROW_BYTES[name]

@@ -23,10 +23,6 @@ def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
     Args:
         name: the argument's name, for messages.
         ids: a list, a tuple, a range, or a one-dimensional array of integers. An empty one may have any type.
-
-    Raises:
-        LayoutError: `ids` is not one-dimensional, holds booleans, floats or objects, is a masked array, or has a value
-            out of range. The message names the argument, the position and the value, and says what to pass.
     """
     kind: object = type(ids)
     if kind is range:

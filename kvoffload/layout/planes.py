@@ -50,7 +50,7 @@ class Plane:
         block_bytes: the bytes of one block. Padding between blocks is never read or written.
         num_blocks: how many blocks there are; block ids go from 0 to `num_blocks - 1`.
         block_stride: bytes from one block to the next. None means `block_bytes`: no padding.
-        owner: any object that must live as long as the plane, such as the array that the memory belongs to. Without
+        owner: any object that the plane is to keep alive, such as the array that the memory belongs to. Without
             one, keep the memory allocated until every engine over the plane is closed.
 
     Raises:
@@ -93,12 +93,12 @@ class Plane:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first byte of block 0 to the last byte of the last block."""
+        """Bytes from the first byte of block 0 to the last byte of the last block, padding between blocks included."""
         return (self.num_blocks - 1) * self.block_stride + self.block_bytes
 
     @property
     def end(self) -> int:
-        """One past the last byte of the last block."""
+        """The device address after the last byte of the last block."""
         return self.address + self.span_bytes
 
     def __repr__(self) -> str:

@@ -175,12 +175,7 @@ def _slot_bands(group: Group, factor: int, slot_bytes: int) -> list[Band]:
 def engine_card(
     engine: OffloadEngine, folded: Sequence[FoldedGroup], copiers: Mapping[str, str | None], *, closed: bool
 ) -> Markup:
-    """The pool of an engine, its transfers, and the copiers that it can use.
-
-    Args:
-        folded: how its groups fold inside their allocations.
-        copiers: for each name None, or why that copier cannot run.
-    """
+    """The pool of an engine, its transfers, and the copiers that it can use."""
     device, layout = engine.device, engine.layout
     statistics = None if device.foreign else engine.statistics()
     pool_bytes = engine.num_slots * layout.slot_bytes
@@ -233,12 +228,7 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 def cache_card(
     cache: BlockCache, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
 ) -> Markup:
-    """The slots of a block cache, and its counts.
-
-    Args:
-        statistics: read without asking the driver; None in a forked process.
-        described: its index in one line, the policy included.
-    """
+    """The slots of a block cache, and its counts."""
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:
         each = statistics

@@ -208,7 +208,9 @@ class RouterEvents:
                 self._add(self._message("BlockRemoved", block_hashes=list(map(_hash_of, gone)), medium=medium))
 
     def cleared(self) -> None:
-        """This server holds nothing any more, in any medium: after a restart, for example."""
+        """This server holds nothing any more, in any medium. Call it after a restart: what a cache evicts or removes,
+        `clear` included, it reports itself.
+        """
         refuse_nested(self._lock, "cleared")
         with self._lock:
             for known in (self._present, self._waiting, self._parent_of):

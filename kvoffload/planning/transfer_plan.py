@@ -24,7 +24,7 @@ _UINT64 = np.dtype(np.uint64)
 
 
 class Direction(enum.StrEnum):
-    """The direction of a transfer: STORE from the GPU to the host, LOAD from the host to the GPU."""
+    """The direction of a transfer: STORE ("store") from the GPU to the host, LOAD ("load") from the host to the GPU."""
 
     STORE = "store"
     LOAD = "load"

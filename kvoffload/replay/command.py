@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
-from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.device.device import Device
-from kvoffload.replay import hitplot, saving
+from kvoffload.replay import hitplot
 from kvoffload.replay.hits import WRITES
-from kvoffload.replay.report import report
+from kvoffload.replay.report import Rates, add_options, not_negative, positive, report
+from kvoffload.replay.report import rates as rates_of
 from kvoffload.replay.trace import Request, Trace, read_timed_trace, require_readable
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
@@ -60,14 +60,14 @@ def add_parser(commands: Any) -> None:
     writes = (*WRITES, "all")
     on_disk("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
     reads = "reads that a write must bring (default 0.22)"
-    on_disk("--least-hits", type=saving.not_negative, metavar="X", help=reads)
+    on_disk("--least-hits", type=not_negative, metavar="X", help=reads)
     on_disk("--disk-policy", choices=policies[:-1], metavar="NAME", help=", ".join(policies[:-1]))
-    on_disk("--disk-gb-per-s", type=saving.positive, metavar="X", help="its speed, to compute the time saved")
+    on_disk("--disk-gb-per-s", type=positive, metavar="X", help="its speed, to compute the time saved")
     add("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
     add("--scale", type=scale, default=1.0, metavar="X", help="shrink blocks to X of their bytes, 0 < X <= 1")
     add("--blocks-per-hash", type=whole(1), default=1, metavar="N", help="device blocks per hash id (default 1)")
     add("--in-flight", type=whole(1), default=1, metavar="N", help="unfinished requests at a time (default 1)")
-    saving.add_options(parser)
+    add_options(parser)
     add("--wide", action="store_true", help=argparse.SUPPRESS)
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -85,16 +85,15 @@ def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay; 0 if every loaded byte was right, else 1."""
     output = Output(arguments.json, wide=arguments.wide)
     _check(arguments)
-    rates = saving.rates(arguments, measures=not arguments.metadata_only and arguments.backend != "simulated")
+    rates = rates_of(arguments, measures=not arguments.metadata_only and arguments.backend != "simulated")
     requests, traffic = read_requests(arguments, output).requests, traffic_of(arguments)
     if arguments.metadata_only:
         report(arguments, requests, rates, traffic, output)
         return 0
     with open_backend(arguments, output, arguments.seed) as device:
-        rates = saving.rates(arguments, measures=not device.simulated)
+        rates = rates_of(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
             output.note("kvoffload: the simulated device copies with the CPU; --scale 0.01 makes it quick")
         with _disk(arguments) as make_tier:
@@ -108,7 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_traffic(arguments: argparse.Namespace, command: str) -> None:
-    """Refuse a trace that cannot be read, and a command without requests."""
     if arguments.trace is not None:
         require_readable(arguments.trace)
     elif arguments.workload is None:
@@ -116,7 +114,6 @@ def check_traffic(arguments: argparse.Namespace, command: str) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse a trace that cannot be read, and options that do not go together, or are missing."""
     check_traffic(arguments, "replay")
     _check_disk(arguments)
     if arguments.metadata_only:
@@ -156,8 +153,10 @@ def _check_disk(arguments: argparse.Namespace) -> None:
         if len(arguments.disk_slots) > 1:
             given = ",".join(map(str, arguments.disk_slots))
             raise CommandError(f"--disk-slots {given} needs --metadata-only: one disk at a time is filled with bytes")
-        if arguments.write not in (None, *get_args(WriteName)):
-            raise CommandError(f"--write {arguments.write} needs --metadata-only: a cache has {get_args(WriteName)}")
+        if arguments.write in ("second", "random"):
+            raise CommandError(
+                f"--write {arguments.write} needs --metadata-only: with bytes, admitted, through or none"
+            )
         refuse_any(_WITHOUT_BYTES, "needs --metadata-only")
     if arguments.policy == "all":
         raise CommandError("--policy all does not go with --disk-slots: name one policy for the host")
@@ -173,11 +172,7 @@ def traffic_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
-    """At least one request, with at least one key.
-
-    Raises:
-        CommandError: the trace cannot be read, or its requests name no blocks.
-    """
+    """At least one request, with at least one key."""
     with output.progress("reading requests"):
         if arguments.workload is not None:
             requests = make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
@@ -215,7 +210,6 @@ def _serve(
     output: Output,
     make_tier: Callable[[int], DiskTier] | None,
 ) -> dict[str, Any]:
-    """Serve all requests; the fields of the result."""
     begin = time.perf_counter()
     with output.progress("pinning the pool") as progress:
         served = VerifiedCache(
@@ -281,7 +275,7 @@ def _disk_fields(served: VerifiedCache) -> dict[str, Any]:
     }
 
 
-def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -> None:
+def _print(fields: dict[str, Any], rates: Rates | None, output: Output) -> None:
     output.line(
         f"replay: {fields['blocks_hit']:,} of {fields['blocks_requested']:,} blocks found (hit rate "
         f"{fields['hit_rate']:.2%}); " + verified_text(fields["verified_blocks"], fields["corrupt_blocks"])
@@ -325,7 +319,7 @@ def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "corrupt records on disk", f"{disk['corrupt_records']:,}"
     verified = f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)"
     yield "loaded blocks verified, every byte", verified
-    yield "  corrupt", f"{fields['corrupt_blocks']:,}"
+    yield "  with wrong bytes", f"{fields['corrupt_blocks']:,}"
 
 
 def _times(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -40,11 +40,7 @@ def seen_before(requests: Sequence[Request]) -> float:
 
 
 def draw(results: Sequence[PolicyResult], requests: Sequence[Request], title: str, path: Path) -> None:
-    """Write the figure of these results; `requests`: the traffic behind them.
-
-    Raises:
-        CommandError: it cannot be written.
-    """
+    """Write the figure of these results; `requests`: the traffic behind them."""
     from matplotlib import rc_context
 
     with rc_context(figures.STYLE):

@@ -145,13 +145,7 @@ class Disk:
 
 
 class Served(NamedTuple):
-    """The result of one request.
-
-    Attributes:
-        hits: leading blocks found in the host, then in each tier.
-        written: keys written to each tier.
-        refused: whether keys were not stored because too few others could be evicted.
-    """
+    """The result of one request."""
 
     hits: tuple[int, ...]
     written: tuple[int, ...] = ()
@@ -166,11 +160,7 @@ class HostPool:
     ends, `writes` chooses the keys that go to every tier that lacks them. Only the host's copy can be written, so a key
     that the host declined is written nowhere.
 
-    Args:
-        slots: keys that the host holds.
-        policy: of the host. A name stands for a policy that declines nothing: see `host_policy`.
-        tiers: in the order in which they are asked.
-        writes: chooses the keys written to them.
+    A policy's name stands for one that declines nothing: see `host_policy`.
     """
 
     def __init__(
@@ -216,7 +206,6 @@ class HostPool:
         return Served(tuple(map(places.count, range(len(self.tiers) + 1))), written, refused)
 
     def _places(self, keys: Request) -> list[int]:
-        """Where each leading key is found: 0 for the host, else the number of the tier, from 1 on."""
         places = [0] * self.host.lookup(keys)
         for key in keys[len(places) :] if self.tiers else ():
             place = next((place for place, held in enumerate((self.keys, *self._below)) if key in held), None)
@@ -266,17 +255,7 @@ def rate_of(hits: int, requests: Sequence[Request]) -> float:
 
 
 class PolicyResult(NamedTuple):
-    """The counts of a cache over all requests. Blocks are the cache's, one per key.
-
-    Attributes:
-        policy: its name, or `OPTIMUM`, for which only the hits are known.
-        slots: keys that the cache holds.
-        hit_rate: hits as a share of all requested blocks.
-        requests_refused: requests not stored, or only in part, because too few keys could be evicted.
-        seconds: host time of this machine.
-        share_of_optimum: (hits - LRU's hits) / (optimum - LRU's hits). None if LRU was not replayed, or is as good.
-        blocks_beyond_slots: blocks not tried, in requests longer than the cache. None for the optimum.
-    """
+    """The counts of a cache over all requests, in keys; docs/command-line.md has the fields."""
 
     policy: str
     slots: int
@@ -292,7 +271,6 @@ class PolicyResult(NamedTuple):
 
 
 def hits_of_policy(requests: Sequence[Request], slots: int, policy: str, progress: Advance) -> PolicyResult:
-    """All requests through an empty cache."""
     index = HostPool(slots, make_policy(policy, slots))
     (hits,), _, refused, seconds = serve_all(index, requests, progress)
     done, rate = index.host.statistics(), rate_of(hits, requests)
@@ -330,18 +308,7 @@ def hits_of_policies(
 
 
 def belady_hits(requests: Sequence[Request], capacity: int) -> int:
-    """The most leading hits that any cache of this capacity can have. Belady's rule: it knows the future.
-
-    It evicts, or does not store, the keys whose next use is last. Nothing finds more if a key always follows the same
-    keys, as hashes of prefixes do, and no request repeats a key.
-
-    Args:
-        requests: in the order of their arrival.
-        capacity: keys that the cache holds.
-
-    Raises:
-        ValueError: `capacity` is not positive.
-    """
+    """The most leading hits that any cache of this capacity can have. Belady's rule: it knows the future."""
     return sum(belady_hits_by_request(requests, capacity))
 
 
@@ -380,18 +347,8 @@ def belady_hits_by_request(requests: Sequence[Request], capacity: int) -> list[i
 
 
 class TierResult(NamedTuple):
-    """The counts of a host pool and a disk below it over all requests. Blocks are the cache's, one per key.
-
-    Attributes:
-        write: one of `WRITES`.
-        slots, disk_slots: keys that the host and the disk hold.
-        host_hits, disk_hits: leading blocks found in the host, and on the disk alone.
-        hit_rate: both, as a share of all requested blocks.
-        blocks_written, blocks_evicted: by the disk.
-        blocks_read: the disk's hits.
-        hits_per_written: None if no block was written.
-        share: the share of the requests that "random" wrote; None for others.
-        seconds: host time of this machine.
+    """The counts of a host pool and a disk below it over all requests; blocks are the cache's, one per key.
+    docs/command-line.md has the fields.
     """
 
     write: str
@@ -433,14 +390,7 @@ def hits_with_disk(
 
 
 class Survey(NamedTuple):
-    """A replay with a disk, over every pair of `slots` and `disk_slots`.
-
-    Attributes:
-        writes: names from `WRITES`. "random" writes that share of the requests which "admitted" writes of the blocks
-            that "through" does; so these two are replayed first.
-        least_hits: for "admitted".
-        seed: for "random".
-    """
+    """A replay with a disk, over every pair of `slots` and `disk_slots`."""
 
     slots: Sequence[int]
     disk_slots: Sequence[int]

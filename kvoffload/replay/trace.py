@@ -50,9 +50,6 @@ def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
     """The first `limit` requests (None: all), and when they came.
 
     Blank lines are skipped. An empty `hash_ids` is a request for nothing.
-
-    Raises:
-        CommandError: the file cannot be read, or a line is broken; the message gives its number.
     """
     requests: list[Request] = []
     stamps: list[Any] = []

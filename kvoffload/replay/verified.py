@@ -75,8 +75,6 @@ class Counts:
 
 
 class _Clock:
-    """Adds up the host's seconds inside the calls of one request."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
 
@@ -92,16 +90,9 @@ class VerifiedCache:
     """A `BlockCache` over planes of its own, with every byte of every load checked. A context manager.
 
     Args:
-        device: allocates the planes; stays open.
-        geometry: of the planes.
-        capacity: keys that the cache holds.
         longest: keys of the longest request; each lane has device blocks for so many, at most `capacity`.
-        blocks_per_key: device blocks that a key covers.
         in_flight: requests that may be unfinished at a time, each in a lane of its own.
-        seed: of the patterns and of where blocks lie.
         make_tier: returns a tier for the cache to own, given the bytes of a record. None: no tier.
-        deadline: seconds of a promotion.
-        progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
 
     def __init__(
@@ -280,7 +271,6 @@ class VerifiedCache:
     # the other side -----------------------------------------------------------------------------------------------
 
     def _write(self, keys: Sequence[bytes], places: Int64Array) -> None:
-        """Write the keys' patterns into the device blocks of `places`."""
         for group in self._groups:
             self._patterns.fill(self._staging.slots[: len(keys)], keys, group)
             slots = np.arange(len(keys))
@@ -292,7 +282,6 @@ class VerifiedCache:
             self._staging.load(slots, self._blocks(places), group=group, after=NO_WAIT).wait()
 
     def _verify(self, keys: Sequence[bytes], places: Int64Array) -> None:
-        """Compare the device blocks of `places` with the keys' patterns."""
         wrong: set[int] = set()
         for group in self._groups:
             self._staging.slots[: len(keys)] = ~np.uint8(_POISON)
@@ -322,7 +311,6 @@ class VerifiedCache:
         return True
 
     def _blocks(self, places: Int64Array) -> Int64Array:
-        """The device blocks of places: `blocks_per_key` adjacent ones each."""
         return (places[:, np.newaxis] * self._factor + np.arange(self._factor)).reshape(-1)
 
     def _per_group(self, places: Int64Array) -> Any:
@@ -344,7 +332,6 @@ class VerifiedCache:
 
 
 def _finish(job: CacheJob) -> tuple[float, int]:
-    """Wait for a job: its seconds on the device's clock, and its bytes."""
     results = job.wait()
     return sum(result.seconds for result in results), sum(result.nbytes for result in results)
 
@@ -353,8 +340,6 @@ def _finish(job: CacheJob) -> tuple[float, int]:
 
 
 class Ending(Protocol):
-    """What a request waits for."""
-
     @property
     def done(self) -> bool: ...
 
@@ -369,9 +354,6 @@ def overlap(
     Args:
         start: called with a request and the number of a free lane; yields the jobs that the request waits for.
         ended: called after each request.
-
-    Raises:
-        The errors of `start` and its steps; the other unfinished requests are not resumed.
     """
     free = deque(range(lanes))
     waiting: dict[int, tuple[Iterator[Ending], Ending]] = {}  # by lane, a request and the job that it waits for

@@ -20,8 +20,6 @@ DEFAULT_REQUESTS = 4000
 
 
 class Blocks:
-    """Numbers blocks: each call gets new numbers."""
-
     def __init__(self) -> None:
         self._used = 0
 
@@ -34,23 +32,14 @@ Traffic = Callable[[np.random.Generator, Blocks], Iterator[list[int]]]
 
 
 class Workload(NamedTuple):
-    """A kind of traffic.
-
-    Attributes:
-        summary: a description, one line.
-        sources: endless sources of requests; each gives an equal share, one source after the other.
-    """
+    """A kind of traffic."""
 
     summary: str
     sources: tuple[Traffic, ...]
 
 
 def make_workload(name: str, requests: int = DEFAULT_REQUESTS, seed: int = 0) -> list[Request]:
-    """`requests` requests of a kind of traffic; the same for the same seed.
-
-    Raises:
-        ValueError: there is no such kind; the message lists the known ones.
-    """
+    """`requests` requests of a kind of traffic; the same for the same seed."""
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
     random, blocks, sources = np.random.default_rng(seed), Blocks(), WORKLOADS[name].sources
@@ -150,7 +139,6 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def _between(random: np.random.Generator, least: int, most: int) -> int:
-    """A whole number from `least` to `most`, all equally likely."""
     return int(random.integers(least, most + 1))
 
 
@@ -160,6 +148,5 @@ def _about(random: np.random.Generator, median: float, spread: float) -> int:
 
 
 def _zipf(count: int, exponent: float) -> npt.NDArray[np.float64]:
-    """Probabilities that fall with the rank."""
     weights = 1 / np.arange(1, count + 1) ** exponent
     return np.asarray(weights / weights.sum())

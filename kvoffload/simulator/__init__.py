@@ -20,7 +20,7 @@ stream's own context current; copies have one layer; stream priorities are accep
 twice; a lost context answers every call with its error, and only its destruction cleans up.
 """
 
-from kvoffload.simulator import copy_calls, device_calls, kernel_calls, memory_calls, stream_calls  # noqa: F401
+from kvoffload.simulator import copy_calls, device_calls, kernel_calls, stream_calls  # noqa: F401
 from kvoffload.simulator.driver import SimulatedDriver
 from kvoffload.simulator.errors import DriverError, FunctionNotFoundError, SimulatorError
 from kvoffload.simulator.faults import Faults

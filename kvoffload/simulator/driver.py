@@ -1,6 +1,6 @@
 """`SimulatedDriver`: the state of one simulated driver, and what every driver function has in common.
 
-The functions themselves are in device_calls.py, memory_calls.py, copy_calls.py, stream_calls.py and kernel_calls.py,
+The functions themselves are in device_calls.py, copy_calls.py, stream_calls.py and kernel_calls.py,
 each a plain function whose first parameter is the driver. `driver_call` gives them their common form, and adds them to
 the class, so that the seam finds them by name.
 """
@@ -174,7 +174,7 @@ class SimulatedDriver:
     Args:
         seed: an integer. It decides every choice that CUDA leaves open, so the same calls from one thread have the same
             results in the same order.
-        driver_version: below (12, 8) there are no batch calls; the 13.x bindings need (13, 0) for them.
+        driver_version: below (12, 8) there are no batch calls; with bindings 13.x there are none below (13, 0).
         bindings_version: below (13, 0) batch calls return a fail index and cuCtxCreate takes two arguments;
             from (13, 5) on there is `raw`.
         memory_bytes: memory of each device.
@@ -183,7 +183,7 @@ class SimulatedDriver:
         strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`.
         max_register_bytes: the most that one cuMemHostRegister takes; None: any.
         pinnable_bytes: the most that can be pinned in all; None: any.
-        deadlock_seconds: how long a wait that nothing queued can end waits for other threads before it raises.
+        deadlock_seconds: how long a wait that no queued work can end goes on for other threads before SimulatorError.
 
     Attributes:
         faults: planned failures, see `Faults`.
@@ -285,8 +285,8 @@ class SimulatedDriver:
     ) -> None:
         """Queue a Python function as if it were a kernel; it runs when the stream gets there.
 
-        It runs in whichever driver call advances the stream, under the driver's lock, so it must not wait for another
-        thread that calls the driver. An exception of the function leaves that call.
+        It runs in whichever driver call advances the stream, perhaps this one, under the driver's lock. So it must not
+        wait for another thread that calls the driver. An exception of the function leaves that call.
 
         Args:
             stream: a stream of the calling thread's current context.
@@ -295,7 +295,8 @@ class SimulatedDriver:
                 unpinned host memory, the context is lost and the function does not run.
 
         Raises:
-            DriverError: the simulator's; a launch would return this error, its `status`. Nothing is queued.
+            DriverError: of kvoffload.simulator.errors: bad stream or context; `status` is what a launch would return.
+                Nothing is queued.
         """
         with self.lock:
             try:
@@ -330,13 +331,13 @@ class SimulatedDriver:
         return self.scheduler.pending
 
     def run_all(self) -> None:
-        """Run all queued operations, except those behind a wait for the host. Does not wait for that."""
+        """Run all queued operations, but for those behind a stream's wait for a value that the host has not written."""
         with self.lock:
             self.scheduler.run_all()
 
     def check_guards(self) -> None:
-        """Look for allocations with overwritten neighbouring bytes. With `strict` the first raises SimulatorError;
-        otherwise `violations` gets a text for each.
+        """Look for allocations with overwritten neighbouring bytes. If the driver is `strict`, the first raises
+        SimulatorError; otherwise `violations` gets a text for each. Freed memory is not looked at.
         """
         with self.lock:
             for region in self.memory.live():
@@ -377,8 +378,9 @@ class SimulatedDriver:
         }
 
     def allocate_outside(self, nbytes: int, device: int, allocator: Allocator | str, **options: Any) -> int:
-        """Allocate device memory as another library does, and return its address. `options`: `readers` and
-        `handle_bytes` of `allocate_adjacent`. Free it with `free_outside`.
+        """Allocate `nbytes` on GPU number `device` as another library does, and return the address. `allocator` and
+        `options` (`readers`, `handle_bytes`) are those of `allocate_adjacent`. Free it with `free_outside`; `leaks`
+        counts it.
         """
         return self.allocate_adjacent([nbytes], [device], allocator, **options)[0]
 
@@ -393,15 +395,16 @@ class SimulatedDriver:
     ) -> list[int]:
         """Allocate device memory as another library does, at addresses that follow each other. Returns the addresses.
 
-        No copy may cross from one allocation to the next. Free each with `free_outside`; in "mapped" memory that leaves
-        a gap. They count in `contents` and `leaks`.
+        A copy that crosses from one allocation to the next is refused, as by the driver. Free each with `free_outside`;
+        in "mapped" memory that leaves a gap. They count in `contents` and `leaks`.
 
         Args:
             sizes: bytes of each allocation.
             devices: the GPU of each.
             allocator: an `Allocator`, or its value: "default pool", "own pool", "mapped", "unknown".
             readers: for "own pool": other devices that can access it.
-            handle_bytes: for "mapped": bytes per handle, the last one maps the rest; None: one handle maps all.
+            handle_bytes: for "mapped": bytes that a handle maps, the last one of each allocation the rest; None: one
+                handle for each allocation.
         """
         with self.lock:
             made_by = Allocator(allocator)
@@ -419,7 +422,7 @@ class SimulatedDriver:
             return [region.base for region in regions]
 
     def free_outside(self, address: int) -> None:
-        """Free memory of `allocate_outside` or `allocate_adjacent`. AssertionError for memory that others allocated."""
+        """Free memory of `allocate_outside` or `allocate_adjacent`. AssertionError for other or freed memory."""
         with self.lock:
             region = self.memory.at(address)
             assert region is not None, "freed twice"

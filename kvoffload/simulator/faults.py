@@ -27,7 +27,7 @@ class Faults:
     """The planned faults of one simulated driver. A count such as `nth=1` means the next call or copy from now on.
 
     Each failure happens once. Names are those of driver functions, such as "cuMemcpyAsync"; unknown ones are accepted
-    and never apply. A count below 1 is a ValueError, except for `fail_operation`.
+    and never apply. A count below 1 is a ValueError, but `fail_operation(0)` cancels.
 
     Attributes:
         call_count: calls so far, failed ones included, by the driver function's name.
@@ -42,7 +42,8 @@ class Faults:
         self.clear()
 
     def fail_call(self, name: str, nth: int = 1, *, error: Any = None, after: bool = False) -> None:
-        """Make the nth call of `name` return `error` without doing its work; with `after=True`, after doing it.
+        """Make the nth call of `name` from now on return `error` without doing its work; with `after=True`, after doing
+        it.
 
         If several failures fall on one call, the one that was planned first happens, and the others are dropped.
 
@@ -52,12 +53,12 @@ class Faults:
         self._plan(name, nth, error, after=after)
 
     def fail_nth(self, n: int, *, error: Any = None, after: bool = False) -> None:
-        """`fail_call` for the nth driver call of any name."""
+        """`fail_call` for the nth driver call from now on (1 is the next), whatever its name."""
         self._plan(_ANY, n, error, after=after)
 
     def sticky(self, at_call: int | None = None) -> None:
-        """Lose a context to an illegal address: that of the next operation that executes, or, with `at_call`, of the
-        driver call with that number from now on, in its thread's current context. Work queued in that context never
+        """Lose a CUDA context, as by an illegal address: the one in which the next operation executes; or, with
+        `at_call=n`, the one that is current in the thread of the nth driver call from now on. Work queued in it never
         runs, and calls that need it return CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed.
         """
         if at_call is None:
@@ -66,13 +67,14 @@ class Faults:
             self._plan(_ANY, at_call, cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, sticky=True)
 
     def fail_operation(self, nth: int = 1) -> None:
-        """Make the nth copy that executes fault halfway; its context is lost, as with `sticky`. A second call replaces
-        the first; 0 cancels it.
+        """Make the nth copy that executes from now on fault halfway; its context is lost, as with `sticky`. A second
+        call replaces the first; 0 cancels it.
         """
         self._copy_countdown = nth
 
     def delay(self, name: str, seconds: float) -> None:
-        """Make every call of `name` sleep `seconds` first, without the driver's lock, until `clear`.
+        """Make every call of `name` sleep `seconds` first, without the driver's lock, until `clear`, which cancels
+        all other delays and failures, too.
 
         A second delay of this name replaces the first.
         """

@@ -50,15 +50,7 @@ class Interpreted:
         constants: Mapping[str, int],
         memory: Memory,
     ) -> None:
-        """Run the programs `order` of a grid of `grid`, one after another.
-
-        Args:
-            arguments: name, type ("i32" or "i64") and value of every parameter that is not a constant.
-
-        Raises:
-            DeviceFaultError: from `memory`, or for an address that is not as aligned as it must be.
-            SimulatorError: the interpreter cannot run the kernel.
-        """
+        """Run the programs `order` of a grid of `grid`, one after another."""
         import triton.language as tl
         from triton.runtime.interpreter import TensorHandle
 
@@ -84,10 +76,6 @@ def load(module: str, function: str) -> Interpreted:
     """The kernel `function` of an importable module, in a copy of that module: the interpreter adds names there.
 
     Jitted functions of the same module that it calls are rewritten as well.
-
-    Raises:
-        ImportError: there is no such module, or no Triton.
-        AttributeError: the module has no such kernel.
     """
     with LOCK:
         kernel = getattr(importlib.import_module(module), function).fn

@@ -7,8 +7,8 @@ allocation. Never touch the array whole: only mapped slices are real.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,31 +84,28 @@ class MappedPages:
     Where the system does not list them (no /proc), every address counts as mapped.
     """
 
-    _READABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r", re.MULTILINE)
-
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._lines: list[bytes] = []
 
     def __contains__(self, span: tuple[int, int]) -> bool:
         """Whether `span`, an (address, nbytes) pair, lies in mapped readable memory."""
         if self._known(*span):
             return True
         try:
-            text = Path("/proc/self/maps").read_bytes()
+            self._lines = Path("/proc/self/maps").read_bytes().splitlines()
         except OSError:
             return True
-        starts: list[bytes] = []
-        ends: list[bytes] = []
-        for first, last in self._READABLE.findall(text):
-            if ends and first == ends[-1]:  # neighbours with different rights or files are one span to us
-                ends[-1] = last
-            else:
-                starts.append(first)
-                ends.append(last)
-        self._starts, self._ends = ([int(each, 16) for each in some] for some in (starts, ends))
         return self._known(*span)
 
     def _known(self, address: int, nbytes: int) -> bool:
-        index = bisect_right(self._starts, address) - 1
-        return index >= 0 and address + nbytes <= self._ends[index]
+        end = address + nbytes
+        begun = bisect_right(self._lines, address, key=lambda line: int(line[: line.index(b"-")], 16))
+        for line in islice(self._lines, max(begun - 1, 0), None):
+            pages, rights, _ = line.split(maxsplit=2)
+            first, last = (int(each, 16) for each in pages.split(b"-"))
+            if not first <= address < last or not rights.startswith(b"r"):
+                return False
+            if end <= last:
+                return True
+            address = last  # neighbours with different rights or files are one span to us
+        return False

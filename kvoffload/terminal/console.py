@@ -1,7 +1,7 @@
 """Standard output, standard error, and the device, for all commands.
 
 Standard output carries only the result: tables, or one JSON object. Notes and progress bars go to standard error, bars
-only to a terminal.
+only to a terminal. Files that commands write are checked before minutes of work, and written whole or not at all.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import json
 import math
 import os
 import sys
+import tempfile
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from kvoffload.device.device import Device, open_device
 from kvoffload.errors import CapabilityError, DriverError
-from kvoffload.terminal.tables import render, wrap
 
 SIMULATED_NOTE = "the simulated device verifies bytes; times need a GPU"
 Advance = Callable[[int, int], None]  # done, in all
@@ -38,11 +41,7 @@ class ReaderEndedError(OutputError):
 
 
 def write_out(text: str) -> None:
-    """Write to standard output, and flush it.
-
-    Raises:
-        OutputError: it cannot be written. ReaderEndedError: its reader has ended.
-    """
+    """Write to standard output, and flush it."""
     require_out()
     try:
         sys.stdout.write(text)
@@ -56,7 +55,6 @@ def write_out(text: str) -> None:
 
 
 def require_out() -> None:
-    """Raise OutputError if standard output is closed."""
     if sys.stdout is None or sys.stdout.closed:  # None: the process was started with descriptor 1 closed
         raise OutputError("standard output is closed")
 
@@ -79,11 +77,7 @@ def write_error(text: str) -> None:
 
 
 class Output:
-    """Results to stdout, as tables or as one JSON object; notes and progress to stderr.
-
-    Raises:
-        OutputError: standard output is closed. The other methods raise it if standard output cannot be written.
-    """
+    """Results to stdout, as tables or as one JSON object; notes and progress to stderr."""
 
     def __init__(self, as_json: bool, *, wide: bool = False) -> None:
         self.as_json, self.wide = as_json, wide
@@ -156,10 +150,6 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *
     """The device that was asked for; with `auto`, the simulated one if CUDA offers none.
 
     With `note`, it writes one line to standard error if it is the simulated device.
-
-    Raises:
-        CommandError: there is no such device.
-        CapabilityError, DriverError: `--backend cuda` and CUDA cannot be used.
     """
     reason = ""
     try:
@@ -202,3 +192,101 @@ def mib(nbytes: float) -> str:
 def bandwidth(nbytes: int, seconds: float) -> float | None:
     """GB/s, or None if nothing was moved."""
     return round(nbytes / seconds / 1e9, 2) if seconds > 0 else None
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Raise CommandError now, not after minutes of measuring, if a file cannot be written. Its content is left
+    alone.
+    """
+    with _refused(option, path):
+        if path.is_dir() or _is_special(path):
+            path.open("ab").close()
+            return
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+
+
+def write_whole(option: str, path: Path, content: bytes) -> None:
+    """Write a file whole, or leave the old content; CommandError if that fails."""
+    with _refused(option, path):
+        if _is_special(path):  # such as /dev/stdout
+            path.write_bytes(content)
+            return
+        target = path.resolve()
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(content)
+            os.replace(part, target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def _refused(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+WIDTH = 80
+WIDE = 1000  # of --wide: as wide as the figures are
+_GAP = 2  # between the columns of a table
+
+
+def wrap(text: str, indent: str = "", width: int = WIDTH) -> str:
+    """Lines of at most `width` columns, the later ones indented; a longer word has a line of its own."""
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    return "\n".join(lines)
+
+
+def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Widths of a table's columns, whose lines fit `width` if their words do; the first line is the headings.
+
+    The widest column is narrowed first, and none below its longest word. Headings are broken before cells.
+    """
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    whole = [max(word, *map(len, column[1:]), 0) for word, column in zip(words, columns, strict=True)]
+    room = width - _GAP * (len(columns) - 1)
+    for least in (whole, words):
+        while sum(widths) > room:
+            narrowed = [index for index, each in enumerate(widths) if each > least[index]]
+            if not narrowed:
+                break
+            widths[max(narrowed, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def render(columns: Sequence[str], rows: Sequence[Sequence[object]], *, wide: bool, left: Collection[str] = ()) -> str:
+    """A table as text: the first column and those named in `left` aligned left, the others right, two spaces
+    between.
+    """
+    cells = [[str(cell) for cell in line] for line in (columns, *rows)]
+    widths = column_widths(cells, WIDE if wide else WIDTH)
+    aligned = [str.ljust if not index or name in left else str.rjust for index, name in enumerate(columns)]
+    lines = []
+    for row in cells:  # a row takes several lines where its cells are broken between words
+        broken = [wrap(cell, width=max(width, 1)).splitlines() for cell, width in zip(row, widths, strict=True)]
+        physical = []
+        for texts in zip_longest(*broken, fillvalue=""):
+            placed = (align(text, width) for align, text, width in zip(aligned, texts, widths, strict=True))
+            physical.append("  ".join(placed).rstrip())
+        lines.append("\n".join(physical))
+        if row is cells[0]:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(lines) + "\n"

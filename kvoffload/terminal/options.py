@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload.internal.models import MODELS, ModelGeometry, find_model
-from kvoffload.terminal.tables import WIDTH, wrap
+from kvoffload.terminal.console import WIDTH, wrap
 
 LARGEST = (1 << 32) - 1  # of counts, unless an option has a limit of its own
 
@@ -40,13 +40,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """The parser of a command, whose help shows every option, in lines of 80 columns.
 
-    Args:
-        commands: the result of `add_subparsers`.
-        name, summary: as the list of commands shows them.
-        text: describes the command, in a line or two.
-        example: a command line without the program's name.
-        common: the options of `add_common_options`, to be named in a line; "" for none.
-        usage: the arguments after the command's name.
+    `name` and `summary` are in the list of commands; `common` names the options of `add_common_options`, "" for none.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -78,13 +72,10 @@ def add_wide(parser: argparse.ArgumentParser, more: str) -> None:
 
 
 def add_seed(parser: argparse.ArgumentParser, use: str) -> None:
-    """`--seed`; `use` names the random things."""
     parser.add_argument("--seed", type=whole(0, (1 << 63) - 1), default=0, metavar="N", help=f"for {use} (default 0)")
 
 
 def whole(minimum: int, maximum: int = LARGEST) -> Callable[[str], int]:
-    """An argparse type: an integer of at least `minimum` and at most `maximum`."""
-
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -112,7 +103,6 @@ def scale(text: str) -> float:
 
 
 def model(text: str) -> ModelGeometry:
-    """An argparse type: the name of a geometry."""
     try:
         return find_model(text)
     except ValueError as error:
@@ -125,7 +115,6 @@ def models(text: str) -> list[ModelGeometry]:
 
 
 def numbers(text: str, maximum: int = LARGEST) -> list[int]:
-    """An argparse type: comma-separated integers from 1 to `maximum`."""
     first, *others = text.split(",")
     if any(re.fullmatch(r"0\d\d", part) for part in others):  # 1,024 is no 1 and 24
         raise argparse.ArgumentTypeError(

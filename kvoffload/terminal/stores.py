@@ -74,11 +74,7 @@ class StoreError(CommandError):
 
 
 class Store:
-    """The store that `--store` names.
-
-    Args:
-        kind, arguments: for `load_tier`.
-    """
+    """The store that `--store` names."""
 
     def __init__(self, kind: str, arguments: Mapping[str, Any]) -> None:
         self.kind, self.arguments = kind, dict(arguments)
@@ -86,33 +82,20 @@ class Store:
             self.arguments.setdefault("timeout", _SECONDS)
 
     def tier(self, *, identity: str, prefix: str) -> RemoteTier:
-        """A tier over it, without a pool.
-
-        Raises:
-            TypeError: not a `RemoteTier`.
-            The errors of `load_tier`.
-        """
+        """A tier over it, without a pool."""
         tier = load_tier(self.kind, **(self.arguments | {"identity": identity, "prefix": prefix}))
         if not isinstance(tier, RemoteTier):
             raise TypeError(f"{self.kind} is not a tier over a remote store; try its folder with --path")
         return tier
 
     def client(self) -> tuple[Any, Callable[[], None]]:
-        """A client without a tier, for the calls of its package, and a function that closes it. Its errors are its own.
-
-        Raises:
-            StoreError: the tier is of another package.
-        """
+        """A client without a tier, and a function that closes it. Its errors are those of its package."""
         if self.kind not in _CLIENTS:
             raise StoreError(self, "its client is not known", f"give one of {', '.join(_CLIENTS)}")
         return _CLIENTS[self.kind](self)
 
     def check(self) -> None:
-        """Ask the store for a record.
-
-        Raises:
-            StoreError: it cannot be used.
-        """
+        """Ask the store for a record."""
         try:
             tier = self.tier(identity="", prefix="kvoffload-check")
             tier.attach([np.frombuffer(mmap.mmap(-1, PAGE), np.uint8).reshape(1, PAGE)], bytes(16))
@@ -153,11 +136,7 @@ def add_store_option(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def store_of(words: Sequence[str]) -> Store:
-    """The store of one `--store`.
-
-    Raises:
-        ValueError: a bad argument.
-    """
+    """The store of one `--store`."""
     return Store(words[0], dict(map(argument, words[1:])))
 
 

@@ -17,12 +17,12 @@ from kvoffload.tiers.threaded import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFaults:
-    """The rate of each fault, 0.0 to 1.0 of a tier's reads, writes, removals and flushes, each record read or written
-    for itself. `exists` and `contains` have no faults.
+    """How likely each fault is, 0.0 to 1.0, in a tier's reads, writes, removals and flushes. Drawn for each
+    record read or written, each removal and each flush. `exists` and `contains` have no faults.
 
     Attributes:
         fail: FAILED; a read leaves half a record of other bytes in its entry. After a flush: `drain` is False.
-        error: OSError in the call, so FAILED, too; a read leaves its entry as it was.
+        error: FAILED, too, by an OSError inside the tier; a read leaves its entry as it was.
         delay: the call takes longer, by up to `longest_delay` seconds.
         hang: the call returns only after `FaultyTier.release_hung` or `heal`, and then does its work.
         decline: writes only: DECLINED.
@@ -56,14 +56,15 @@ class TierFaults:
 
 
 class FaultyTier(ThreadedTier):
-    """Another tier's methods, with faults. With one thread, equal calls in the same order get equal faults for a seed.
+    """A tier that calls another tier's methods, with faults. With one thread, equal calls in the same order get equal
+    faults for a seed.
 
     Records are never wrong unless `wrong_bytes` says so: a lost or torn record is a miss.
 
     Args:
         faults: the rates; by default none, for use with `fail_all` and `hang_all`.
-        inner: a tier that is not attached, whose methods are called, `release` by `close`; its own threads are not
-            started. Do not attach or close it yourself. Default: a MemoryTier of 1 GiB.
+        inner: the other tier. Do not attach or close it: this tier's threads call its methods, and `close` its
+            `release`. Default: a MemoryTier of 1 GiB.
         seed: of the faults.
         limits: see `Limits`; one thread by default.
 
@@ -112,7 +113,7 @@ class FaultyTier(ThreadedTier):
             self._all_fail = True
 
     def hang_all(self) -> None:
-        """From now on every get, put, removal and flush hangs, until `heal`; call that before `close`.
+        """From now on every get, put, removal and flush hangs, until you call `heal`. Do so before `close`.
 
         `contains` still answers; so does `exists`, as long as one thread of the tier does not hang.
         """
@@ -129,7 +130,9 @@ class FaultyTier(ThreadedTier):
             self._state.notify_all()
 
     def heal(self) -> None:
-        """No faults from now on: `faults` is TierFaults(), and hanging calls go on. Returns before they have ended."""
+        """No new faults: `faults` is TierFaults(), and hanging calls go on. Returns before these have ended; one may
+        still fail by the old rates. Records torn before stay corrupt.
+        """
         with self._state:
             self.faults = TierFaults()
             self._all_fail = self._all_hang = False

@@ -21,7 +21,7 @@ class FuzzReport(NamedTuple):
 
     Attributes:
         operations: keys that were put, fetched, asked for and removed; each `clear` and `drain` counts as one.
-        outcomes: how many keys had each, by operation and `Outcome.value`, such as ("get", "done"). Operations: "put",
+        outcomes: how many keys ended so, by (operation, `Outcome.value`), such as ("get", "done"). Operations: "put",
             "get", "exists", "remove", "clear".
     """
 
@@ -213,10 +213,12 @@ def fuzz_tier(
     while_waiting: Callable[[], None] | None = None,
     timeout: float = 60.0,
 ) -> FuzzReport:
-    """Put, fetch, ask for, remove and cancel random keys, several jobs at a time, and compare every byte with a model.
+    """Put, fetch, ask for, remove and cancel random keys, several jobs at a time, sometimes clear the whole tier, and
+    compare every byte with a model.
 
     Args:
-        tier: not attached yet; it gets a pool, and is closed afterwards. Its records are not removed.
+        tier: not attached yet. This attaches it to pools of its own and closes it afterwards. Records that it had
+            before may be removed, and those of the last operations stay: give it a store of its own.
         operations: how many at least, counted in keys.
         entries, row_bytes, pools: of its pool: one array of `entries` rows, at least 8, for each of `pools` devices.
             `row_bytes` is a multiple of 4096.
@@ -228,8 +230,8 @@ def fuzz_tier(
         timeout: seconds that one job may take.
 
     Raises:
-        AssertionError: wrong bytes, a removed record, an entry touched outside a job, a job that takes too long, any
-            error of the tier; the message has the seed.
+        AssertionError: wrong bytes, a record that came back after its removal, an entry touched outside a job, a job
+            that takes too long, or the tier raised (the cause). The message has the seed.
         ValueError: `timeout` is no number. Any error of `tier.attach`; then the tier is not closed.
     """
     timeout = to_wait("timeout", timeout)

@@ -32,8 +32,8 @@ def pattern(key: object, nbytes: int) -> UInt8Array:
     """A new array of `nbytes` bytes, uint8, (nbytes,), that depend only on `repr(key)`: the same in every process and
     on every machine.
 
-    Different keys give unrelated bytes, so that a block in the wrong place shows at once. For one key, more bytes begin
-    with the same bytes.
+    Different keys give unrelated bytes, so that a block in the wrong place shows at once. A longer array
+    for the same key begins with the bytes of the shorter one.
     """
     digest = hashlib.shake_128(repr(key).encode()).digest(nbytes)
     return np.frombuffer(digest, dtype=np.uint8).copy()
@@ -110,7 +110,7 @@ def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -
 
 
 class Mirror:
-    """Host copies of an engine's slots and of device memory, on which `naive_transfer` repeats each transfer.
+    """Host copies of an engine's slots and of device memory, on which `expect` repeats each transfer.
 
     Create it while the engine is idle. Call `expect` for each transfer, in the order of their submission, and `check`
     when the engine is idle again: it compares every byte, padding and guard bytes included.
@@ -141,7 +141,7 @@ class Mirror:
     ) -> None:
         """Repeat a transfer on the mirror's copies of slots and device memory, on the host. Call it once for each
         transfer, in the order of submission, before `check`; the transfer need not have ended. Blocks come first, then
-        slots, for a load, too. Errors as for `naive_transfer`.
+        slots, for a load, too. Raises AssertionError and IndexError as `naive_transfer`.
         """
         naive_transfer(
             self._engine.layout,
@@ -213,7 +213,7 @@ def _count(device: Device) -> dict[str, int]:
 
 def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
     """Close a simulated device and its engines; check that nothing undefined happened, no guard byte changed, and
-    nothing is left in its driver: share the driver with no other open device.
+    nothing is left in its driver, which no other open device may share.
 
     Raises:
         AssertionError: one of these checks failed, or the device is not simulated. If a guard byte changed before, the
@@ -268,7 +268,7 @@ def check_copier_conformance(
     Raises:
         AssertionError: a copier moved other bytes than the loop, touched a byte that it should not have, or failed.
         ValueError, CapabilityError: a copier is unknown, or cannot run on this device.
-        TimeoutError: transfers took longer than 60 seconds.
+        TimeoutError: one copier's transfers took longer than 60 seconds.
     """
     names = copiers
     if names is None:  # whether a kernel can run is known for certain when an engine has loaded one
@@ -341,7 +341,6 @@ def _planes(
     count: int = 6,
     interleaved: bool = False,
 ) -> _Memory:
-    """Planes of one size in one allocation."""
     stride = block_bytes * count if interleaved else block_bytes + padding
     pitch = block_bytes if interleaved else stride * num_blocks + _MARGIN
     buffer = device.allocate(max(pitch * count, stride * num_blocks + _MARGIN) + _MARGIN)
@@ -351,7 +350,6 @@ def _planes(
 
 
 def _separate(device: Device, *sizes: int) -> _Memory:
-    """Planes of several sizes, each in an allocation of its own."""
     buffers = [device.allocate(size * _BLOCKS + 2 * _MARGIN) for size in sizes]
     planes = [
         Plane(buffer.address + _MARGIN, block_bytes=size, num_blocks=_BLOCKS, owner=buffer)

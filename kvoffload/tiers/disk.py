@@ -10,14 +10,12 @@ from pathlib import Path
 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import TierCapabilities
+from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, flag
-from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
-from kvoffload.tiers.format import check_identity
+from kvoffload.tiers.format import check_identity, make_checksum
 from kvoffload.tiers.options import Limits
 from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
@@ -30,20 +28,22 @@ class DiskTier(ThreadedTier):
 
     Every read compares header, key and checksum, so anything that a crash, a torn write or a failing disk leaves is a
     miss. `remove` and `clear` are durable when their jobs are DONE, puts when `drain` has returned True; `close` syncs,
-    too, and logs if that fails. docs/disk-format.md specifies the format, and its limits: the default checksum is no
-    signature, and prompts lie on the disk unencrypted.
+    too, and logs if that fails. docs/disk-format.md has the format. The default checksum is no signature, and prompts
+    lie on the disk unencrypted.
 
     Args:
         path: a file, or several, best on different disks, over which records are spread. Missing files are created with
-            mode 0600. The folder must exist. Only its owner may write it, unless it has the sticky bit, as `/tmp` has,
-            which the system may clean. If one file is blank or damaged, `attach` empties all, with a warning.
+            mode 0600, unless others of the set exist: then it is another set. The folder must exist, and must not be
+            writable by every user, unless it has the sticky bit, as `/tmp` has, which the system may clean. If one file
+            is blank, damaged or of another version of the format, `attach` empties all (with `read_only` it finds no
+            records), and logs that.
         nbytes: size of all files together, allocated by `attach`. Required, unless `read_only`.
         identity: a text for everything but the layout that the bytes depend on: model and revision, adapter,
             quantisation, positions, shard. Files of another identity are refused.
         policy, tenants: how a full tier evicts, and quotas, as for `BlockCache`. Records of tenants that are not named
             here count for "".
         key: 16 to 64 secret bytes. Keyed blake2b then verifies records: it also finds deliberate changes, and takes at
-            least 15 times as long (see `checksums`). None: xxh3_128, which finds accidents.
+            least 15 times as long (see `format`). None: xxh3_128, which finds accidents.
         reset: if the files have another layout, identity, size, key or set, drop their records instead of refusing
             them, in `attach`. Files that are no disk tier's stay refused.
         read_only: read the files while another process writes them. Puts are DECLINED. Removals are FAILED, and this
@@ -54,11 +54,11 @@ class DiskTier(ThreadedTier):
         operations: the system calls, for tests.
 
     Raises:
-        CapabilityError: xxhash is missing (`pip install 'kvoffload[disk]'`).
+        CapabilityError: xxhash is missing (`pip install 'kvoffload[disk]'`), and there is no `key`.
         TypeError, ValueError: an argument.
         From `attach`, which opens the files: LayoutError, they have another layout, identity, size, key or set, or are
         no disk tier's. CapacityError, too little space. BlockingIOError, they are open for writing elsewhere.
-        PermissionError, other users may write a folder or access a file. OSError, a system call failed.
+        PermissionError, every user may write a folder, or others may access a file. OSError, a system call failed.
     """
 
     bytes_per_call = 4 << 20  # small records: the bookkeeping of several at once

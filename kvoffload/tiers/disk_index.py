@@ -43,19 +43,7 @@ class DiskPut:
 
 
 class DiskIndex:
-    """The records of a `SlotFiles`. Usable from any thread; owns the files, unless the constructor raises.
-
-    Args:
-        files: just opened.
-        policy, tenants: see `CacheIndex`.
-
-    Attributes:
-        index: the bookkeeping; an entry is a slot.
-
-    Raises:
-        OSError: the header table cannot be read.
-        ValueError, TypeError: bad arguments.
-    """
+    """The records of a `SlotFiles`. Usable from any thread; owns the files, unless the constructor raises."""
 
     def __init__(
         self,
@@ -65,10 +53,10 @@ class DiskIndex:
         tenants: Mapping[str, Tenant] | None = None,
     ) -> None:
         self.files = files
+        records = files.load()  # if that fails, a policy object has served no index yet
         self.index = CacheIndex(max(1, files.num_slots), policy=policy, tenants=tenants)
         self._lock = threading.RLock()  # what `remove` and `clear` say of the keys of open puts, with the index
         self._writing: dict[bytes, DiskPut] = {}  # keys that a put has reserved and `finish` has not seen
-        records = files.load()
         self._next_sequence = int(records.sequences[-1]) + 1 if records.keys else 0
         self.index.restore(
             records.keys,
@@ -99,12 +87,7 @@ class DiskIndex:
     # writing ------------------------------------------------------------------------------------------------------
 
     def reserve(self, keys: Sequence[bytes], tenant: str = "") -> DiskPut:
-        """Reserve slots for those keys of a put call that have no record yet, evicting others.
-
-        Raises:
-            LayoutError, ValueError: keys or tenant.
-            CapabilityError: the files are open for reading only.
-        """
+        """Reserve slots for those keys of a put call that have no record yet, evicting others."""
         self._check_writes()
         for key in keys:
             self.files.check_key(key)

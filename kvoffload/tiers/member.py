@@ -40,13 +40,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kvoffload.internal.types import Int64Array
-from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum
 from kvoffload.tiers.files import PAGE, Buffer, OpenFile, in_runs
 from kvoffload.tiers.format import (
+    DIGEST_BYTES,
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
     TABLE_OFFSET,
+    Checksum,
     Headers,
     Pairs,
     Superblock,

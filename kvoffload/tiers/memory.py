@@ -6,8 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvoffload.cache.tiering.job import Outcome
-from kvoffload.cache.tiering.tier import TierCapabilities
+from kvoffload.cache.tiering.tier import Outcome, TierCapabilities
 from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import UInt8Array

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvoffload.cache.tiering.job import Outcome
+from kvoffload.cache.tiering.tier import Outcome
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
@@ -73,16 +73,16 @@ class MooncakeConnection:
 class MooncakeTier(RemoteTier):
     """Records in a Mooncake Store: memory that processes on several machines contribute. Its master evicts.
 
-    `attach` registers the pool with Mooncake's client, which copies several records in a call between pool and store;
-    Python copies nothing. `attach` also tries to connect, first in a child process, because the client holds the
-    interpreter's lock while it waits. If no master answers, `attach` warns and does not raise: keys are FAILED, and
-    each later call tries again.
+    `attach` registers the pool with Mooncake's client, which copies records between pool and store, several in a call.
+    `attach` also tries to connect, first in a child process, because the client holds the interpreter's lock while it
+    waits. If no master answers, `attach` logs that and does not raise: keys are FAILED, and each later call tries
+    again.
 
     A restarted master is found again, but its records are gone, unless the masters are set up for high availability.
     Records in the memory of a dead process are FAILED until the master notices, then read from another replica, or
     MISSING. A removal does not wait for readers.
 
-    Mooncake's client reads environment variables, for the whole process. If these are not set, the tier sets them:
+    Unless they are set, the tier sets environment variables of the process that Mooncake's client reads:
     MC_LOG_LEVEL=ERROR, MC_STORE_CLIENT_SETUP_RETRIES=1, and by `timeout` MC_RPC_TIMEOUT_MS, MC_RPC_CONNECT_TIMEOUT_MS,
     MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC.
 
@@ -103,7 +103,7 @@ class MooncakeTier(RemoteTier):
 
     Raises:
         CapabilityError: missing are the package (`pip install 'kvoffload[mooncake]'`), its library `libibverbs1`,
-            xxhash, or for "rdma" an active device. From `attach`: the pool cannot be registered.
+            for "rdma" an active device, or without a `key` xxhash. From `attach`: the pool cannot be registered.
         TypeError, ValueError: an argument; `master` without a port, say.
     """
 

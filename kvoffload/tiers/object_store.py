@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.cache.tiering.job import Outcome
+from kvoffload.cache.tiering.tier import Outcome
 from kvoffload.internal.checks import masked, reason, seconds, shown
 from kvoffload.tiers.options import Limits, import_package
 from kvoffload.tiers.remote import Parts, RemoteTier
@@ -22,17 +22,18 @@ class ObjectStoreTier(RemoteTier):
 
     The tier evicts nothing: let a lifecycle rule of the store delete old objects below `prefix`. `attach` makes no
     request. If the store cannot be reached, or refuses the credentials, keys are FAILED, and the logger "kvoffload"
-    warns. A put sends the slot's bytes without a copy; a fetch copies once, because obstore returns its own memory.
+    warns.
 
     Args:
         store: the URL of an existing bucket or folder in one: "s3://bucket/folder", "gs://bucket", "az://container",
             "file:///folder". Or a store that you made with `obstore.store`, with your timeouts and retries.
-        identity, prefix, key, name, limits: see `RemoteTier`; 8 threads by default.
+        identity: a text for what the bytes depend on besides tokens and layout, such as model, revision and shard.
+        prefix, key, name, limits: see `RemoteTier`; 8 threads by default.
         config: only with a URL: obstore's options for this kind of store, such as `endpoint`, `region`,
             `access_key_id`. Others come from environment variables and the machine's role.
         client_options: obstore's options for connections, such as `root_certificate`, `proxy_url`, `allow_http`.
-        timeout: seconds that a request may take. Requests are not retried. Both apply to a URL of a network store, and
-            are ignored otherwise.
+            Ignored unless `store` is the URL of a network store.
+        timeout: seconds for a request, which is not retried. Ignored in the same cases.
 
     Raises:
         CapabilityError: obstore or xxhash is missing (`pip install 'kvoffload[objectstore]'`).

@@ -23,13 +23,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import TierCapabilities
+from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum, make_checksum
-from kvoffload.tiers.format import NO_CODEC, check_identity, identity_fields
+from kvoffload.tiers.format import DIGEST_BYTES, NO_CODEC, Checksum, check_identity, identity_fields, make_checksum
 from kvoffload.tiers.options import Limits
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 
@@ -165,7 +163,7 @@ class RemoteTier(ThreadedTier):
         key: 16 to 64 secret bytes, the same on all machines. Keyed BLAKE2b then makes records of programs without the
             key misses. None: xxh3_128, which finds only accidents; see `DiskTier`.
         name: for metrics, messages and the answers of `BlockCache.locate`.
-        durable: records outlive the store's processes.
+        durable: see `TierCapabilities`.
         limits: threads and queue; None: `Limits()`.
 
     Attributes:
@@ -224,8 +222,8 @@ class RemoteTier(ThreadedTier):
 
         Args:
             names: of the records.
-            parts: for each record the uint8 arrays to fill: header, then ranges. The caller verifies them. They may be
-                left half written unless the record is DONE.
+            parts: for each record the uint8 arrays to fill: the header of 192 bytes, then a range for each device. The
+                caller verifies them. They may be left half written unless the record is DONE.
 
         Returns:
             For each record DONE, MISSING or FAILED. If the stored bytes have another size, call `reject(name)`: what it
@@ -247,7 +245,8 @@ class RemoteTier(ThreadedTier):
 
     @abstractmethod
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        """Ask the store whether it has all parts of each record, in order. A hint: it may evict them a moment later.
+        """Ask the store. Return for each record, in order, whether all of its parts are there, as a hint: the store may
+        evict them a moment later.
 
         Raise if the store does not answer: False means that it has answered.
         """
@@ -283,7 +282,7 @@ class RemoteTier(ThreadedTier):
     def reject(self, name: str) -> Outcome:
         """Count a record as corrupt, delete it so that it can be put again, and return MISSING.
 
-        Never raises: if the record cannot be deleted, that is logged, and it stays a miss.
+        Never raises: if deleting fails, that is logged; each `get` of it misses and tries again.
         """
         self.count_corrupt()
         LOGGER.warning("%r: the record %s is not what was put; it is deleted", self, name)

@@ -29,9 +29,16 @@ from typing import NamedTuple
 
 from kvoffload.errors import CapacityError
 from kvoffload.internal.log import LOGGER
-from kvoffload.tiers.checksums import DIGEST_BYTES
 from kvoffload.tiers.files import PAGE, FileOperations, OpenFile
-from kvoffload.tiers.format import MAGIC, SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, UNFINISHED, VERSION, Superblock
+from kvoffload.tiers.format import (
+    DIGEST_BYTES,
+    MAGIC,
+    SUPERBLOCK_BYTES,
+    SUPERBLOCK_OFFSETS,
+    UNFINISHED,
+    VERSION,
+    Superblock,
+)
 from kvoffload.tiers.member import read_superblocks, write_superblocks
 
 _RESET = "give another path, or reset=True to lose what the files hold"
@@ -166,14 +173,7 @@ def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -
 
 
 def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: bool) -> Found:
-    """Open the file at `path`, if there is one, lock it if this process `writes`, and tell its state.
-
-    Raises:
-        BlockingIOError: it is open for writing elsewhere.
-        PermissionError: it belongs to another user, or others may read or write it, or may have put it there.
-        ValueError: it is no regular file.
-        OSError: it cannot be opened or read.
-    """
+    """Open the file at `path`, if there is one, lock it if this process `writes`, and tell its state."""
     access = os.O_RDWR if writes else os.O_RDONLY
     try:
         file = OpenFile(path, operations, access | os.O_NOFOLLOW | os.O_NONBLOCK)

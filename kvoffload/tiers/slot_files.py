@@ -21,9 +21,9 @@ from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array, UInt64Array
-from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
 from kvoffload.tiers.files import PAGE, SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import (
+    DIGEST_BYTES,
     HEADER_BYTES,
     MOST_KEY_BYTES,
     TABLE_OFFSET,
@@ -31,6 +31,7 @@ from kvoffload.tiers.format import (
     Superblock,
     identity_fields,
     join_headers,
+    make_checksum,
     tenant_digest,
 )
 from kvoffload.tiers.member import Member, ReadResult, SlotPut, hashes_of
@@ -59,28 +60,15 @@ class SlotFiles:
     """The slots of a set of files. Several threads may read and write different slots at a time.
 
     One object at a time may have a set open for writing. `read_only` objects follow its changes: their reads compare
-    the file's header before and after the payload.
+    the file's header before and after the payload. Arguments and errors as for `DiskTier`, but
 
     Args:
-        paths: a file for each disk. Missing files are created, in existing folders.
-        slot_bytes: payload bytes of a slot, a multiple of 4096.
         nbytes: size of all files together, allocated at once. Not used with `read_only`.
-        layout_digest: 16 bytes, `layout.fingerprint`.
-        identity, reset: see `DiskTier`.
-        key: see `make_checksum`.
-        read_only: change nothing. Several processes may read at a time.
-        direct: transfer payloads around the page cache if that works.
         io_threads: most payload transfers at a time with direct I/O; further calls may compute checksums meanwhile.
             None: no limit.
-        operations: the system calls.
 
     Attributes:
         num_slots: slots of all members; 0 with `read_only` if there is nothing to read.
-
-    Raises:
-        ValueError: an argument; or the files are of another set, and the message says which and what differs.
-        CapacityError: too little space on a disk, or `nbytes` has no room for a slot.
-        Others as `DiskTier` and its `attach`.
     """
 
     def __init__(
@@ -205,11 +193,7 @@ class SlotFiles:
     def read(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """Read the payloads of keys, each from its slot. Unless the result is True, the payload may hold anything.
-
-        Raises:
-            ValueError: a payload, as for `write`.
-        """
+        """Read the payloads of keys, each from its slot. Unless the result is True, the payload may hold anything."""
         for views in payloads:
             self._check_views(views)
         count = len(self._members)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.tier import (
     Notify,
+    Outcome,
     Tier,
+    TierJob,
     TierStatistics,
     check_call,
     check_entries,
@@ -39,7 +40,7 @@ _WHOLE_TIER = (b"",)  # the key of jobs that concern all records
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The call of `Tier.put` that a record belongs to.
+    """The call of `Tier.put` by which a record is written; an argument of `ThreadedTier.write_record`.
 
     Attributes:
         tenant: as given to `put`.
@@ -58,10 +59,10 @@ class ThreadedTier(Tier):
     `read_records`, `write_records`, `have_records` instead, and set `bytes_per_call`. Always: `remove_records` and
     `remove_all`. The others do nothing unless you override them.
 
-    Several threads call the methods at a time. Two calls never write one key at a time, and none writes a key while
-    another removes it. Reads come before writes, except that a write follows 16 reads. If a method for keys raises, or
-    its result has a wrong type or length, its keys are FAILED; the thread goes on. A method that never returns blocks
-    its thread and leaves its keys without an outcome.
+    The tier's threads call the methods, several at a time. Two calls never write one key at a time, and none writes a
+    key while another removes it; a read of it may run beside either. Removals come first, then reads, then writes, but
+    a write follows 16 reads. If a method for keys raises, or its result has a wrong type or length, its keys are
+    FAILED; the thread goes on. A method that never returns blocks its thread and leaves its keys without an outcome.
 
     Args:
         limits: threads and queue; None: `Limits()`.
@@ -70,7 +71,7 @@ class ThreadedTier(Tier):
         threads: how many call the methods. Set it in the class; `limits` overrides it.
         bytes_per_call: most bytes of the records in one call of `read_records` or `write_records`; a single record may
             be larger. The keys of a job are first divided among the threads. 0, the default: one record a call.
-        max_queued: keys of puts that may wait, and as many keys of `get` and `exists`.
+        max_queued: keys of puts that may wait, and as many keys of `get` and `exists`; more are DECLINED.
         pools: the arrays that `attach` was given; () before.
         record_bytes: bytes of one record, over all pools; 0 before `attach`.
 
@@ -112,30 +113,37 @@ class ThreadedTier(Tier):
         """Copy the rows to a record. Return DONE, DECLINED or FAILED; DONE without a copy if the key has a record.
 
         `rows`: one uint8 array, one-dimensional, for each of `pools`. Do not write to them, nor read them after
-        returning. A read must not return DONE for a half written record.
+        returning. `origin` has the tenant. A read must not return DONE for a half written record.
         """
         raise NotImplementedError(f"{type(self).__name__} must have write_record, or write_records")
 
     def has_record(self, key: bytes) -> bool:
-        """Return whether there is a record, without reading it.
+        """Return whether there is a record of this key, without reading it. `exists` needs it; if you raise, the key is
+        FAILED.
 
-        With a local index `contains` calls this in the caller's thread, even while `release` runs. So it must not
-        block; if it raises, `contains` says False.
+        If `capabilities.local_index` is True, `contains` calls it, too, in its caller's thread, even while `release`
+        runs. Then it must not block; if it raises, `contains` says False.
         """
         raise NotImplementedError(f"{type(self).__name__} must have has_record, or have_records")
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
-        """`read_record` for several keys of one job. Return a list of their outcomes, in order."""
+        """`read_record` for several keys of one `get`. Return a list of their outcomes, in order. Override this one
+        instead if your medium reads several at once.
+        """
         return [self._guarded(partial(self.read_record, *each)) for each in zip(keys, rows, strict=True)]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
-        """`write_record` for several keys of one job. Return a list of their outcomes, in order."""
+        """`write_record` for several keys of one `put`. Return a list of their outcomes, in order. Override this one
+        instead if your medium writes several at once.
+        """
         return [self._guarded(partial(self.write_record, *each, origin)) for each in zip(keys, rows, strict=True)]
 
     def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """`has_record` for several keys. If it raises, `exists` asks `has_record` for each; without one all FAILED.
+        """`has_record` for several keys: return a list of bools, in order. Override this one instead if your medium
+        answers for several at once.
 
-        With a local index `contains` calls this, too, as `has_record` describes.
+        If it raises, the keys are FAILED; if you have `has_record`, too, `exists` first tries again with each key
+        alone. `contains` may call it, too: see `has_record`.
         """
         return [bool(self.has_record(key)) for key in keys]
 
@@ -148,22 +156,27 @@ class ThreadedTier(Tier):
 
     @abstractmethod
     def remove_all(self) -> None:
-        """Remove all records, durably when you return. If this raises, `clear` is FAILED."""
+        """Remove all records, durably when you return. If this raises, the outcome of `clear` is FAILED."""
 
     def put_ended(self, job: TierJob) -> None:
-        """Called once, by any thread, when every key of a `put` has its outcome, so no write of it will begin. Not for
-        a put of no keys. Must not block; what it raises is logged.
+        """Override to learn that a `put` has ended: all its keys have outcomes, so none of its writes runs or will
+        begin. Called once, by any thread; not for a put of no keys. Must not block; what it raises is logged.
         """
 
     def get_ended(self, job: TierJob) -> None:
-        """Called for a `get` as `put_ended` for a `put`."""
+        """Override to learn that a `get` has ended: all its keys have outcomes. Called once, by any thread; not for a
+        get of no keys. Must not block; what it raises is logged.
+        """
 
     def flush(self) -> None:
-        """Make all written records durable. `drain` calls it, and returns False if it raises."""
+        """Make durable what was written so far. For `drain` a thread of the tier calls it, while others may write; if
+        it raises, `drain` returns False.
+        """
 
     def start(self, layout: bytes | None) -> None:
-        """Open files or connections; `pools` and `record_bytes` are set. `layout`: see `attach`. If this raises, close
-        them yourself: `attach` passes the error on, and `release` is not called.
+        """Override to open files or connections. `attach` calls it before the threads start; `pools` and `record_bytes`
+        are set. `layout`: the 16 bytes that `attach` was given, or None. If this raises, close them yourself: `attach`
+        passes the error on, and `release` is not called.
         """
 
     def release(self) -> None:
@@ -173,17 +186,19 @@ class ThreadedTier(Tier):
         """
 
     def num_records(self) -> int | None:
-        """How many records there are; None if unknown. Must not block or raise. Called at any time, even before `start`
-        and after `release`.
+        """Override to say how many records there are, for `statistics`; None: unknown. Must not block or raise. Called
+        at any time, even before `start` and after `release`.
         """
         return None
 
     def count_corrupt(self, records: int = 1) -> None:
-        """Count records as corrupt. `read_record` calls it when bytes differ from the ones that were put."""
+        """Add `records` to the statistics' `corrupt`. Call it where you read a record whose bytes are not those put."""
         self._workers.count(corrupt=records)
 
     def warn(self, error: BaseException) -> None:
-        """Log why a key is FAILED or DECLINED. Does nothing if an error was logged less than 10 seconds ago."""
+        """Log a warning that says why you return FAILED or DECLINED. (What your methods raise, the tier logs itself.)
+        Does nothing if the tier has logged an error less than 10 seconds ago.
+        """
         self._workers.warn(error)
 
     # the interface ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffload.cache.tiering.job import Outcome
+from kvoffload.cache.tiering.tier import Outcome
 from kvoffload.internal.checks import flag, seconds, shown
 from kvoffload.tiers.options import Limits, given_or_default, import_package
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
@@ -60,8 +60,8 @@ class ValkeyTier(RemoteTier):
     """Records in Valkey or Redis: one server with its replicas, or a cluster.
 
     The server evicts by its own `maxmemory-policy`. A record is several values in one hash slot: the header, and the
-    bytes of each device. One command reads them straight into the pool. If the server evicted one of the values, or two
-    machines put the key at the same time and their values are mixed, the record is a miss.
+    bytes of each device. If the server evicted one of the values, or two machines put the key at the same time and
+    their values are mixed, the record is a miss.
 
     `attach` does not connect: each thread connects at its first call. If the server cannot be reached, or refuses the
     password, keys are FAILED, and the logger "kvoffload" warns; nothing raises. `kvoffload doctor --store valkey
@@ -69,7 +69,8 @@ class ValkeyTier(RemoteTier):
 
     Args:
         addresses: "host:port", or a list of them: a primary and its replicas, or any nodes of a cluster.
-        identity, prefix, key, name, limits: see `RemoteTier`; 4 threads by default.
+        identity: a text for what the bytes depend on besides tokens and layout, such as model, revision and shard.
+        prefix, key, name, limits: see `RemoteTier`; 4 threads by default.
         cluster: the servers are a cluster.
         connection: login, encryption and further options of the client; None: `ValkeyConnection()`.
         expiry: the server deletes a record so many seconds after its put, even if it is read. None: it does not.
@@ -152,7 +153,9 @@ class ValkeyTier(RemoteTier):
                     break
 
     def describe(self) -> dict[str, str | int]:
-        """Version, memory and eviction policy of the server; in a cluster, of one node."""
+        """Ask the server (in a cluster, some node) for `version`, `used_bytes`, `max_bytes` (0: no limit) and its
+        eviction policy, `when_full`. Raises the client's error if it does not answer.
+        """
         route = self._glide.RandomNode() if self.cluster else None
         answer = self._command("INFO", "server", "memory", route=route)
         lines = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)

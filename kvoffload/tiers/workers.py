@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import Outcome, TierJob
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER

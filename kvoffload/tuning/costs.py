@@ -29,10 +29,11 @@ class Shape(NamedTuple):
     """The size of a transfer, in the numbers that its cost depends on. All are at least 1.
 
     Attributes:
+        direction: store or load.
         blocks: device blocks.
         plane_blocks: blocks x planes.
         operations: strided operations, after adjacent blocks of a slot were merged.
-        rows: rows of all operations together. Each is one contiguous copy.
+        rows: rows of all operations together; "batch" and "loop" make a contiguous copy of each.
         nbytes: payload bytes.
     """
 
@@ -45,8 +46,8 @@ class Shape(NamedTuple):
 
 
 class Situation(StrEnum):
-    """What else the GPU and its link do during a transfer: nothing, large or small matrix products, or contiguous
-    copies in the other direction.
+    """What else the GPU and its link do during a transfer. IDLE: nothing. LARGE_PRODUCTS, SMALL_PRODUCTS: products of
+    matrices. BOTH_DIRECTIONS: contiguous copies in the other direction.
     """
 
     IDLE = "idle"

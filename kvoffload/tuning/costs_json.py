@@ -64,10 +64,14 @@ def short(value: float) -> float:
 
 def parse_costs(fields: dict[str, Any]) -> Costs:
     """The costs that `render_costs` wrote; ValueError, KeyError, TypeError or AttributeError for anything else."""
-    costs = Costs(
-        link=number(fields["link_gb_per_s"], above=0.0) * 1e9,
-        flat={str(name): _parse_flat(flat) for name, flat in fields["flat"].items()},
-    )
+    flat = {}
+    for name, measured in fields["flat"].items():
+        curves = []
+        for nbytes in _ascending([_whole(nbytes) for nbytes in measured]):
+            curve = measured[str(nbytes)]
+            curves.append(Curve(nbytes, _ascending(curve["counts"]), _seconds(curve["us"], len(curve["counts"]))))
+        flat[str(name)] = FlatCosts(tuple(curves))
+    costs = Costs(link=number(fields["link_gb_per_s"], above=0.0) * 1e9, flat=flat)
     strided = fields["strided"]
     if strided is None:
         return costs
@@ -86,14 +90,6 @@ def parse_copier(text: str) -> str:
     if text not in COPIERS:
         raise ValueError(f"{text!r:.40} is no copier; known are {', '.join(COPIERS)}")
     return text
-
-
-def _parse_flat(fields: dict[str, Any]) -> FlatCosts:
-    curves = []
-    for nbytes in _ascending([_whole(nbytes) for nbytes in fields]):
-        curve = fields[str(nbytes)]
-        curves.append(Curve(nbytes, _ascending(curve["counts"]), _seconds(curve["us"], len(curve["counts"]))))
-    return FlatCosts(tuple(curves))
 
 
 def _ascending(values: list[Any]) -> tuple[int, ...]:

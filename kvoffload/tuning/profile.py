@@ -86,7 +86,7 @@ class Profile:
         simulated: True if a simulated device was measured: the figures mean nothing for a GPU.
         costs: by direction, on an idle GPU; `seconds` computes times from it.
         situations: the same by situation, from fewer transfers. Empty if unknown, as are the following.
-        host: by copier, how long a submission keeps its caller.
+        host: by copier, host seconds for which a submission keeps its caller.
         around: by copier, how much longer a transfer takes for its caller (from the call until it is seen to have
             landed) than on the GPU's clock.
         errors: by copier, how far expected times are off, for transfers that `costs` were not fitted to.
@@ -102,7 +102,8 @@ class Profile:
     simulated: bool = False
 
     def seconds(self, copier: CopierName, shape: Shape, situation: Situation = Situation.IDLE) -> float:
-        """Expected seconds on the GPU's clock; infinity for a copier that was not measured.
+        """Expected seconds of a transfer of this size by this copier, on the GPU's clock; infinity if it was not
+        measured.
 
         If the situation was not measured, the seconds are those on an idle GPU.
         """
@@ -113,16 +114,17 @@ class Profile:
         return _host_seconds(self.host, copier, shape)
 
     def seconds_around(self, copier: CopierName, shape: Shape) -> float:
-        """How many more seconds a transfer is expected to take for its caller than on the GPU's clock; 0.0 if unknown.
+        """Expected seconds beyond `seconds` for the caller of a transfer, `host_seconds` included; 0.0 if unknown.
 
         The caller's time goes from the call until it sees that the transfer has landed.
         """
         return _host_seconds(self.around, copier, shape)
 
     def limited_to(self, link: float, source: str) -> Profile:
-        """A default profile for the same GPU on a link of `link` bytes per second, which is slower.
+        """A profile for the same GPU behind a slower link, of `link` bytes per second. `source` says where it comes
+        from. It has no key, so it cannot be saved.
 
-        Times become as long as the link needs for the bytes, plus a transfer's fixed cost, unless they are longer.
+        A transfer that would be faster than the link allows takes what its bytes need there, plus its fixed cost.
         """
 
         def limit(costs: dict[Direction, Costs]) -> dict[Direction, Costs]:
@@ -173,7 +175,7 @@ def _limit(costs: Costs, link: float) -> Costs:
 
 
 def key_of(device: Device) -> ProfileKey:
-    """The key of the profile that is valid for this device. A simulated device has one, too."""
+    """The key for this device's profile, whether or not one is saved. Simulated devices have one, too."""
     capabilities, pci = device.capabilities, device.pci
     return ProfileKey(
         gpu=device.name,
@@ -185,12 +187,14 @@ def key_of(device: Device) -> ProfileKey:
 
 
 def profile_for(device: Device) -> Profile:
-    """The measured profile of a device, or a default. A simulated device gets the default for unknown GPUs."""
+    """The profile that was measured and saved for a device, or a default. A simulated device gets the default for
+    unknown GPUs.
+    """
     return default_profile(None) if device.simulated else load_profile(key_of(device))
 
 
 def check_profile(profile: object) -> Profile:
-    """`profile`, if it is one.
+    """Return `profile` if it is a `Profile`.
 
     Raises:
         TypeError: it is not; the message says where profiles come from.
@@ -255,20 +259,21 @@ def _defaults() -> tuple[Profile, Profile]:
 
 
 def profile_path(key: ProfileKey) -> Path:
-    """Where `save_profile` writes the profile of this key, and `load_profile` looks for it. It may not exist.
+    """The file that `save_profile` writes for this key and `load_profile` reads. It need not exist yet.
 
-    The folder is `profiles` in that of the environment variable KVOFFLOAD_CACHE, else in the user's cache folder.
+    It is in the folder `profiles` below the one that the environment variable KVOFFLOAD_CACHE names, or else below
+    `kvoffload` in the user's cache folder.
     """
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cachefiles.cache_folder() / "profiles" / f"{digest[:32]}.json"
 
 
 def save_profile(profile: Profile) -> Path | None:
-    """Write a measured profile for `load_profile`, in place of an older one with its `key`, which is not None. Returns
+    """Write a measured profile to the file from which `load_profile` reads its `key`, in place of an older one. Returns
     the path; None, with a KVOffloadWarning, if it cannot be written.
 
     Raises:
-        ValueError: it has no key, as the default profiles.
+        ValueError: its `key` is None: it is a default.
     """
     if profile.key is None:
         raise ValueError("profile must be a measured one, with a key: defaults come with the package")

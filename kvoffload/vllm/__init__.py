@@ -5,17 +5,6 @@
                                "spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.vllm",
                                "cpu_bytes_to_use": 68719476736}}'
 
-    spec.py       KVOffloadSpec: one in the scheduler's process and one in each worker's
-    manager.py    KVOffloadManager: the scheduler's side, a CacheIndex
-    worker.py     KVOffloadWorker: a worker's side, an OffloadEngine over its KV cache
-    connector.py  KVOffloadConnector: vLLM's OffloadingConnector, which also reports failed transfers
-    options.py    kv_connector_extra_config, checked
-    requests.py   the manager's state for each request of vLLM, and counts of offered keys
-    events.py     events of the index as vLLM's
-    metrics.py    statistics of the index as vLLM's
-    tiers.py      tiers below the workers' host memory: promotions.py, identity.py
-    releases.py   the tested releases of vLLM
-
 Nothing else in the package imports it; it imports vLLM, and for the current stream torch. See docs/guides/vllm.md.
 """
 

@@ -41,27 +41,10 @@ class TierChoice:
 
 @dataclass(frozen=True)
 class Options:
-    """The options in kv_connector_extra_config. Names without "kvoffload_" are vLLM's. Only `read` checks them.
+    """The options in kv_connector_extra_config; docs/guides/vllm.md says what each means. Only `read` checks them.
 
-    Attributes:
-        cpu_bytes_to_use: bytes of host memory for all workers of this engine together, at least 1.
-        store_threshold: store a chunk when it was offered so many times; below 2: at once.
-        max_tracker_size: chunks whose offers are counted, at least 1.
-        kvoffload_policy: eviction policy: "prefix", "lru", "arc" or "s3fifo".
-        kvoffload_prefer: "overlap" or "latency", see `OffloadEngine`.
-        kvoffload_staging_bytes: device memory for each direction through which a kernel packs blocks, see
-            `OffloadEngine`; None: its default. 0: only copy engines.
-        kvoffload_max_in_flight: unfinished transfers of a worker at a time, at least 1; None: see `OffloadEngine`.
-        kvoffload_most_queued_bytes: bytes of one direction that the driver gets at a time, at least 1; None: see
-            `OffloadEngine`.
-        kvoffload_tiers: tiers below host memory, in the order in which they are asked.
-        kvoffload_tier_identity: a text for everything but the layout that the tiers' bytes depend on. None: made from
-            the model, its weights, and more.
-        kvoffload_tier_write: when chunks are written to tiers: "admitted", "through", "back" or "none", see
-            `BlockCache`.
-        kvoffload_promotion_seconds: longest time that a request waits for tiers, above 0; then it computes.
-        kvoffload_prefill_tokens_per_second: speed of computing, by which chunks are left to be computed that a tier
-            would bring more slowly. None: unknown, everything in the tiers is read.
+    Names without "kvoffload_" are vLLM's. None of an option is the default of `OffloadEngine` or of the tiers. With a
+    `kvoffload_staging_bytes` of 0 only copy engines copy.
     """
 
     cpu_bytes_to_use: int

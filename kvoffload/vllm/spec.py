@@ -1,23 +1,38 @@
-"""KVOffloadSpec: vLLM's entry to kvoffload, made in the scheduler's process and in each worker's."""
+"""KVOffloadSpec: vLLM's entry to kvoffload, made in the scheduler's process and in each worker's.
+
+Tiers are below the host memory of all workers, in the scheduler's process. Each worker offers its slots under its own
+name. The scheduler's process maps the slots of all workers, and gives them to the tiers: a record is one chunk of all
+workers. Usually vLLM makes the workers first. If it does not, the manager looks for them at its first use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.tier import Tier
 from kvoffload.device.device import Device, open_device
-from kvoffload.errors import CapacityError
-from kvoffload.internal.types import StreamLike
-from kvoffload.vllm.identity import note_of
+from kvoffload.device.shared_slots import SharedSlots
+from kvoffload.errors import CapabilityError, CapacityError
+from kvoffload.internal.types import StreamLike, UInt8Array
+from kvoffload.tiers.loading import load_tier
+from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest, note_of
 from kvoffload.vllm.manager import KVOffloadManager
 from kvoffload.vllm.metrics import definitions, tier_definitions
 from kvoffload.vllm.options import Options
-from kvoffload.vllm.tiers import TiersOfWorkers
+from kvoffload.vllm.promotions import Promotions
 from kvoffload.vllm.worker import KVOffloadWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _ALIGNMENT = 4096  # of slots
 _ENGINE_OPTIONS = ("prefer", "staging_bytes", "max_in_flight", "most_queued_bytes")
@@ -92,29 +107,34 @@ class KVOffloadSpec(OffloadingSpec):
         Raises:
             CapacityError: the memory cannot be pinned, or a chunk is larger than vLLM's configuration says.
             LayoutError: the tensors are not on the GPU.
-            Also errors of `open_device`. After an error make another spec.
+            Also errors of `open_device`. After an error nothing is pinned, and the next call tries again.
         """
-        if self._worker is None:
-            given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
-            self._worker = KVOffloadWorker(
-                kv_caches,
-                device=self.open_device(kv_caches),
-                blocks_per_chunk=self.blocks_per_chunk,
-                num_chunks=self.num_chunks,
-                current_stream=self.current_stream(kv_caches),
-                shared=self._tiers is not None,
-                **{name: value for name, value in given.items() if value is not None},
-            )
-            if self._worker.layout.slot_bytes > max(self._chunk_bytes, _ALIGNMENT):
-                needed = self._worker.layout.slot_bytes
-                self._worker.shutdown()
+        if self._worker is not None:
+            return self._worker
+        given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
+        worker = KVOffloadWorker(
+            kv_caches,
+            device=self.open_device(kv_caches),
+            blocks_per_chunk=self.blocks_per_chunk,
+            num_chunks=self.num_chunks,
+            current_stream=self.current_stream(kv_caches),
+            shared=self._tiers is not None,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        try:
+            needed = worker.layout.slot_bytes
+            if needed > max(self._chunk_bytes, _ALIGNMENT):
                 raise CapacityError(
                     f"a chunk of this worker takes {needed} bytes, and cpu_bytes_to_use was divided into chunks of "
                     f"{self._chunk_bytes}: vLLM's configuration and its tensors disagree"
                 )
             if self._tiers is not None:
-                self._worker.offer(self._tiers.name_of(self.config.parallel.rank), note_of(self._worker.layout))
-        return self._worker
+                worker.offer(self._tiers.name_of(self.config.parallel.rank), note_of(worker.layout))
+        except BaseException:
+            worker.shutdown()
+            raise
+        self._worker = worker
+        return worker
 
     def open_device(self, kv_caches: CanonicalKVCaches) -> Device:
         """Open the GPU of the tensors. Nothing here closes it. A subclass may give another device, for tests."""
@@ -126,3 +146,109 @@ class KVOffloadSpec(OffloadingSpec):
 
         device = kv_caches.tensors[0].tensor.device
         return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# tiers below the workers ----------------------------------------------------------------------------------------------
+
+
+_LONGEST_WAIT = 30.0  # seconds for workers' memory
+
+
+class TiersOfWorkers:
+    """The tiers of kvoffload_tiers. Made in every process; only the scheduler's calls `open`."""
+
+    def __init__(
+        self, config: OffloadingConfig, options: Options, num_chunks: int, *, wait: float = _LONGEST_WAIT
+    ) -> None:
+        connector = config_of_connector()
+        if connector is None:
+            raise CapabilityError(
+                'kvoffload_tiers needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
+                "with vLLM's own connector the bytes of a store that failed would get into the tiers"
+            )
+        if num_chunks == 0:
+            raise CapacityError(
+                f"kvoffload_tiers needs slots in host memory, and cpu_bytes_to_use={options.cpu_bytes_to_use} is less "
+                "than a chunk of all workers; raise it"
+            )
+        self._config, self._options, self._num_chunks = config, options, num_chunks
+        self._connector: VllmConfig = connector
+        self._wait = wait
+
+    def name_of(self, rank: int) -> str:
+        """The name under which a worker offers its slots; all processes of an engine know the engine's identifier."""
+        return f"{self._config.engine_id}/{rank}"
+
+    def promotions(self) -> Promotions:
+        """For the manager, which opens the index at its first use."""
+        sizes = {group.group_id: group.sliding_window_size_in_chunks for group in self._config.groups}
+        disks_alone = all(choice.kind == "disk" for choice in self._options.kvoffload_tiers)
+        return Promotions(
+            self.open,
+            seconds=self._options.kvoffload_promotion_seconds,
+            windows={number: size for number, size in sizes.items() if size is not None},
+            source=CacheHitSource.DISK if disks_alone else CacheHitSource.EXTERNAL_UNSPECIFIED,
+        )
+
+    def workers_are_there(self) -> bool:
+        try:
+            for rank in range(self._config.parallel.world_size):
+                SharedSlots.receive(self.name_of(rank)).close()
+        except TimeoutError:
+            return False
+        return True
+
+    def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
+        """Open the index over all workers' slots."""
+        options, replica = self._options, str(self._config.parallel.data_parallel_index)
+        pools, notes = self._pools()
+        per_chunk, per_second = None, options.kvoffload_prefill_tokens_per_second
+        if per_second is not None:  # the group with the most tokens counts: groups are computed together
+            tokens = max(int(group.tokens_per_block) for group in self._config.groups)
+            per_chunk = tokens * int(self._config.cache.blocks_per_chunk) / per_second
+        tiers: list[Tier] = []
+        with ExitStack() as stack:  # closes the tiers if one of them, or the index, cannot be opened
+            stack.callback(lambda: [tier.close() for tier in tiers])
+            for place, choice in enumerate(options.kvoffload_tiers):
+                arguments: dict[str, Any] = {
+                    name: value.replace("{dp}", replica) if isinstance(value, str) else value
+                    for name, value in choice.arguments.items()
+                }
+                if choice.kind != "memory" and "identity" not in arguments:
+                    arguments["identity"] = self.identity
+                try:
+                    tiers.append(load_tier(choice.kind, **arguments))
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"kvoffload_tiers[{place}], {choice.kind}: {error}") from error
+            index = CacheIndex(
+                len(pools[0]),
+                pools=pools,
+                tiers=tiers,
+                layout=layout_digest(self._config, notes),
+                write=options.kvoffload_tier_write,
+                seconds_per_key=per_chunk,
+                policy=options.kvoffload_policy,
+                on_event=on_event,
+            )
+            stack.pop_all()
+        return index
+
+    def _pools(self) -> tuple[list[UInt8Array], list[str]]:
+        pools, notes = [], []
+        for rank in range(self._config.parallel.world_size):
+            try:
+                with SharedSlots.receive(self.name_of(rank), timeout=self._wait) as slots:
+                    pools.append(slots.array)
+                    notes.append(slots.note)
+            except TimeoutError as error:
+                raise CapabilityError(
+                    f"kvoffload_tiers needs all {self._config.parallel.world_size} workers on the scheduler's machine, "
+                    f"in its network namespace; worker {rank} has offered no memory there for {self._wait:g} seconds. "
+                    "Leave out kvoffload_tiers where workers are on several machines"
+                ) from error
+        return pools, notes
+
+    @property
+    def identity(self) -> str:
+        given = self._options.kvoffload_tier_identity
+        return identity_of(self._connector, self._config) if given is None else given

@@ -84,16 +84,11 @@ class KVOffloadWorker(OffloadingWorker):
     """Moves blocks of a worker's KV cache to slots of pinned memory and back. See vLLM's `OffloadingWorker`.
 
     Args:
-        kv_caches: vLLM's, see `layout_of`.
         device: the GPU of the KV caches. `shutdown` does not close it.
-        blocks_per_chunk: blocks of a slot.
-        num_chunks: number of slots.
         current_stream: returns the stream on which vLLM queues its work.
         shared: put the slots into memory that the scheduler can map, see `offer`.
-        engine_options: for the `OffloadEngine`.
 
     Attributes:
-        layout, engine: the `KVLayout` and the `OffloadEngine`.
         reports_failures: KVOffloadConnector sets it, and calls `take_failed_loads` and `take_failed_slots`.
     """
 
@@ -232,7 +227,7 @@ class KVOffloadWorker(OffloadingWorker):
             self._failed_slots |= transfer.slots
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until these transfers have ended. Unknown ids and those that `get_finished` has returned are ignored.
+        """Wait until these transfers have ended. Ids that are unknown or that `get_finished` has returned are ignored.
 
         Raises:
             TransferError: an expedited load has failed; the model would compute with wrong bytes. The others may not

@@ -14,8 +14,7 @@ from printed import Terminal
 
 import kvoffload
 from kvoffload.commands import main
-from kvoffload.terminal.console import SIMULATED_NOTE
-from kvoffload.terminal.tables import WIDTH
+from kvoffload.terminal.console import SIMULATED_NOTE, WIDTH
 
 SMALL_OPTIONS = ("--model", "gpt-oss-20b", "--planes", "folded", "--blocks-per-slot", "2", "--blocks", "2")
 SMALL_TRANSFER = ("bench", "transfer", *SMALL_OPTIONS, "--backend", "simulated")

@@ -15,7 +15,7 @@ from benching import run_json, times_in
 from kvoffload.commands import main
 from kvoffload.kernels import KernelSpec, compile_kernel
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.files import require_writable, write_whole
+from kvoffload.terminal.console import require_writable, write_whole
 from kvoffload_bench.copy_methods import GridStride
 from kvoffload_bench.harness import Lab
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of

@@ -16,7 +16,7 @@ from servers import Process, ask, need_module
 
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.commands import main
-from kvoffload.terminal.tables import WIDTH
+from kvoffload.terminal.console import WIDTH
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
 from kvoffload_bench import tier_calls

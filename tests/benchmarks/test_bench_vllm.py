@@ -18,8 +18,7 @@ from faketorch import FakeBackend, FakeWorker, fake_classes
 
 from kvoffload.commands import main
 from kvoffload.errors import CapabilityError
-from kvoffload.terminal.console import Output
-from kvoffload.terminal.tables import WIDTH
+from kvoffload.terminal.console import WIDTH, Output
 from kvoffload_bench import vllm, vllm_classes, vllm_report
 from kvoffload_bench.field_compute import Situation
 from kvoffload_bench.harness import Lab

@@ -258,6 +258,14 @@ def test_a_load_whose_later_group_repeats_a_block_overwrites_none_of_an_earlier_
         assert not np.array_equal(bench.block(20), before)
 
 
+def test_slots_of_several_groups_lie_side_by_side() -> None:
+    with grouped() as (_, cache, _):
+        reservation = cache.reserve(keys(0, 1))
+        assert [list(reservation.slots(group)) for group in range(2)] == [[0, 2], [1, 3]]
+        reservation.commit()
+        assert [list(cache.acquire(keys(1, 1, 0)).slots(group)) for group in range(2)] == [[2, 2, 0], [3, 3, 1]]
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_counts_do_not_depend_on_when_copies_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's copies may have ended before the next group's are submitted."""

@@ -137,3 +137,18 @@ def test_a_hook_may_wait_for_another_job() -> None:
         cache.remove(keys(0))
         assert seen == [tuple(keys(0)), tuple(keys(0)), tuple(keys(1))]
         assert cache.status(keys(0, 1)) == [Status.MISS, Status.HIT]
+
+
+def test_a_hook_may_call_the_cache_and_its_events_come_after() -> None:
+    kinds: list[str] = []
+
+    def hook(event: CacheEvent) -> None:
+        kinds.append(event.kind)
+        if event.kind == "stored":
+            assert cache.lookup(event.keys) == 1
+            kinds.append("after the lookup")
+
+    with simulated() as device, rig(device, num_slots=4) as bench:
+        cache = BlockCache(bench.engine, on_event=hook)
+        cache.store(keys(0), [0], after=NO_WAIT).wait(10)
+    assert kinds == ["stored", "after the lookup", "hit"]

@@ -148,15 +148,6 @@ def test_entries_of_open_reservations_and_resident_keys_are_distinct(index: Cach
     second.abort()
 
 
-def test_slots_of_several_groups_lie_side_by_side() -> None:
-    index = CacheIndex(4)
-    index.records.num_groups = 3
-    reservation = index.reserve(keys(0, 1))
-    assert [list(reservation.slots(group)) for group in range(3)] == [[0, 3], [1, 4], [2, 5]]
-    reservation.commit()
-    assert [list(index.acquire(keys(1, 1, 0)).slots(group)) for group in range(3)] == [[3, 3, 0], [4, 4, 1], [5, 5, 2]]
-
-
 def test_reservations_say_what_was_given_up(index: CacheIndex) -> None:
     store(index, keys(0, 1, 2, 3))
     reservation = index.reserve(keys(4, 5))

@@ -1,4 +1,4 @@
-"""Limits of CacheIndex: the reuse filter, `max_load_blocks`, quotas and priorities of tenants."""
+"""Limits of CacheIndex: the reuse filter, `max_load_blocks`, quotas and priorities of tenants; a policy object."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from caching import state, store
-from helpers import keys
+from helpers import keys, rig, simulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload import CacheEvent, CacheIndex, CapacityError, LayoutError, Lease, Reservation, Status, Tenant
-from kvoffload.cache.policies import POLICIES
+from kvoffload import (
+    NO_WAIT,
+    BlockCache,
+    CacheEvent,
+    CacheIndex,
+    CapacityError,
+    LayoutError,
+    Lease,
+    Reservation,
+    Status,
+    Tenant,
+)
+from kvoffload.cache.policies import LRU, POLICIES
 from kvoffload.cache.pools import ReuseFilter
 
 every_policy = pytest.mark.parametrize("policy", POLICIES)
@@ -517,3 +528,43 @@ def test_a_store_that_failed_need_not_be_asked_for_so_often_again() -> None:
 def test_keys_that_can_be_read_once_only_are_refused() -> None:
     with pytest.raises(LayoutError, match="keys must be a list of bytes"):
         CacheIndex(4).lookup(key for key in [b"a"])  # type: ignore[arg-type]
+
+
+# a policy object
+
+
+def test_a_policy_object_serves_one_cache_for_good() -> None:
+    policy = LRU()
+    index = CacheIndex(4, policy=policy)
+    index.reserve(keys(0)).commit()
+    for capacity in (4, 8):
+        with pytest.raises(
+            ValueError, match=r"policy must be an object that no cache has had before.*LRU.*make another"
+        ):
+            CacheIndex(capacity, policy=policy)
+    assert (list(policy), index.lookup(keys(0))) == (keys(0), 1), "the refused caches have changed nothing"
+    index.check()
+    index.close()
+    with pytest.raises(ValueError, match="no cache has had before"):
+        CacheIndex(4, policy=policy)  # it still knows the keys of the closed one, which can still be used
+    del index
+    with pytest.raises(ValueError, match="no cache has had before"):
+        CacheIndex(4, policy=policy)
+
+
+def test_a_policy_object_of_a_refused_cache_can_be_given_to_another() -> None:
+    policy: Any = LRU()
+    for wrong in ({"on_event": 3}, {"store_after": -1}, {"tenants": {"a": Tenant(priority=1)}}, {"tiers": 3}):
+        with pytest.raises((TypeError, ValueError)):
+            CacheIndex(4, policy=policy, **wrong)
+    with simulated() as device, rig(device, num_slots=4) as one, rig(device, num_slots=4) as two:
+        held = BlockCache(one.engine)
+        held.store(keys(0), [0], after=NO_WAIT)
+        with pytest.raises(CapacityError, match="belong to another BlockCache"):
+            BlockCache(one.engine, policy=policy)
+        cache = BlockCache(two.engine, policy=policy)
+        cache.store(keys(1), [1], after=NO_WAIT).wait(10)
+        assert list(policy) == keys(1)
+        with pytest.raises(ValueError, match="no cache has had before"):
+            BlockCache(one.engine, policy=policy)
+        assert held.lookup(keys(0)) == 1

@@ -21,7 +21,7 @@ class Unasked(LRU):
         return super().__getattribute__(name)
 
 
-@pytest.mark.parametrize("policy", [Unasked(), *POLICIES], ids=str)
+@pytest.mark.parametrize("policy", [Unasked, *POLICIES], ids=str)
 @pytest.mark.parametrize("options", [{}, {"store_after": 1, "max_load_blocks": 3}], ids=str)
 def test_an_index(policy: Any, options: dict[str, Any]) -> None:
     index = CacheIndex(0, policy=policy, **options)

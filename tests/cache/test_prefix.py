@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from policy_oracles import ACTIONS, PAIRS, SideBySide, Step
 from policy_steps import STEPS
 from prefix_oracle import PrefixOracle, Settings
+from seeds import rest_long
 
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import Prefix, prefix, reuse
@@ -43,7 +44,7 @@ def test_any_steps_give_up_what_the_oracle_gives_up(capacity: int, steps: list[S
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("capacity", [7, 40])
+@pytest.mark.parametrize("capacity", rest_long([7, 40], 1))
 def test_long_courses_give_up_what_the_oracle_gives_up(capacity: int, seed: int) -> None:
     """Conversations that grow and come back, and requests that never do."""
     chance = random.Random(seed)

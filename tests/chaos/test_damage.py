@@ -13,7 +13,7 @@ from chaos_history import RECORD_BYTES, SECONDS, content, fetch, make_tier
 
 from kvoffload.errors import LayoutError
 from kvoffload.tiers import Outcome
-from kvoffload.tiers.checksums import make_checksum
+from kvoffload.tiers.format import make_checksum
 
 pytestmark = pytest.mark.long
 

@@ -362,7 +362,7 @@ def test_demo_with_a_wrong_byte_is_exit_code_1(
 
     monkeypatch.setattr(VerifiedCache, "serve", serve_then_spoil)
     assert main(["demo", "--backend", "simulated"]) == 1
-    assert re.search(r"corrupt +[1-9]", capsys.readouterr().out)
+    assert re.search(r"  with wrong bytes +[1-9]", capsys.readouterr().out)
 
 
 def test_the_parser_names_every_command() -> None:

@@ -12,8 +12,8 @@ from printed import Terminal
 
 from kvoffload.commands import main
 from kvoffload.replay.trace import require_readable
+from kvoffload.terminal.console import WIDTH
 from kvoffload.terminal.options import numbers
-from kvoffload.terminal.tables import WIDTH
 
 
 def words(each: str | tuple[str, ...]) -> str:

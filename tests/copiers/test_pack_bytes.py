@@ -27,6 +27,7 @@ from pack_moves import (
     store,
     submit,
 )
+from seeds import rest_long
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
@@ -55,7 +56,7 @@ def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(data: st.Dat
     check_clean_close(device)
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", rest_long(range(12), 4))
 def test_transfers_longer_than_a_table_move_the_same_bytes(
     number: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +93,7 @@ ALIGNMENTS = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("factor", [1, 3, 4])
+@pytest.mark.parametrize("factor", rest_long([1, 3, 4], 2))
 @pytest.mark.parametrize(("block_bytes", "offset"), ALIGNMENTS)
 def test_pitfall_33_any_alignment_gives_the_right_bytes(
     each_device: kvoffload.Device, block_bytes: int, offset: int, factor: int

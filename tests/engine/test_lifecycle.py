@@ -13,7 +13,7 @@ import pytest
 from helpers import STAGING, in_threads, leaks_of, no_leaks, rig, shuttles, simulated, whole
 
 import kvoffload
-from kvoffload import NO_WAIT, CapacityError, ClosedError, KVLayout, OffloadEngine
+from kvoffload import NO_WAIT, CapacityError, ClosedError, DriverError, KVLayout, OffloadEngine
 from kvoffload.engine import launcher
 from kvoffload.tuning import CopierName
 
@@ -69,15 +69,30 @@ def test_closing_a_device_closes_its_engines_and_frees_its_memory() -> None:
     no_leaks(device.simulator)
 
 
+def test_a_device_closes_its_other_engines_when_the_driver_fails_in_one() -> None:
+    device = simulated(1)
+    engines = [
+        OffloadEngine(KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)]), device=device, num_slots=4)
+        for _ in range(2)
+    ]
+    device.simulator.faults.fail_call("cuStreamDestroy", after=True)
+    with pytest.raises(DriverError, match="cuStreamDestroy"):
+        device.close()
+    assert all(engine.closed for engine in engines)
+    device.close()  # the rest
+    no_leaks(device.simulator)
+
+
 def test_a_device_that_cannot_close_in_time_stays_open() -> None:
     device = simulated(1)
     with rig(device) as bench:
         held = bench.stream()
         gate = bench.gate(held)
         job = bench.engine.store([3], [0], after=held)
+        idle = OffloadEngine(bench.engine.layout, device=device, num_slots=1)  # made later, and closed all the same
         with pytest.raises(TimeoutError):
             device.close(timeout=0.02)
-        assert not device.closed
+        assert (device.closed, bench.engine.closed, idle.closed) == (False, False, True)
         gate.open()
         job.wait(10)
     device.close()

@@ -13,7 +13,7 @@ from sharding import machine
 
 from kvoffload import NO_WAIT, OffloadEngine, ShardedEngine
 
-JOBS = 1000
+JOBS = 250
 MOST_BYTES = 400  # a result is 230; its transfer would be 1,200, and on two devices 2,500
 
 

@@ -26,7 +26,7 @@ from kvoffload import CapabilityError, DriverError
 from kvoffload.driver import Driver, functions, probe
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
-from kvoffload.kernels import Compiled, KernelSpec, compile_kernel, load_kernel, loader, store, why_not
+from kvoffload.kernels import Compiled, KernelSpec, compile_kernel, load_kernel, loader, why_not
 from kvoffload.testing import SimulatedDriver, check_clean_close
 
 TESTS = Path(__file__).parent.parent
@@ -98,7 +98,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         seen.append(spec)
         return Compiled(b"\x7fELF" + bytes(range(256)), "// ptx", spec.function, 65_536, 5, spec.threads)
 
-    monkeypatch.setattr(store, "compile_kernel", pretend)
+    monkeypatch.setattr(loader, "compile_kernel", pretend)
     return seen
 
 
@@ -214,7 +214,7 @@ def test_a_triton_that_is_not_installed_is_seen_without_importing_it(
     reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.2'"
     assert why_not(capabilities) == reason
     with pytest.raises(CapabilityError) as caught:
-        store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+        loader.compiled_kernel(READ_WORD, (9, 0), tmp_path)
     assert str(caught.value) == reason
 
 
@@ -248,33 +248,33 @@ def test_a_kernel_is_compiled_once(
     tmp_path: Path, compilations: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_CACHE", str(tmp_path))
-    first = store.compiled_kernel(READ_WORD, (9, 0))
-    assert store.compiled_kernel(READ_WORD, (9, 0)) == first
+    first = loader.compiled_kernel(READ_WORD, (9, 0))
+    assert loader.compiled_kernel(READ_WORD, (9, 0)) == first
     assert compilations == [READ_WORD]
     (file,) = (tmp_path / "kernels").iterdir()
-    assert file == store.kernel_path(READ_WORD, (9, 0))
+    assert file == loader.kernel_path(READ_WORD, (9, 0))
 
 
 def test_every_input_of_the_compilation_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kernel_in_a_folder.py").write_text("A = 1")
     monkeypatch.syspath_prepend(tmp_path)
     spec = READ_WORD._replace(module="kernel_in_a_folder")
-    paths = [store.kernel_path(each, (9, 0), tmp_path) for each in (spec, READ_WORD, spec._replace(warps=8))]
-    paths.append(store.kernel_path(spec._replace(constants=(("WORDS", 8),)), (9, 0), tmp_path))
-    paths.append(store.kernel_path(spec, (8, 0), tmp_path))
+    paths = [loader.kernel_path(each, (9, 0), tmp_path) for each in (spec, READ_WORD, spec._replace(warps=8))]
+    paths.append(loader.kernel_path(spec._replace(constants=(("WORDS", 8),)), (9, 0), tmp_path))
+    paths.append(loader.kernel_path(spec, (8, 0), tmp_path))
     monkeypatch.setattr(metadata, "version", lambda _: "3.99")
-    paths.append(store.kernel_path(spec, (9, 0), tmp_path))
+    paths.append(loader.kernel_path(spec, (9, 0), tmp_path))
     (tmp_path / "kernel_in_a_folder.py").write_text("A = 2")
-    paths.append(store.kernel_path(spec, (9, 0), tmp_path))
-    monkeypatch.setattr(store, "OPTIONS", {})
-    paths.append(store.kernel_path(spec, (9, 0), tmp_path))
+    paths.append(loader.kernel_path(spec, (9, 0), tmp_path))
+    monkeypatch.setattr(loader, "OPTIONS", {})
+    paths.append(loader.kernel_path(spec, (9, 0), tmp_path))
     assert len(set(paths)) == len(paths) == 8
     assert "kernel_in_a_folder" not in sys.modules
 
 
 def test_a_kernel_without_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match="the source of no_such_module is needed"):
-        store.kernel_path(READ_WORD._replace(module="no_such_module"), (9, 0), tmp_path)
+        loader.kernel_path(READ_WORD._replace(module="no_such_module"), (9, 0), tmp_path)
 
 
 def _flipped(content: bytes) -> bytes:
@@ -287,7 +287,7 @@ def _renamed(content: bytes) -> bytes:
     """Whole, with its checksum, but of another version of this library."""
     fields = json.loads(content)["kernel"]
     fields["title"] = fields.pop("name")
-    return json.dumps({"sha256": store._digest(fields), "kernel": fields}).encode()
+    return json.dumps({"sha256": loader._digest(fields), "kernel": fields}).encode()
 
 
 def _with(**changes: Any) -> Callable[[bytes], bytes]:
@@ -295,7 +295,7 @@ def _with(**changes: Any) -> Callable[[bytes], bytes]:
 
     def change(content: bytes) -> bytes:
         fields = json.loads(content)["kernel"] | changes
-        return json.dumps({"sha256": store._digest(fields), "kernel": fields}).encode()
+        return json.dumps({"sha256": loader._digest(fields), "kernel": fields}).encode()
 
     return change
 
@@ -330,11 +330,11 @@ def _with(**changes: Any) -> Callable[[bytes], bytes]:
 def test_a_damaged_file_is_ignored_and_made_again(
     tmp_path: Path, compilations: list[KernelSpec], damage: Callable[[bytes], bytes]
 ) -> None:
-    whole = store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
-    path = store.kernel_path(READ_WORD, (9, 0), tmp_path)
+    whole = loader.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    path = loader.kernel_path(READ_WORD, (9, 0), tmp_path)
     content = path.read_bytes()
     path.write_bytes(damage(content))
-    assert store.compiled_kernel(READ_WORD, (9, 0), tmp_path) == whole
+    assert loader.compiled_kernel(READ_WORD, (9, 0), tmp_path) == whole
     assert len(compilations) == 2
     assert path.read_bytes() == content
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -342,12 +342,12 @@ def test_a_damaged_file_is_ignored_and_made_again(
 
 def test_the_file_of_another_kernel_is_ignored(tmp_path: Path, compilations: list[KernelSpec]) -> None:
     wider = READ_WORD._replace(constants=(("WORDS", 8),))
-    one, other = (store.kernel_path(spec, (9, 0), tmp_path) for spec in (READ_WORD, wider))
+    one, other = (loader.kernel_path(spec, (9, 0), tmp_path) for spec in (READ_WORD, wider))
     for spec in (READ_WORD, wider):
-        store.compiled_kernel(spec, (9, 0), tmp_path)
+        loader.compiled_kernel(spec, (9, 0), tmp_path)
     content = other.read_bytes()
     other.write_bytes(one.read_bytes())
-    store.compiled_kernel(wider, (9, 0), tmp_path)
+    loader.compiled_kernel(wider, (9, 0), tmp_path)
     assert compilations == [READ_WORD, wider, wider]
     assert other.read_bytes() == content
 
@@ -356,14 +356,14 @@ def test_the_file_of_another_kernel_is_ignored(tmp_path: Path, compilations: lis
 def test_a_file_that_others_can_write_is_ignored_and_made_again(
     tmp_path: Path, compilations: list[KernelSpec], mode: int
 ) -> None:
-    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
-    path = store.kernel_path(READ_WORD, (9, 0), tmp_path)
+    loader.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    path = loader.kernel_path(READ_WORD, (9, 0), tmp_path)
     path.chmod(mode)
-    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    loader.compiled_kernel(READ_WORD, (9, 0), tmp_path)
     assert len(compilations) == 2
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
-    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    loader.compiled_kernel(READ_WORD, (9, 0), tmp_path)
     assert len(compilations) == 2, "others may read it"
 
 
@@ -371,7 +371,7 @@ def test_a_file_that_others_can_write_is_ignored_and_made_again(
 def test_a_file_of_another_user_is_ignored(
     tmp_path: Path, compilations: list[KernelSpec], monkeypatch: pytest.MonkeyPatch, owner: int, count: int
 ) -> None:
-    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    loader.compiled_kernel(READ_WORD, (9, 0), tmp_path)
     real = os.fstat
 
     def owned(handle: int) -> os.stat_result:
@@ -382,7 +382,7 @@ def test_a_file_of_another_user_is_ignored(
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
         patch.setattr(os, "fstat", owned)
-        store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+        loader.compiled_kernel(READ_WORD, (9, 0), tmp_path)
     assert len(compilations) == count
 
 
@@ -411,9 +411,9 @@ def test_where_nothing_can_be_written_kernels_work_and_there_is_one_warning(
 
 
 def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path: Path, compilations: list[KernelSpec]) -> None:
-    store.kernel_path(READ_WORD, (9, 0), tmp_path).mkdir(parents=True)
+    loader.kernel_path(READ_WORD, (9, 0), tmp_path).mkdir(parents=True)
     with pytest.warns(KVOffloadWarning, match="cannot be written"):
-        assert store.compiled_kernel(READ_WORD, (9, 0), tmp_path).threads == 128
+        assert loader.compiled_kernel(READ_WORD, (9, 0), tmp_path).threads == 128
     assert compilations == [READ_WORD]
 
 

@@ -7,18 +7,23 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 LAYOUTS = ("block-major", "plane-major")  # the first is what the examples take by default
 BOTH = ("cupy_paged_decode.py", "jax_paged_decode.py")
+HAS_JAX = importlib.util.find_spec("jax") is not None
 COUNTS = re.compile(r"^(.+): (\d+) blocks evicted, (\d+) stored \(.*\), (\d+) loaded", re.MULTILINE)
 VERDICTS = re.compile(r"^(.+): (\d+) of (\d+) tokens have the bits of the first run: (.+)$", re.MULTILINE)
 TIMES = re.compile(r"tokens/s|TTFT|\d m?s\b|seconds")
 FITS, PREFETCHED, ON_DEMAND = "cache that fits", "offload, prefetched", "offload, on demand"
+# XLA for the CPU: what LLVM optimises, and what XLA emits for fusions, takes longer to compile than to run.
+QUICK_XLA = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 LAYER_WISE, RECOMPUTED = "offload, layer-wise", "recomputation"
 
 
@@ -50,8 +55,8 @@ def refused(
 
 def end_of(name: str, *options: str, warnings: str = "error") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if "simulated" in options:  # XLA for the CPU: what LLVM optimises takes longer to compile than to run
-        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    if "simulated" in options:
+        environment["XLA_FLAGS"] = QUICK_XLA
     return subprocess.run(
         [sys.executable, "-W", warnings, str(EXAMPLES / name), *options],
         env=environment,
@@ -85,6 +90,9 @@ def check_run(output: str, *modes: str, extra: str | None = None) -> None:
     assert transferred == [0, 0]
 
 
-def needs_jax() -> None:
-    if importlib.util.find_spec("jax") is None:
+def run_jax(program: str) -> str:
+    """What a program prints that computes with JAX on the CPU and imports modules of the examples."""
+    if not HAS_JAX:
         pytest.skip("jax is not installed")
+    begin = f"import os, sys\nos.environ['XLA_FLAGS'] = {QUICK_XLA!r}\nsys.path.insert(0, {str(EXAMPLES)!r})\n"
+    return run_program(begin + textwrap.dedent(program), dev_mode=False, timeout=110)

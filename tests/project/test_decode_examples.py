@@ -15,29 +15,29 @@ import pytest
 from decoding import (
     BOTH,
     EXAMPLES,
+    HAS_JAX,
     LAYER_WISE,
     LAYOUTS,
     ON_DEMAND,
     PREFETCHED,
     TIMES,
     check_run,
-    needs_jax,
     refusal,
     refused,
     run,
+    run_jax,
     verdicts,
 )
 from programs import run_program
 
 import kvoffload
 
+END = "\n--- end of a run\n"
+
 # on the simulated device
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", BOTH)
-def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str, layout: str) -> None:
-    output = run(name, "--device", "simulated", *(() if layout == LAYOUTS[0] else ("--layout", layout)))
+def check_simulated(output: str, layout: str) -> None:
     check_run(output, PREFETCHED, ON_DEMAND)
     assert f"layout='{layout}'" in output
     assert "no times: those of the simulated device mean nothing; left out as well:" in output
@@ -45,18 +45,29 @@ def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str, layout: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_simulated_devices_are_bitwise_equal(layout: str) -> None:
-    needs_jax()
-    output = run(BOTH[1], "--device", "simulated", "--devices", "2", "--layout", layout)
-    check_run(output, PREFETCHED, ON_DEMAND)
-    assert output.startswith("ShardedJaxBackend on 2 x ")
-    assert TIMES.search(output) is None
+@pytest.mark.parametrize("name", BOTH[:1] if HAS_JAX else BOTH)
+def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str, layout: str) -> None:
+    check_simulated(run(name, "--device", "simulated", *(() if layout == LAYOUTS[0] else ("--layout", layout))), layout)
 
 
-def test_a_block_spoiled_on_one_of_two_devices_is_noticed() -> None:
-    needs_jax()
-    spoiled = verdicts(run(BOTH[1], "--device", "simulated", "--devices", "2", "--corrupt", exit_code=1))
-    assert spoiled[PREFETCHED] == spoiled[ON_DEMAND] == "DIFFERENT"
+@pytest.mark.parametrize(("devices", "backend"), [(1, "JaxBackend on "), (2, "ShardedJaxBackend on 2 x ")])
+def test_simulated_devices_of_jax_are_bitwise_equal_and_a_spoiled_block_is_noticed(devices: int, backend: str) -> None:
+    """All runs in one process, which imports JAX and compiles what they share once."""
+    few = ["--device", "simulated", "--devices", str(devices), "--turns", "2", "--generated", "2"]
+    options = [few, [*few, "--layout", LAYOUTS[1]], [*few, "--corrupt"]]
+    program = f"""
+    import sys, jax_paged_decode
+    for options in {options!r}:
+        sys.argv = ["jax_paged_decode.py", *options]
+        print(jax_paged_decode.main(), end={END!r})
+    """
+    *equal, spoiled, _ = run_jax(program).split(END)
+    for output, layout in zip(equal, LAYOUTS, strict=True):
+        assert output.startswith(backend)
+        assert output.endswith("\n0")
+        check_simulated(output, layout)
+    assert spoiled.endswith("\n1")
+    assert verdicts(spoiled)[PREFETCHED] == verdicts(spoiled)[ON_DEMAND] == "DIFFERENT"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,9 +81,8 @@ def test_other_conversations_and_more_room() -> None:
     check_run(run(BOTH[0], "--device", "simulated", *options), PREFETCHED, ON_DEMAND)
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_a_spoiled_block_is_noticed(name: str) -> None:
-    said = verdicts(run(name, "--device", "simulated", "--corrupt", exit_code=1))
+def test_a_spoiled_block_is_noticed() -> None:
+    said = verdicts(run(BOTH[0], "--device", "simulated", "--corrupt", exit_code=1))
     assert said[PREFETCHED] == said[ON_DEMAND] == "DIFFERENT"
 
 
@@ -216,31 +226,7 @@ def test_chunks_compute_the_same_but_for_rounding(paged: Any, chunk: int) -> Non
     np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_of_jax_writes_into_the_cache_and_copies_nothing_of_it(layout: str) -> None:
-    """A copy of the whole cache, written back, would undo loads that are concurrent with the step."""
-    needs_jax()
-    program = f"""
-    import sys
-    sys.path.insert(0, {str(EXAMPLES)!r})
-    import jax, numpy as np
-    from functools import partial
-    from jax_paged_decode import compute
-    from paged_decode import model
-    size = model.SMALL._replace(layout={layout!r})
-    weights = {{name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in size.weight_shapes.items()}}
-    cache = jax.ShapeDtypeStruct(size.cache_shape(20000), "uint16")
-    for step in (model.Step.padding(2, 1, 10), model.Step.padding(1, 32, 10)):
-        compiled = jax.jit(partial(compute, size), donate_argnums=1).lower(weights, cache, step).compile()
-        memory = compiled.memory_analysis()
-        print(memory.alias_size_in_bytes == cache.size * 2, memory.temp_size_in_bytes < cache.size // 10)
-    """
-    assert run_program(program, dev_mode=False) == "True True\nTrue True\n"
-
-
-TWO_DEVICES = f"""
-    import sys
-    sys.path.insert(0, {str(EXAMPLES)!r})
+TWO_DEVICES = """
     import jax, numpy as np
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
@@ -250,32 +236,30 @@ TWO_DEVICES = f"""
     from paged_decode import model
     driver = SimulatedDriver(device_count=2)
     devices = [kvoffload.open_device(index, backend=driver) for index in range(2)]
-    size = model.SMALL._replace(layout=LAYOUT)
-    sharded = ShardedJaxBackend(devices, size)
 """
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sharded_step_of_jax_copies_nothing_of_the_cache_either(layout: str) -> None:
-    needs_jax()
-    program = (
-        TWO_DEVICES.replace("LAYOUT", repr(layout))
-        + """
-    cache = jax.ShapeDtypeStruct(size.cache_shape(20000), "uint16", sharding=sharded._sharding)
-    for step in (model.Step.padding(2, 1, 10), model.Step.padding(1, 32, 10)):
-        memory = sharded._compute.lower(sharded._weights, cache, step).compile().memory_analysis()
-        print(memory.alias_size_in_bytes == cache.size * 2 // 2, memory.temp_size_in_bytes < cache.size // 20)
+def test_a_step_of_jax_writes_into_the_cache_and_copies_nothing_of_it() -> None:
+    """A copy of the whole cache, written back, would undo loads that are concurrent with the step."""
+    program = f"""{TWO_DEVICES}
+    for layout in {LAYOUTS}:
+        size = model.SMALL._replace(layout=layout)
+        sharded = ShardedJaxBackend(devices, size)
+        for backend, sharding, count in ((JaxBackend(devices[:1], size), None, 1), (sharded, sharded._sharding, 2)):
+            cache = jax.ShapeDtypeStruct(size.cache_shape(20000), "uint16", sharding=sharding)
+            for step in (model.Step.padding(2, 1, 10), model.Step.padding(1, 32, 10)):
+                memory = backend._compute.lower(backend._weights, cache, step).compile().memory_analysis()
+                few = cache.size // (10 * count)
+                print(memory.alias_size_in_bytes == cache.size * 2 // count, memory.temp_size_in_bytes < few)
     """
-    )
-    assert run_program(program, dev_mode=False) == "True True\nTrue True\n"
+    assert run_jax(program) == "True True\n" * 8
 
 
 def test_two_devices_compute_what_one_does_but_for_rounding() -> None:
     """With the same weights: columns that are divided are in the order of the devices."""
-    needs_jax()
-    program = (
-        TWO_DEVICES.replace("LAYOUT", repr(LAYOUTS[0]))
-        + """
+    program = f"""{TWO_DEVICES}
+    size = model.SMALL
+    sharded = ShardedJaxBackend(devices, size)
     one = JaxBackend(devices[:1], size)
 
     def in_order(weight, *counts):
@@ -298,8 +282,7 @@ def test_two_devices_compute_what_one_does_but_for_rounding() -> None:
         logits.append(found)
     print(np.abs(logits[0] - logits[1]).max() < 0.05 * np.abs(logits[0]).max(), logits[0].shape)
     """
-    )
-    assert run_program(program, dev_mode=False) == "True (1, 256)\n"
+    assert run_jax(program) == "True (1, 256)\n"
 
 
 def test_a_timeline_has_all_that_ran(paged: Any, device: kvoffload.Device, tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def variables(text: str) -> set[str]:
     """What a file may read: if it looks at the environment at all, its strings that look like a variable's name; ours
     in any case. So it does not matter how a name reaches `os.environ`: by a constant, or a function's argument.
     """
-    tree = ast.parse(text)
-    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     pattern = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+") if re.search(r"environ\b|getenv", text) else OURS
+    tree = ast.parse(text if pattern.search(text) else "")
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {each for each in strings if pattern.fullmatch(each)}
 
 

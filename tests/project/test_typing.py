@@ -88,6 +88,7 @@ def pyright(folder: Path) -> Found:
     return found
 
 
+@pytest.mark.long  # `nox -s types` runs it: the extra `test` has neither
 @pytest.mark.parametrize("checker", [mypy, pyright], ids=["mypy", "pyright"])
 def test_type_checkers_refuse_misuses_and_nothing_else(checker: Callable[[Path], Found], tmp_path: Path) -> None:
     found = checker(tmp_path)

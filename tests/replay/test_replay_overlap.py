@@ -12,6 +12,7 @@ import pytest
 from helpers import Gate
 from replay_oracles import Oracle, generated_trace, keys_of, write_trace
 from replaying import TINY, replay, serve_overlapping
+from seeds import rest_long
 
 import kvoffload
 from kvoffload.cache.reservations import CacheJob
@@ -20,7 +21,7 @@ from kvoffload.replay.verified import VerifiedCache, overlap
 
 
 @pytest.mark.parametrize("policy", ["lru", "prefix"])
-@pytest.mark.parametrize("in_flight", [1, 4, 8])
+@pytest.mark.parametrize("in_flight", rest_long([1, 8, 4], 2))
 def test_overlapping_requests_are_all_verified(
     device: kvoffload.Device, seed: int, in_flight: int, policy: str
 ) -> None:

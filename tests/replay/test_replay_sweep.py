@@ -30,8 +30,7 @@ from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import OPTIMUM, HostPool, PolicyResult, belady_hits, belady_hits_by_request, hits_of_policies
-from kvoffload.replay.report import print_policies
-from kvoffload.replay.saving import Rates
+from kvoffload.replay.report import Rates, print_policies
 from kvoffload.replay.trace import read_trace
 from kvoffload.replay.workloads import make_workload
 from kvoffload.terminal.console import Output

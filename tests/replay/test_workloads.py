@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from replay_oracles import Oracle
+from seeds import rest_long
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.commands import main
@@ -163,7 +164,7 @@ def test_the_kind_changes_half_way(seed: int) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("slots", [256, 1024])
+@pytest.mark.parametrize("slots", rest_long([256, 1024], 1))
 def test_the_default_is_never_much_worse_than_lru_and_nothing_beats_the_optimum(name: str, slots: int) -> None:
     requests = make_workload(name, 1000)
     hits = {policy: hits_of_policy(requests, slots, policy, lambda *_: None).blocks_hit for policy in POLICIES}

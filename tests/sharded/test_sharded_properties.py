@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import rest_long
 from sharding import Machine, Mirrors, RandomTransfers, machine
 
 from kvoffload import NO_WAIT, KVOffloadError
@@ -19,7 +20,7 @@ CALLS = (
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", rest_long(range(8), 3))
 def test_random_transfers_give_the_bytes_of_loops(devices: int, number: int, seed: int) -> None:
     chance = np.random.default_rng(seed)
     counts = [2 * int(each) for each in chance.integers(1, 4, devices)]
@@ -44,7 +45,7 @@ def resynchronise(made: Machine, before: Mirrors, expected: dict[str, Any]) -> M
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", rest_long(range(4), 2))
 def test_a_failure_on_one_device_fails_the_job_and_no_other(devices: int, number: int, seed: int) -> None:
     """The n-th call of some function fails, on the device that it happens to be for; the next transfer is right."""
     chance = np.random.default_rng(seed)

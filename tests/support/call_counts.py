@@ -1,4 +1,5 @@
 """What a warm transfer costs in Python calls, and through which files it goes: `python tests/support/call_counts.py`.
+With `--walk` it also prints the functions in the order in which they are entered.
 
 Counted are the entries of Python functions while the call runs ("call" events of `sys.setprofile`): those of numpy and
 of the standard library, too, but not those within the simulated driver, which on a GPU is C.
@@ -230,6 +231,10 @@ MEASURED: dict[str, Callable[[], Calls]] = {
 
 
 if __name__ == "__main__":
+    walk, names = "--walk" in sys.argv, [each for each in sys.argv[1:] if each != "--walk"]
     for name, measure in MEASURED.items():
-        if not sys.argv[1:] or name in sys.argv[1:]:
-            print(f"{name}: {measure()}\n")
+        if not names or name in names:
+            calls = measure()
+            print(f"{name}: {calls}\n")
+            if walk:
+                print(*calls.functions, "", sep="\n")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from seeds import seeds
+from seeds import rest_long, seeds
 
 import kvoffload
 from kvoffload.device import streams
@@ -38,8 +38,9 @@ LEVELS = {
 LEGACY, PER_THREAD = 1, 2
 LANE_STREAMS = streams.STREAMS_PER_LANE + 1  # those for copies, and one for kernels
 ENGINE_STREAMS = 2 * LANE_STREAMS
-# Two show every wait that is missing: the mutation tests run no more.
+# Two show every wait that is missing: the mutation tests run no more. Four have every level; the rest is for `-m long`.
 ORDERING_SEEDS = seeds(int(os.environ.get("KVOFFLOAD_ORDERING_SEEDS", "6")))
+EACH_SEED = rest_long(ORDERING_SEEDS, 4)
 BLOCKING, NON_BLOCKING = 0, 1
 # Of engines in tests about streams, order, segments and faults: without a kernel, those take the copy engine on every
 # run, and cost nothing: interpreting one takes 4 ms, and 2 ms more for each of its tiles.

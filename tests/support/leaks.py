@@ -45,7 +45,9 @@ def count_held(device: kvoffload.Device) -> Counter[str]:
 def leaked(device: kvoffload.Device, use: Callable[[], None], rounds: int = 4) -> set[str]:
     """Kinds of which each of several uses, after a first one, leaves more than before.
 
-    One that leaves more now and then has needed more at a time, and keeps it for the next: no leak.
+    One that leaves more now and then has needed more at a time, and keeps it for the next: no leak. How much is needed
+    at a time depends on the GPU's other users, so of 3 rounds each leaves more by chance in one case of 24, of 6 in one
+    of 5,040.
     """
     held, left = count_held(device), []
     for _ in range(1 + rounds):

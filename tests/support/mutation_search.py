@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from mutation_sites import FLOORS, Mistake, draw
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TESTED_BY = (*FLOORS, "layout", "device", "driver", "observability", "replay", "chaos")
+TESTED_BY = (*FLOORS, "layout", "device", "driver", "observability", "replay", "sharded", "tiering", "chaos")
 ALSO = ("tests/interrupts/test_interrupts_everywhere.py",)
 NOT_TESTED_BY = ("tests/engine/test_mutation.py",)  # it makes mistakes of its own
 _COPIED = ("kvoffload", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "*.md")

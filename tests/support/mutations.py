@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation(
         "stores-read-their-source-at-any-time",
         "engine/shard.py",
-        "if direction is Direction.LOAD:\n            transfer.source_order",
-        "if True:\n            transfer.source_order",
+        "self._source_order(requests) if direction is Direction.LOAD else SourceOrder.STREAM",
+        "self._source_order(requests)",
         (ORDERING, "tests/engine/ordering/test_ordering_segments.py"),
     ),
     Mutation(
@@ -134,10 +134,11 @@ MUTATIONS = (
         (f"{PACK}::test_a_later_group_of_a_load_follows_what_the_load_must_follow",),
     ),
     Mutation(
-        "copies-staged-ahead-are-overwritten-by-those-of-pieces",
+        "staged-copies-are-overwritten-by-those-of-a-piece",
         "engine/launcher.py",
-        "if any(isinstance(share.copier, PackCopier) for share in later):",
-        "if False:",
+        "submit(stream.handle, transfer.start if first else None)",
+        "[each.copier.stage(each.work.cut(0, 1), transfer.source_order) for each in transfer.shares[:1] if number]; "
+        "submit(stream.handle, transfer.start if first else None)",
         (f"{PACK}::test_groups_of_one_transfer_by_different_copiers",),
     ),
     Mutation(
@@ -356,7 +357,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-lease-is-counted-once",
-        "cache/entries.py",
+        "cache/state.py",
         "holds[index] = holds.get(index, 0) + 1",
         "holds[index] = 1",
         (f"{CACHE}::test_two_leases_of_a_key_both_hold_it",),
@@ -487,14 +488,14 @@ MUTATIONS = (
     ),
     Mutation(
         "an-entry-of-more-victims-than-new-keys-is-lost",
-        "cache/entries.py",
+        "cache/state.py",
         "free += record.victim_indices[len(keys) :]",
         "free += record.victim_indices[len(keys) + 1 :]",
         ("tests/cache/test_cache_truth.py::test_entries_of_more_victims_than_new_keys_are_free",),
     ),
     Mutation(
         "a-refused-store-gives-its-victims-to-its-tenant",
-        "cache/entries.py",
+        "cache/state.py",
         "            pool_of[index] = number\n        of.update(zip(record.evicted",
         "            pass\n        of.update(zip(record.evicted",
         ("tests/cache/test_cache_truth.py::test_a_refused_store_leaves_its_victims_to_their_tenant",),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvoffload.terminal.tables import WIDTH
+from kvoffload.terminal.console import WIDTH
 
 SIMULATED = ("--backend", "simulated")
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()

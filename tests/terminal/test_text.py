@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.terminal.console import Output, mib
-from kvoffload.terminal.tables import WIDTH, column_widths, render, wrap
+from kvoffload.terminal.console import WIDTH, Output, column_widths, mib, render, wrap
 
 LINES = [
     ("a b c", "1", "2,000"),

@@ -8,7 +8,7 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from kvoffload.cache.tiering.readback import KINDS, MOST_USES, ReadbackModel, kind_of
+from kvoffload.cache.tiering.admission import KINDS, MOST_USES, ReadbackModel, kind_of
 
 CAPACITY = 1_000
 

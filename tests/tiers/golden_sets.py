@@ -1,9 +1,11 @@
-"""Golden disk sets: files as ranges of bytes that are not zero. Run as a program it writes them anew."""
+"""Golden disk sets: files as ranges of bytes that are not zero. `golden_sets.py --write` writes them anew."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +64,14 @@ def pack(name: str, folder: Path) -> None:
     (GOLDEN / f"{name}.json").write_text(json.dumps(contents, indent=1) + "\n")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     import tempfile
 
     from kvoffload.tiers.slot_files import SlotFiles
 
+    parser = argparse.ArgumentParser(description="Write the golden disk sets anew, in the format of this version.")
+    parser.add_argument("--write", action="store_true", required=True, help=f"overwrite the files in {GOLDEN.name}/")
+    parser.parse_args(arguments)
     for name, chosen in SETS.items():
         with tempfile.TemporaryDirectory() as folder:
             files = SlotFiles(paths_in(Path(folder), name), **options(name), direct=False)

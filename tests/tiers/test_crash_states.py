@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from disk_sets import LosingFiles, blank, open_set, payload, read_key, read_one, same, write_key, write_one
+from seeds import rest_long
 
 from kvoffload.tiers.disk_index import DiskIndex
 
@@ -98,7 +99,7 @@ class Program:
 
 
 @pytest.mark.parametrize("waiting", [False, True])
-@pytest.mark.parametrize("round_", range(16))
+@pytest.mark.parametrize("round_", rest_long(range(16), 5))
 def test_pitfall_64_no_crash_state_has_a_wrong_or_removed_record(
     tmp_path: Path, seed: int, round_: int, waiting: bool
 ) -> None:

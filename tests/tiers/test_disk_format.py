@@ -10,9 +10,17 @@ import pytest
 import xxhash
 from disk_sets import LAYOUT, PAGE, flip, read_one
 from golden_sets import RECORDS, SETS, options, pack, payload_of, unpack
+from golden_sets import main as write_golden_sets
+from seeds import rest_long
 
-from kvoffload.tiers.checksums import make_checksum
-from kvoffload.tiers.format import Superblock, identity_fields, pack_header, tenant_digest, unpack_superblock
+from kvoffload.tiers.format import (
+    Superblock,
+    identity_fields,
+    make_checksum,
+    pack_header,
+    tenant_digest,
+    unpack_superblock,
+)
 from kvoffload.tiers.slot_files import SlotFiles
 
 NAMES = sorted(SETS)
@@ -135,6 +143,18 @@ def test_packing_golden_files_is_lossless(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.read_bytes() for path in unpack("xxh3", tmp_path)] == before
 
 
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--wrong"]])
+def test_golden_files_are_written_only_when_asked(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("golden_sets.GOLDEN", tmp_path)
+    with pytest.raises(SystemExit):
+        write_golden_sets(arguments)
+    assert list(tmp_path.iterdir()) == []
+    write_golden_sets(["--write"])
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(SETS)
+
+
 def read_all(path: Path, *, read_only: bool = False) -> dict[bytes, bytes]:
     """What a set of one file has, by key."""
     files = SlotFiles([path], **options("blake2b"), direct=False, read_only=read_only)
@@ -150,7 +170,7 @@ def read_all(path: Path, *, read_only: bool = False) -> dict[bytes, bytes]:
 ALL = {key: payload_of(slot) for slot, key, _, _ in RECORDS}
 
 
-@pytest.mark.parametrize("bits", [1, 255])
+@pytest.mark.parametrize("bits", rest_long([255, 1], 1))
 @pytest.mark.parametrize("copy", [0, PAGE])
 def test_any_byte_of_one_superblock_may_be_wrong(tmp_path: Path, copy: int, bits: int) -> None:
     (golden,) = unpack("blake2b", tmp_path)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from disk_sets import FaultyFiles, blank, flip, open_set, payload, read_key, same, write_key, write_one
 
+from kvoffload.cache.policies import LRU
 from kvoffload.cache.pools import Tenant
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.tiers.disk_index import DiskIndex
+from kvoffload.tiers.slot_files import SlotFiles
 
 
 def opened(path: Path, *, slots: int = 4, operations: Any = None, read_only: bool = False, **options: Any) -> DiskIndex:
@@ -52,6 +54,23 @@ def test_a_full_disk_evicts_by_its_policy(tmp_path: Path) -> None:
     assert there(disk, KEYS) == [*KEYS[:3], KEYS[4]]
     assert len(disk) == 4
     assert disk.contains(KEYS[:5]) == [True, True, True, False, True]
+    disk.close()
+
+
+def test_a_disk_that_cannot_be_read_keeps_no_policy_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: SlotFiles) -> Any:
+        raise OSError("no medium")
+
+    policy = LRU()
+    files = open_set(tmp_path / "a.kv", slots=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotFiles, "load", fail)
+        with pytest.raises(OSError, match="no medium"):
+            DiskIndex(files, policy=policy)
+    files.close()
+    disk = opened(tmp_path / "a.kv", policy=policy)
+    put(disk, KEYS[0])
+    assert list(policy) == KEYS[:1]
     disk.close()
 
 

@@ -17,7 +17,7 @@ import pytest
 from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, read_one, same, write_one
 
 from kvoffload.errors import CapabilityError, CapacityError
-from kvoffload.tiers.checksums import make_checksum
+from kvoffload.tiers.format import make_checksum
 from kvoffload.tiers.slot_files import SlotFiles
 
 

@@ -10,7 +10,7 @@ from interrupts import Inside, count_points, interrupt
 from vllm_parts import keys, request
 
 from kvoffload.vllm import KVOffloadManager
-from kvoffload.vllm.requests import Offers
+from kvoffload.vllm.manager import Offers
 
 A, B = keys(*range(8)), keys(*range(10, 18))
 

@@ -140,8 +140,13 @@ def test_tensors_larger_than_the_configuration_says_are_refused() -> None:
     spec = Spec(config(kvoffload_staging_bytes=0))
     with Rig(blocks_per_chunk=1) as spec.rig:
         spec.blocks_per_chunk = 8
-        with pytest.raises(kvoffload.CapacityError, match=r"a chunk of this worker takes 8192 bytes.*4096"):
-            spec.get_worker(spec.rig.caches)
+        for _ in range(2):  # the second call gives no worker that was shut down
+            with pytest.raises(kvoffload.CapacityError, match=r"a chunk of this worker takes 8192 bytes.*4096"):
+                spec.get_worker(spec.rig.caches)
+        spec.blocks_per_chunk = 1
+        worker = spec.get_worker(spec.rig.caches)
+        assert not worker.engine.closed
+        worker.shutdown()
 
 
 def test_every_metric_that_is_reported_is_declared() -> None:

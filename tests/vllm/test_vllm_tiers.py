@@ -19,7 +19,7 @@ from vllm_world import Setting, World  # noqa: E402
 from kvoffload import CapabilityError, CapacityError, LayoutError  # noqa: E402
 from kvoffload.vllm.identity import making_connector  # noqa: E402
 from kvoffload.vllm.options import Options  # noqa: E402
-from kvoffload.vllm.tiers import TiersOfWorkers  # noqa: E402
+from kvoffload.vllm.spec import TiersOfWorkers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

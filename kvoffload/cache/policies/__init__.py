@@ -1,10 +1,4 @@
-"""Policies: they choose the keys that a full cache evicts.
-
-base.py     Policy: the interface, also for a policy of your own
-prefix.py   Prefix, the default: learns which blocks will be asked for again (reuse.py), keeps a prefix longer than the
-            keys that need it, and declines blocks that are worth less than the ones they would displace
-lru.py, arc.py, s3fifo.py
-"""
+"""Policies: they choose the keys that a full cache evicts."""
 
 from __future__ import annotations
 

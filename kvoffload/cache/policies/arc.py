@@ -124,7 +124,6 @@ class ARC(Policy):
             del self._t2[key]
 
     def _adapted(self, target: int, key: bytes) -> int:
-        """The value of p, if it was `target`, after this key arrives."""
         if key in self._b1:
             return min(self._capacity, target + max(1, len(self._b2) // len(self._b1)))
         if key in self._b2:
@@ -180,7 +179,6 @@ class _ForRequest:
         return self._policy.make_room(newcomers, room, protected, self._opened1, self._opened2)
 
     def _join(self, first: Sequence[bytes], second: Sequence[bytes]) -> None:
-        """`first` are in no queue, `second` in T2."""
         policy = self._policy
         for key in second:
             del policy._t2[key]

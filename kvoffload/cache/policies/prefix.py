@@ -205,7 +205,6 @@ class Prefix(Policy):
         return run
 
     def _leave(self, run: Run, count: int) -> None:
-        """So many keys have left a run."""
         run.live -= count
         if run.live == 0:
             run.keys = []

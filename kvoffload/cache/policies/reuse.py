@@ -71,11 +71,9 @@ class ReuseModel:
         self._compute_chain_worths()
 
     def reused(self, kind: int, age: int, count: int) -> None:
-        """So many blocks of a kind were asked for again at that age."""
         self.reused_counts[kind][bisect_right(EDGES, age) - 1] += count
 
     def lost(self, kind: int, age: int, count: int) -> None:
-        """So many blocks of a kind reached that age and will not be watched any longer."""
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
 
     def worth(self, kind: int, age: int) -> float:

@@ -168,7 +168,6 @@ class _Search:
         self.moved: OrderedDict[bytes, int] = OrderedDict()
 
     def find(self, limit: int) -> bytes | None:
-        """The next key to go; None if no other may."""
         while (key := self._next(limit)) is not None:
             if key in self._open_small:  # not used since it was inserted
                 self._left -= 1
@@ -201,8 +200,6 @@ class _Search:
 
 
 class _ForRequest:
-    """The policy for an open request, with its places in both queues."""
-
     def __init__(self, policy: S3FIFO, small: Opened, main: Opened) -> None:
         self._policy = policy
         self._small_place, self._main_place = small, main
@@ -227,5 +224,4 @@ def _uses(value: int) -> int:
 
 
 def _used(value: int) -> int:
-    """The value after another use that was not counted in advance."""
     return min(_uses(value) + 1, _MOST_USES)

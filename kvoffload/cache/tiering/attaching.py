@@ -61,7 +61,6 @@ class TierPlan:
 
     @classmethod
     def of(cls, tiers: Sequence[Tier], write: str, hung: float, seconds_per_key: float | None) -> TierPlan | None:
-        """None if there are no tiers."""
         plan = cls(tiers, write, hung, seconds_per_key)
         return plan if plan.tiers else None
 
@@ -104,12 +103,7 @@ class TierPlan:
         settle: Callable[[], bool] = lambda: False,
         submit: Callable[[ChainedLoad], None] = lambda _: None,
     ) -> TierManager:
-        """Attach the tiers to the pools, and start the thread that moves keys. If this raises, the tiers are closed.
-
-        Args:
-            records: of the index; entry `i` is row `i` of every pool.
-            settle, submit: see `TierManager`.
-        """
+        """Attach the tiers to the pools, and start the thread that moves keys. If this raises, the tiers are closed."""
         attached = list[Tier]()
         try:
             for tier in self.tiers:

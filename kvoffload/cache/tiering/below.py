@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import LONGEST_KEY, Notify, Tier, TierStatistics
+from kvoffload.cache.tiering.tier import LONGEST_KEY, Notify, Outcome, Tier, TierJob, TierStatistics
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
 
@@ -27,10 +26,10 @@ class CacheTierStatistics:
         promoted: keys that it brought.
         not_found: keys that it was asked for and did not bring.
         slower: keys that it was not asked for, since computing them was expected to take less time.
-        written: keys that it took.
-        not_written: keys that the cache gave to it and it did not write: its queue was full, it failed, or had no room.
-        dropped: keys worth writing that the cache did not give to it: too many keys waited already, its breaker was
-            open, the key had been evicted, or is longer than 64 bytes.
+        written: keys that it wrote, or had already when it came to them.
+        not_written: the other keys that the cache gave to it: its own queue was full, it failed, or had no room.
+        dropped: keys worth writing that the cache did not give to it: too many keys waited in the cache, its breaker
+            was open, the key had been evicted, or is longer than 64 bytes.
         seconds_per_record: a fetch's seconds from beginning to end, waiting included, divided by its keys answered: a
             running mean. None if none was measured in the last 30 seconds.
         tier: the tier's own statistics.
@@ -81,7 +80,6 @@ class TierBelow:
 
     @property
     def left_alone(self) -> bool:
-        """Whether its breaker is open; False while one job tries it."""
         return not self.usable and self.breaker.state is BreakerState.OPEN
 
     def may_be_asked(self, key: bytes) -> bool:
@@ -105,7 +103,6 @@ class TierBelow:
         return self.has(keys) if self.local_index else [fits(key) for key in keys]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether the tier is known to have it. Never blocks; for any thread."""
         if not self.local_index:
             return [False] * len(keys)
         try:
@@ -213,8 +210,8 @@ _HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one th
 class BreakerState(enum.Enum):
     """Whether a cache uses a tier.
 
-    CLOSED: it does. OPEN: it does not, after failures or while a call hangs. TRYING: one job is with the tier, and its
-    outcome closes or opens the breaker.
+    CLOSED: it does. OPEN: it does not, for 1 to 60 seconds after 5 failures in a row or a failed try, or while a call
+    hangs. TRYING: then one job is given to the tier, and its outcome closes the breaker or opens it again.
     """
 
     CLOSED = "closed"
@@ -235,12 +232,7 @@ class Breaker:
         self._late = -math.inf  # when a promotion's deadline passed last
 
     def usable(self, now: float, longest_call: float) -> bool:
-        """Whether the tier may be given another job. Opens if its longest call hangs, or was given up.
-
-        Args:
-            now: seconds, as for the other methods.
-            longest_call: how long its oldest call has taken so far, in seconds.
-        """
+        """Whether the tier may be given another job. Opens if its longest call hangs, or was given up."""
         hangs = longest_call >= self._hung
         stuck = hangs or now - longest_call < self._late
         if stuck and self.state is not BreakerState.OPEN:

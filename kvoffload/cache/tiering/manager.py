@@ -21,10 +21,9 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, TierBelow, fits
-from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.promoter import Promoter
 from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
-from kvoffload.cache.tiering.tier import Tier
+from kvoffload.cache.tiering.tier import Outcome, Tier, TierJob
 from kvoffload.cache.tiering.writer import WriteChoice, Writer
 from kvoffload.engine.callbacks import Callbacks, WhenDone
 from kvoffload.errors import TierError
@@ -59,19 +58,13 @@ class Removal:
 
 
 class TierManager:
-    """The tiers of a cache.
+    """The tiers of a cache, attached to its slots.
 
     Args:
-        tiers: attached to its slots, in the order in which they are asked.
-        choice: chooses the keys to write.
-        seconds_per_key: how long computing a key's blocks takes; None: not known.
-        hung: seconds after which a tier's call counts as hanging.
         settle: brings the cache up to date; returns whether stores are in flight.
         submit: submits a chained load.
 
     Attributes:
-        closed: no promotion and no write begins any more.
-        wake: makes the thread look at everything.
         when_done: calls a function once a promotion, or a load behind it, has ended, from a thread of its own.
     """
 
@@ -115,7 +108,6 @@ class TierManager:
         self._thread.start()
 
     def promote(self, record: PromotionRecord) -> None:
-        """End a promotion at once, or have the thread take it up."""
         if not self.calling_tiers(lambda: self._promoter.ends_at_once(record)):
             self.post(record)
 
@@ -138,7 +130,6 @@ class TierManager:
         return self.calling_tiers(lambda: [below.statistics() for below in self.tiers])
 
     def post(self, message: Message) -> None:
-        """Leave a message, and wake the thread."""
         concerns_writes = isinstance(message, CacheEvent | tuple)
         if concerns_writes and (self.closed or len(self._messages) >= MOST_MESSAGES or self._rests()):
             if isinstance(message, CacheEvent):
@@ -306,7 +297,6 @@ class TierManager:
             self._choice.written([key for key, has in zip(there, self._has(there), strict=True) if has])
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether a tier is known to have it."""
         return list(map(any, zip(*(below.has(keys) for below in self.tiers), strict=True)))
 
     def _write(self, keys: Sequence[bytes]) -> None:
@@ -398,7 +388,6 @@ class TierManager:
 
 
 def _removed(removals: Sequence[weakref.ref[Removal]], keys: Sequence[bytes]) -> set[bytes]:
-    """The keys that are being removed."""
     going_on = [removal for each in removals if (removal := each()) is not None]
     return {key for key in keys for removal in going_on if (removal.keys is None or key in removal.keys)}
 

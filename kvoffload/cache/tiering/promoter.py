@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from kvoffload.cache.entries import Stage, Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.tiering.below import TierBelow
-from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.promotion import Fetch, PromotionRecord, TierIo
-from kvoffload.cache.tiering.tier import Notify
+from kvoffload.cache.tiering.tier import Notify, Outcome, TierJob
 from kvoffload.errors import KVOffloadError
 
 _MOST_PROMOTIONS = 4096  # that go on at a time
@@ -191,7 +190,6 @@ class Promoter:
                 self._fetch(record, below, mine, tiers[number + 1 :])
 
     def _reserve(self, record: PromotionRecord, positions: list[int]) -> None:
-        """Reserve entries for keys; where there is no room for all, for the first."""
         live = [(each, found) for each in self._occupying if (found := each()) is not None and found.occupied]
         occupied = sum([found.occupied for _, found in live])
         self._occupying = [each for each, _ in live]
@@ -233,7 +231,6 @@ class Promoter:
         return chosen
 
     def _worth_it(self, below: TierBelow) -> bool:
-        """Whether a key is not expected to take longer than computing it."""
         if self._seconds_per_key is None:
             return True
         expected = below.speed.expected(1, time.monotonic())
@@ -296,11 +293,7 @@ class Promoter:
         return sorted(missed)
 
     def _stop_waiting(self, record: PromotionRecord, fetch: Fetch, now: float, *, blame: bool) -> list[int]:
-        """Wait for a tier no longer: returns the keys that it has not brought. Entries that it may write are kept.
-
-        Args:
-            blame: the deadline has passed, so a tier that has not answered is too slow.
-        """
+        """Wait for a tier no longer: returns the keys that it has not brought. Entries that it may write are kept."""
         waited = bool(fetch.left)
         fetch.job.cancel()
         missed = self._collect(record, fetch, now)
@@ -325,11 +318,7 @@ class Promoter:
             record.gone[position] = 1
 
     def _stop(self, record: PromotionRecord, now: float, *, at_once: bool, blame: bool) -> None:
-        """Cancel work that has not begun. `at_once`: and give up the rest.
-
-        Args:
-            blame: see `_stop_waiting`.
-        """
+        """Cancel work that has not begun. `at_once`: and give up the rest."""
         dropped, record.awaited = record.awaited, []
         for fetch in record.fetches:
             if at_once:

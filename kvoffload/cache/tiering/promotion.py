@@ -13,7 +13,7 @@ from kvoffload.cache.entries import ReservationRecord, Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import CacheJob, Lease
 from kvoffload.cache.tiering.below import TierBelow
-from kvoffload.cache.tiering.job import TierJob
+from kvoffload.cache.tiering.tier import TierJob
 from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
 from kvoffload.errors import ClosedError
 from kvoffload.internal.types import Int64Array
@@ -52,7 +52,6 @@ class Fetch:
         return self.deadline is not None and now >= self.deadline
 
     def hangs(self, now: float) -> bool:
-        """Whether a call that it waits for does not return."""
         return now - self.begun >= self.below.hung and self.below.hangs
 
 
@@ -148,7 +147,6 @@ class PromotionRecord:
 
     @property
     def occupied(self) -> int:
-        """Entries that are reserved or held for it."""
         return len(self.records) + self.brought
 
     def advance_ready(self) -> None:
@@ -205,14 +203,16 @@ class Promotion(Waitable[int]):
         return self._record.ready
 
     def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
-        """Load the keys as soon as the promotion has ended; if fewer keys come, fewer are loaded. Returns at once.
+        """Load the leading keys that came, once the promotion has ended. Returns at once; `wait` of the result returns
+        the keys that were loaded, perhaps none, or raises the errors of what follows.
 
         A thread of the cache submits the load then, as `BlockCache.load` would; no stream waits for a tier.
 
         Args:
             blocks: target ids for all keys, as for `BlockCache.load`. Leave these blocks alone until the load has
-                ended; the blocks of keys that do not come are not written.
-            after, parts: as for `BlockCache.load`. The load follows work queued on a stream until it is submitted.
+                ended; the blocks from the first missing key on are not written.
+            after, parts: as for `BlockCache.load`. If `after` is a stream, the load follows the work that is on it when
+                the load is submitted, perhaps long after this call.
 
         Raises:
             ClosedError: the promotion was released.
@@ -224,7 +224,7 @@ class Promotion(Waitable[int]):
         return self._load_after(self, blocks, after, parts)
 
     def cancel(self) -> None:
-        """Bring no more keys; those that came stay. It is `done` soon, and does not wait for calls of a tier that have
+        """Bring no more keys; keys that came stay. It is `done` soon, and does not wait for calls of a tier that have
         begun: their entries stay reserved until they return.
         """
         self._record.cancelled = True
@@ -232,9 +232,10 @@ class Promotion(Waitable[int]):
             self._tiers.wake()
 
     def release(self) -> None:
-        """Cancel it if it has not ended, and let the keys that came be evicted; keys of its `load`, once that is
-        submitted. Returns at once: a tier's calls that have begun end later, and keep their entries until then.
-        Idempotent.
+        """Bring no more keys, and let those that came be evicted. Returns at once: calls of a tier that have begun keep
+        their entries until they return; what they bring is dropped. Idempotent.
+
+        A `load` of it that waits is not cancelled: it loads the keys that came so far, which stay until it has ended.
         """
         self._record.released = True
         self._record.release_leases()
@@ -258,7 +259,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
     It goes on if you drop it. For a stream to wait for it, wait until it is `submitted`, then call `job.order_before`.
 
     Attributes:
-        job: the load, once submitted. It stays None if no key came, or the load could not be submitted.
+        job: the load, once submitted. It stays None if no key came, the cache was closed first, or submitting failed.
         submitted: whether the promotion has ended, and the load was submitted, was empty, or failed to be submitted.
         error: why it could not be submitted, or None. (If copying fails, see `job.error`.)
     """
@@ -280,7 +281,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
 
     @property
     def finished(self) -> bool:
-        """Whether they are known to have ended. Does not ask the GPU."""
+        """Whether the promotion and the load are known to have ended. Does not ask the GPU."""
         return self.submitted and (self.job is None or self.job.finished)
 
     def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
@@ -288,7 +289,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
 
         Raises:
             TransferError: the load failed; its target blocks hold nothing of use.
-            TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
+            TimeoutError: the promotion, or then a job of the load, took more than `timeout` seconds; all go on.
             RuntimeError: called inside another call in the same thread.
             The errors of `BlockCache.load`, if it could not be submitted.
         """

@@ -6,24 +6,206 @@ pool by `attach`, and then calls the five operations, which return at once with 
     put      copy entries to the tier            remove, clear    forget records; durable when the job has ended
     get      copy records to entries, verified   exists           ask; a hint, since a later `get` may find nothing
 
-No operation raises for trouble with the medium: a record that cannot be read is MISSING or FAILED.
+No operation raises for trouble with the medium: a record that cannot be read is MISSING or FAILED. A key of a job:
+
+    waiting ──begin──> begun ──settle──> an outcome
+       └──cancel, the deadline has passed──^
+
+Only between `begin` and `settle` may the tier read or write the key's entry of the pool. So a call that hangs leaves
+its outcome open, and the owner of the entry keeps the entry until then.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import numbers
 import operator
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from kvoffload.cache.tiering.job import TierJob
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
+from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
+from kvoffload.internal.waiting import wait_until
+
+
+class Outcome(enum.Enum):
+    """How one key of a job ended.
+
+    - DONE. `put`: the record is readable. `get`: the entry holds the bytes that were put, verified. `exists`: there is
+      a record, probably. `remove`, `clear`: gone for good.
+    - MISSING: there is no record, or, for `get`, a corrupt one.
+    - DECLINED: the tier's queue is full, or it does not want the record of a `put`.
+    - FAILED: an error of the medium.
+    - EXPIRED: the tier had not begun when the deadline passed.
+    - CANCELLED: nor when the job was cancelled, the tier closed, or the key of a waiting `put` removed.
+    """
+
+    DONE = "done"
+    MISSING = "missing"
+    DECLINED = "declined"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+class TierJob:
+    """Keys that a tier puts, fetches, asks for or removes. Usable from any thread.
+
+    A tier makes it, and calls `begin`, `settle` and `settle_waiting`. The caller of the tier reads it, waits, cancels.
+
+    Args:
+        keys, entries, deadline: see the attributes. They are not checked here.
+        notify: called without arguments each time when keys have got outcomes, in the thread that sets them.
+        count: for the tier's statistics: called before `notify`, with the outcomes that are new.
+        ended: called once with the job, before `notify`, when every key has its outcome. Not for a job without keys.
+
+    Attributes:
+        keys: as given, no repeats.
+        entries: for `put` and `get`, the entry of the pool that each key's record is copied from or to; else empty.
+        deadline: by `time.monotonic`, in seconds. Keys that the tier has not begun by then are EXPIRED. None: no limit.
+        outcomes: for each key; None while it waits or the tier works on it. Written only by `settle`, `settle_waiting`
+            and `cancel`.
+        cancelled: whether `cancel` was called.
+    """
+
+    __slots__ = (
+        "_begun", "_count", "_ended", "_ended_before", "_lock", "_notify", "cancelled", "deadline", "entries", "keys",
+        "outcomes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        entries: Sequence[int] = (),
+        *,
+        deadline: float | None = None,
+        notify: Callable[[], None] | None = None,
+        count: Callable[[Sequence[Outcome]], None] | None = None,
+        ended: Callable[[TierJob], None] | None = None,
+    ) -> None:
+        self.keys = tuple(keys)
+        self.entries = tuple(entries)
+        self.deadline = deadline
+        self.outcomes: list[Outcome | None] = [None] * len(self.keys)
+        self.cancelled = False
+        self._ended_before = 0  # all keys before this one have outcomes; `done` raises it
+        self._begun = bytearray(len(self.keys))
+        self._lock = threading.RLock()
+        self._notify = notify
+        self._count = count
+        self._ended = ended
+
+    @property
+    def done(self) -> bool:
+        """Whether every key has its outcome: the tier does not touch the entries any more."""
+        at, outcomes = self._ended_before, self.outcomes
+        while at < len(outcomes) and outcomes[at] is not None:
+            at += 1
+        self._ended_before = at  # by threads at the same time: each of their values is right
+        return at == len(outcomes)
+
+    def wait(self, timeout: float | None = None) -> list[Outcome]:
+        """Wait until every key has its outcome, and return the outcomes in the order of the keys.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed; the job goes on.
+        """
+        wait_until(lambda: self.done, timeout, f"a tier's job of {len(self.keys)} keys")
+        return [outcome for outcome in self.outcomes if outcome is not None]
+
+    def cancel(self) -> None:
+        """Keys that the tier has not begun are CANCELLED at once, or EXPIRED if the deadline has passed.
+
+        The others go on: until `done`, the tier may touch their entries.
+        """
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        self.cancelled = True
+        self.settle_waiting(Outcome.EXPIRED if late else Outcome.CANCELLED)
+
+    # for tiers ----------------------------------------------------------------------------------------------------
+
+    def begin(self, positions: Iterable[int]) -> list[int]:
+        """Claim the keys at `positions`. Returns the positions that you may work on now, and must `settle` afterwards.
+
+        The others have outcomes, or have begun. After the deadline, all waiting keys of the job become EXPIRED. Give no
+        position twice: that is not checked, and both would be returned.
+        """
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self.settle_waiting(Outcome.EXPIRED)
+        with self._lock:
+            begun = [at for at in positions if self.outcomes[at] is None and not self._begun[at]]
+            for at in begun:
+                self._begun[at] = 1
+        return begun
+
+    def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Set the outcomes of keys that you began, one for each position; no repeats, which is not checked. Stop
+        touching their entries before this call.
+
+        Raises:
+            RuntimeError: one of the keys already has an outcome.
+            TypeError: one of `outcomes` is not an Outcome.
+            ValueError: there are more or fewer outcomes than positions.
+            Nothing has changed in these cases.
+        """
+        for outcome in outcomes:
+            if not isinstance(outcome, Outcome):
+                raise TypeError(f"each outcome must be an Outcome, got {outcome!r:.80}")
+        if len(positions) != len(outcomes):
+            raise ValueError(f"outcomes must be one for each of {len(positions)} positions, got {len(outcomes)}")
+        with self._lock:
+            for at in positions:
+                if self.outcomes[at] is not None:
+                    raise RuntimeError(f"keys[{at}] is {self.outcomes[at]}: an outcome is set once")
+            for at, outcome in zip(positions, outcomes, strict=True):
+                self.outcomes[at] = outcome
+        if outcomes:
+            self._announce(outcomes)
+
+    def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
+        """Set the outcome of keys (all, or those at `positions`) that have none and have not begun. Returns the job."""
+        ended = 0
+        with self._lock:
+            for position in range(len(self.keys)) if positions is None else positions:
+                if self.outcomes[position] is None and not self._begun[position]:
+                    self.outcomes[position] = outcome
+                    ended += 1
+        if ended:
+            self._announce([outcome] * ended)
+        return self
+
+    def _announce(self, outcomes: Sequence[Outcome]) -> None:
+        """Exceptions of `ended` and `notify` are logged: a tier that ends many jobs gets to the last one."""
+        if self._count is not None:
+            self._count(outcomes)
+        if self._ended is not None and self.done:
+            with self._lock:
+                function, self._ended = self._ended, None
+            if function is not None:
+                self._guarded(partial(function, self))
+        if self._notify is not None:
+            self._guarded(self._notify)
+
+    @staticmethod
+    def _guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception:  # noqa: BLE001  # the caller's
+            LOGGER.exception("a notify function of the caller's raised, or what ends a job of a tier")
+
+    def __repr__(self) -> str:
+        waiting = self.outcomes.count(None)
+        return f"TierJob({len(self.keys)} keys, {len(self.keys) - waiting} ended)"
+
 
 LAYOUT_BYTES = 16
 RECORD_ALIGNMENT = 4096  # bytes, of rows: what direct I/O and registered memory need
@@ -35,7 +217,8 @@ class TierCapabilities:
     """The kind of a tier. The cache above chooses by it how to ask the tier, and `check_tier` what to test.
 
     Attributes:
-        durable: records for which `drain` has returned True survive a crash, of the store's servers, too.
+        durable: once `drain` has returned True, records survive a crash or power cut of this machine and of the store's
+            servers.
         shared: other processes or machines may put and remove records, too.
         local_index: `contains` answers from memory. Without one it says False for every key, and only `exists` knows.
         max_bytes: the tier's records never take more bytes than this. None: somebody else sets the limit, such as the
@@ -50,17 +233,18 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """Counts since `attach`, and how much waits or runs now.
+    """What a tier has done since `attach`, and how it is now: `records`, `queued_...`, `in_calls`, `longest_call`.
 
     Attributes:
-        records: how many the tier holds now; None if it does not know.
+        records: how many the tier holds; None if it does not know.
         written, read: keys that were put or fetched with the outcome DONE. A put of a record that the tier had already
             counts as written.
         bytes_written, bytes_read: the bytes of these records.
         missing: keys of `get` with the outcome MISSING, corrupt records included.
         corrupt: records that a read found to differ from the bytes that were put.
         declined, failed, expired, cancelled: keys of any job with that outcome; a `clear` or `drain` is one key.
-        queued_writes, queued_reads: keys that wait for a thread: of puts, and of all other jobs, removals included.
+        queued_writes: keys of puts that wait for a thread.
+        queued_reads: keys of all other jobs that wait for one, removals included.
         in_calls: keys that a thread is working on.
         longest_call: seconds since the oldest of these calls began; 0 if there is none.
     """
@@ -94,7 +278,7 @@ class Tier(ABC):
 
     Attributes:
         name: short, for metrics and messages. A cache's tiers have different ones, and none of "host", "pending",
-            "missing" and "unknown", which `locate` uses.
+            "missing" and "unknown", which `BlockCache.locate` uses.
         capabilities: see `TierCapabilities`.
     """
 
@@ -103,15 +287,15 @@ class Tier(ABC):
 
     @abstractmethod
     def attach(self, pools: Sequence[UInt8Array], layout: bytes | None) -> None:
-        """Take the pool that records come from and go to. The cache calls this once, before all operations.
+        """Take the arrays that records come from and go to. The cache calls this once, before all operations.
 
-        It may block, to open files for example. If it raises, except ClosedError, the tier has no pool yet, and you may
-        call it again.
+        It may block. If it raises, except ClosedError, the tier has no pool yet, and you may call it again. But if a
+        thread of the tier cannot start (RuntimeError), the tier is closed: make another one.
 
         Args:
-            pools: one array for each device, all with as many rows: uint8, (entries, bytes), C-contiguous, writable.
-                Rows are a multiple of 4096 bytes, and so is the address of the array. The caller keeps them allocated
-                until every job has its outcomes and `close` has returned True.
+            pools: one array for each device, with one row for each entry: uint8, (entries, bytes), C-contiguous,
+                writable. The bytes of a row are a multiple of 4096, and so is the array's address. The caller keeps the
+                arrays allocated until every job has its outcomes and `close` has returned True.
             layout: 16 bytes that stand for the meaning of the bytes (`KVLayout.fingerprint`). None: the layout has no
                 fingerprint; a durable or shared tier refuses that.
 
@@ -134,14 +318,16 @@ class Tier(ABC):
     ) -> TierJob:
         """Copy one entry of the pool into a record for each key, later. Returns at once.
 
-        If the tier already has a key, the outcome is DONE and its record stays as it is. After FAILED there may be a
-        record or none. DECLINED: the queue is full, or the tier does not want the record.
+        Outcomes: DONE: there is a record; one that the tier had already stays as it is. FAILED: there may be a record
+        or none. DECLINED: the queue is full, or the tier does not want the record. CANCELLED: before a thread began
+        with the key, the job was cancelled, the key removed, or the tier closed. EXPIRED: see `deadline`.
 
         Args:
             keys: 1 to 64 bytes each, no repeats, in the order of a request: a record is of use only with all before it.
             entries: for each key the row of the pool, no repeats. Do not write a row until its key has an outcome.
             tenant: whose records they are, for tiers with quotas.
-            deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED. None: no limit.
+            deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED when one
+                comes to it. None: no limit.
             notify: called without arguments each time when keys have got outcomes; never for a job without keys, which
                 is done at once. It must not block. Any thread may call it, none with a lock of the tier's: a thread of
                 the tier, one that cancels or closes, and the caller's own before `put` returns. If it raises, the tier
@@ -161,51 +347,57 @@ class Tier(ABC):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        """Copy the record of each key into one entry of the pool, later. Returns at once. Arguments and errors as for
-        `put`.
+        """Copy the record of each key into one entry of the pool, later. Returns at once. Arguments and errors
+        (LayoutError, ClosedError) as for `put`.
 
         Do not read or write a row until its key has an outcome. DONE: the row holds the bytes that were put, verified.
-        MISSING: no record, or a corrupt one. After FAILED or MISSING the row may hold anything; after DECLINED, EXPIRED
-        or CANCELLED it is untouched. Earlier keys come first as far as possible.
+        MISSING: no record, or a corrupt one. After FAILED or MISSING the row may hold anything; after DECLINED (the
+        queue is full), EXPIRED or CANCELLED it is untouched. Earlier keys come first as far as possible.
         """
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes], *, deadline: float | None = None, notify: Notify | None = None) -> TierJob:
-        """Ask which keys have records: DONE or MISSING. A hint: a later `get` may still find no record, or a bad one.
+        """Ask which keys have records, later. Returns at once. Arguments and errors (LayoutError, ClosedError) as for
+        `put`.
 
-        Returns at once. An error of the medium is FAILED. Arguments, errors and the other outcomes as for `put`.
+        Outcomes: DONE, there is one; MISSING, there is none; FAILED, an error of the medium; DECLINED, the queue is
+        full; EXPIRED, CANCELLED: as for `put`. A hint: a later `get` may still find no record, or a bad one.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
-        """Remove records, later. DONE: the record is gone, and stays gone after any crash. MISSING: there was none.
+        """Remove records, later. DONE: the record is gone. MISSING: there was none. Neither comes back after a crash.
 
         Records of earlier puts are gone, too: waiting puts of these keys are CANCELLED, and the removal waits for puts
-        that have begun. After FAILED, or CANCELLED by `close`, a record may still be there, or come back after a crash.
-        Never DECLINED or EXPIRED. Arguments and errors as for `put`.
+        that have begun. After FAILED or CANCELLED, a record may still be there, or come back after a crash. Never
+        DECLINED or EXPIRED. Arguments and errors (LayoutError, ClosedError) as for `put`.
         """
 
     @abstractmethod
     def clear(self, *, notify: Notify | None = None) -> TierJob:
-        """Remove all records that `get` could find, as `remove` does. The job has one key, b"": DONE, all are gone."""
+        """Remove all records that `get` could find, later, as `remove` does, which cancels waiting puts. The job has
+        one key, b""; its outcome is DONE when all are gone for good, else FAILED or CANCELLED.
+        """
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say from memory whether each key has a record: a hint, as `exists`. Never blocks and never raises.
+        """Say from memory whether each key has a record. A hint: `get` may still miss. Never blocks and never raises.
 
-        All False without a local index, before `attach` and after `close`.
+        All False if `capabilities.local_index` is False, before `attach` and after `close`.
         """
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
-        """Return the counts, also before `attach` and after `close`. Never blocks."""
+        """Return what was written, read and so on since `attach`. Asked in any thread, also before `attach` and after
+        `close`: answer without waiting for the medium.
+        """
 
     @abstractmethod
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until every put so far has its outcomes and, in a durable tier, its records survive a crash.
 
         Returns False if that takes longer than `timeout` seconds (None: no limit), or if they cannot be made durable.
-        True says nothing about the outcomes: puts may have failed.
+        True says nothing about the outcomes: puts may have failed. ClosedError if the tier is closed or has no pool.
         """
 
     @abstractmethod
@@ -213,11 +405,11 @@ class Tier(ABC):
         """Cancel keys that wait, let calls that have begun end, and release files and connections. Does not raise for
         the medium; call `drain` first to keep what was put.
 
-        From now on operations raise ClosedError. You may call it again, and must if it returned False.
+        From now on operations raise ClosedError. You may call `close` again.
 
         Returns:
             True if everything has ended within `timeout` seconds. False: a call of the medium still runs and may touch
-            its entries, so keep the pool allocated.
+            its entries. Keep the pool allocated until another `close` returns True.
         """
 
 

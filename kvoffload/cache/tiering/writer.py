@@ -13,16 +13,13 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.tiering.below import TierBelow, fits
-from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import Notify
+from kvoffload.cache.tiering.tier import Notify, Outcome, TierJob
 from kvoffload.errors import KVOffloadError
 
 _TOGETHER = 32  # keys of one lease, whose entries are free when all of them are written
 
 
 class _Put:
-    """Keys on their way to all tiers that lack them."""
-
     __slots__ = ("jobs", "lease")
 
     def __init__(self, lease: Lease) -> None:
@@ -75,7 +72,6 @@ class Writer:
         self._waiting = deque(each for each in self._waiting if each[0] not in gone)
 
     def advance(self) -> None:
-        """Collect outcomes, and give tiers waiting keys, as far as there is room."""
         left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
         for put in self.going_on if left_alone else ():  # what such a tier has not begun only keeps entries from others
             for below, job in put.jobs:

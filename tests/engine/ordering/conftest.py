@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers import (
     COPIERS,
+    EACH_SEED,
     LEVELS,
     ORDERING_SEEDS,
     STAGING,
@@ -22,6 +23,7 @@ from helpers import (
     warm_up,
     whole,
 )
+from seeds import rest_long
 
 import kvoffload
 from kvoffload.tuning import CopierName
@@ -29,7 +31,7 @@ from kvoffload.tuning import CopierName
 ON_GPU = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(params=ORDERING_SEEDS, ids=lambda seed: f"seed{seed}")
+@pytest.fixture(params=EACH_SEED, ids=lambda seed: f"seed{seed}")
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -83,7 +85,7 @@ def _carried(seed: int | None, copier: CopierName | None, request: pytest.Fixtur
                 yield made, copier
 
 
-@pytest.fixture(params=[*ORDERING_SEEDS, pytest.param(None, marks=ON_GPU, id="gpu")], ids=lambda seed: f"seed{seed}")
+@pytest.fixture(params=[*EACH_SEED, pytest.param(None, marks=ON_GPU, id="gpu")], ids=lambda seed: f"seed{seed}")
 def each_bench(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """`bench`, and one on the GPU with blocks of 1 MiB: long enough to be overtaken."""
     for made, _ in _carried(request.param, None, request):
@@ -92,9 +94,10 @@ def each_bench(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture(
     params=[
-        *(pytest.param((seed, None), id=f"seed{seed}") for seed in ORDERING_SEEDS),
-        *(pytest.param((None, copier), marks=ON_GPU, id=f"gpu-{copier}") for copier in COPIERS),
-    ]
+        *rest_long((((seed, None),) for seed in ORDERING_SEEDS), 4),
+        *(pytest.param((None, copier), marks=ON_GPU) for copier in COPIERS),
+    ],
+    ids=lambda carrier: f"gpu-{carrier[1]}" if carrier[0] is None else f"seed{carrier[0]}",
 )
 def carried(request: pytest.FixtureRequest) -> Iterator[Carried]:
     """`bench`, for what the engine chooses; and a rig on the GPU, for each copier."""
