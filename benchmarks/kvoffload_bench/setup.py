@@ -89,7 +89,7 @@ class SetupBytes:
 # planes, pool and addresses -------------------------------------------------------------------------------------------
 
 _MAX_SPARE_POOL_BYTES = 512 << 20
-_WARM_UP_SLOTS = 8  # enough for both copiers of a split
+_WARM_UP_SLOTS = 8
 
 
 def geometry_of(planes: int, block_bytes: int, scale: float) -> ModelGeometry:

@@ -268,7 +268,8 @@ def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
     """vLLM's KV cache tensors as a layout with vLLM's groups; a slot holds `blocks_per_chunk` blocks of one group.
 
     The tensors are `(num_blocks, page bytes)`, with any stride between blocks. Groups may share memory, since a block
-    number belongs to one group only. The layout keeps the tensors alive.
+    number belongs to one group only. The layout keeps the tensors alive. Each block is one range of its slot, whatever
+    the order of the tensors, so that "pack" can carry it.
     """
     groups = []
     for refs in kv_caches.group_data_refs:
@@ -282,4 +283,4 @@ def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
             sizes = {"block_bytes": nbytes, "num_blocks": tensor.shape[0], "block_stride": stride}
             planes.append(Plane(tensor.data_ptr(), **sizes, owner=tensor))
         groups.append(planes)
-    return KVLayout(groups, blocks_per_slot=blocks_per_chunk)
+    return KVLayout(groups, blocks_per_slot=blocks_per_chunk, slot_order="block-major")

@@ -1,4 +1,4 @@
-"""Which copiers an engine has, why not the others, how many multiprocessors it takes, and what it chooses."""
+"""Which copiers an engine has, why not the others, and what it chooses."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def _likeliest_first(module: str) -> list[str]:
 
 
 def test_the_sites_are_found() -> None:
-    """For the caller's streams and arrays, the direction, conflicts; between segments; of and for the second share of a
-    split; by a caller's stream; for what a failure left."""
+    """For the caller's streams and arrays, the direction, conflicts; between segments; of a piece; of and for a later
+    share; by a caller's stream; for what a failure left."""
     names = [site.name for site in SITES]
     assert names.count("stream_wait_event") >= 6
     assert names.count("wait_for_transfer") >= 3

@@ -49,6 +49,15 @@ def test_groups_and_partial_chunks_are_one_transfer() -> None:
             assert (rig.blocks[:, target] == before[:, source]).all(), target
 
 
+def test_blocks_of_a_chunk_can_be_packed() -> None:
+    """vLLM's tensors lie apart; each block is one range of its slot all the same."""
+    with Rig(2, blocks_per_chunk=2, staging_bytes=1 << 20) as rig:
+        engine = rig.worker.engine
+        assert [group.slot_order for group in engine.layout.groups] == ["block-major"] * 2
+        engine.store([9, 4], [3], group=1, copier="pack").wait()
+        assert (engine.slots[3, : 4 * PAGE].reshape(2, 2, PAGE) == rig.blocks[:, [9, 4]].swapaxes(0, 1)).all()
+
+
 @pytest.mark.parametrize("seed", seeds(8))
 def test_a_transfer_waits_for_what_was_queued_before(seed: int) -> None:
     with Rig(seed=seed) as rig:
