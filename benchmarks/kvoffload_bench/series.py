@@ -45,6 +45,7 @@ DIRECTIONS: dict[Directions, tuple[Direction, ...]] = {
     "load": (Direction.LOAD,),
     "both": tuple(Direction),
 }
+_SETTLING = 16  # transfers of a direction, uncounted, in which a choice learns where it is
 _HURRIED = 1  # rounds of a place while the run is behind its schedule
 
 
@@ -285,6 +286,9 @@ class SeriesRun:
         warm: bool,
     ) -> Iterator[dict[str, Any]]:
         recorded, scenarios = {name: Recorded() for name in methods}, {}
+        for submitter, _, _, chosen in methods.values():
+            for _ in range(-(-_SETTLING // transfers) if chosen is not None and not self._lab.device.simulated else 0):
+                self._execute(submitter, directions, transfers, compute, Recorded())
         simulated, uncounted = self._lab.device.simulated, 0 if warm else WARM_UP
         for name, (submitter, targets, nbytes, _) in methods.items():
             scenarios[name] = Scenario(

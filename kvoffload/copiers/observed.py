@@ -13,7 +13,8 @@ fewer expected seconds carries the transfer. The other one is *tried*, so that i
    is tried once in 130 transfers;
 2. the last try was surprisingly fast, and faster than the better copier: it may have been chance, so it is repeated;
 3. the better copier became clearly faster or slower since the last try: the situation has changed;
-4. it was never tried, and the better copier is known.
+4. it was never tried, the better copier is known, and by the profile the other one takes less than twice as long on an
+   idle GPU.
 
 Cases 2 to 4 may overdraw the budget, up to a limit.
 """
@@ -29,6 +30,7 @@ _BUDGET = 0.03  # of the time of all transfers
 # most that is paid if more was not expected, since its time may have been chance; and the overdraft.
 _LEAST_PRICE, _MOST_PRICE, _OVERDRAFT = 0.25, 5.0, 10.0
 _KNOWN = 4  # times, after which an estimate is worth its full price
+_HOPELESS = 2.0  # times as long on an idle GPU: then the first try comes from the budget alone
 _PATIENCE = 16  # transfers until the next try, unless the last one's time is there before
 
 _GAIN, _GAIN_OF_SURPRISE = 0.25, 0.1  # how far a time moves an estimate
@@ -168,12 +170,14 @@ class Comparison:
         number, seconds = forecast.number, forecast.seconds
         other, least = self.estimates[1 - number], seconds[number]
         price = seconds[1 - number] - least
-        if other.count < _KNOWN:
+        way = ways[1 - number]
+        hopeless = not other.count and way.predicted + way.extra > _HOPELESS * least
+        if other.count < _KNOWN and not hopeless:
             price *= other.count / _KNOWN
         if price < _LEAST_PRICE * least:
             price = _LEAST_PRICE * least
         budget = self._budget
-        if budget < price and not (other.wanted and budget > -_OVERDRAFT * least):
+        if budget < price and (hopeless or not other.wanted or budget <= -_OVERDRAFT * least):
             return forecast
         self._budget = min(budget, 2.0 * price) - price  # no more is saved, for times when tries are cheap
         self._quiet = _PATIENCE

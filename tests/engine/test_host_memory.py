@@ -127,7 +127,7 @@ def test_every_copier_reaches_slots_with_a_stride_and_nothing_between_them(
         options: dict[str, Any] = {
             "host_memory": given,
             "most_queued_bytes": 1 << 18,
-            "staging_bytes": STAGING if simulated else 4,
+            "staging_bytes": STAGING if simulated else 1 << 18,
         }
         with OffloadEngine(layout, device=each_device, **options) as engine:
             mirror = Mirror(engine, [planes[0].owner for planes in groups])  # type: ignore[misc]
