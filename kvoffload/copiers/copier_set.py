@@ -174,6 +174,9 @@ class CopierSet:
         self._rings = StagingRing(self._driver, nbytes), StagingRing(self._driver, nbytes)
         self.missing["pack"] = self.missing["pack"] or why_not_packed(layout, nbytes)
 
+    def has_ring(self, direction: Direction) -> bool:
+        return self._rings[direction is Direction.LOAD].allocated > 0
+
     def open_ring(self, direction: Direction) -> str | None:
         """Allocate the ring that packed transfers of a direction go through, at the first one. The context must be
         current, and the thread may make any call.
@@ -184,7 +187,7 @@ class CopierSet:
         Raises:
             DriverError: the driver failed.
         """
-        ring = self._rings[0 if direction is Direction.STORE else 1]
+        ring = self._rings[direction is Direction.LOAD]
         try:
             ring.open()
         except DriverError as error:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -225,7 +224,9 @@ class PackCopier:
         self._rings = rings
         self._nbytes = block_bytes
         of_ring = (rings[0].nbytes // 2 - 2 * _ALIGNMENT) // (block_bytes + 16)
-        self.segment_operations = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
+        self.segment_operations = most = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
+        self._offsets = np.arange(most, dtype=np.uint64) * np.uint64(block_bytes)
+        self._width = np.array([block_bytes], dtype=np.uint64)
 
     def prepare(self, plan: BlockPlan) -> BlockPlan:
         return plan
@@ -239,26 +240,20 @@ class PackCopier:
 
         It is valid until the copier of contiguous copies stages other work.
         """
-        nbytes, count = self._nbytes, len(work)
-        table = self._kernels.write_blocks(work)
+        kernels, count, direction = self._kernels, len(work.blocks), work.direction
+        table = kernels.write_blocks(work)
         if table is None:
             return None
-        place = self._rings[0 if work.direction is Direction.STORE else 1].take(_place_bytes(count, nbytes))
-        address = place.address + _aligned(16 * count) + np.arange(count) * nbytes
+        before = _aligned(16 * count)  # the table
+        place = self._rings[direction is Direction.LOAD].take(before + _aligned(count * self._nbytes))
+        address = self._offsets[:count] + np.uint64(place.address + before)
         host = work.slot_address
-        table.words[count : 2 * count] = address
+        table.words[count:] = address.view(np.int64)
         if work.sub_block is not None:  # the kernel adds this to what it takes for the address of a slot
-            inside = work.sub_block * nbytes
+            inside = work.sub_block * self._nbytes
             host = host + inside
-            table.words[count : 2 * count] -= inside
-        width = np.array([nbytes], dtype=np.uint64)
-        plan = TransferPlan(work.direction, address.view(np.uint64), host.view(np.uint64), width, ONE, width, width)
+            table.words[count:] -= inside
+        width = self._width
+        plan = TransferPlan(direction, address, host.view(np.uint64), width, ONE, width, width)
         copies = self._copies.stage(plan, order)
-        launch = self._kernels.launch(work, place.address)
-        self._kernels.copy_table.pack((table.device_address, place.address, 2 * count))
-        return Piece(partial(self._submit, launch), table, copies, place)
-
-    def _submit(self, launch: Submit, stream: int, start: int | None) -> None:
-        """The table goes into device memory first: read over the link by thousands of programs it takes too long."""
-        self._kernels.copy_table.queue(stream, 1)
-        launch(stream, start)
+        return Piece(kernels.launch(work, table, place.address), table, copies, place)

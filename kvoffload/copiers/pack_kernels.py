@@ -125,11 +125,13 @@ class _GroupKernels(NamedTuple):
     Attributes:
         fragments: address of the table in device memory, see `fragment_table`.
         num_fragments: of a block.
+        tile: fragments that a program moves.
         store, load: the kernels.
     """
 
     fragments: int
     num_fragments: int
+    tile: int
     store: LoadedKernel
     load: LoadedKernel
 
@@ -178,7 +180,7 @@ class PackKernels:
             self._copying = True
             self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
             self._copying = False
-            self._groups.append(_GroupKernels(address, fragments.shape[1], store, load))
+            self._groups.append(_GroupKernels(address, fragments.shape[1], shape.tile_fragments, store, load))
         tables = PinnedMemory(self.driver, 2 * ARENA_BYTES, holder=self._tables)
         self.arenas = tuple(
             TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
@@ -196,15 +198,19 @@ class PackKernels:
                 table.words[:count] |= blocks.sub_block << _SUB_BLOCK_SHIFT
         return table
 
-    def launch(self, blocks: BlockPlan, table_address: int) -> Submit:
-        """The launch that moves the blocks in the table there."""
-        of = self._groups[blocks.group_index]
+    def launch(self, blocks: BlockPlan, table: Table, address: int) -> Submit:
+        """The launches that copy their table to this address in device memory, and then move the blocks in it.
+
+        Read over the link by thousands of programs, the table would take too long.
+        """
+        count, of = len(blocks.blocks), self._groups[blocks.group_index]
         kernel = of.store if blocks.direction is Direction.STORE else of.load
-        kernel.pack((of.fragments, table_address, of.num_fragments, len(blocks)))
-        tiles = -(-of.num_fragments * len(blocks) // kernel.spec.constant("FRAGMENTS"))
-        return partial(self._submit, kernel, tiles)
+        self.copy_table.pack((table.device_address, address, 2 * count))
+        kernel.pack((of.fragments, address, of.num_fragments, count))
+        return partial(self._submit, kernel, -(-of.num_fragments * count // of.tile))
 
     def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None) -> None:
+        self.copy_table.queue(stream, 1)
         if start is not None:
             self.driver.event_record(start, stream)
         kernel.queue(stream, grid)

@@ -54,6 +54,7 @@ class Driver:
         self._stream_is_capturing = self._functions["cuStreamIsCapturing"]
         self._batch_3d: Callable[..., Any] = self._functions.get("cuMemcpy3DBatchAsync", _missing)
         self._batch: Callable[..., Any] = self._functions.get("cuMemcpyBatchAsync", _missing)
+        self._launch_kernel: Callable[..., Any] = self._functions.get("cuLaunchKernel", _missing)
 
     def has(self, name: str) -> bool:
         """Whether the function is there; it may still raise CapabilityError on a driver that lacks it."""
@@ -248,7 +249,9 @@ class Driver:
         """Queue `grid` blocks of `threads`. `pointers`: address of an array with each argument's address (uint64);
         the arguments are read during the call.
         """
-        self.call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, 0)
+        code = self._launch_kernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, 0)[0]
+        if code:
+            raise DriverError("cuLaunchKernel", code.name, int(code))
 
     # copies -------------------------------------------------------------------------------------------------------
 

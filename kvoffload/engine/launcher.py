@@ -148,9 +148,10 @@ class Launcher:
         copies = kernels and stream_with_room(lane, copy_cost + EVENT_COST, kernel=False)
         if kernels is None or copies is None:
             return False
-        work = transfer.shares[number].work
+        _, _, size, _ = share = transfer.shares[number]
+        work = share.work
         assert isinstance(work, BlockPlan)
-        piece = copier.stage(work.cut(begin, stop), transfer.source_order)
+        piece = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         if piece is None:  # no room in the tables
             return False
         # Record both halves before any driver call: after an interrupt, the record says which work the GPU may have.
@@ -160,7 +161,9 @@ class Launcher:
         stores = transfer.direction is Direction.STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
         fill, empty = (piece.kernel, piece.copies) if stores else (piece.copies, piece.kernel)
-        place, previous = piece.place, next((each for each in reversed(transfer.segments) if each.place), None)
+        place, previous = piece.place, None
+        if transfer.segments:
+            previous = next((each for each in reversed(transfer.segments) if each.place), None)
         front.place = back.place = place
         place.halves = [front, back]
         transfer.segments += (front, back)

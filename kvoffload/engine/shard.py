@@ -265,7 +265,7 @@ class Shard:
                 why = between[0].choose(between[1], plan.nbytes)
                 copier = why.copier
                 names = [one.copier if one.between is None else one.between[1][why.number].copier for one in each]
-        if "pack" in names:
+        if "pack" in names and not copiers.has_ring(requests[0].direction):
             with make_current(self.driver, self.context):
                 no_ring = copiers.open_ring(requests[0].direction)
             if no_ring is not None:
