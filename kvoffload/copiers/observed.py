@@ -28,7 +28,7 @@ from kvoffload.tuning import CopierName
 _BUDGET = 0.03  # of the time of all transfers
 # In transfers by the better copier: the price of a try at least, so that equal ones are compared every 8 transfers; the
 # most that is paid if more was not expected, since its time may have been chance; and the overdraft.
-_LEAST_PRICE, _MOST_PRICE, _OVERDRAFT = 0.25, 5.0, 10.0
+_LEAST_PRICE, _MOST_PRICE, _OVERDRAFT = 0.25, 20.0, 10.0
 _KNOWN = 4  # times, after which an estimate is worth its full price
 _HOPELESS = 2.0  # times as long on an idle GPU: then the first try comes from the budget alone
 _PATIENCE = 16  # transfers until the next try, unless the last one's time is there before
