@@ -29,7 +29,7 @@ _Record = TypeVar("_Record")
 
 
 class RecordQueue(Generic[_Record]):
-    """The transfers of one direction that have not ended. They end in this order, that of submission; but an urgent load
+    """The transfers of one direction that have not ended. They end in this order, that of submission; but urgent loads
     of a ShardedEngine may end before others.
 
     Attributes:
