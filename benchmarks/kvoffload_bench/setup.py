@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
+from kvoffload.device.pinned import PAGE_BYTES, HostMemory, PinnedMemory
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder, address_of
 from kvoffload.engine.engine import OffloadEngine
@@ -122,7 +122,7 @@ class GroupBlocks(NamedTuple):
 
 
 class TransferSetup:
-    """Memory, an engine over it, and the blocks and slots of one transfer. A context manager.
+    """Memory, an engine over it for each preference, and the blocks and slots of one transfer. A context manager.
 
     Args:
         lab: device and tools.
@@ -131,9 +131,10 @@ class TransferSetup:
         blocks_per_slot: adjacent device blocks in a slot.
         count: blocks of a transfer, summed over the groups; None for `size.payload_bytes`. At least one slot a group.
         plane_bytes: bytes of a plane, about; None for `size.plane_bytes`.
-        options: of the engine.
+        options: of the engines.
 
     Attributes:
+        engine: the one that prefers "overlap".
         groups: what a transfer copies of each group; `take` shortens it.
         rows_per_slot: contiguous ranges that a slot is copied to or from: one a plane; one in all if block-major.
         row_bytes: bytes of such a range.
@@ -173,6 +174,7 @@ class TransferSetup:
             )
             self._choose_blocks(places, slots, planes)
             self._stack = stack.pop_all()
+        self._engines = {"overlap": self.engine}
         self.take(slots)
 
     def smaller(self) -> TransferSetup:
@@ -270,13 +272,22 @@ class TransferSetup:
 
     def chosen_copier(self, direction: Direction, prefer: str) -> CopierName:
         """The copier that the engine chooses for a group."""
-        self._prefer(prefer)
-        copier = self.engine.plan(direction, self.groups[0].blocks, self.groups[0].slots).copier
+        copier = self._preferring(prefer).plan(direction, self.groups[0].blocks, self.groups[0].slots).copier
         assert copier is not None
         return copier
 
-    def _prefer(self, prefer: str) -> None:
-        self.engine._shard.prefer = "latency" if prefer == "latency" else "overlap"
+    def _preferring(self, prefer: str) -> OffloadEngine:
+        """The engine with that preference; all have the same slots. Each selects by its own last transfers."""
+        if prefer not in self._engines:
+            pool, slot_bytes = self.engine.slots, self.layout.slot_bytes
+            memory = HostMemory(
+                address=address_of(pool), num_slots=len(pool), slot_stride=slot_bytes, registered=True, owner=pool
+            )
+            engine = OffloadEngine(
+                self.layout, device=self.lab.device, host_memory=memory, prefer="latency", **self._options
+            )
+            self._engines[prefer] = self._stack.enter_context(engine)
+        return self._engines[prefer]
 
     def submit(
         self,
@@ -287,9 +298,9 @@ class TransferSetup:
         after: Any = NO_WAIT,
     ) -> list[Job]:
         """Submit the transfer: a job for each group."""
-        self._prefer(prefer)
+        engine = self._preferring(prefer)
         return [
-            self.engine.submit(direction, each.blocks, each.slots, group=group, after=after, copier=copier)
+            engine.submit(direction, each.blocks, each.slots, group=group, after=after, copier=copier)
             for group, each in enumerate(self.groups)
         ]
 

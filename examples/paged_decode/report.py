@@ -37,9 +37,9 @@ def command_line(description: str, *, by_layer: bool = False, sharded: bool = Fa
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--device", choices=(CUDA, SIMULATED), default=CUDA, help="simulated: a small model, no times")
-    help_text = "layout of the KV cache: (blocks, planes, ...) or (planes, blocks, ...)"
-    layouts = (model.BLOCK_MAJOR, model.PLANE_MAJOR)
-    parser.add_argument("--layout", choices=layouts, default=model.BLOCK_MAJOR, help=help_text)
+    help_text = "layout of the KV cache: (planes, blocks, ...), the default, or (blocks, planes, ...)"
+    layouts = (model.PLANE_MAJOR, model.BLOCK_MAJOR)
+    parser.add_argument("--layout", choices=layouts, default=model.PLANE_MAJOR, help=help_text)
     parser.add_argument("--small", action="store_true", help="a small model, few conversations, few tokens")
     parser.add_argument("--conversations", type=int, help="number of conversations")
     parser.add_argument("--turns", type=int, help="turns of each conversation")

@@ -106,6 +106,8 @@ class AllocationFinder:
         try:
             base, nbytes = self._driver.address_range(address)
         except DriverError as error:
+            if error.sticky:
+                raise
             problem = f"is not memory of {self._name} (device {self._index}): {error}"
             return Allocation(address, address, problem=problem, cause=error)
         allocation = Allocation(base, base + nbytes)

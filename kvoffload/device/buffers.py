@@ -129,6 +129,9 @@ class DeviceBuffer:
     def close(self) -> None:
         """Free the memory. Nothing is checked: no transfer, kernel or array of another library may use it any more.
         Idempotent; does nothing in a forked child.
+
+        Raises:
+            DriverError: the driver failed, for example because the context is lost. Call it again then.
         """
         self.device.free(self._resource)
 

@@ -305,7 +305,8 @@ class Device:
         driver does not say whether a plane's memory is on this device.
 
         Raises:
-            LayoutError: a plane is not GPU memory of this device, or runs past the end of its allocation.
+            LayoutError: a plane is not GPU memory of this device, or runs past the end of its allocation; or the
+                context is not current.
             DriverError: the context is lost.
         """
         groups = [group.planes for group in layout.groups]

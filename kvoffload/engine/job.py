@@ -113,6 +113,7 @@ class Transfer:
         forecast: what `seconds` answers, if the last transfers decided between two copiers.
         overlap: the part of `seconds` in which the transfer before it still ran.
         forgotten: its caller has waited for it, so `poll` does not report it.
+        noted: it is counted, and reported unless `forgotten`.
     """
 
     # Values that most transfers start with stay in the class: assigning them to each would take 1 us.
@@ -137,7 +138,7 @@ class Transfer:
     seconds = 0.0
     error: TransferError | None = None
     trace: Any = None
-    forgotten = False
+    forgotten = noted = False
 
     def __init__(self, number: int, direction: Direction, nbytes: int, num_parts: int) -> None:
         self.id = number
@@ -213,7 +214,7 @@ class ShardedTransfer:
 
     sequence = 0
     trace: Any = None
-    forgotten = simulated = False
+    forgotten = noted = simulated = False
 
     def __init__(
         self, number: int, direction: Direction, num_parts: int, transfers: Sequence[Transfer], names: tuple[str, ...]
@@ -400,7 +401,9 @@ class Job(Waitable[TransferResult]):
 
     @property
     def finished(self) -> bool:
-        """Whether the engine already knows that the transfer has ended, well or not. Only `done` asks the GPU."""
+        """Whether the engine already knows that the transfer has ended, well or not. It does not ask the GPU: if you
+        look at nothing else, it may stay False for ever. `done` asks.
+        """
         return self._transfer.finished
 
     @property

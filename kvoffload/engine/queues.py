@@ -29,12 +29,13 @@ _Record = TypeVar("_Record")
 
 
 class RecordQueue(Generic[_Record]):
-    """The transfers of one direction that have not ended. They end in this order, that of submission.
+    """The transfers of one direction that have not ended. They end in this order, that of submission; but urgent loads
+    of a ShardedEngine may end before others.
 
     Attributes:
         transfers: in flight; their sequence numbers have no gaps.
         submitted: sequence number of the latest transfer.
-        counted: sequence number of the latest transfer that the totals include.
+        counted: sequence number of the transfer that the totals included last.
         ended, failed, nbytes, seconds: the totals, see `DirectionTotals`.
     """
 
@@ -152,10 +153,11 @@ class Reports:
 
     def note(self, queue: RecordQueue[Any], record: AnyTransfer) -> bool:
         """Count a finished transfer and keep its result for `poll`. Returns False if an earlier call did so."""
-        new = record.sequence == 0 or record.sequence > queue.counted
+        new = not record.noted
         if new:
             result = result_of(record)
-            queue.counted = record.sequence or queue.counted  # no call from here to the report: all of it is done
+            record.noted = True  # no call from here to the report: all of it is done
+            queue.counted = record.sequence or queue.counted
             queue.ended += 1
             if result.error is not None:
                 queue.failed += 1

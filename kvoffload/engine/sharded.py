@@ -11,10 +11,13 @@ So a refusal leaves nothing in flight, and a later failure is a job that ends wh
 The truth is the published records, and the transfers that each shard has in flight. One append publishes a record; its
 transfers are put in flight after that. An interrupt in between leaves a record with transfers that are in no queue:
 `_repair` fails these, and the job has ended, failed, once the others have.
+
+Jobs of a direction end, and are reported, in the order of their submission, but an urgent load may end before others.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -122,6 +125,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         self.max_in_flight = shards[0].parts.in_flight.max_in_flight
         stores, loads = RecordQueue[ShardedTransfer](), RecordQueue[ShardedTransfer]()
         self._in_flight: Queues[RecordQueue[ShardedTransfer]] = Queues(stores, loads, self.max_in_flight)
+        self._urgent: deque[ShardedTransfer] = deque()  # of the loads; they end in this order
         self._reports = Reports(self._shared.notices)
 
     # submitting ---------------------------------------------------------------------------------------------------
@@ -202,6 +206,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             # 3. launch: nothing is refused from here on
             record.sequence = queue.submitted + 1
             in_flight.consistent = False
+            if first.urgent:
+                self._urgent.append(record)
             queue.transfers.append(record)
             queue.submitted = record.sequence
             for shard, each, transfer in zip(self._shards, requests, transfers, strict=True):
@@ -246,10 +252,20 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
                 for shard, transfer in zip(self._shards, record.transfers, strict=True):
                     if not (transfer.finished or transfer in shard.parts.in_flight.of(record.direction).transfers):
                         transfer.abandon(cause)
+        loads = in_flight.loads.transfers
+        self._urgent = deque(record for record in self._urgent if record in loads)
         in_flight.consistent = True
 
     def _settle(self) -> None:
-        """Report the jobs that are known to have ended on all devices, without asking these. Under the lock."""
+        """Report the jobs that are known to have ended on all devices, without asking these. Under the lock. A job is
+        reported before it leaves its queue, so an interrupt cannot lose it; `Reports.note` reports none twice.
+        """
+        loads, urgent = self._in_flight.loads, self._urgent
+        while urgent and urgent[0].finished:
+            self._reports.note(loads, urgent[0])
+            if urgent[0] in loads.transfers:
+                loads.transfers.remove(urgent[0])
+            urgent.popleft()
         for queue in self._in_flight.both:
             transfers = queue.transfers
             while transfers and transfers[0].finished:

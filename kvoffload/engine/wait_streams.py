@@ -2,7 +2,7 @@
 
 Some libraries do not show their streams (JAX), but every array with DLPack can make our stream wait for its producer:
 `array.__dlpack__(stream=...)`. Such a *wait stream* only waits, and a transfer follows it like a caller's stream. Each
-use has its own wait stream, so that unrelated transfers never wait for each other's producers.
+use has its own wait stream: a transfer waits for its own producers, and for those of the transfers that it follows.
 """
 
 from __future__ import annotations

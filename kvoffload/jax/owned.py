@@ -183,8 +183,8 @@ class OwnedCache:
     def unordered(self) -> Any:
         """The arrays, for computing concurrently with transfers: JAX does not wait for transfers that were submitted
         since you last read `arrays`. Such a computation must not touch blocks that are being loaded, nor write blocks
-        that are being stored. On a simulated device, and while no result of a donation is set, it is the same as
-        `arrays`.
+        that are being stored. It is the same as `arrays` on a simulated device, and on any device once the arrays have
+        been donated, until you set the result.
         """
         return self._structure.unflatten(self._ordered() if self._simulated or self.is_deleted() else self._latest)
 

@@ -164,7 +164,7 @@ class KVLayout(HtmlRepresentation):
         alive.
 
         A transfer then takes one copy for each block, however many planes there are: one contiguous range if the array
-        is block-major, `(blocks, planes, ...)`, which is the faster and the recommended order; one row for each plane
+        is block-major, `(blocks, planes, ...)`, which is faster, above all for small transfers; one row for each plane
         if it is `(planes, blocks, ...)`.
 
         Args:

@@ -24,7 +24,10 @@ _UINT64 = np.dtype(np.uint64)
 
 
 class Direction(enum.StrEnum):
-    """The direction of a transfer: STORE ("store") from the GPU to the host, LOAD ("load") from the host to the GPU."""
+    """The direction of a transfer: STORE ("store") from the GPU to the host, LOAD ("load") from the host to the GPU.
+
+    The members are strings: `Direction.STORE == "store"`.
+    """
 
     STORE = "store"
     LOAD = "load"

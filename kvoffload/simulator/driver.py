@@ -289,7 +289,7 @@ class SimulatedDriver:
         wait for another thread that calls the driver. An exception of the function leaves that call.
 
         Args:
-            stream: a stream of the calling thread's current context.
+            stream: the handle of a stream of the calling thread's current context, such as `stream.handle`.
             function: called without arguments; its result is ignored.
             reads, writes: its (address, nbytes) pairs. If a GPU could not reach one when the function is due, such as
                 unpinned host memory, the context is lost and the function does not run.
@@ -297,6 +297,7 @@ class SimulatedDriver:
         Raises:
             DriverError: of kvoffload.simulator.errors: bad stream or context; `status` is what a launch would return.
                 Nothing is queued.
+            SimulatorError: the stream was destroyed, and the driver is `strict`.
         """
         with self.lock:
             try:

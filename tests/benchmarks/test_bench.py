@@ -16,10 +16,10 @@ from kvoffload.errors import DriverError
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
-from kvoffload.tuning import COPIERS
+from kvoffload.tuning import COPIERS, ProfileKey, default_profile
 from kvoffload_bench.copy_methods import GridStride, bare_calls, bare_strided, flat_batch, time_engine
 from kvoffload_bench.harness import SMALL, WARM_UP, ContiguousCopy, Lab, Scenario, time_rounds
-from kvoffload_bench.setup import Placement, TransferSetup
+from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 from kvoffload_bench.transfer import ratios
 
 MODEL = MODELS["gpt-oss-20b"].scaled(0.01)  # two groups of 24 planes
@@ -227,11 +227,16 @@ def test_a_shorter_transfer_moves_the_first_slots_alone(lab: Lab) -> None:
 
 
 def test_the_engine_chooses_by_the_preference_it_is_given(lab: Lab) -> None:
-    with TransferSetup(lab, MODEL, count=2) as setup:
+    """For 16 blocks of 32 planes x 64 KiB an H200's profile has another copier for each."""
+    profile = default_profile(ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3"))
+    with TransferSetup(lab, geometry_of(32, 64 << 10, 1.0), count=16, profile=profile) as setup:
         setup.prepare(Direction.STORE)
-        for prefer in ("latency", "overlap"):
-            setup.seconds(setup.submit(Direction.STORE, prefer=prefer))
-            assert setup.engine._shard.prefer == prefer
+        for prefer, copier in (("latency", "batch"), ("overlap", "strided")) * 2:
+            setup.poison(Direction.STORE)
+            jobs = setup.submit(Direction.STORE, prefer=prefer)
+            setup.seconds(jobs)
+            assert [jobs[0].copier, setup.chosen_copier(Direction.STORE, prefer)] == [copier] * 2
+            assert setup.wrong(Direction.STORE) == 0
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 9 << 20])

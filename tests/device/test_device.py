@@ -365,6 +365,19 @@ def test_an_address_that_is_no_gpu_memory_is_refused(device: kvoffload.Device, a
         OffloadEngine(layout, device=device, num_slots=2)
 
 
+def test_planes_cannot_be_found_in_a_lost_context() -> None:
+    device = kvoffload.open_device(backend=SimulatedDriver())
+    layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=2)])
+    assert device.simulator is not None
+    with device.current():
+        device.simulator.faults.sticky(at_call=1)
+        device.driver.api.cuCtxSynchronize()
+        with pytest.raises(DriverError) as caught:
+            device.allocations(layout)
+        assert caught.value.sticky
+    device.close()
+
+
 def test_pitfall_32_planes_on_the_wrong_device_are_refused() -> None:
     simulator = SimulatedDriver(device_count=2)
     with kvoffload.open_device(0, backend=simulator) as first, kvoffload.open_device(1, backend=simulator) as second:

@@ -15,7 +15,7 @@ import pytest
 from programs import run_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
-LAYOUTS = ("block-major", "plane-major")  # the first is what the examples take by default
+LAYOUTS = ("plane-major", "block-major")  # the first is what the examples take by default
 BOTH = ("cupy_paged_decode.py", "jax_paged_decode.py")
 HAS_JAX = importlib.util.find_spec("jax") is not None
 COUNTS = re.compile(r"^(.+): (\d+) blocks evicted, (\d+) stored \(.*\), (\d+) loaded", re.MULTILINE)

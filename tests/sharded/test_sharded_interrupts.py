@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
-from interrupts import Appends, Methods, interrupt_at
-from sharding import machine
+from interrupts import Appends, Inside, Methods, interrupt_at
+from sharding import Machine, machine
 
-from kvoffload import NO_WAIT, BlockCache, CapacityError, TransferError
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TransferError, TransferResult
 from kvoffload.engine.shard import Shard
 
 COUNTS = (2, 3)
 
 
 BEFORE_A_LAUNCH = Methods(Shard.enqueue)
+SHARDED = Inside("kvoffload/engine/sharded.py")
 
 
 @pytest.mark.parametrize("launched", range(len(COUNTS)))
@@ -82,6 +85,51 @@ def test_a_job_that_was_waited_for_is_not_reported_also_if_it_ended_before_an_ea
         assert [result.job_id for result in made.engine.poll()] == [first.id]
         assert made.engine.statistics().store.failed == 1
         made.whole()
+
+
+@pytest.mark.parametrize("call", ["load", "poll"])
+def test_urgent_loads_are_reported_once_after_an_interrupt(call: str) -> None:
+    for number in itertools.count(1):
+        with machine(COUNTS, most_queued_bytes=1) as made:
+            streams = made.one_each()
+            for device, stream in enumerate(streams):
+                made.hold(device, stream)
+
+            def load(block: int, made: Machine = made, after: Any = NO_WAIT, **options: Any) -> None:
+                made.engine.load([block], [block], after=after, **options)
+
+            load(0, after=streams)
+            load(1)
+            load(2, urgent=True)
+            seen: list[TransferResult] = []
+
+            def poll(made: Machine = made, seen: list[TransferResult] = seen) -> None:
+                seen.extend(made.engine.poll())
+
+            if call == "load":
+                outcome = interrupt_at(number, partial(load, 3, urgent=True), points=SHARDED)
+            load(4)
+            for gate in made.gates:
+                gate.open()
+            if call == "poll":
+                for _ in range(3):  # the engine queues one load of a device at a time
+                    made.settle()
+                    made.engine.advance()
+                made.settle()
+                outcome = interrupt_at(number, poll, points=SHARDED)
+            made.engine.drain(5)
+            poll()
+            ids = [result.job_id for result in seen]
+            totals = made.engine.statistics().load
+            assert sorted(ids) == sorted(set(ids)), outcome.point
+            assert totals.jobs == made.engine.submitted, outcome.point
+            if call == "load":  # results that an interrupted `poll` had taken are lost
+                assert len(ids) == made.engine.submitted, outcome.point
+                assert totals.failed == sum(result.error is not None for result in seen)
+            made.whole()
+        if outcome.point is None:
+            break
+    assert number > len(COUNTS)
 
 
 def test_an_interrupted_job_leaves_its_number_to_no_later_one() -> None:

@@ -75,6 +75,29 @@ def test_a_device_may_follow_a_list_of_streams(three: Machine, held: int, positi
 
 
 @pytest.mark.parametrize("held", DEVICES)
+def test_an_urgent_load_is_reported_before_those_that_it_overtook(held: int) -> None:
+    with machine(COUNTS, most_queued_bytes=1) as made:
+        streams = made.one_each()
+        for device in DEVICES:
+            made.hold(device, streams[device])
+        first = made.engine.load([0], [0], after=streams)
+        usual = [made.engine.load([block], [block], after=NO_WAIT) for block in (1, 2)]
+        urgent = [made.engine.load([block], [block], after=NO_WAIT, urgent=True) for block in (3, 4)]
+        last = made.engine.load([5], [5], after=NO_WAIT)
+        for device in DEVICES:
+            if device != held:
+                made.gates[device].open()
+        made.settle()
+        assert made.engine.poll() == [], "no job has ended on the device that is held"
+        let_run(made, first, *urgent)
+        order = [result.job_id for result in made.engine.poll()]
+        assert order == [each.id for each in (first, *urgent, *usual, last)]
+        totals = made.engine.statistics().load
+        assert (totals.jobs, totals.failed, made.engine.in_flight) == (6, 0, 0)
+        made.whole()
+
+
+@pytest.mark.parametrize("held", DEVICES)
 def test_a_load_after_a_store_of_its_slot_waits_on_each_device(three: Machine, held: int) -> None:
     streams = three.one_each()
     three.hold(held, streams[held])

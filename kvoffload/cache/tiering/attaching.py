@@ -147,6 +147,11 @@ class TierPlan:
 
         slots = engine.slots if isinstance(engine.slots, tuple) else (engine.slots,)
         groups = engine.layout.num_groups
+        if not all(pool.flags.c_contiguous for pool in slots):  # of several groups `reshape` would copy them
+            raise LayoutError(
+                "tiers need slots without gaps: host_memory of the engine must have "
+                f"slot_stride={engine.layout.slot_bytes}, the layout's slot_bytes"
+            )
         pools = [pool[: records.capacity * groups].reshape(records.capacity, -1) for pool in slots]
         try:
             layout = bytes(engine.layout.fingerprint)

@@ -217,7 +217,8 @@ class Promotion(Waitable[int]):
         Raises:
             ClosedError: the promotion was released.
             TypeError: it is of a `CacheIndex`, which copies nothing.
-            LayoutError, and the errors of `BlockCache.load` for bad arguments. Nothing has happened then.
+            LayoutError, and the errors of `BlockCache.load` for bad arguments. Nothing has happened then. But repeated
+                `blocks`, or a stream that CUDA does not know, may be refused only later: then `wait` raises that.
         """
         if self._record.released:
             raise ClosedError("the promotion has been released: load its keys by cache.load")
@@ -285,7 +286,8 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         return self.submitted and (self.job is None or self.job.finished)
 
     def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
-        """Wait until the promotion and the load have ended; returns the leading keys that were loaded.
+        """Wait until the promotion and the load have ended; returns the leading keys that were loaded: () if none came,
+        or if the cache was closed first.
 
         Raises:
             TransferError: the load failed; its target blocks hold nothing of use.

@@ -369,8 +369,9 @@ class Tier(ABC):
         """Remove records, later. DONE: the record is gone. MISSING: there was none. Neither comes back after a crash.
 
         Records of earlier puts are gone, too: waiting puts of these keys are CANCELLED, and the removal waits for puts
-        that have begun. After FAILED or CANCELLED, a record may still be there, or come back after a crash. Never
-        DECLINED or EXPIRED. Arguments and errors (LayoutError, ClosedError) as for `put`.
+        that have begun. (But see `RemoteTier` on puts that have FAILED.) After FAILED or CANCELLED, a record may still
+        be there, or come back after a crash. Never DECLINED or EXPIRED. Arguments and errors (LayoutError, ClosedError)
+        as for `put`.
         """
 
     @abstractmethod
