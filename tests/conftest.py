@@ -62,9 +62,15 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _bytecode_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
-    """Python processes that tests start share their bytecode: compiling the package takes each of them 2 seconds."""
+    """Python processes that tests start share their bytecode: compiling the package takes each of them 2 seconds.
+
+    Where Python writes bytecode beside the sources, it lies there: theirs of this process, and that of other packages.
+    """
     own = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
+        if not sys.dont_write_bytecode:
+            yield
+            return
         patch.setenv("PYTHONPYCACHEPREFIX", str((own if worker_id == "master" else own.parent) / "bytecode"))
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield
