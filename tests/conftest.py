@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +34,31 @@ def pytest_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every second worker of xdist begins at the last file: in a new clone each compiles half of the tests, and finds
+    the others' bytecode; alike, all would compile the same file at the same time, which takes each of them 9 seconds.
+    """
+    report = yield
+    if isinstance(collector, pytest.Directory | pytest.Session) and worker_number(collector.config) % 2:
+        report.result.reverse()
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In all workers the same order, as xdist needs it."""
+    if worker_number(config) >= 0:
+        items.sort(key=lambda item: item.path.parts)
+
+
+def worker_number(config: pytest.Config) -> int:
+    """That of a worker of xdist; -1 in other processes."""
+    return int(getattr(config, "workerinput", {"workerid": "gw-1"})["workerid"].removeprefix("gw"))
 
 
 @pytest.hookimpl(tryfirst=True)
