@@ -21,6 +21,10 @@ import kvoffload
 from kvoffload.internal import cachefiles
 from kvoffload.testing import SimulatedDriver, check_clean_close
 
+# In every process that xdist or a test starts. Else numpy starts a thread for each core there, and all of them spin for
+# a tenth of a second: a third of the time that importing the package takes.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
 settings.load_profile("kvoffload")
 
