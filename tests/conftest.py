@@ -77,7 +77,7 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     gc.unfreeze()
-    if next(_tests) % 200 == 0:
+    if next(_tests) % 500 == 0:
         gc.collect()
 
 
