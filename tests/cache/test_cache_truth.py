@@ -12,6 +12,7 @@ import pytest
 from caching import caches, store
 from helpers import Rig, all_are, cache_state, keys, rig, simulated
 from interrupts import Inside, count_points, interrupt, interrupt_at
+from seeds import rest_long
 
 from kvoffload import (
     NO_WAIT,
@@ -92,8 +93,9 @@ def bytes_are_right(bench: Rig, cache: BlockCache, values: dict[bytes, int]) -> 
 
 @every_policy
 @pytest.mark.parametrize("call", ["store", "reserve", "load", "store and reuse"])
+@pytest.mark.parametrize("later", rest_long([0, 6], 1))  # half of the points that are tried, the others in long runs
 def test_pitfall_39_an_interrupted_call_of_a_block_cache_leaves_no_wrong_byte(
-    policy: Any, call: str, seed: int
+    policy: Any, call: str, later: int, seed: int
 ) -> None:
     """Old keys do not hit over new bytes, and keys never stored are no hits; every few points of the cache."""
     values = {name: number + 4 for number, name in enumerate(keys(*range(8)))}
@@ -115,7 +117,7 @@ def test_pitfall_39_an_interrupted_call_of_a_block_cache_leaves_no_wrong_byte(
         filled(cache)
         points = count_points(lambda: attempt(cache), Inside("kvoffload/cache"))
         bench.engine.drain(10)
-    for nth in range(1 + seed % 6, points + 1, 6):
+    for nth in range(1 + seed % 6 + later, points + 1, 12):
         with caches(capacity=3, policy=policy) as (bench, cache):
             bench.engine.slots[:] = 0xEE
             filled(cache)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import kvoffload
-from kvoffload.calibration import MINIATURE, tune
+from kvoffload.calibration import MINIATURE, Tuning, tune
 from kvoffload.commands import main
 from kvoffload.commands.tune import decisions
 from kvoffload.engine.engine import OffloadEngine
@@ -47,19 +48,48 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated devices are tuned in less than a second."""
-    monkeypatch.setattr("kvoffload.calibration.measure.MINIATURE", TINY)
+class Measured(NamedTuple):
+    """One run of `kvoffload tune --output PATH --json`: what it returned, printed and measured, and its progress."""
+
+    code: int
+    printed: str
+    path: Path
+    tuning: Tuning
+    steps: list[tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """On the simulated device; interpreting the kernels takes seconds, so tests share it."""
+    path, printed = tmp_path_factory.mktemp("tuned") / "profile.json", io.StringIO()
+    folder = path.parent / "cache"
+    found: list[Tuning] = []
+    steps: list[tuple[int, int]] = []
+
+    def noting(device: kvoffload.Device, *, progress: Callable[[int, int], None]) -> Tuning:
+        def note(done: int, total: int) -> None:
+            steps.append((done, total))
+            progress(done, total)
+
+        found.append(tune(device, progress=note))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setenv(cachefiles.FOLDER_VARIABLE, str(folder))
+        patch.setattr("kvoffload.calibration.measure.MINIATURE", TINY)
+        patch.setattr("kvoffload.commands.tune.tune", noting)
+        code = main(["tune", "--backend", "simulated", "--output", str(path), "--json"])
+    assert not folder.exists()
+    return Measured(code, printed.getvalue(), path, found[0], steps)
 
 
 # the command ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("tiny")
 def test_on_the_simulated_device_no_profile_is_kept_and_no_time_printed(
-    capsys: pytest.CaptureFixture[str], folder: Path
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
 ) -> None:
+    monkeypatch.setattr("kvoffload.commands.tune.tune", lambda *_, **__: measured.tuning)
     assert main(["tune", "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
     assert "simulated device" in out
@@ -68,14 +98,12 @@ def test_on_the_simulated_device_no_profile_is_kept_and_no_time_printed(
     assert not folder.exists()
 
 
-@pytest.mark.usefixtures("tiny")
 def test_a_simulated_profile_can_be_written_and_is_never_used_for_a_gpu(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: kvoffload.Device
+    measured: Measured, device: kvoffload.Device
 ) -> None:
-    path = tmp_path / "profile.json"
-    capsys.readouterr()
-    assert main(["tune", "--backend", "simulated", "--output", str(path), "--json"]) == 0
-    fields = json.loads(capsys.readouterr().out)
+    path = measured.path
+    assert measured.code == 0
+    fields = json.loads(measured.printed)
     assert fields["written"] == str(path)
     assert fields["simulated"] is True
     assert fields.keys() == {
@@ -95,8 +123,8 @@ def test_a_simulated_profile_can_be_written_and_is_never_used_for_a_gpu(
         assert load_profile(key_of(device)) is default_profile(None)
 
 
-def test_an_engine_takes_the_profile_that_was_written(device: kvoffload.Device) -> None:
-    profile = parse(render(tune(device, scale=TINY).profile))
+def test_an_engine_takes_the_profile_that_was_written(device: kvoffload.Device, measured: Measured) -> None:
+    profile = parse(render(measured.tuning.profile))
     planes = device.allocate_planes(4, block_bytes=64, num_blocks=8)
     layout = kvoffload.KVLayout([planes])
     for prefer in ("overlap", "latency"):
@@ -174,9 +202,8 @@ def test_without_kernels_nothing_is_measured_beside_compute(
     assert all(set(costs.flat) == {"batch", "loop"} for costs in tuning.profile.costs.values())
 
 
-def test_progress_ends_where_it_said(device: kvoffload.Device) -> None:
-    steps: list[tuple[int, int]] = []
-    tune(device, scale=TINY, progress=lambda done, total: steps.append((done, total)))
+def test_progress_ends_where_it_said(measured: Measured) -> None:
+    steps = measured.steps
     assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
     assert {total for _, total in steps} == {len(steps)}
 

@@ -34,6 +34,22 @@ def run(name: str, *options: str, exit_code: int = 0, warnings: str = "error") -
     return done.stdout
 
 
+def run_here(
+    name: str,
+    *options: str,
+    exit_code: int = 0,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """What an example prints that is called in this process: a process of its own takes longer to start than to run."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    code = import_module(name.removesuffix(".py")).main()
+    done = capsys.readouterr()
+    assert (code, done.err) == (exit_code, ""), done.out + done.err
+    return done.out
+
+
 def refusal(name: str, *options: str) -> str:
     """What an example that fails prints to stderr."""
     done = end_of(name, *options)

@@ -6,6 +6,8 @@ import importlib.util
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from decoding import (
     refusal,
     refused,
     run,
+    run_here,
     run_jax,
     verdicts,
 )
@@ -44,10 +47,20 @@ def check_simulated(output: str, layout: str) -> None:
     assert TIMES.search(output) is None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+Here = Callable[..., str]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Runs an example in this process."""
+    return partial(run_here, monkeypatch=monkeypatch, capsys=capsys)
+
+
 @pytest.mark.parametrize("name", BOTH[:1] if HAS_JAX else BOTH)
-def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str, layout: str) -> None:
-    check_simulated(run(name, "--device", "simulated", *(() if layout == LAYOUTS[0] else ("--layout", layout))), layout)
+def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str, here: Here) -> None:
+    """In a process of its own, as users run it, and in this one."""
+    check_simulated(run(name, "--device", "simulated"), LAYOUTS[0])
+    check_simulated(here(name, "--device", "simulated", "--layout", LAYOUTS[1]), LAYOUTS[1])
 
 
 @pytest.mark.parametrize(("devices", "backend"), [(1, "JaxBackend on "), (2, "ShardedJaxBackend on 2 x ")])
@@ -71,33 +84,28 @@ def test_simulated_devices_of_jax_are_bitwise_equal_and_a_spoiled_block_is_notic
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_wait_for_their_parts(layout: str) -> None:
-    output = run(BOTH[0], "--device", "simulated", "--layer-wise", "--layout", layout)
+def test_layers_wait_for_their_parts(layout: str, here: Here) -> None:
+    output = here(BOTH[0], "--device", "simulated", "--layer-wise", "--layout", layout)
     check_run(output, PREFETCHED, ON_DEMAND, LAYER_WISE)
 
 
-def test_other_conversations_and_more_room() -> None:
+def test_other_conversations_and_more_room(here: Here) -> None:
     options = ("--seed", "7", "--conversations", "12", "--batch", "3", "--turns", "2", "--device-blocks", "60")
-    check_run(run(BOTH[0], "--device", "simulated", *options), PREFETCHED, ON_DEMAND)
+    check_run(here(BOTH[0], "--device", "simulated", *options), PREFETCHED, ON_DEMAND)
 
 
-def test_a_spoiled_block_is_noticed() -> None:
-    said = verdicts(run(BOTH[0], "--device", "simulated", "--corrupt", exit_code=1))
+def test_a_spoiled_block_is_noticed(here: Here) -> None:
+    said = verdicts(here(BOTH[0], "--device", "simulated", "--corrupt", exit_code=1))
     assert said[PREFETCHED] == said[ON_DEMAND] == "DIFFERENT"
 
 
 @pytest.mark.parametrize(("forgotten", "mode"), [("follow", ON_DEMAND), ("_before_layer", LAYER_WISE)])
-def test_a_step_that_does_not_wait_for_its_load_is_noticed(forgotten: str, mode: str) -> None:
-    program = f"""
-    import sys
-    sys.path.insert(0, {str(EXAMPLES)!r})
-    import cupy_paged_decode
-    from paged_decode.arrays import NumpyBackend
-    NumpyBackend.{forgotten} = lambda *_: None
-    sys.argv = ["cupy_paged_decode", "--device", "simulated", "--layer-wise"]
-    sys.exit(cupy_paged_decode.main())
-    """
-    assert verdicts(run_program(program, exit_code=1))[mode] == "DIFFERENT"
+def test_a_step_that_does_not_wait_for_its_load_is_noticed(
+    forgotten: str, mode: str, paged: Any, monkeypatch: pytest.MonkeyPatch, here: Here
+) -> None:
+    monkeypatch.setattr(paged("arrays").NumpyBackend, forgotten, lambda *_: None)
+    said = verdicts(here(BOTH[0], "--device", "simulated", "--layer-wise", exit_code=1))
+    assert said[mode] == "DIFFERENT"
 
 
 @pytest.mark.parametrize(("name", "extra"), list(zip(BOTH, ("cupy", "jax"), strict=True)))

@@ -16,18 +16,25 @@ LONG = 40  # lines, of a base class
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def code_lines(text: str) -> int:
-    """Lines without blank ones, comments and docstrings."""
-    lines = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in BLANK
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    for node in ast.walk(ast.parse(text)):
+def code_lines(text: str, nodes: Sequence[ast.AST] | None = None) -> int:
+    """Lines without blank ones, comments and docstrings. `nodes` are those of the text, if they are known."""
+    nodes = nodes or list(ast.walk(ast.parse(text)))
+    docstrings, others = set[int](), set[int]()
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
-            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(lines)
+            docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        elif isinstance(node, ast.Constant | ast.JoinedStr):
+            others |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    stripped = enumerate(map(str.lstrip, text.splitlines()), 1)
+    lines = {number for number, line in stripped if line and not line.startswith("#")}
+    if not others - docstrings <= lines:  # some look blank, or like comments, in a string or between its pieces
+        lines = {
+            line
+            for token in tokenize.generate_tokens(io.StringIO(text).readline)
+            if token.type not in BLANK
+            for line in range(token.start[0], token.end[0] + 1)
+        }
+    return len(lines - docstrings)
 
 
 def is_wide(function: Function) -> bool:
@@ -40,7 +47,8 @@ def is_wide(function: Function) -> bool:
 def weigh(package: Path) -> dict[str, float]:
     """The figures of a package, by their names in `tests/project/test_ratchet.py`."""
     texts = {path: path.read_text() for path in sorted(package.rglob("*.py"))}
-    nodes = [(path, node) for path, text in texts.items() for node in ast.walk(ast.parse(text))]
+    nodes_of = {path: list(ast.walk(ast.parse(text))) for path, text in texts.items()}
+    nodes = [(path, node) for path, found in nodes_of.items() for node in found]
     functions = [(path, node) for path, node in nodes if isinstance(node, Function)]
     classes = [node for _, node in nodes if isinstance(node, ast.ClassDef)]
     named = Counter(name for text in texts.values() for name in re.findall(r"\b_[a-z]\w*", text))
@@ -49,7 +57,7 @@ def weigh(package: Path) -> dict[str, float]:
     wide = [node for path, node in functions if is_wide(node) and not set(PRESCRIBED) & set(path.parts)]
     once = [name for name, count in private.items() if count == 1 and named[name] == 2]
     return {
-        "code lines": sum(map(code_lines, texts.values())),
+        "code lines": sum(code_lines(text, nodes_of[path]) for path, text in texts.items()),
         "files": len(texts),
         "helpers used once, in 1000 functions": 1000 * len(once) / len(functions),
         "pages": len(

@@ -34,14 +34,10 @@ def test_overlapping_requests_are_all_verified(
     assert counts.bytes_stored == counts.blocks_stored * served.bytes_per_key
     assert len(counts.call_seconds) == sum(map(bool, trace))
     assert min(counts.call_seconds) > 0
-
-
-def test_one_at_a_time_does_what_the_oracle_does(device: kvoffload.Device, seed: int) -> None:
-    served = serve_overlapping(device, seed, in_flight=1)
-    counts = served.counts
-    expected = Oracle(60).serve_all(generated_trace(seed))
-    assert (counts.blocks_hit, counts.blocks_stored, served.cache.statistics().evicted) == expected
-    assert counts.requests_refused == 0
+    if (in_flight, policy) == (1, "lru"):  # one at a time does what the oracle does
+        expected = Oracle(60).serve_all(trace)
+        assert (counts.blocks_hit, counts.blocks_stored, served.cache.statistics().evicted) == expected
+        assert counts.requests_refused == 0
 
 
 def test_requests_that_overlap_want_the_same_blocks_and_store_them_once(
@@ -112,7 +108,7 @@ def test_overlapping_requests_have_blocks_of_their_own(
 
 
 def test_json_of_overlapping_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
-    trace = generated_trace(seed)
+    trace = generated_trace(seed, requests=40)
     path = write_trace(tmp_path / "trace.jsonl", trace)
     options = ("--model", "qwen2.5-0.5b", "--scale", 0.001, "--slots", 40)
     found = {lanes: replay(capsys, path, *options, "--in-flight", lanes) for lanes in (1, 4, 8)}

@@ -163,7 +163,13 @@ def test_the_kind_changes_half_way(seed: int) -> None:
 # what policies make of them -------------------------------------------------------------------------------------------
 
 
-@EACH
+# At once: turns of conversations, prompts that policies differ on most, and a change (from documents to agents). The
+# others take longer and are of these shapes or, as no reuse, of none; evaluation has a test of its own below.
+AT_ONCE = ("chat", "one-off", "change")
+SERVED = rest_long([*AT_ONCE, *(name for name in WORKLOADS if name not in AT_ONCE)], len(AT_ONCE))
+
+
+@pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("slots", rest_long([256, 1024], 1))
 def test_the_default_is_never_much_worse_than_lru_and_nothing_beats_the_optimum(name: str, slots: int) -> None:
     requests = make_workload(name, 1000)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from interrupts import interrupt_at
+from seeds import rest_long
 from tier_classes import DictTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
@@ -43,12 +44,13 @@ CALLS: dict[str, Call] = {
 }
 
 
+@pytest.mark.parametrize("first", rest_long(range(1, 4), 1))  # every third point at once, the others in long runs
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupted_call_leaves_everything_working(name: str) -> None:
+def test_an_interrupted_call_leaves_everything_working(name: str, first: int) -> None:
     tier = DictTier()
     with tiered(tier, capacity=8) as bench:
         bench.written(range(2))
-        for number in range(1, _MOST):
+        for number in range(first, _MOST, 3):
             kept: list[Any] = []
             outcome = interrupt_at(number, CALLS[name](bench, kept))
             kept.clear()
