@@ -148,8 +148,7 @@ class Launcher:
         copies = kernels and stream_with_room(lane, copy_cost + EVENT_COST, kernel=False)
         if kernels is None or copies is None:
             return False
-        _, _, size, _ = share = transfer.shares[number]
-        work = share.work
+        work, _, size, _ = transfer.shares[number]
         assert isinstance(work, BlockPlan)
         piece = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         if piece is None:  # no room in the tables
