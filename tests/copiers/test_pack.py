@@ -151,11 +151,12 @@ def test_groups_of_one_transfer_by_different_copiers(monkeypatch: pytest.MonkeyP
                 assert all_are(engine.slots[24 + 8 * group + index, :nbytes], index + 1)
 
 
+@pytest.mark.parametrize("late", ["store", "load"])
 @pytest.mark.parametrize("methods", [("pack", "strided"), ("pack", "pack")])
 def test_a_later_group_of_a_load_follows_what_the_load_must_follow(
-    monkeypatch: pytest.MonkeyPatch, methods: tuple[Any, Any]
+    monkeypatch: pytest.MonkeyPatch, methods: tuple[Any, Any], late: str
 ) -> None:
-    """A load before it, of which the start of a packed group says nothing; a store, for copies after another kernel."""
+    """A store to one of its slots, and a load before it to one of its blocks."""
     change_streams(monkeypatch)
     select = copier_set.CopierSet.select
 
@@ -168,9 +169,8 @@ def test_a_later_group_of_a_load_follows_what_the_load_must_follow(
         bench = Rig(device, engine, engine.layout.groups[0].planes[0].owner, list(engine.layout.groups[1].planes))  # type: ignore[arg-type]
         held = bench.stream()
         bench.gate(held)
-        late: list[Any] = [NO_WAIT, held] if methods[0] == "pack" else [held, NO_WAIT]
-        engine.store([7], [1], group=1, after=late[0], copier="strided")
-        engine.load([0], [5], group=1, after=late[1], copier="strided")
+        engine.store([7], [1], group=1, after=held if late == "store" else NO_WAIT, copier="strided")
+        engine.load([0], [5], group=1, after=held if late == "load" else NO_WAIT, copier="strided")
         monkeypatch.setattr(copier_set.CopierSet, "select", by_group)
         engine.load_groups([GroupTransfer(0, [4], [0]), GroupTransfer(1, [5], [1])], after=NO_WAIT)
         release(bench)

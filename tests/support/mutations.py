@@ -120,17 +120,17 @@ MUTATIONS = (
         (f"{PACK}::test_a_place_stays_taken_until_what_is_queued_of_a_failed_piece_has_ended",),
     ),
     Mutation(
-        "a-later-share-behind-pieces-follows-the-start-alone",
+        "a-later-share-behind-pieces-follows-nothing",
         "engine/launcher.py",
-        "if begin == 0 and (first or isinstance(transfer.shares[0].copier, PackCopier)):",
-        "if first:",
+        "self._follow(queue, transfer, stream)",
+        "_ = first and self._follow(queue, transfer, stream)",
         (f"{PACK}::test_a_later_group_of_a_load_follows_what_the_load_must_follow",),
     ),
     Mutation(
         "a-later-share-in-pieces-follows-nothing",
         "engine/launcher.py",
-        "if previous is None and begin == 0:  # 1",
-        "if previous is None and begin == number == 0:  # 1",
+        "self._wait_for_places(front, back, previous)  # 2, 3",
+        "self._wait_for_places(front, back, previous if begin else None)",
         (f"{PACK}::test_a_later_group_of_a_load_follows_what_the_load_must_follow",),
     ),
     Mutation(
