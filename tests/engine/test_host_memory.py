@@ -392,7 +392,7 @@ def test_tiers_take_slots_that_follow_each_other_and_refuse_a_stride(
     apart = HostMemory.of_buffer(mapped(8 * 2 * PAGE), num_slots=8, slot_stride=2 * PAGE)
     with (
         OffloadEngine(layout, device=device, host_memory=apart, **COPY_ENGINE_ONLY) as engine,
-        pytest.raises(LayoutError, match=r"pools\[0\] must be a C-contiguous writable array of uint8"),
+        pytest.raises(LayoutError, match=rf"host_memory of the engine must have slot_stride={PAGE}, the layout's slot"),
     ):
         BlockCache(engine, tiers=[tier])
     together = HostMemory.of_buffer(mapped(8 * PAGE), num_slots=8, slot_stride=PAGE)
@@ -400,6 +400,16 @@ def test_tiers_take_slots_that_follow_each_other_and_refuse_a_stride(
         cache = BlockCache(engine, tiers=[tier])
         cache.store([b"a"], [1]).wait(10)
         cache.close()
+
+
+def test_tiers_refuse_a_stride_of_several_groups(device: kvoffload.Device, tier: MemoryTier) -> None:
+    """Rows of all groups would be a copy of the slots, which tiers would fill for nobody."""
+    layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4) for _ in range(2)])
+    apart = HostMemory.of_buffer(mapped(8 * 2 * PAGE), num_slots=8, slot_stride=2 * PAGE)
+    with OffloadEngine(layout, device=device, host_memory=apart, **COPY_ENGINE_ONLY) as engine:
+        with pytest.raises(LayoutError, match=rf"host_memory of the engine must have slot_stride={PAGE}"):
+            BlockCache(engine, tiers=[tier])
+        BlockCache(engine)
 
 
 # no slots
