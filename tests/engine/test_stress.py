@@ -155,11 +155,13 @@ def test_a_mixed_load_gives_the_bytes_of_doing_one_after_the_other(level: str, k
         if kernels:
             copiers = ["pack", "strided", None]
         streams = [bench.stream(), bench.stream(), 0, 2]
+        filled: dict[int, int] = {}  # by block, the stream that wrote it: what reads it later must follow that stream
         for _ in range(120):
             count = int(rng.integers(1, 6))
             some_blocks, some_slots = rng.permutation(16)[:count], rng.permutation(16)[:count]
             copier = copiers[int(rng.integers(len(copiers)))]
-            after = NO_WAIT if rng.random() < 0.5 else streams[int(rng.integers(4))]
+            followed = [filled[block] for block in some_blocks.tolist() if block in filled]
+            after = (followed or NO_WAIT) if rng.random() < 0.5 else [*followed, streams[int(rng.integers(4))]]
             if rng.random() < 0.5:
                 job = bench.engine.submit(Direction.STORE, some_blocks, some_slots, after=after, copier=copier)
                 slots[some_slots] = blocks[some_blocks]
@@ -172,7 +174,7 @@ def test_a_mixed_load_gives_the_bytes_of_doing_one_after_the_other(level: str, k
                 block = int(some_blocks[0])
                 if job.direction == "store":
                     bench.fill(stream or 1, 200, block=block)
-                    blocks[block] = 200
+                    blocks[block], filled[block] = 200, stream
                     bench.engine.store([block], [15], after=stream)
                     slots[15] = 200
         bench.engine.drain(30)

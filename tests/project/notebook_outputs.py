@@ -33,7 +33,7 @@ _FACTOR = r"a product takes \d+\.\d\d times as long\n"
 _OF_A_MACHINE = re.compile(
     r"(?<![\w.:/])/(?:home|root|tmp|work|usr|opt|mnt|var|data)/|\b0x[0-9a-f]{6,}|\\u001b|\bat 0x"
 )
-_METHOD = re.compile(r"(strided|pack|batch|gather|loop)\b.*")  # a row of a plan: which ones depends on the machine
+_METHOD = re.compile(r"(strided|pack|batch|loop)\b.*")  # a row of a plan: which ones depends on the machine
 
 
 class OnAGpu(NamedTuple):
