@@ -172,7 +172,8 @@ class Lease:
 
     def order_before(self, stream: CacheStreams) -> None:
         """Work queued on `stream` from now on starts after all entries have been written. The host waits only for
-        copies that are not in the driver's queues yet: up to a second for each store, then it raises CapacityError.
+        copies that are not in the driver's queues yet: up to a second for each store; then it raises CapacityError, and
+        you may call it again.
 
         If a store fails later, the stream goes on; `wait` and `check` raise its error. Raises as `Job.order_before`.
         """
@@ -240,7 +241,11 @@ class CacheJob(Waitable[list[TransferResult]]):
         """Whether all jobs have ended, well or not. Asks the GPU, and does not wait for it.
 
         Takes the engine's lock. The call that finds the end tells the cache; so it may call `on_event`, and a tracer's
-        `on_end`, in this thread before it returns.
+        `on_end`, in this thread before it returns. Inside another call in the same thread it does not ask the GPU, and
+        may be True before the cache knows of the end.
+
+        Raises:
+            ClosedError: not known to have ended, and this is a forked child.
         """
         ended = all(job.done for job in self.jobs)
         if ended:

@@ -85,7 +85,7 @@ class DeviceBuffer:
         Raises:
             ValueError: the array does not fit at `offset`.
             TypeError: `array` is None, a masked array, or holds Python objects; `offset` is no integer.
-            ClosedError: the buffer or its device is closed.
+            ClosedError: the buffer or its device is closed, or this is a forked child.
             DriverError: the driver failed; the buffer may hold any bytes there.
         """
         self.check()
@@ -117,7 +117,7 @@ class DeviceBuffer:
         """The bytes as a new host array, uint8, (nbytes,). Waits for the legacy default stream only, see `copy_from`.
 
         Raises:
-            ClosedError: the buffer or its device is closed.
+            ClosedError: the buffer or its device is closed, or this is a forked child.
             DriverError: the driver failed.
         """
         self.check()

@@ -140,7 +140,9 @@ class SharedSlots:
             has ended, as long as `array` or an engine over it lives.
 
         Raises:
-            TimeoutError: nobody offered it in `timeout` seconds, or the offering process did not answer for 10 seconds.
+            TimeoutError: no process in this network namespace offered it in `timeout` seconds, or the offering one did
+                not answer for 10 seconds.
+            ConnectionError: the offering process ended before it answered.
             PermissionError: another user offers it.
             ValueError: the memory does not have the size that the offer says; `timeout` is no number.
             TypeError: `name` is no string.

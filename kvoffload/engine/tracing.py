@@ -30,8 +30,9 @@ class Tracer(Protocol):
     def on_end(self, started: Any, result: TransferResult) -> object:
         """The transfer has ended, well or not: `result.error` says which.
 
-        The thread that found the end calls it, without the engine's lock, inside a call such as the engine's `poll` or
-        `wait` of a job. The host finds an end some time after it happened; `result.seconds` is the time on the GPU.
+        It is called without the engine's lock, in the thread of a call that asks the GPU, such as the engine's `poll`,
+        or `wait` of an unfinished job. If a submission found the end, the next such call in any thread calls it, maybe
+        after `wait` of the job has returned. `result.seconds` is the time on the GPU.
 
         Called once for each `on_submit` that has returned. If an interrupt (KeyboardInterrupt, an exception from a
         signal handler) comes in between, a later call such as `poll` or `drain` delivers it. The call can be missing if

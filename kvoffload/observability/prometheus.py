@@ -3,8 +3,8 @@
     collector = prometheus.register(cache, gpu="0")     the registry's exporters now export this cache
     collector.add(another, gpu="1")                     more caches of one registry go into the same collector
 
-Each scrape reads the statistics. A collector does not keep a cache alive. A cache that is garbage, whose engine is
-closed, or that belongs to the parent of a forked process, has no metrics.
+Each scrape reads the statistics. A collector does not keep a cache alive. A cache that is garbage, or
+whose engine is closed or belongs to the parent of a forked process, has no metrics.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def check_copier_conformance(
     Raises:
         AssertionError: a copier moved other bytes than the loop, touched a byte that it should not have, or failed.
         ValueError, CapabilityError: a copier is unknown, or cannot run on this device.
-        TimeoutError: one copier's transfers took longer than 60 seconds.
+        TimeoutError: the transfers of one check took longer than 60 seconds.
     """
     names = copiers
     if names is None:  # whether a kernel can run is known for certain when an engine has loaded one

@@ -40,7 +40,7 @@ _WHOLE_TIER = (b"",)  # the key of jobs that concern all records
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The call of `Tier.put` by which a record is written; an argument of `ThreadedTier.write_record`.
+    """The call of `Tier.put` that writes a record; an argument of `write_record` and `write_records` of `ThreadedTier`.
 
     Attributes:
         tenant: as given to `put`.

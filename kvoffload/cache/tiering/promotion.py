@@ -255,9 +255,11 @@ class Promotion(Waitable[int]):
 
 
 class ChainedLoad(Waitable[tuple[bytes, ...]]):
-    """A load that follows a promotion, and holds its keys until it is submitted. Usable from any thread, and awaitable.
+    """A load that follows a promotion, and holds its keys until it is submitted. Made by `Promotion.load`. Usable from
+    any thread, and awaitable: `await load` is `wait()` in an asyncio task.
 
-    It goes on if you drop it. For a stream to wait for it, wait until it is `submitted`, then call `job.order_before`.
+    It goes on if you drop it. For a stream to wait for it, poll `submitted`; once that is True, call `job.order_before`
+    if there is a `job`.
 
     Attributes:
         job: the load, once submitted. It stays None if no key came, the cache was closed first, or submitting failed.
