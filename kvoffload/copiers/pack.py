@@ -4,9 +4,9 @@
     load     slots ──contiguous copies──> ring of device memory ──kernel──> planes
 
 The kernel is many short programs that move about 2 TB/s together, so it takes microseconds, and the link sees copies of
-whole blocks whatever the size of the rows. On an H200, 64 MiB with rows of 4 to 32 KiB alike: 0.99 of what block-major
-blocks of the same size reach. A kernel that reads or writes the host itself, on a few multiprocessors, came to 0.6 to
-0.9, and slowed concurrent computation more.
+whole blocks whatever the size of the rows. On an H200, 64 MiB with rows of 4 to 32 KiB alike: 0.98 of what block-major
+blocks of the same size reach (idle, median). A kernel that reads or writes the host itself, on a few multiprocessors,
+came to 0.6 to 0.9, and slowed concurrent computation more.
 
 A transfer goes through the ring in *pieces*, each of two *halves* on streams of their own: one fills a place in the
 ring, the other empties it. The next piece is packed while one is copied.

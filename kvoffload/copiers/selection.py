@@ -28,8 +28,8 @@ _PART_SECONDS = 30e-6
 # other copiers beside compute from smaller ones; 32 MiB are in between.
 _PACK_BYTES = 32 << 20
 _PACK_SECONDS = {Situation.IDLE: 20e-6, Situation.LARGE_PRODUCTS: 0.5e-3, Situation.SMALL_PRODUCTS: 30e-6}
-# How much longer than others a submission by pack keeps its caller: 30 to 60 us on hosts with an H200. In a series of
-# small transfers the GPU waits for the host.
+# How much longer than strided copies a submission by pack keeps its caller: up to 50 us in `bench submit`, on a host
+# with an H200. In a series of small transfers the GPU waits for the host.
 _PACK_HOST_SECONDS = 50e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
 

@@ -28,7 +28,7 @@ SOURCE_ORDERS: tuple[SourceOrderName, ...] = ("auto", "stream", "any")
 
 _INT = frozenset({int})
 _MOST_HANDLE = 1 << 64
-FEW = 64  # ids, of which a set is made sooner than numpy compares them
+FEW = 64  # up to so many ids, a set tells sooner than numpy whether one repeats
 _DEFAULT_SOURCES: tuple[Source, ...] = (LEGACY_STREAM,)
 
 

@@ -129,6 +129,20 @@ def test_seconds_besides_the_transfer_count_in_the_choice_alone() -> None:
     assert comparison.estimates[0].ratio == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("predicted", "extra"), [(2.1e-3, 0.0), (1.1e-3, 1e-3)])
+def test_what_even_idle_takes_twice_as_long_is_first_tried_from_the_budget(predicted: float, extra: float) -> None:
+    """Of a fast one that nobody knows the first time is wanted at once."""
+    for slow in (False, True):
+        ways = Way("pack", 1e-3), Way("strided", predicted if slow else 1.1e-3, extra=extra if slow else 0.0)
+        comparison, tried = Comparison(ways), []
+        for _ in range(100):
+            forecast = comparison.choose(ways, NBYTES)
+            tried.append(forecast.price > 0.0)
+            comparison.note(forecast, ways[forecast.number].predicted)
+        first = tried.index(True)
+        assert 30 < first < 60 if slow else first < 4, "1.1 times a transfer at 3%"
+
+
 def test_the_first_expectation_is_the_profiles() -> None:
     ways = Way("pack", 1e-3, ratio=1.5), Way("strided", 1.2e-3)
     comparison = Comparison(ways)

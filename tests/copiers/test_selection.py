@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvoffload
-from kvoffload.copiers.selection import PREFERENCES, TOLERANCE, check_prefer, choose, rank
+from kvoffload.copiers.selection import PREFERENCES, TOLERANCE, check_prefer, choose, rank, two_ways
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
@@ -367,3 +367,18 @@ def test_without_batch_calls_there_is_still_a_choice(seed: int) -> None:
     with kvoffload.OffloadEngine(layout, device=device, num_slots=8, staging_bytes=0) as engine:
         assert engine.load([1, 2], [3, 4], after=NO_WAIT).wait().copier in ("strided", "loop")
     check_clean_close(device)
+
+
+@pytest.mark.parametrize("blocks", [2, 32])
+def test_pack_has_a_price_for_its_caller_and_the_profiles_choice_still_goes_first(blocks: int) -> None:
+    """4 MiB, which the copy engine carries first, and 64 MiB, which pack does."""
+    shape = Shape(Direction.STORE, blocks, 64 * blocks, blocks, 64 * blocks, blocks << 21)
+    available = ("strided", "pack", "batch", "loop")
+    ways = two_ways(shape, available, H200, "overlap", False)
+    assert ways is not None
+    packed, by_engine = ways
+    assert packed.extra - by_engine.extra == pytest.approx(50e-6)
+    expected = [way.ratio * way.predicted + way.extra for way in ways]
+    first = choose(shape, available, H200, "overlap").copier
+    assert first == ("pack" if blocks == 32 else "strided")
+    assert ways[expected.index(min(expected))].copier == first
