@@ -99,8 +99,8 @@ def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pythons: dict[str,
 @pytest.fixture
 def called(sessions: Sessions) -> Sessions:
     """The sessions that `.ci/run` calls."""
-    names = [name for line in re.findall(r"--session (.+)", script()) for name in line.split()]
-    return {name: sessions[name] for name in names}
+    (names,) = re.findall(r"^sessions=\((.+)\)\nfor session in \"\$\{sessions\[@\]\}\"", script(), re.MULTILINE)
+    return {name: sessions[name] for name in names.split()}
 
 
 def test_what_plain_pytest_leaves_out_is_a_session(called: Sessions) -> None:
@@ -119,7 +119,9 @@ def test_the_script_calls_all_sessions_but_the_matrix_and_those_of_a_gpu(called:
 
 
 def test_the_script_deletes_nothing_of_a_developer() -> None:
-    assert re.findall(r"\brm .*", script()) == ['rm -rf "$folder"\' EXIT']
+    removed = re.findall(r"\brm -rf (\S+)", script())
+    assert len(removed) == script().count("rm -") == 3
+    assert all(path.startswith('"$folder') for path in removed), removed
     assert "folder=$(mktemp -d)" in script()
     assert '--envdir "$folder/' in script()
 
