@@ -135,22 +135,43 @@ class JaxProgram:
 
 
 class JaxTreeProgram(JaxProgram):
-    """On an OwnedCache of a list with an array for each plane."""
+    """On an OwnedCache of a list with an array for each plane.
 
-    def __init__(self, jax: Any, device: kvoffload.Device, *, ordered: bool = True) -> None:
+    Args:
+        by_layer: each step takes one array alone.
+        adopt: JAX has allocated the arrays.
+    """
+
+    def __init__(
+        self,
+        jax: Any,
+        device: kvoffload.Device,
+        *,
+        ordered: bool = True,
+        by_layer: bool = False,
+        adopt: bool = False,
+    ) -> None:
         super().__init__(jax, device, ordered=ordered)
         self._engine.close()
-        self._cache = OwnedCache(device, [SHAPE[1:]] * PLANES, np.float32, block_axis=0, plane_axis=None)
+        shapes = [jax.numpy.zeros(SHAPE[1:]) if adopt else SHAPE[1:] for _ in range(PLANES)]
+        self._cache = OwnedCache(device, shapes, np.float32, block_axis=0, plane_axis=None, adopt=adopt)
         self._engine = OffloadEngine(self._cache.layout, device=device, num_slots=SLOTS)
         write_stacked, read_stacked = self._steps.write.__wrapped__, self._steps.read.__wrapped__
 
-        def write(arrays: Any, block: Any, value: Any, burn: Any) -> Any:
-            return [write_stacked(each[None], block, value, burn)[0] for each in arrays]
+        def write(array: Any, block: Any, value: Any, burn: Any) -> Any:
+            return write_stacked(array[None], block, value, burn)[0]
 
         def read(arrays: Any, block: Any, burn: Any) -> Any:
             return read_stacked(jax.numpy.stack(arrays), block, burn)
 
-        self._steps.write, self._steps.read = jax.jit(write, donate_argnums=0), jax.jit(read)
+        if by_layer:
+            write, read = jax.jit(write, donate_argnums=0), jax.jit(read)
+            self._steps.read = lambda arrays, *rest: jax.numpy.concatenate([read([each], *rest) for each in arrays])
+        else:
+            self._steps.read = jax.jit(read)
+        self._steps.write = lambda arrays, *rest: [write(each, *rest) for each in arrays]
+        if not by_layer:
+            self._steps.write = jax.jit(self._steps.write, donate_argnums=0)
 
 
 @contextmanager

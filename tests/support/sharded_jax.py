@@ -20,6 +20,29 @@ from kvoffload.testing import SimulatedDriver, check_clean_close
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 
 Spec = tuple[str | None, ...]
+FORMS = ["array", "tree", "adopted"]  # of a cache of planes: one array, a list with an array for each, JAX's own arrays
+
+
+def cache_in_form(
+    jax: Any, form: str, devices: Any, shape: Sequence[int], dtype: Any, sharding: Any = None, **options: Any
+) -> OwnedCache:
+    """A cache of zeros of `shape`, (planes, blocks, ...). A sharding is of one plane."""
+    if form == "array":
+        if sharding is not None:
+            spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+            sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+        return OwnedCache(devices, shape, dtype, sharding=sharding, plane_axis=0, block_axis=1, **options)
+    shapes: list[Any] = [tuple(shape[1:])] * shape[0]
+    if form == "adopted":
+        shapes = [jax.device_put(np.zeros(each, dtype), sharding) for each in shapes]
+    options = {"plane_axis": None, "block_axis": 0, "adopt": form == "adopted", **options}
+    return OwnedCache(devices, shapes, dtype, sharding=sharding, **options)
+
+
+def planes_of(cache: OwnedCache) -> Any:
+    """What a cache holds, as one array (planes, blocks, ...) in numpy."""
+    arrays = cache.arrays
+    return np.stack([np.asarray(each) for each in arrays]) if isinstance(arrays, list) else np.asarray(arrays)
 
 
 class JaxDevices:
