@@ -93,7 +93,13 @@ def zeroed(devices: Sequence[Device], nbytes: int) -> tuple[DeviceBuffer, ...]:
 
 
 def address_of(array: Any) -> int:
-    """Address of a `jax.Array` that is on one device."""
+    """Address of a `jax.Array` that is on one device.
+
+    On the CPU, JAX would wait for its computation without giving up the GIL, which the end of that computation needs if
+    it frees imported memory.
+    """
+    if next(iter(array.devices())).platform == "cpu":
+        array.block_until_ready()
     return int(array.unsafe_buffer_pointer())
 
 

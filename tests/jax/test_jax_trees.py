@@ -241,6 +241,17 @@ def test_a_cache_on_two_devices_is_not_followed_by_one(two: JaxDevices) -> None:
         engine.store([0], [0], after=cache)
 
 
+def test_large_arrays_are_computed_in_threads_of_jax(jax: Any, device: kvoffload.Device) -> None:
+    """On the CPU, which frees what was imported there: it needs the GIL, so nothing may wait for it with the GIL."""
+    cache = OwnedCache(device, [(64, 16, 8, 128)] * 8, "bfloat16", **PAGED)
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
+        for turn in range(5):
+            cache.arrays = fill(jax)(cache.arrays, 3, float(turn))
+            engine.store([3], [1], after=cache)
+            engine.load([1], [5], after=cache)
+        assert block_of(jax, cache, 5) == [{4.0 + layer} for layer in range(8)]
+
+
 # what is refused
 
 
