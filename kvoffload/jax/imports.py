@@ -117,7 +117,7 @@ def wait_for_computations(array: Any) -> None:
 
 class Adopted:
     """The memory of a `jax.Array` on one device, for JAX to import again: the new array follows the transfers that
-    touch it. Holds the array, so that JAX does not free the memory, and a capsule, so that JAX refuses to donate it.
+    touch it. Holds the array, so that JAX does not free the memory, and a capsule, so that it cannot be donated.
 
     Attributes:
         buffer: the array.

@@ -15,6 +15,7 @@ and waited for. On a simulated device each is imported, since JAX on the CPU com
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from kvoffload.layout.layout import ShardedLayout
 from kvoffload.layout.planes import SlotOrder
 
 _is_deleted, _address = methodcaller("is_deleted"), methodcaller("unsafe_buffer_pointer")
-_form, _start = attrgetter("shape", "dtype"), attrgetter("address")
+_form, _type, _start = attrgetter("shape", "dtype"), attrgetter("aval"), attrgetter("address")
 
 
 class OwnedCache:
@@ -72,7 +73,7 @@ class OwnedCache:
     block of one block-major array `(blocks, planes, ...)` is one contiguous copy.
 
     If your server has allocated its arrays itself, give them with `adopt=True`, and let it use `arrays` instead from
-    then on, in the same memory. Do nothing more with the arrays that you gave. (JAX refuses to donate them.)
+    then on, in the same memory. Do nothing more with the arrays that you gave; they cannot be donated.
 
     JAX takes three quarters of the GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE); the cache needs room in
     the rest.
@@ -187,7 +188,7 @@ class OwnedCache:
         self._renewing = False
         self._replaced: Sequence[Any] = ()  # arrays that must be deleted
         self._latest = self._import(None)
-        self._followed = self._transfers()
+        self._followed, self._types = self._transfers(), list(map(_type, self._latest))
 
     @property
     def arrays(self) -> Any:
@@ -396,10 +397,16 @@ class OwnedCache:
     def _lies_right(self, arrays: Sequence[Any]) -> bool:
         """A quick look at arrays on one device, some 20 us for 64. If it says no, look closely."""
         try:
-            where, forms = list(map(_address, arrays)), list(map(_form, arrays))
+            where, types = list(map(_address, arrays)), list(map(_type, arrays))
         except Exception:  # noqa: BLE001  # no arrays, deleted ones, arrays on several devices
             return False
-        return len(self.devices) == 1 and where == self._where and forms == self._forms
+        if len(self.devices) > 1 or where != self._where:
+            return False
+        # The results of one jitted function have the same objects for types each time.
+        if not all(map(operator.is_, types, self._types)) and list(map(_form, arrays)) != self._forms:
+            return False
+        self._types = types
+        return True
 
     def _check_addresses(self, arrays: Sequence[Any]) -> None:
         for leaf, parts, array in zip(self._leaves, self._parts, arrays, strict=True):
