@@ -44,8 +44,8 @@ _form, _type, _start = attrgetter("shape", "dtype"), attrgetter("aval"), attrget
 class OwnedCache:
     """A KV cache in memory that kvoffload allocates and JAX imports: a `jax.Array` or a tree of arrays, first zeros.
 
-    A tree is any nesting of lists, dicts and tuples that JAX accepts, with one array a layer, say. All arrays have the
-    same number of blocks. Pass `arrays` to your step as a donated argument, and set `arrays` to the result:
+    A tree is any nesting of lists, dicts and tuples that JAX accepts, with one array a layer, say. All arrays of a
+    group have the same number of blocks. Pass `arrays` to your step as a donated argument, and set them to its result:
 
         cache = OwnedCache(device, [(pages, 16, 8, 128)] * 64, jnp.bfloat16, block_axis=0, plane_axis=None)
         cache.arrays, logits = step(cache.arrays, tokens)       # jitted with donate_argnums=0
