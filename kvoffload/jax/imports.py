@@ -10,6 +10,7 @@ import numpy as np
 
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device
+from kvoffload.device.ownership import DeviceUser
 from kvoffload.device.streams import stream_handle
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import CapabilityError, LayoutError
@@ -64,14 +65,15 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     return import_memory(memory, after)
 
 
-def import_memory(memory: DeviceArray | Adopted, after: Any) -> Any:
-    """`from_device`, also for arrays that JAX has allocated, as new arrays of the same memory."""
+def import_memory(memory: DeviceArray | Adopted, after: Any, engines: Sequence[DeviceUser] | None = None) -> Any:
+    """`from_device`, also for arrays that JAX has allocated, as new arrays of the same memory. `engines`: follow the
+    transfers of these, whatever they touch; None: of those that touch the memory."""
     jax = import_jax()
     if isinstance(memory, DeviceArray) and memory.dtype in NARROW_BYTES:
-        array = jax.dlpack.from_dlpack(_Export(memory.view(f"uint{8 * memory.itemsize}"), after))
+        array = jax.dlpack.from_dlpack(_Export(memory.view(f"uint{8 * memory.itemsize}"), after, engines))
         array = _reinterpret(memory.dtype, array.sharding)(array)
     else:
-        array = jax.dlpack.from_dlpack(_Export(memory, after))
+        array = jax.dlpack.from_dlpack(_Export(memory, after, engines))
     if address_of(array) != memory.address and (isinstance(memory, Adopted) or not memory.buffer.device.simulated):
         raise LayoutError(f"JAX {jax.__version__} copied {memory!r} instead of importing it in place")
     return array
@@ -116,8 +118,8 @@ def wait_for_computations(array: Any) -> None:
 
 
 class Adopted:
-    """The memory of a `jax.Array` on one device, for JAX to import again: the new array follows the transfers that
-    touch it. Holds the array, so that JAX does not free the memory, and a capsule, so that it cannot be donated.
+    """The memory of a `jax.Array` on one device, for JAX to import again. Holds the array, so that JAX does not free
+    the memory, and a capsule, so that it cannot be donated.
 
     Attributes:
         buffer: the array.
@@ -132,17 +134,15 @@ class Adopted:
         view = view_of(array, name)
         if view.strides != packed_strides(view.shape, view.itemsize):
             raise LayoutError(f"{name} must be C-contiguous, got strides of {view.strides} bytes for {view.shape}")
-        self.buffer, self.device = array, device
+        self.buffer, self._index = array, device.index
         self.address, self.nbytes = view.address, int(array.nbytes)
         self._capsule = follow(array, None)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return CUDA, self.device.index
+        return CUDA, self._index
 
-    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        for engine in self.device.engines_over(self.address, self.nbytes):
-            engine.order_all_before(stream_handle(stream or 0, "stream"))
-        return follow(self.buffer, stream)
+    def __dlpack__(self, **_: Any) -> Any:
+        return follow(self.buffer, None)  # it has been computed, and no step updates it
 
     def __repr__(self) -> str:
         return f"{self.buffer.dtype} of shape {self.buffer.shape} at {self.address:#x}"
@@ -151,9 +151,10 @@ class Adopted:
 class _Export:
     """Device memory for JAX to import, ordered after a `jax.Array` as well."""
 
-    def __init__(self, memory: DeviceArray | Adopted, after: Any) -> None:
+    def __init__(self, memory: DeviceArray | Adopted, after: Any, engines: Sequence[DeviceUser] | None) -> None:
         self._memory = memory
         self._after = after
+        self._engines = engines
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._memory.__dlpack_device__()
@@ -161,6 +162,10 @@ class _Export:
     def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
         if self._after is not None:
             follow(self._after, stream)
+        if self._engines is not None:
+            for engine in self._engines:
+                engine.order_all_before(stream_handle(stream or 0, "stream"))
+            stream = -1  # it follows them already
         return self._memory.__dlpack__(stream=stream, **options)
 
 

@@ -15,6 +15,7 @@ and waited for. On a simulated device each is imported, since JAX on the CPU com
 
 from __future__ import annotations
 
+import itertools
 import operator
 import warnings
 import weakref
@@ -215,7 +216,7 @@ class OwnedCache:
                 raise TransferError(
                     "array was computed concurrently with transfers, which a simulated device cannot do"
                 )
-            for engine in self._engines():
+            for engine in itertools.chain(*self._engines()):
                 engine.drain()
             self._copy_to_device(leaves)
         self._latest, self._renewing = leaves, False
@@ -331,10 +332,11 @@ class OwnedCache:
         """The memory as new arrays. Computations with them follow the transfers so far, and on each device the
         computations of `previous`, unless that is None."""
         renews = self._together and previous is not None
+        engines = [None if self._simulated else users for users in self._engines()]
         arrays = list(previous or self._leaves)
         for index in range(1 if renews and not self._simulated else len(self._leaves)):
             after = [None] * len(self.devices) if previous is None else self._shards(previous[index])
-            shards = [import_memory(*each) for each in zip(self._parts[index], after, strict=True)]
+            shards = [import_memory(*each) for each in zip(self._parts[index], after, engines, strict=True)]
             arrays[index] = self._join(self._leaves[index], shards)
         if renews:
             self._renewing = True
@@ -362,13 +364,15 @@ class OwnedCache:
     def _addresses(self, array: Any) -> list[int]:
         return [address_of(shard) for shard in self._shards(array)]
 
-    def _engines(self) -> list[DeviceUser]:
+    def _engines(self) -> list[list[DeviceUser]]:
+        """For each device the engines over the memory there."""
         ranges = zip(self.devices, self._ends, strict=True)
-        return [engine for device, (start, end) in ranges for engine in device.engines_over(start, end - start)]
+        return [device.engines_over(start, end - start) for device, (start, end) in ranges]
 
     def _transfers(self) -> frozenset[tuple[weakref.ref[Any], int]]:
         """How many transfers each engine over this memory was given; differs after each submitted transfer."""
-        return frozenset((weakref.ref(engine), count) for engine in self._engines() if (count := engine.submitted))
+        engines = itertools.chain(*self._engines())
+        return frozenset((weakref.ref(engine), count) for engine in engines if (count := engine.submitted))
 
     # setting
 

@@ -123,6 +123,19 @@ def test_a_step_of_any_single_array_follows_a_load(jax: Any, gpu_device: kvofflo
             assert float(found) == 10 + layer
 
 
+def test_engines_over_some_of_the_arrays_are_followed(jax: Any, gpu_device: kvoffload.Device) -> None:
+    """Also one that does not touch the first array, which alone is imported again."""
+    slow, read = slow_step(jax), jax.jit(lambda array: array[7, 0] + 0)
+    cache = cache_in_form(jax, "tree", gpu_device, SHAPE, "float32")
+    some = KVLayout([cache.layout.groups[0].planes[2:]], on_default_stream=False)
+    with OffloadEngine(some, device=gpu_device, num_slots=2) as engine:
+        for value in (5, 6):
+            engine.slots[0].view(np.float32)[:] = value
+            engine.load([0], [7], after=cache.after(slow(jax.numpy.zeros(8), 1)))
+            assert float(read(cache.arrays[PLANES - 1])) == value
+            assert float(read(cache.arrays[0])) == 0
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
 def test_arrays_of_jax_become_a_cache_where_they_are(jax: Any, gpu_device: kvoffload.Device, dtype: str) -> None:
     given = [jax.numpy.full((24, 16, 128), value, dtype) for value in range(8)]

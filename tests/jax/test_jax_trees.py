@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from sharded_jax import JaxDevices, two_devices
 import kvoffload
 from kvoffload import BlockCache, LayoutError, OffloadEngine, ShardedEngine
 from kvoffload.jax import OwnedCache
+from kvoffload.jax.imports import import_memory
 
 PAGES, TOKENS, HEADS, DIM = 8, 4, 2, 8
 PAGE = (PAGES, TOKENS, HEADS, DIM)
@@ -113,6 +115,24 @@ def test_steps_may_take_single_arrays(jax: Any, device: kvoffload.Device) -> Non
             cache.arrays = arrays
             engine.store([3], [1], after=cache)
             engine.load([1], [5], after=cache)
+
+
+def test_engines_over_some_of_the_arrays_are_followed(jax: Any, device: kvoffload.Device) -> None:
+    cache = OwnedCache(device, [PAGE] * 3, "float32", **PAGED)
+    some = kvoffload.KVLayout([cache.layout.groups[0].planes[2:]], on_default_stream=False)
+    with OffloadEngine(some, device=device, num_slots=2, staging_bytes=0) as engine:
+        engine.slots[0].view(np.float32)[:] = 5
+        engine.load([0], [7], after=cache)
+        assert block_of(jax, cache, 7) == [{0.0}, {0.0}, {5.0}]
+
+
+@pytest.mark.usefixtures("jax")
+def test_an_import_follows_the_engines_that_are_named(device: kvoffload.Device) -> None:
+    """One array is imported for all, so it follows engines that do not touch it."""
+    asked: list[int] = []
+    engine: Any = SimpleNamespace(order_all_before=asked.append)
+    import_memory(device.empty((8, 4), "float32"), None, [engine, engine])
+    assert asked == [1, 1], "on the CPU JAX names no stream, which stands for the legacy default stream"
 
 
 def test_groups_have_block_tables_of_their_own(jax: Any, device: kvoffload.Device) -> None:
