@@ -157,6 +157,22 @@ def test_groups_have_block_tables_of_their_own(jax: Any, device: kvoffload.Devic
             OwnedCache(device, [PAGE, (5, 9), PAGE], "float32", groups=wrong, **PAGED)
 
 
+def test_keys_find_pages_of_all_groups(jax: Any, device: kvoffload.Device) -> None:
+    shapes = {"full": [PAGE] * 2, "window": [(5, TOKENS, HEADS, DIM // 2)] * 3}
+    described: dict[str, Any] = {"tokens_per_block": TOKENS, "block_axes": ("tokens", "heads", "dim")}
+    cache = OwnedCache(device, shapes, "float32", groups={"full": 0, "window": 1}, **PAGED, **described)
+    keys = kvoffload.chain_keys(range(2 * TOKENS), layout=cache.layout, salt="")
+    step = fill(jax)
+    with OffloadEngine(cache.layout, device=device, num_slots=4, staging_bytes=0) as engine:
+        blocks = BlockCache(engine)
+        cache.arrays = step(step(cache.arrays, 1, 1.0), 2, 11.0)
+        blocks.store(keys, [[1, 2], [2, 1]], after=cache).wait(10)
+        blocks.load(keys, [[6, 7], [3, 4]], after=cache)
+        arrays = cache.arrays
+        assert [float(each[6, 0, 0, 0]) for each in arrays["full"]] == [1.0, 2.0]
+        assert [float(each[3, 0, 0, 0]) for each in arrays["window"]] == [13.0, 14.0, 15.0]
+
+
 def test_a_sharding_divides_blocks_of_no_group(two: JaxDevices) -> None:
     heads, pages = two.sharding(None, None, "heads"), two.sharding("heads")
     shapes = [two.jax.ShapeDtypeStruct(PAGE, "float32", sharding=each) for each in (heads, pages)]
