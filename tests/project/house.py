@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("cache",),
     ("tiers",),
+    ("door",),
     ("jax", "observability", "testing", "vllm"),
     ("__init__",),
     ("calibration", "terminal"),

@@ -1,0 +1,1 @@
+"""One call that makes a cache: device, layout, engine, index and tiers."""
