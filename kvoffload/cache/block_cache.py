@@ -40,9 +40,9 @@ _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothi
 
 
 class Closing(Protocol):
-    """An engine or a device."""
+    """An engine, a device or a tier."""
 
-    def close(self, timeout: float | None = None) -> None: ...
+    def close(self, timeout: float = 10.0) -> Any: ...
 
 
 class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
@@ -370,7 +370,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             deadline = seconds if deadline is None else min(to_wait("deadline", deadline), seconds)
         promotion = self.promote(checked, deadline=deadline, tenant=tenant)
         try:
-            return FetchJob(promotion, self._chain(promotion, per_group, after, parts, releases=True))
+            return FetchJob(promotion, self._chain(promotion, per_group, after, parts, owns=True))
         except BaseException:
             promotion.release()
             raise
@@ -421,20 +421,20 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return self._chain(promotion, per_group, self.engine.resolve(after), parts)
 
     def _chain(
-        self, promotion: Promotion, per_group: list[Int64Array], after: Any, parts: Parts, *, releases: bool = False
+        self, promotion: Promotion, per_group: list[Int64Array], after: Any, parts: Parts, *, owns: bool = False
     ) -> ChainedLoad:
-        """A load behind a promotion; `after` from `resolve`. `releases`: it is the last one, and raises what refuses it
-        if the promotion has ended, since no thread has to submit it then.
+        """A load behind a promotion; `after` from `resolve`. `owns`: it belongs to a `FetchJob`. If its promotion has
+        ended, no thread has to submit it; then this raises what refuses it.
         """
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
         self._check_open()
         record, tiers = promotion._record, self._tiers
-        chained = ChainedLoad(record, per_group, after, parts, promotion._when_done, releases=releases)
+        chained = ChainedLoad(record, per_group, after, parts, promotion._when_done, owns=owns)
         record.loads.add(chained)
-        if tiers is None or (releases and record.ended):
+        if tiers is None or (owns and record.ended):
             chained._submit(self.load)
-            if releases and chained.error is not None:
+            if owns and chained.error is not None:
                 raise chained.error
         else:
             tiers.post(chained)

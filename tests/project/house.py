@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("commands",),
     ("__main__",),
 )
-LOOSE_FILES = {"__init__", "__main__", "errors"}  # in no folder
+LOOSE_FILES = {"__init__", "__main__", "door", "errors"}  # in no folder
 
 
 class Import(NamedTuple):

@@ -263,7 +263,6 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
 
     Attributes:
         job: the load, once submitted. It stays None if no key came, the cache was closed first, or submitting failed.
-        cancelled: set to True, it is not submitted any more.
         submitted: whether the promotion has ended, and the load was submitted, was empty, or failed to be submitted.
         error: why it could not be submitted, or None. (If copying fails, see `job.error`.)
     """
@@ -276,15 +275,15 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         parts: Any,
         when_done: WhenDone,
         *,
-        releases: bool = False,
+        owns: bool = False,
     ) -> None:
-        """`releases`: release the promotion once the load holds its keys."""
+        """`owns`: nothing else refers to the promotion; cancel the load with it, and release it after."""
         self._promotion: PromotionRecord | None = promotion
         self._when_done = when_done
         self._load = blocks, after, parts
-        self._releases = releases
+        self._owns = owns
         self.job: CacheJob | None = None
-        self.cancelled = self.submitted = False
+        self.submitted = False
         self.error: BaseException | None = None
 
     @property
@@ -330,7 +329,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         if record is None:
             return
         try:
-            if record.ready and load is not None and not self.cancelled:
+            if record.ready and load is not None and not (self._owns and record.cancelled):
                 blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
                 keys = record.keys[: record.ready]
                 self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after=after, parts=parts)
@@ -339,7 +338,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         self._promotion, self._load = None, ([], None, None)
         self.submitted = True
         record.loads.discard(self)
-        record.released |= self._releases
+        record.released |= self._owns
         record.release_leases()
 
 
@@ -416,7 +415,6 @@ class FetchJob(Waitable[int]):
         """Load nothing that is not being loaded already: for a request that has gone. Once it is `done`, which does not
         wait for a tier, the blocks are yours again. Keys that came from a tier stay in the cache.
         """
-        self._load.cancelled = True
         self._promotion.cancel()
 
     def _call_when_done(self, callback: Callable[[Any], object]) -> None:

@@ -23,7 +23,7 @@ Only what you name is made: a device that you pass, or that an array or `OwnedCa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -33,17 +33,13 @@ from kvoffload.cache.pools import Tenant
 from kvoffload.device.device import Device, checked_devices, open_device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.sharded import ShardedEngine
-from kvoffload.errors import CapacityError, LayoutError
+from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.teardown import run_all
-from kvoffload.layout.arrays import common_dtype, is_jax_array, plane_of_view, planes_of_view, view_of
 from kvoffload.layout.layout import KVLayout, ShardedLayout
-from kvoffload.layout.planes import Plane
 
 if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.tier import Tier
-
-_BLOCKS, _PLANES, _TOKENS = "blocks", "planes", "tokens"  # axes with a meaning; any other names are for keys alone
 
 
 def open_cache(
@@ -95,110 +91,67 @@ def open_cache(
         ValueError, TypeError: an argument.
         The other errors of `open_device`, `OffloadEngine`, `DiskTier` and `BlockCache`. Nothing stays open then.
     """
-    layout = _layout_of(arrays, axes, blocks_per_slot)
+    layout = arrays if isinstance(arrays, KVLayout | ShardedLayout) else getattr(arrays, "layout", None)
+    if not isinstance(layout, KVLayout | ShardedLayout):
+        layout = KVLayout.from_tree(arrays, axes=() if axes is None else axes, blocks_per_slot=blocks_per_slot)
+    elif axes is not None or blocks_per_slot != 1:
+        raise ValueError(f"axes and blocks_per_slot are for arrays, and arrays={shown(arrays)} has a layout")
     devices = _devices_of(arrays, layout, device)
-    layouts = layout.layouts if isinstance(layout, ShardedLayout) else (layout,)
-    key_bytes = len(layout.groups) * sum(each.slot_bytes for each in layouts)
-    if 0 < at_least("pool_bytes", pool_bytes, 0) < key_bytes:
-        raise CapacityError(f"pool_bytes={pool_bytes} holds no key, which takes {key_bytes} bytes; raise pool_bytes")
-    num_slots = pool_bytes // key_bytes * len(layout.groups)
-    ours = _disk_tier(disk, disk_bytes, identity)
     options = {"policy": policy, "tenants": tenants, "prefill_tokens_per_second": prefill_tokens_per_second}
-    return _make(layout, devices, num_slots, ours, tiers=[*ours, *tiers], **options)
+    pool_bytes, files = at_least("pool_bytes", pool_bytes, 0), (disk, disk_bytes, identity)
+    return _make(layout, devices, pool_bytes, files, tiers=tiers, **options)
 
 
 def _make(
-    layout: Any, devices: tuple[Device, ...] | int, num_slots: int, ours: Sequence[Tier], **options: Any
+    layout: KVLayout | ShardedLayout,
+    devices: tuple[Device, ...] | int,
+    pool_bytes: int,
+    files: tuple[Any, int, str | None],
+    *,
+    tiers: Sequence[Tier],
+    **options: Any,
 ) -> BlockCache[Any]:
-    """All that `BlockCache` needs, and the cache, which owns it. `ours`: the tiers to close if this raises."""
-    opened = list[Closing]()  # in the order in which to close it
+    (disk, disk_bytes, identity), opened = files, list[Closing]()  # in the order in which to close them
+    layouts = layout.layouts if isinstance(layout, ShardedLayout) else (layout,)
+    key_bytes = len(layout.groups) * sum(each.slot_bytes for each in layouts)
+    if 0 < pool_bytes < key_bytes:
+        raise CapacityError(f"pool_bytes={pool_bytes} holds no key, which takes {key_bytes} bytes; raise pool_bytes")
+    num_slots = pool_bytes // key_bytes * len(layout.groups)
+    if (disk is None) != (not disk_bytes) or (disk is None) != (identity is None):
+        raise ValueError(
+            "disk needs disk_bytes, the size of its files, and identity, which names the model, and these need disk, "
+            f'a path: disk_bytes=1 << 40, identity="llama-3.1-8b@0e9e39f"; got disk={shown(disk)}, '
+            f"disk_bytes={shown(disk_bytes)}, identity={shown(identity)}"
+        )
+    if disk is not None:
+        from kvoffload.tiers.disk import DiskTier
+
+        opened.append(below := DiskTier(disk, nbytes=disk_bytes, identity=identity or ""))
+        tiers = [below, *tiers]
     try:
         if isinstance(devices, int):
             opened.append(open_device(devices))
-            devices = tuple[Any, ...](opened)
+            devices = tuple[Any, ...](opened[-1:])
         engine: Any
         if isinstance(layout, ShardedLayout):
             engine = ShardedEngine(layout, devices=devices, num_slots=num_slots)
         else:
             engine = OffloadEngine(layout, device=devices[0], num_slots=num_slots)
-        opened.insert(0, engine)
-        cache = BlockCache(engine, **options)
+        opened.insert(disk is not None, engine)
+        cache = BlockCache(engine, tiers=tiers, **options)
         cache._owned = tuple(opened)
     except BaseException:
-        run_all(each.close for each in (*ours, *opened))
+        run_all(each.close for each in opened)
         raise
     return cache
 
 
-def _disk_tier(disk: Any, disk_bytes: int, identity: str | None) -> list[Tier]:
-    if disk is None:
-        if disk_bytes or identity is not None:
-            raise ValueError("disk_bytes and identity are for a disk: give disk, a path, or leave them out")
-        return []
-    if identity is None or not disk_bytes:
-        raise ValueError(
-            f"disk={shown(disk)} needs disk_bytes, the size of its files, and identity, which names the model: "
-            f'disk_bytes=1 << 40, identity="llama-3.1-8b@0e9e39f"; got {shown(disk_bytes)} and {shown(identity)}'
-        )
-    from kvoffload.tiers.disk import DiskTier
-
-    return [DiskTier(disk, nbytes=disk_bytes, identity=identity)]
-
-
-def _layout_of(arrays: Any, axes: Sequence[str] | None, blocks_per_slot: SupportsIndex) -> KVLayout | ShardedLayout:
-    given = arrays if isinstance(arrays, KVLayout | ShardedLayout) else getattr(arrays, "layout", None)
-    if isinstance(given, KVLayout | ShardedLayout):
-        if axes is not None or blocks_per_slot != 1:
-            raise ValueError(f"axes and blocks_per_slot are for arrays, and arrays={shown(arrays)} has a layout")
-        return given
-    names = () if axes is None or isinstance(axes, str) else tuple(axes)
-    if names.count(_BLOCKS) != 1 or len(set(names)) < len(names):
-        raise ValueError(
-            'axes must name each axis of an array once, "blocks" among them, such as ("planes", "blocks", "tokens", '
-            f'"heads", "dim"), got {shown(axes)}'
-        )
-    planes, tokens, at = list[Plane](), dict[int, str](), names.index(_BLOCKS)
-    leaves = list(_leaves(arrays, "arrays"))
-    for name, array in leaves:
-        view = view_of(array, name)
-        if len(view.shape) != len(names):
-            raise LayoutError(f"{name} has shape {view.shape}, and axes names {len(names)} axes: {names}")
-        if _PLANES in names:
-            planes += planes_of_view(view, names.index(_PLANES), at, array)
-        else:
-            planes.append(plane_of_view(view, name, array, block_axis=at))
-        if _TOKENS in names:
-            tokens[view.shape[names.index(_TOKENS)]] = name
-    if len(tokens) > 1:
-        raise LayoutError(f"the arrays must have as many tokens in a block, got {tokens}: name the axes in their order")
-    return KVLayout(
-        [planes],
-        blocks_per_slot=blocks_per_slot,
-        dtype=common_dtype([array for _, array in leaves]),
-        tokens_per_block=next(iter(tokens), None),
-        on_default_stream=not any(is_jax_array(array) for _, array in leaves),
-        block_axes=tuple(name for name in names if name not in (_BLOCKS, _PLANES)) or None,
-    )
-
-
-def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The arrays of a tree with their names for messages, in JAX's order: that of lists, and of sorted keys."""
-    if isinstance(tree, Mapping):
-        for key in sorted(tree):
-            yield from _leaves(tree[key], f"{name}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for index, each in enumerate(tree):
-            yield from _leaves(each, f"{name}[{index}]")
-    else:
-        yield name, tree
-
-
 def _devices_of(arrays: Any, layout: KVLayout | ShardedLayout, device: Any) -> tuple[Device, ...] | int:
     """Open devices of the caller's, or the number of the one to open."""
-    if device is None:
-        device = getattr(arrays, "devices", None)
-    if device is None and isinstance(layout, KVLayout):  # memory of ours knows its device, so does an array with DLPack
-        owner = layout.groups[0].planes[0].owner
+    if device is None and getattr(arrays, "layout", None) is layout:
+        device = arrays.devices
+    elif device is None and isinstance(layout, KVLayout):
+        owner = layout.groups[0].planes[0].owner  # memory of ours knows its device, and so does an array with DLPack
         device = getattr(getattr(owner, "buffer", owner), "device", None)
         if not isinstance(device, Device):
             device = int(owner.__dlpack_device__()[1]) if hasattr(owner, "__dlpack_device__") else 0

@@ -1,1 +1,0 @@
-"""One call that makes a cache: device, layout, engine, index and tiers."""
