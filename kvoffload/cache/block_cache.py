@@ -53,19 +53,17 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     Serving a request, here with one block per key:
 
-        hits = cache.lookup(keys)
-        cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
-        cache.store(keys, blocks, after=stream)                        # once the rest is computed; skips present keys
-        cache.touch(keys)                                              # once, at its end
+        job = cache.fetch(keys, blocks, after=stream)                  # leading keys, from slots and from tiers
+        job.order_before(stream)                                       # compute what is after the first job.hits
+        cache.keep(keys, blocks, after=stream)                         # skips present keys
 
-    `lookup` sees only the slots. With tiers below them, such as a disk, first promote the keys that only a tier has
-    into slots. A thread of the cache does the work:
+    The same in steps. `lookup` sees only the slots; `promote` first brings keys that only a tier has into slots:
 
-        with cache.promote(keys, deadline=0.2) as promotion:           # keys already in slots stay there
+        with cache.promote(keys, deadline=0.2) as promotion:           # instead of lookup; keys in slots stay there
             hits = promotion.wait()
             cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
         cache.store(keys, blocks, after=stream)                        # tiers get the keys that are worth writing
-        cache.touch(keys)
+        cache.touch(keys)                                              # once, at the end of the request
 
     If a tier fails, hangs or is full, its keys are misses; only `remove` and `clear` raise an error for it. No GPU
     stream waits for a tier. To move the bytes yourself, reserve slots, fill them and commit; or acquire a lease, read,
