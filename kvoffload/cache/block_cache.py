@@ -412,6 +412,11 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         statistics = None if self.engine.devices[0].foreign else self._records.statistics()
         return {"statistics": statistics, "described": self._describe(), "tenants": self._tenants}
 
+    def _load_checked(self, keys: list[bytes], per_group: list[Int64Array], after: Any, parts: Parts) -> CacheJob:
+        """`load` for a promotion, whose arguments were checked when it was made; `after` is from `resolve`."""
+        self.engine.advance()
+        return self._load((keys, False, None, per_group, after, parts))
+
     def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
         _, per_group = self._checked(promotion._record.keys, blocks, targets=True)
         if parts is not None:
@@ -431,7 +436,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         chained = ChainedLoad(record, per_group, after, parts, promotion._when_done, owns=owns)
         record.loads.add(chained)
         if tiers is None or (owns and record.ended):
-            chained._submit(self.load)
+            chained._submit(self._load_checked)
             if owns and chained.error is not None:
                 raise chained.error
         else:

@@ -324,15 +324,14 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         return self._promotion is None or self._promotion.ended
 
     def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """Load the keys that came by `load(keys, blocks, after=, parts=)`; None: the cache is gone."""
+        """Load the keys that came by `load(keys, blocks of each group, after, parts)`; None: the cache is gone."""
         record, (per_group, after, parts) = self._promotion, self._load
         if record is None:
             return
         try:
             if record.ready and load is not None and not (self._owns and record.cancelled):
-                blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
-                keys = record.keys[: record.ready]
-                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after=after, parts=parts)
+                found = record.ready
+                self.job = load(record.keys[:found], [ids[:found] for ids in per_group], after, parts)
         except BaseException as error:  # noqa: BLE001  # `wait` raises it
             self.error = error
         self._promotion, self._load = None, ([], None, None)
