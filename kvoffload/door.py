@@ -33,8 +33,7 @@ from kvoffload.cache.pools import Tenant
 from kvoffload.device.device import Device, checked_devices, open_device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.sharded import ShardedEngine
-from kvoffload.errors import CapacityError
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import shown
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout, ShardedLayout
 
@@ -68,8 +67,8 @@ def open_cache(
             Numba, PyTorch, `DeviceArray`). All share one block table. Or a `KVLayout` or `ShardedLayout`, with as many
             groups as you like; or an object that has a `layout` and `devices`, such as `kvoffload.jax.OwnedCache`. The
             memory must stay where it is until the cache is closed.
-        pool_bytes: bytes of pinned host memory, on all devices together; whole keys are taken. (For a number of slots
-            give `slots * layout.slot_bytes`.)
+        pool_bytes: bytes of pinned host memory, on all devices together. A key takes a slot for each group: see
+            `layout.slot_bytes`.
         axes: for arrays, what each axis counts: "blocks", and where there are such axes "planes" (K and V, layers) and
             "tokens". The others are the axes of a block; call them what you like, but the same in all programs that
             share stored bytes: `("planes", "blocks", "tokens", "heads", "dim")`. Keys need "tokens".
@@ -98,8 +97,7 @@ def open_cache(
         raise ValueError(f"axes and blocks_per_slot are for arrays, and arrays={shown(arrays)} has a layout")
     devices = _devices_of(arrays, layout, device)
     options = {"policy": policy, "tenants": tenants, "prefill_tokens_per_second": prefill_tokens_per_second}
-    pool_bytes, files = at_least("pool_bytes", pool_bytes, 0), (disk, disk_bytes, identity)
-    return _make(layout, devices, pool_bytes, files, tiers=tiers, **options)
+    return _make(layout, devices, pool_bytes, (disk, disk_bytes, identity), tiers=tiers, **options)
 
 
 def _make(
@@ -112,11 +110,6 @@ def _make(
     **options: Any,
 ) -> BlockCache[Any]:
     (disk, disk_bytes, identity), opened = files, list[Closing]()  # in the order in which to close them
-    layouts = layout.layouts if isinstance(layout, ShardedLayout) else (layout,)
-    key_bytes = len(layout.groups) * sum(each.slot_bytes for each in layouts)
-    if 0 < pool_bytes < key_bytes:
-        raise CapacityError(f"pool_bytes={pool_bytes} holds no key, which takes {key_bytes} bytes; raise pool_bytes")
-    num_slots = pool_bytes // key_bytes * len(layout.groups)
     if (disk is None) != (not disk_bytes) or (disk is None) != (identity is None):
         raise ValueError(
             "disk needs disk_bytes, the size of its files, and identity, which names the model, and these need disk, "
@@ -134,9 +127,9 @@ def _make(
             devices = tuple[Any, ...](opened[-1:])
         engine: Any
         if isinstance(layout, ShardedLayout):
-            engine = ShardedEngine(layout, devices=devices, num_slots=num_slots)
+            engine = ShardedEngine(layout, devices=devices, pool_bytes=pool_bytes)
         else:
-            engine = OffloadEngine(layout, device=devices[0], num_slots=num_slots)
+            engine = OffloadEngine(layout, device=devices[0], pool_bytes=pool_bytes)
         opened.insert(disk is not None, engine)
         cache = BlockCache(engine, tiers=tiers, **options)
         cache._owned = tuple(opened)

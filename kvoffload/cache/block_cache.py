@@ -139,7 +139,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         self._groups = engine.layout.num_groups
         capacity = engine.num_slots // self._groups
         if capacity == 0 < engine.num_slots:
-            raise CapacityError(f"{engine.num_slots} slots hold no key of {self._groups} groups; raise num_slots")
+            raise CapacityError(
+                f"{engine.num_slots} slots hold no key of {self._groups} groups; raise num_slots, or pool_bytes"
+            )
         if self._groups > engine.max_in_flight:
             raise CapacityError(
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
@@ -340,6 +342,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         the keys that are not in slots takes. Without it, everything that comes before the deadline is worth it.
 
         What is in the blocks of the keys after the first `job.hits` is undefined, as in all blocks if the load fails.
+        If a key that was found is removed before it is loaded, there are no hits.
         Leave the blocks alone until the job is `done`, except in work queued after `job.order_before(stream)`.
 
         Args:

@@ -25,7 +25,7 @@ def test_a_jax_host_with_an_array_a_layer(jax: Any, device: kvoffload.Device, tm
         tokens_per_block=4,
         block_axes=("tokens", "heads", "dim"),
     )
-    disk = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20, "identity": "model"}
+    disk: dict[str, Any] = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20, "identity": "model"}
     for _ in range(2):
         with kvoffload.open_cache(owned, pool_bytes=1 << 18, **disk) as cache:
             assert cache.engine.device is device

@@ -265,7 +265,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host], dict[str, Any]]]
         "a block of all arrays must hold as many tokens, got .4, 8.",
         lambda there: {"arrays": [there.each[0], there.device.empty((2, BLOCKS, 8, 4), "uint8")]},
     ),
-    "a small pool": (CapacityError, "pool_bytes=4095 holds no key, .* 4096 bytes", lambda _: {"pool_bytes": 4095}),
+    "a small pool": (CapacityError, "pool_bytes=4095 holds no slot of 4096 bytes", lambda _: {"pool_bytes": 4095}),
     "no number of bytes": (ValueError, "pool_bytes must be .* got -1", lambda _: {"pool_bytes": -1}),
     "a disk without size": (
         ValueError,
@@ -333,6 +333,37 @@ def test_an_engine_of_yours_stays_open() -> None:
                 cache.keep([b"key"], [0]).wait(SECONDS)
             assert not engine.closed
             assert cache.fetch([b"key"], [1]).wait(SECONDS) == 1
+
+
+def test_pools_of_engines_in_bytes() -> None:
+    driver = SimulatedDriver(device_count=2)
+    devices = [kvoffload.open_device(index, backend=driver) for index in range(2)]
+    layouts = [KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=16)]) for device in devices]
+    with OffloadEngine(layouts[0], device=devices[0], pool_bytes=3 * 4096 + 1) as engine:
+        assert (engine.num_slots, engine.statistics().pinned_bytes) == (3, 3 * 4096)
+    with kvoffload.ShardedEngine(layouts, devices=devices, pool_bytes=3 * 8192 + 4096) as sharded:
+        assert (sharded.num_slots, sharded.statistics().pinned_bytes) == (3, 3 * 8192)
+    with OffloadEngine(layouts[0], device=devices[0], pool_bytes=0) as engine:
+        assert engine.num_slots == 0
+    for make in (
+        lambda **given: OffloadEngine(layouts[0], device=devices[0], **given),
+        lambda **given: kvoffload.ShardedEngine(layouts, devices=devices, **given),
+    ):
+        with pytest.raises(ValueError, match="pool_bytes=4096 and num_slots=1 are both given"):
+            make(pool_bytes=4096, num_slots=1)
+        with pytest.raises(CapacityError, match="pool_bytes=4095 holds no slot of"):
+            make(pool_bytes=4095)
+        with pytest.raises(ValueError, match=r"pool_bytes must be .* got -1"):
+            make(pool_bytes=-1)
+    for device in devices:
+        device.close()
+
+
+def test_two_slots_hold_no_key_of_three_groups() -> None:
+    with simulated() as device:
+        planes = [device.allocate_planes(2, block_bytes=64, num_blocks=16) for _ in range(3)]
+        with leak_check(device), pytest.raises(CapacityError, match="2 slots hold no key of 3 groups"):
+            kvoffload.open_cache(KVLayout(planes), pool_bytes=2 * 4096)
 
 
 def test_a_disk_alone_is_a_disk_tier(tmp_path: Path) -> None:

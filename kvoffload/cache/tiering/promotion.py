@@ -15,7 +15,7 @@ from kvoffload.cache.reservations import CacheJob, Lease
 from kvoffload.cache.tiering.below import TierBelow
 from kvoffload.cache.tiering.tier import TierJob
 from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
-from kvoffload.errors import ClosedError
+from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 
@@ -333,7 +333,8 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
                 found = record.ready
                 self.job = load(record.keys[:found], [ids[:found] for ids in per_group], after, parts)
         except BaseException as error:  # noqa: BLE001  # `wait` raises it
-            self.error = error
+            if not (self._owns and isinstance(error, MissingKeyError)):  # removed since: a fetch then has no hits
+                self.error = error
         self._promotion, self._load = None, ([], None, None)
         self.submitted = True
         record.loads.discard(self)
