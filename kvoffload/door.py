@@ -11,7 +11,7 @@ There is no second cache: `open_cache` makes the objects that you could make you
 is the handle on both. So what holds for these holds here: no key is visible without its bytes, a tier that fails or
 hangs shortens a fetch, and dropped handles release their leases.
 
-    open_cache      makes, from below:    device   layout   disk tier   engine   cache (attaches the tiers)
+    open_cache      makes, from below:    layout   device   engine   cache (which attaches the tiers)
     cache.close     closes, from above:   tiers (their thread ends; loads of fetches are submitted)   engine   device
 
 The engine is closed even if a call of a tier hangs: the pool's memory stays mapped as long as the tier refers to it. If
@@ -109,7 +109,7 @@ def _make(
     tiers: Sequence[Tier],
     **options: Any,
 ) -> BlockCache[Any]:
-    (disk, disk_bytes, identity), opened = files, list[Closing]()  # in the order in which to close them
+    (disk, disk_bytes, identity), opened = files, list[Closing]()
     if (disk is None) != (not disk_bytes) or (disk is None) != (identity is None):
         raise ValueError(
             "disk needs disk_bytes, the size of its files, and identity, which names the model, and these need disk, "
@@ -130,11 +130,11 @@ def _make(
             engine = ShardedEngine(layout, devices=devices, pool_bytes=pool_bytes)
         else:
             engine = OffloadEngine(layout, device=devices[0], pool_bytes=pool_bytes)
-        opened.insert(disk is not None, engine)
+        opened.append(engine)
         cache = BlockCache(engine, tiers=tiers, **options)
-        cache._owned = tuple(opened)
+        cache._owned = tuple(reversed(opened))
     except BaseException:
-        run_all(each.close for each in opened)
+        run_all(each.close for each in reversed(opened))
         raise
     return cache
 

@@ -26,7 +26,7 @@ IDS = list(range(4))
 
 
 def on_disk(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"disk": folder / "kv", "disk_bytes": 1 << 20, "identity": "model@1", **more}
+    return {"disk": folder / "kv", "disk_bytes": 1 << 20, "identity": "model@1"} | more
 
 
 def turn(there: Host, cache: Any, number: int) -> int:
@@ -216,7 +216,9 @@ def test_nothing_stays_open_if_a_driver_call_fails(call: str, tmp_path: Path) ->
 @pytest.mark.parametrize("first", rest_long(range(1, 9), 1))
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # an engine whose constructor did not get to return it
 def test_nothing_stays_open_if_it_is_interrupted(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At many points, with a device of its own and a disk that each call opens."""
+    """At many points, with a device of its own. Each call has a disk of its own: a file that an interrupted `os.open`
+    returned stays open, and locked.
+    """
     with host() as there:
         driver = there.device.simulator
         monkeypatch.setattr(door, "open_device", lambda index: kvoffload.open_device(index, backend=driver))
@@ -224,10 +226,10 @@ def test_nothing_stays_open_if_it_is_interrupted(first: int, tmp_path: Path, mon
         while True:
             kept: list[Any] = []
 
-            def open_one(kept: list[Any] = kept) -> None:
-                kept.append(
-                    kvoffload.open_cache(there.arrays, axes=AXES, pool_bytes=1 << 16, device=0, **on_disk(tmp_path))
-                )
+            options = on_disk(tmp_path, disk=tmp_path / str(number), device=0)
+
+            def open_one(kept: list[Any] = kept, options: dict[str, Any] = options) -> None:
+                kept.append(kvoffload.open_cache(there.arrays, axes=AXES, pool_bytes=1 << 16, **options))
 
             outcome = interrupt_at(number, open_one)
             for cache in kept:
