@@ -22,7 +22,7 @@ _MANTISSA_BITS = 5
 # Seconds that each further part of a load adds: 32 blocks of 64 planes x 32 KiB in 2 to 16 parts on an H200. In these
 # 30 us the driver takes in the next copies.
 _PART_SECONDS = 30e-6
-# On an H200 pack carries 4 / 16 / 64 MiB beside 8192^3 products with 6 / 22 / 45 GB/s of 55, since its launch waits
+# On an H200 pack carries 4 / 16 / 64 MiB beside 8192^3 products with 3 / 10 / 40 GB/s of 55, since its launch waits
 # until programs of the product end, and beside 2048^3 products with 43 / 51 / 52.5. So it has a price beyond that of
 # contiguous copies. Transfers of 64 MiB it carries fastest in every situation, whatever a profile expects, which knows
 # other copiers beside compute from smaller ones; 32 MiB are in between.
