@@ -303,9 +303,10 @@ def test_a_key_that_is_removed_between_its_promotion_and_its_load_gives_no_hits(
 def test_cancelled_before_anything_came() -> None:
     tier = GatedTier()
     with tiered(tier) as bench:
-        tier.permit(1)
+        tier.permit(2)
         bench.written([1])
         bench.store([0])
+        assert bench.cache.drain(SECONDS), "no write keeps the tier busy"
         job = fetch(bench, [0, 1], deadline=None)
         until(lambda: tier.begun[-1][0] == "read")
         job.cancel()
@@ -360,9 +361,10 @@ def test_dropped() -> None:
 def test_closed_with_fetches_in_flight() -> None:
     tier = GatedTier()
     with tiered(tier) as bench:
-        tier.permit(1)
+        tier.permit(2)
         bench.written([1])
         bench.store([0])
+        assert bench.cache.drain(SECONDS), "no write keeps the tier busy"
         jobs = [fetch(bench, wanted, deadline=None) for wanted in ([0, 1], [1], [0])]
         threading.Timer(0.05, tier.permit).start()
         assert bench.cache.close(SECONDS)
