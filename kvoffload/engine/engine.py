@@ -26,6 +26,7 @@ from kvoffload.engine.job import Event, Job, Transfer
 from kvoffload.engine.queues import MOST_REPORTS
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import Request, Requests
+from kvoffload.engine.resources import slots_in
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
@@ -53,7 +54,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         device: the device that holds the planes.
         num_slots: how many slots the pinned pool has, `layout.slot_bytes` bytes each. None: 1024. With 0 slots the
             engine pins nothing and refuses every slot id.
-        host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots`.
+        pool_bytes: instead of `num_slots`: as many slots as fit into so many bytes.
+        host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots` and `pool_bytes`.
         staging_bytes: device memory for each direction through which the copier "pack" carries blocks whose planes are
             apart: a kernel, for some microseconds on all multiprocessors, packs them there. Allocated when that copier
             is first used; at least room for two blocks. 0 forbids kernels and compiles none. (The simulated device runs
@@ -96,6 +98,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         *,
         device: Device,
         num_slots: int | None = None,
+        pool_bytes: int | None = None,
         host_memory: HostMemory | None = None,
         staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",
@@ -106,6 +109,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
+        num_slots = slots_in(pool_bytes, num_slots, [layout])
         given = num_slots, staging_bytes, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
         options = EngineOptions(*given, host_memory=host_memory)
         self._shard = shard = Shard(layout, device, options, self._shared, most_reports=MOST_REPORTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload.copiers import CopierSet
@@ -14,7 +15,7 @@ from kvoffload.engine.tracker import Tracker
 from kvoffload.engine.wait_streams import WaitStreams
 from kvoffload.errors import CapacityError
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.layout import KVLayout
@@ -116,6 +117,20 @@ class EngineResources:
         events = in_flight.timers.created + in_flight.markers.created
         staging_bytes = self.copiers.staging_bytes
         return self.memory.pinned_bytes, staging_bytes, streams, streams_in_use, events, events_in_use
+
+
+def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> Any:
+    """`num_slots`, or how many slots on all devices fit into `pool_bytes`."""
+    if pool_bytes is None:
+        return num_slots
+    if num_slots is not None:
+        raise ValueError(
+            f"pool_bytes={shown(pool_bytes)} and num_slots={shown(num_slots)} are both given: leave one out"
+        )
+    slot_bytes = sum(layout.slot_bytes for layout in layouts)
+    if 0 < at_least("pool_bytes", pool_bytes, 0) < slot_bytes:
+        raise CapacityError(f"pool_bytes={pool_bytes} holds no slot of {slot_bytes} bytes; raise it")
+    return pool_bytes // slot_bytes
 
 
 def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayout) -> int:

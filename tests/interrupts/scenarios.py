@@ -398,6 +398,16 @@ def promotion_ended(w: TieredWorld) -> Any:
     return promotion
 
 
+def fetch(w: World) -> None:
+    w.cache.fetch(keys([0, 1]), [40, 41], after=NO_WAIT).wait(SECONDS)
+
+
+def fetching(w: TieredWorld) -> Any:
+    w.cache.clear(below=False)
+    w.kept.append(w.cache.fetch(keys([0, 1]), [40, 41], after=NO_WAIT))
+    return w.kept[0]
+
+
 # the table ------------------------------------------------------------------------------------------------------------
 
 ENGINES, CACHES, KEYS = "one, two", "cache, two cache", "index, cache"
@@ -589,6 +599,11 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("promotion.release", "tiers", promotion_ended, lambda w: w.made.release()),
     Row("promotion.cancel", "tiers", promotion_ended, lambda w: w.made.cancel()),
+    Row("fetch.present", "cache, two cache, tiers", None, fetch),
+    Row("fetch", "tiers", lambda w: w.cache.clear(below=False), fetch),
+    Row("fetch.hits", "tiers", fetching, lambda w: w.made.hits),
+    Row("fetch.cancel", "tiers", fetching, lambda w: w.made.cancel()),
+    Row("keep", "cache, tiers", None, lambda w: w.cache.keep(keys([0, 4]), [0, 4], after=NO_WAIT).wait(SECONDS)),
     Row("locate", "tiers", None, lambda w: (w.cache.locate(keys(range(6))), w.cache.tier_statistics())),
     Row("drain", "tiers", lambda w: w.store(4).wait(SECONDS), lambda w: w.cache.drain(SECONDS)),
 )

@@ -143,7 +143,7 @@ class TierPlan:
 
         def submit(chained: ChainedLoad) -> None:
             owner = cache()
-            chained._submit(None if owner is None else owner.load)
+            chained._submit(None if owner is None else owner._load_checked)
 
         slots = engine.slots if isinstance(engine.slots, tuple) else (engine.slots,)
         groups = engine.layout.num_groups
