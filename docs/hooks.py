@@ -62,7 +62,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - names that mkdocs gives
     """Rewrite the links of one page, and give it its words for the search."""
     page.meta["tags"] = SEARCH.get(page.file.src_uri, [])
-    page.meta["hide"] = ["navigation"] if page.is_homepage else []  # it is alone in its tab
+    page.meta["hide"] = ["navigation"] if page.file.src_uri in ("index.md", "faq.md") else []  # alone in its tab
     return for_site(markdown, page.file.src_uri)
 
 
