@@ -51,10 +51,11 @@ def matrix(session: nox.Session) -> None:
 @nox.session(python=PYTHONS[0])
 def lowest(session: nox.Session) -> None:
     """What needs few packages, with the lowest version of each that we name, on the oldest Python."""
-    named = [*PROJECT["dependencies"], *(each for extra in ("cli", "disk", "prometheus") for each in extras(extra))]
+    chosen = ("cli", "disk", "kernels", "prometheus")
+    named = [*PROJECT["dependencies"], *(each for extra in chosen for each in extras(extra))]
     constraints = Path(session.create_tmp(), "constraints.txt").absolute()
     constraints.write_text("\n".join(filter(None, map(lowest_of, named))))
-    session.install(".[cli,disk,prometheus]", *TOOLS, "--constraint", str(constraints))
+    session.install(f".[{','.join(chosen)}]", *TOOLS, "--constraint", str(constraints))
     session.run("python", "-m", "pytest", *(session.posargs or WITHOUT_EXTRAS))
 
 

@@ -148,8 +148,8 @@ def test_the_benchmarks_are_installed_and_tested_by_a_session_of_their_own(calle
     assert called["benchmarks"].tests == [["tests/benchmarks"], ["-m", "servers", "tests/benchmarks"]]
 
 
-def test_markers_are_those_that_are_left_out_and_gpu() -> None:
-    assert [each.partition(":")[0] for each in PYTEST["markers"]] == ["gpu", *left_out()]
+def test_markers_are_those_that_are_left_out_and_those_of_what_may_be_missing() -> None:
+    assert [each.partition(":")[0] for each in PYTEST["markers"]] == ["gpu", "kernels", *left_out()]
 
 
 def test_what_starts_a_server_is_marked() -> None:
