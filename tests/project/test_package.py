@@ -141,7 +141,9 @@ def test_direct_dependencies_are_those_that_are_imported() -> None:
     assert extras["jax12"][0].startswith("jax[cuda12]")
 
 
-MOST_WHEEL_BYTES = 622_000  # 860,000 before the benchmarks became a distribution of their own; the door and trees have 21,000
+MOST_WHEEL_BYTES = (
+    622_000  # 860,000 before the benchmarks became a distribution of their own; the door and trees have 21,000
+)
 BYTES_A_FILE = 190  # of a wheel beyond its content: two headers of the archive with its name, and its line of RECORD
 
 
