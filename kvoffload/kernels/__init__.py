@@ -1,7 +1,6 @@
 """Triton kernels without PyTorch: compiled for a compute capability, kept in the cache folder, loaded and launched.
 
     KernelSpec      names a kernel and its constants                            compiler.py
-    left_out        whether no Triton is installed                              loader.py
     why_not         the reason why a device can launch no kernel, or None       loader.py
     load_kernel     a LoadedKernel, from the cache folder or from Triton        loader.py, compiler.py
     compile_kernel  machine code and PTX; needs neither a GPU nor a driver      compiler.py
@@ -11,9 +10,6 @@ imported by name, when they are compiled. A kernel in the cache folder is loaded
 """
 
 from kvoffload.kernels.compiler import THREADS_PER_WARP, Compiled, KernelSpec, compile_kernel
-from kvoffload.kernels.loader import LoadedKernel, left_out, load_kernel, why_not
+from kvoffload.kernels.loader import LoadedKernel, load_kernel, why_not
 
-__all__ = [
-    "THREADS_PER_WARP", "Compiled", "KernelSpec", "LoadedKernel", "compile_kernel", "left_out", "load_kernel",
-    "why_not",
-]  # fmt: skip
+__all__ = ["THREADS_PER_WARP", "Compiled", "KernelSpec", "LoadedKernel", "compile_kernel", "load_kernel", "why_not"]

@@ -33,16 +33,11 @@ from kvoffload.kernels.compiler import (
 _FREE_SHARED_BYTES = 48 << 10
 
 
-def left_out() -> bool:
-    """Whether no Triton is installed: it is an extra, "kernels". One that cannot be imported is installed."""
-    return triton_version() is None
-
-
 def why_not(capabilities: Capabilities) -> str | None:
     """Why a device can launch no kernel; None if no reason is known before one is loaded."""
     if not capabilities.kernels:
         return capabilities.missing["kernels"]
-    return no_triton() if left_out() else None
+    return no_triton() if triton_version() is None else None
 
 
 def load_kernel(
