@@ -85,6 +85,7 @@ class HostCache:
 
     Attributes:
         cache: the `BlockCache`, whose `statistics()` say more.
+        stores_evicted: whether `store` is "evicted".
 
     Raises:
         CapabilityError: another release of EasyDeL is installed; or the engine is none of those above.
@@ -107,7 +108,7 @@ class HostCache:
             raise ValueError(f"store must be 'filled' or 'evicted', got {store!r}")
         arrays, self._tree = _arrays_of(engine)
         self._engine, self._identity, self._deadline = engine, identity, deadline
-        self._stores_evicted = store == "evicted"
+        self.stores_evicted = store == "evicted"
         self._page_tokens = int(arrays[0].shape[1])
         self._keys_of: dict[str, list[bytes]] = {}  # of each request, as far as they were needed
         self._key_of_page: dict[int, bytes] = {}  # with "evicted": what a page holds, since it was full
@@ -176,7 +177,7 @@ class HostCache:
         self._wrap(self._manager, "get_computed_pages", self._get_computed_pages)
         self._wrap(self._manager, "reset_prefix_cache", self._reset_prefix_cache)
         self._wrap(self._manager, "free_page_hashes", self._free_page_hashes)
-        if self._stores_evicted:
+        if self.stores_evicted:
             self._wrap(self._manager.page_pool, "get_new_pages", self._get_new_pages)
 
     def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -273,7 +274,7 @@ class HostCache:
             pages = self._manager.coordinator.get_pages(request.request_id)[0][:full]
             keys = self._keys(request, full)
             self._note_keys(pages, keys)
-            if not self._stores_evicted:  # all pages so far: those that are there stay, and those declined may fit now
+            if not self.stores_evicted:  # all pages so far: those that are there stay, and those declined may fit now
                 self._store(keys, [page.page_id for page in pages])
 
     def _get_new_pages(self, plain: Callable[..., Any], count: int, **options: Any) -> Any:
@@ -285,7 +286,7 @@ class HostCache:
         return pages
 
     def _note_keys(self, pages: list[Any], keys: list[bytes]) -> None:
-        if self._stores_evicted:
+        if self.stores_evicted:
             self._key_of_page.update(zip((page.page_id for page in pages), keys, strict=False))
 
     def _store(self, keys: list[bytes], pages: list[int]) -> None:
@@ -326,7 +327,9 @@ class HostCache:
         self.cache.clear()
 
     def _count(self, **more: float) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + each for name, each in more.items()})
+        self._counts = replace(
+            self._counts, **{name: getattr(self._counts, name) + each for name, each in more.items()}
+        )
 
 
 def _arrays_of(engine: Any) -> tuple[list[Any], Any]:

@@ -1,7 +1,7 @@
 """An eSurge engine with a Llama of random weights, without a network: for the measurement and the tests beside it.
 
 EasyDeL 0.3.0 imports packages that serving does not use, patches Hugging Face's models, sets flags that newer XLAs
-refuse, and has a class that newer flax cannot hash. `import_easydel` works around these; `make_engine` makes the engine.
+refuse, and has a class that newer flax cannot hash. `import_easydel` works around these, `make_engine` uses it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import importlib.util
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 _UNUSED = ("datasets", "gcsfs", "google", "googleapiclient", "grafanalib", "grain", "ray", "tensorstore", "wandb")
 _TORCH = ("torch", "torch_xla", "torchaudio", "torchvision")
@@ -47,7 +46,9 @@ class Sizes:
     @property
     def page_bytes(self) -> int:
         """Of a page in all layers."""
-        return 2 * self.layers * self.page_tokens * self.kv_heads * self.head_dim * (4 if self.dtype == "float32" else 2)
+        return (
+            2 * self.layers * self.page_tokens * self.kv_heads * self.head_dim * (4 if self.dtype == "float32" else 2)
+        )
 
 
 def make_engine(sizes: Sizes, *, seed: int = 0) -> Any:
@@ -167,7 +168,7 @@ def import_easydel() -> None:
 class _Stub(ModuleType):
     """A package that is not installed: any name in it is a class that accepts everything."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "is_initialized":
@@ -206,7 +207,7 @@ class _Anything(metaclass=_AnythingMeta):
 class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds what is not installed of `_UNUSED`."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:  # noqa: ARG002
         if fullname.partition(".")[0] not in _UNUSED:
             return None
         sys.meta_path.remove(self)
@@ -245,7 +246,8 @@ def _make_tokenizer(vocabulary: int) -> str:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{number}": number for number in range(vocabulary - 2)} | {"<unk>": vocabulary - 2, "</s>": vocabulary - 1}
+    words = {f"w{number}": number for number in range(vocabulary - 2)}
+    words |= {"<unk>": vocabulary - 2, "</s>": vocabulary - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     folder = tempfile.mkdtemp(prefix="esurge-tokenizer-")
