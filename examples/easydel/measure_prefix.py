@@ -23,7 +23,7 @@ from small_esurge import Sizes, make_engine, new_request
 SMALL = os.environ.get("SMALL") == "1"
 TURNS = int(os.environ.get("TURNS", "2" if SMALL else "7"))
 PREFIX = 64 if SMALL else 4096
-MORE = 10  # tokens behind the prefix, in pages of their own
+MORE = 7  # tokens behind the prefix, less than a page
 NEW = 4
 
 
@@ -82,7 +82,8 @@ def _measure(engine: Any, host: Any, model: Sizes, generator: random.Random, sto
         measured = all_rows[1:]  # the first warms up
         line = [f"{key} {_shown([row[key] for row in measured])}" for key in measured[0]]
         print(f"  {name:9}", "; ".join(line))
-    print(" ", host.statistics)
+    counts = host.statistics
+    print(f"  {counts.host_tokens} tokens from the host, {counts.stored_pages} pages stored")
 
 
 def _leading_pages(engine: Any, prompt: list[int]) -> int:
