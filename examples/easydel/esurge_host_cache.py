@@ -314,13 +314,22 @@ class HostCache:
     def _update_model_weights(
         self, plain: Callable[..., Any], *args: Any, restart_scheduler: bool = True, **options: Any
     ) -> None:
-        """It makes a new scheduler, which must not start before its methods are wrapped."""
-        was_running = self._engine._scheduler_running
+        """Methods of the new scheduler are wrapped before it starts. eSurge makes an asynchronous one, whatever the
+        engine was made with; so it is made once more.
+        """
+        engine, kind = self._engine, type(self._engine.scheduler)
+        was_running = engine._scheduler_running
         plain(*args, restart_scheduler=False, **options)
+        engine.scheduler = kind.from_runner(
+            engine.runner,
+            max_num_batched_tokens=engine._scheduler_max_num_batched_tokens,
+            enable_prefix_caching=True,
+            async_scheduling=False,
+        )
         self._forget()
         self._wrap_scheduler()
         if restart_scheduler and was_running:
-            self._engine.initiate()
+            engine.initiate()
 
     def _forget(self) -> None:
         self._key_of_page.clear()
