@@ -12,10 +12,11 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 _UNUSED = ("datasets", "gcsfs", "google", "googleapiclient", "grafanalib", "grain", "ray", "tensorstore", "wandb")
 _TORCH = ("torch", "torch_xla", "torchaudio", "torchvision")
@@ -130,7 +131,7 @@ def run_step(engine: Any) -> Any:
 
 
 def import_easydel() -> None:
-    """Import EasyDeL, before JAX is used for anything."""
+    """Import EasyDeL, once. What it changes in the process stays so."""
     if "easydel" in sys.modules:
         return
     os.environ |= {
@@ -139,36 +140,41 @@ def import_easydel() -> None:
         "TRANSFORMERS_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "ENABLE_DISTRIBUTED_INIT": "0",
+        "ESURGE_WORKER_TRUST_REMOTE_CODE": "0",
     }
     sys.meta_path.insert(0, _Stubs())
+    # EasyDeL patches torch's models where it finds torch, and Hugging Face imports it: in this process there is none.
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *more: None if name in _TORCH else find(name, *more)
-    flags = {name: os.environ.get(name) for name in _FLAGS}
-    try:
+    with _flags_kept():
         import easydel
-
-        # Its `modules` imports every model, and some of them patch Hugging Face's classes.
-        modules = ModuleType("easydel.modules")
-        modules.__path__ = [os.path.join(os.path.dirname(easydel.__file__), "modules")]
-        modules.__spec__ = importlib.machinery.ModuleSpec("easydel.modules", None, is_package=True)
-        sys.modules["easydel.modules"] = modules
+    # `easydel.modules` imports every model, and some of them patch Hugging Face's classes: only the one that is needed.
+    modules = ModuleType("easydel.modules")
+    modules.__path__ = [os.path.join(os.path.dirname(easydel.__file__), "modules")]
+    modules.__spec__ = importlib.machinery.ModuleSpec("easydel.modules", None, is_package=True)
+    sys.modules["easydel.modules"] = modules
+    with _flags_kept():
         import easydel.inference.esurge
         import easydel.modules.llama
-        from easydel.operations._operation_meta import OperationMetadata
-    finally:
-        importlib.util.find_spec = find
-        for name, value in flags.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    from easydel.operations._operation_meta import OperationMetadata
+
     OperationMetadata.__hash__ = lambda self: id(self)
     OperationMetadata.__eq__ = lambda self, other: self is other
 
 
+@contextmanager
+def _flags_kept() -> Iterator[None]:
+    """Keep variables that EasyDeL sets on import from XLA, which may not know their flags, and from NCCL."""
+    before = {name: os.environ.get(name) for name in _FLAGS}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
 class _Stub(ModuleType):
     """A package that is not installed: any name in it is a class that accepts everything."""
-
-    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "is_initialized":
@@ -221,7 +227,9 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
-        return _Stub(spec.name)
+        stub = _Stub(spec.name)
+        stub.__path__ = []
+        return stub
 
     def exec_module(self, module: ModuleType) -> None:
         pass

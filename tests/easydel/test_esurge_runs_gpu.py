@@ -14,7 +14,8 @@ from seeds import seeds
 
 need_easydel()
 
-from esurge_world import Setting, jax, run_all  # noqa: E402
+import jax  # noqa: E402
+from esurge_world import Setting, run_all  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(500)]
 
