@@ -76,9 +76,10 @@ class HostCache:
         pool_bytes: of pinned host memory.
         identity: names the model and its revision. It is part of all keys, and the identity of a disk.
         store: "filled": pages are stored by the step that fills them. "evicted": when eSurge takes them for other
-            tokens. The first copies each page once, in the shadow of decoding; the second only what the GPU loses, but
-            at the worst time: a new prompt waits for the pages of an old one to leave. And with "filled" host memory
-            has pages that other processes, or this one after a crash, find on a disk.
+            tokens. The first copies each page once, behind a step. The second copies only what the GPU loses, but at
+            the worst time: a new prompt waits for the pages of an old one to leave. With "filled", pages survive the
+            process on a disk. With "evicted", a page is on the GPU or in host memory, seldom in both: better if host
+            memory is not much larger than eSurge's cache.
         deadline: seconds for tiers such as a disk. The scheduler waits meanwhile; without tiers it does not matter.
         device: an open device; it stays yours. None: the engine's is opened.
         options: more for `kvoffload.open_cache`: disk, disk_bytes, policy, ...
@@ -257,7 +258,7 @@ class HostCache:
         try:
             result = plain(output)
         except BaseException as error:
-            self._failure = error
+            self._failure = error if output.num_scheduled_tokens else self._failure
             raise
         with self._engine._scheduler_lock:  # no request is aborted meanwhile
             for name, count in output.num_scheduled_tokens.items():

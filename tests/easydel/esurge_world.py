@@ -90,6 +90,7 @@ class World:
     Attributes:
         wrong: tokens whose bytes were not those that were computed for them when a step read them.
         counts: of what happened.
+        ended: of each request that was not aborted, how long its prompt was, and all its tokens.
     """
 
     def __init__(self, engine: Any, sizes: Sizes, setting: Setting, oracle: Oracle, seed: int, **options: Any) -> None:
@@ -97,6 +98,7 @@ class World:
         self.random = Random(seed)
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
+        self.ended: list[tuple[int, list[int]]] = []
         self._requests: dict[str, Any] = {}
         self._before: Any = None  # copies of all pages, around the last step
         self._after: Any = None
@@ -213,6 +215,7 @@ class World:
             following = self.oracle.following[prefixes[place - 1]]
             following.add(tokens[place])
             assert len(following) == 1 or not self.oracle.exact, f"{following} follow the same tokens"
+        self.ended.append((request.num_prompt_tokens, tokens))
         return tokens
 
     # faults -------------------------------------------------------------------------------------------------------
@@ -258,6 +261,21 @@ class World:
 
 def sizes_here() -> Sizes:
     return ON_A_GPU if jax.default_backend() == "gpu" else SMALL
+
+
+def compute(engine: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """A request alone, without a prefix cache of any kind. Returns its tokens."""
+    manager = engine.scheduler.kv_cache_manager
+    manager.enable_caching = False
+    try:
+        request = new_request("alone", prompt, new_tokens)
+        engine.scheduler.add_request(request)
+        while engine.scheduler.requests:
+            run_step(engine)
+        run_step(engine)
+    finally:
+        manager.enable_caching = True
+    return list(request.all_token_ids)
 
 
 def run_all(engine: Any, setting: Setting, seeds: Iterable[int]) -> Counter[str]:

@@ -15,7 +15,7 @@ from seeds import seeds
 
 need_easydel()
 
-from esurge_world import SMALL, Oracle, Setting, World, run_all  # noqa: E402
+from esurge_world import SMALL, Oracle, Setting, World, compute, run_all  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
@@ -41,6 +41,18 @@ def test_what_the_model_reads_is_what_it_has_computed(name: str, engine: Any) ->
     assert total["host tokens"] > 0, "no page came back from the host"
     assert (total["faults"] > 0) is (setting.fail > 0)
     assert (total["failed loads"] + total["failed stores"] > 0) is (setting.fail > 0)
+
+
+@pytest.mark.parametrize("store", ["filled", "evicted"])
+def test_tokens_are_those_of_an_engine_that_computes_all(store: Any, engine: Any) -> None:
+    (seed,) = seeds(1)
+    world = World(engine, SMALL, Setting(store=store, fail=0.1), Oracle(exact=True), seed)
+    with world.host:
+        world.run()
+        assert world.host.statistics.host_tokens > 0
+    assert len(world.ended) > 10
+    for prompt, tokens in world.ended:
+        assert compute(engine, tokens[:prompt], len(tokens) - prompt) == tokens
 
 
 def _swap_loaded_pages(world: World) -> None:
