@@ -3,11 +3,11 @@
     python measure_prefix.py                    # a GPU; 8 layers, 4,096 wide, a prompt of 4,096 tokens and some more
     SMALL=1 JAX_PLATFORMS=cpu python measure_prefix.py      # that it runs: tiny sizes, no times
 
-For each way of storing, one after another on the same engine: the prompt is computed; others push it out of the GPU; it
-comes again (host); it comes again at once (device). Other prompts of its length are computed (computed). Times are of
-eSurge's loop, from `add_request` to the token on the host, without eSurge's tokenizer processes, which add the same to
-all. "host" in each line is the thread of the scheduler outside the model's step, of which kvoffload is `load` (copies
-included: the scheduler waits for them) and `store`.
+First eSurge alone, then with each way of storing, on the same engine: a prompt is computed; others push it out of the
+GPU; it comes again (host); it comes again at once (device). Times are of eSurge's loop, from `add_request` to the token
+on the host, without eSurge's tokenizer processes, which add the same to all. In each line, "step" is the model, and
+"scheduler" its thread outside the model; in that is kvoffload's part, "load" (copies included: the scheduler waits for
+them) and "store" (without the copies).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import statistics
 import time
 from typing import Any
 
-from small_esurge import Sizes, make_engine, new_request
+from small_esurge import Sizes, make_engine, new_request, run_step
 
 SMALL = os.environ.get("SMALL") == "1"
 TURNS = int(os.environ.get("TURNS", "2" if SMALL else "7"))
@@ -41,7 +41,7 @@ def sizes() -> Sizes:
         pages=160,
         longest=8192,
         requests=4,
-        token_steps=(4, 128, 4224),
+        token_steps=(4, 128, 2048),
         dtype="bfloat16",
     )
 
@@ -55,15 +55,18 @@ def main() -> None:
     place = jax.devices()[0]
     print(f"{place.device_kind}, JAX {jax.__version__}; {model}")
     print(f"a prefix of {PREFIX} tokens is {PREFIX // model.page_tokens * model.page_bytes / 2**20:.1f} MiB")
-    generator = random.Random(1)
-    for store in ("filled", "evicted"):
-        with HostCache(engine, pool_bytes=2000 * model.page_bytes, identity="random", store=store) as host:
-            _measure(engine, host, model, generator, store)
-    engine._worker_manager.shutdown()
-    os._exit(0)  # its processes are gone; threads of its own may be left
+    try:
+        _measure(engine, None, model, "eSurge alone")
+        for store in ("filled", "evicted"):
+            with HostCache(engine, pool_bytes=2000 * model.page_bytes, identity="random", store=store) as host:
+                _measure(engine, host, model, f"pages stored when {store}")
+    finally:
+        engine._worker_manager.shutdown()
 
 
-def _measure(engine: Any, host: Any, model: Sizes, generator: random.Random, store: str) -> None:
+def _measure(engine: Any, host: Any, model: Sizes, title: str) -> None:
+    generator = random.Random(title)
+
     def words(count: int) -> list[int]:
         return [generator.randrange(model.vocabulary - 2) for _ in range(count)]
 
@@ -71,19 +74,20 @@ def _measure(engine: Any, host: Any, model: Sizes, generator: random.Random, sto
     for _ in range(TURNS + 1):
         prompt = words(PREFIX + MORE)
         rows["computed"].append(_first_token(engine, host, prompt))
-        before = host.statistics.host_tokens
-        while engine.scheduler.kv_cache_manager.page_pool.cached_page_hash_to_page and _leading_pages(engine, prompt):
-            _first_token(engine, host, words(PREFIX + MORE))
-        rows["host"].append(_first_token(engine, host, prompt))
-        assert host.statistics.host_tokens - before == PREFIX // model.page_tokens * model.page_tokens, "no host hit"
+        if host is not None:
+            before = host.statistics.host_tokens
+            while _leading_pages(engine, prompt):
+                _first_token(engine, host, words(PREFIX + MORE))
+            rows["host"].append(_first_token(engine, host, prompt))
+            assert host.statistics.host_tokens == before + PREFIX, "not all came from the host"
         rows["device"].append(_first_token(engine, host, prompt))
-    print(f"\nstored when {store}; median of {TURNS} (least)")
-    for name, all_rows in rows.items():
-        measured = all_rows[1:]  # the first warms up
-        line = [f"{key} {_shown([row[key] for row in measured])}" for key in measured[0]]
-        print(f"  {name:9}", "; ".join(line))
-    counts = host.statistics
-    print(f"  {counts.host_tokens} tokens from the host, {counts.stored_pages} pages stored")
+    print(f"\n{title}; median of {TURNS} (least)")
+    for name, measured in rows.items():
+        if measured:  # its first turn warms up
+            line = [f"{key} {_shown([row[key] for row in measured[1:]])}" for key in measured[0]]
+            print(f"  {name:9}", "; ".join(line))
+    if host is not None:
+        print(f"  {host.statistics.host_tokens} tokens from the host, {host.statistics.stored_pages} pages stored")
 
 
 def _leading_pages(engine: Any, prompt: list[int]) -> int:
@@ -98,7 +102,7 @@ def _leading_pages(engine: Any, prompt: list[int]) -> int:
 def _first_token(engine: Any, host: Any, prompt: list[int]) -> dict[str, float]:
     """Milliseconds. The request then ends, unmeasured."""
     scheduler, runner = engine.scheduler, engine.runner
-    before = host.statistics
+    before = None if host is None else host.statistics
     request = new_request(str(time.monotonic_ns()), prompt, NEW)
     begun, model = time.perf_counter(), 0.0
     scheduler.add_request(request)
@@ -108,20 +112,14 @@ def _first_token(engine: Any, host: Any, prompt: list[int]) -> dict[str, float]:
         result = runner.execute_model(output)
         model += time.perf_counter() - step
         scheduler.update_from_output(output, result)
-    total = time.perf_counter() - begun
-    after = host.statistics
-    while scheduler.running or scheduler.waiting:
-        output = scheduler.schedule()
-        scheduler.update_from_output(output, runner.execute_model(output))
-    load, store = after.load_seconds - before.load_seconds, after.store_seconds - before.store_seconds
-    in_steps = 0.0 if host.stores_evicted else store  # pages that are full are stored behind the step
-    seconds = {
-        "first token": total,
-        "step": model - in_steps,
-        "host": total - model + in_steps,
-        "load": load,
-        "store": store,
-    }
+    total, load, store = time.perf_counter() - begun, 0.0, 0.0
+    if before is not None:
+        load = host.statistics.load_seconds - before.load_seconds
+        store = host.statistics.store_seconds - before.store_seconds
+        model -= 0.0 if host.stores_evicted else store  # pages that are full are stored behind the step
+    while scheduler.requests:
+        run_step(engine)
+    seconds = {"first token": total, "step": model, "scheduler": total - model, "load": load, "store": store}
     return {name: 1e3 * each for name, each in seconds.items()}
 
 
