@@ -123,6 +123,19 @@ def vllm(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", "tests/vllm", *session.posargs, env=required, external=True)
 
 
+@nox.session(venv_backend="none")
+def esurge(session: nox.Session) -> None:
+    """EasyDeL's eSurge with kvoffload inside. EasyDeL pins another JAX, so `.ci/esurge` makes the environment, and
+    `.ci/run` leaves it out: it tests an example, over one release of a package that nothing else here needs.
+    """
+    folder = Path(session.cache_dir, "esurge").absolute()
+    session.run("rm", "-rf", str(folder), external=True)
+    session.run(".ci/esurge", str(folder), external=True)
+    environment = {"KVOFFLOAD_EASYDEL": "required", "JAX_PLATFORMS": "cpu"}
+    command = (str(folder / "bin" / "python"), "-m", "pytest", "-n", "0", "tests/easydel")
+    session.run(*command, *session.posargs, env=environment, external=True)
+
+
 @nox.session
 def gpu(session: nox.Session) -> None:
     """On a GPU, with CuPy and JAX for CUDA 13; in one process, since the tests share the GPU."""

@@ -114,8 +114,9 @@ def test_what_plain_pytest_leaves_out_is_a_session(called: Sessions) -> None:
 
 
 def test_the_script_calls_all_sessions_but_the_matrix_and_those_of_a_gpu(called: Sessions, sessions: Sessions) -> None:
-    """The suite itself is run by README's command."""
-    assert set(sessions) - set(called) == {"tests", "matrix", "gpu"}
+    """The suite itself is run by README's command. And `esurge` tests an example, with 1 GB of packages of its own."""
+    assert set(sessions) - set(called) == {"tests", "matrix", "gpu", "esurge"}
+    assert sessions["esurge"].tests == [["-n", "0", "tests/easydel"]]
 
 
 def test_the_script_deletes_nothing_of_a_developer() -> None:
