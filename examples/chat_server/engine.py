@@ -28,7 +28,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +41,7 @@ from paged_decode.model import BLOCK_TOKENS, NULL_BLOCK, ModelSize, Step
 import kvoffload
 import kvoffload.jax
 from chat_server.blocks import DeviceBlocks
-from chat_server.llama import Sampling, cache_shapes, compute
+from chat_server.llama import Sampling, cache_shapes, compute_step
 from chat_server.requests import BusyError, Deliver, FinishReason, Request, TooLongError, Wanted
 
 FETCH_SECONDS = 1.0  # then a prompt is computed instead of read from the disk
@@ -110,7 +109,7 @@ class Engine:
         self.running: list[Request] = []
         self.blocks = DeviceBlocks(options.device_blocks)
         self.error: BaseException | None = None
-        self._weights, self._compute = weights, jax.jit(partial(compute, size), donate_argnums=1)
+        self._size, self._weights = size, weights
         self._changed, self._closing = threading.Condition(), False
         self._thread: threading.Thread | None = None
         shapes = cache_shapes(size, options.device_blocks)
@@ -335,7 +334,7 @@ class Engine:
         sampling = Sampling(np.zeros(len(step.last), np.float32), np.zeros(len(step.last), np.uint32))
         for row, request in enumerate(rows):
             sampling.temperatures[row], sampling.seeds[row] = request.wanted.temperature, request.wanted.seed
-        self._owned.arrays, tokens = self._compute(self._weights, self._owned.arrays, step, sampling)
+        self._owned.arrays, tokens = compute_step(self._size, self._weights, self._owned.arrays, step, sampling)
         return list(map(int, np.asarray(tokens)[: len(rows)]))
 
     def _loaded(self, request: Request) -> bool:

@@ -7,6 +7,7 @@ computes for a token depends neither on the blocks that it uses nor on the other
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -99,11 +100,13 @@ def cache_shapes(size: ModelSize, num_blocks: int) -> list[tuple[int, ...]]:
     return [(num_blocks, BLOCK_TOKENS, size.kv_heads, size.head_size)] * (2 * size.layers)
 
 
-def compute(
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def compute_step(
     size: ModelSize, weights: dict[str, Any], cache: list[Any], step: Step, sampling: Sampling
 ) -> tuple[list[Any], Any]:
-    """The cache with K and V of the step's tokens, in the same memory if it is donated; and the next token of each
-    sequence, (batch,).
+    """The cache with K and V of the step's tokens, in the same memory, and the next token of each sequence, (batch,).
+
+    The cache is donated.
     """
     rotation = model.rotary(jnp, size, step)
     place = step.rows // BLOCK_TOKENS, step.rows % BLOCK_TOKENS

@@ -20,7 +20,7 @@ from chat_server.requests import BusyError, TooLongError, Wanted
 @pytest.fixture(scope="module")
 def unbounded() -> Iterator[list[list[int]]]:
     """Six conversations of three turns, on a device that has room for all."""
-    with engine_of(device_blocks=400, offload=False) as engine:
+    with engine_of(device_blocks=600, offload=False) as engine:
         yield conversations(engine, 6, 3)
         assert engine.counts["preempted"] == 0
 
@@ -30,7 +30,7 @@ def all_free(engine: Any) -> bool:
 
 
 def test_one_after_the_other_they_are_answered_the_same(unbounded: list[list[int]]) -> None:
-    with engine_of(device_blocks=400, offload=False) as engine:
+    with engine_of(device_blocks=600, offload=False) as engine:
         assert conversations(engine, 6, 3, at_once=False) == unbounded
         assert engine.counts["device"] > 0
         assert all_free(engine)
@@ -73,7 +73,7 @@ def bits(engine: Any, request: Any) -> list[bytes]:
 @pytest.mark.parametrize("blocks_there", [0, 1, 2, 3, 5])
 def test_a_chunk_that_begins_among_blocks_that_are_there_has_the_same_bits(blocks_there: int) -> None:
     tokens = prompt(5, 90)
-    with engine_of(device_blocks=40, offload=False) as engine:
+    with engine_of(device_blocks=60, offload=False) as engine:
         if blocks_there:
             run(engine, ask(engine, tokens[: 16 * blocks_there] + prompt(6, 3), 1))
         request = ask(engine, tokens, 20)
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_thread_serves_until_the_engine_is_closed() -> None:
-    with engine_of(device_blocks=40) as engine:
+    with engine_of(device_blocks=60) as engine:
         engine.warm_up()
         engine.start()
         first, second = ask(engine, prompt(1, 40)), ask(engine, prompt(2, 40))
@@ -202,13 +202,13 @@ def test_a_thread_serves_until_the_engine_is_closed() -> None:
 
 
 def test_an_error_of_the_thread_ends_all_requests() -> None:
-    with engine_of(device_blocks=40, offload=False) as engine:
+    with engine_of(device_blocks=60, offload=False) as engine:
         request = ask(engine, prompt(1, 40))
-        engine._compute = lambda *_: 1 / 0
+        engine._weights = None
         engine.start()
         assert list(request) == []
         assert request.finish_reason == "error"
-        with pytest.raises(RuntimeError, match="the engine is closed: division by zero"):
+        with pytest.raises(RuntimeError, match="the engine is closed: .*NoneType"):
             ask(engine, [1])
 
 
@@ -245,10 +245,9 @@ def test_a_step_writes_into_the_cache_and_copies_nothing_of_it() -> None:
     size = ModelSize(2, 64, 4, 2, 16, 128, 256)
     weights = llama.random_weights(size, "bfloat16")
     cache = [jax.ShapeDtypeStruct(shape, "uint16") for shape in cache_shapes(size, 20000)]
-    step = jax.jit(lambda *given: llama.compute(size, *given), donate_argnums=1)
     for batch, length in ((4, 1), (1, 32)):
         sampling = Sampling(np.zeros(batch, np.float32), np.zeros(batch, np.uint32))
-        compiled = step.lower(weights, cache, Step.padding(batch, length, 10), sampling).compile()
+        compiled = llama.compute_step.lower(size, weights, cache, Step.padding(batch, length, 10), sampling).compile()
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes == sum(array.size * 2 for array in cache)
         assert memory.temp_size_in_bytes < cache[0].size // 4
