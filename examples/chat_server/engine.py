@@ -81,11 +81,11 @@ class EngineOptions:
     share_generated: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("context_tokens", "chunk_tokens"):
-            if (value := getattr(self, name)) < 1 or value % BLOCK_TOKENS:
-                raise ValueError(f"{name} must be a multiple of a block's {BLOCK_TOKENS} tokens, got {value}")
-        if self.device_blocks < 2 or self.batch < 1:
-            raise ValueError(f"device_blocks must be at least 2, got {self.device_blocks}; batch 1, got {self.batch}")
+        for name, unit in {"context_tokens": BLOCK_TOKENS, "chunk_tokens": BLOCK_TOKENS, "batch": 1}.items():
+            if (value := getattr(self, name)) < 1 or value % unit:
+                raise ValueError(f"{name} must be a multiple of {unit} above 0, got {value}")
+        if self.device_blocks < 2:
+            raise ValueError(f"device_blocks must be at least 2, got {self.device_blocks}")
 
 
 class Engine:
@@ -116,10 +116,11 @@ class Engine:
         # bfloat16 lies in the cache as its bits, see `jax_layers.write`.
         dtype = "uint16" if options.dtype == "bfloat16" else options.dtype
         self.cache: kvoffload.BlockCache[Any] | None = None
-        self._owned: Any = SimpleNamespace(arrays=[jnp.zeros(shape, dtype) for shape in shapes])
+        self._owned: Any = None
         if options.offload:
-            self._owned = None  # free that memory first
             self._open(shapes, dtype)
+        else:
+            self._owned = SimpleNamespace(arrays=[jnp.zeros(shape, dtype) for shape in shapes])
         # All that the bits of a block depend on, so that no other run's blocks are taken for ours.
         shape = f"{options.chunk_tokens} of {options.context_tokens} tokens"
         self._salt = f"{options.identity} {options.dtype} {shape} {jax.default_backend()} {jax.__version__}"
@@ -200,8 +201,7 @@ class Engine:
         self._finish_all()
 
     def _finish_all(self) -> None:
-        with self._changed:
-            self._closing = True
+        self._closing = True
         for request in [*self.running, *self.waiting]:
             self._finish(request, "cancelled" if self.error is None else "error")
 
@@ -423,10 +423,8 @@ class Engine:
         """A key for each full block, which covers all tokens up to its end."""
         if self.cache is not None:
             return self.cache.keys(tokens, salt=self._salt)
-        ids, keys = np.asarray(tokens, "<u4"), [b""]
-        for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
-            keys.append(blake2b(keys[-1] + ids[end - BLOCK_TOKENS : end].tobytes(), digest_size=16).digest())
-        return keys[1:]
+        data, step = np.asarray(tokens, "<u4").tobytes(), 4 * BLOCK_TOKENS
+        return [blake2b(data[:end]).digest() for end in range(step, len(data) + 1, step)]
 
     def _count(self, request: Request, place: str, tokens: int) -> None:
         request.hits[place] += tokens

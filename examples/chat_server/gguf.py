@@ -1,7 +1,8 @@
 """Reads GGUF, llama.cpp's file format: metadata, and tensors as float32.
 
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the file. Weights are quantized in groups of 32:
-Q4_1 has a scale, a minimum and 4 bits for each weight; Q4_0 and Q8_0 have a scale.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the file. The formats here are those of
+SmolLM2's file. Quantized weights come in groups of 32: Q4_1 has a scale, a minimum and 4 bits a weight, Q8_0 a scale
+and 8 bits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,31 +23,21 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 
 
-class Format(NamedTuple):
-    """How a tensor is stored: in groups of `weights` weights and `nbytes` bytes."""
-
-    weights: int
-    nbytes: int
-    decode: Callable[[Groups], Float32Array]
-
-
 def _half(groups: Groups, start: int) -> Float32Array:
     """A float16 of each group: (groups, 1)."""
     return np.ascontiguousarray(groups[:, start : start + 2]).view("<f2").astype(np.float32)
 
 
-def _nibbles(groups: Groups, start: int) -> Float32Array:
+def _nibbles(packed: Groups) -> Float32Array:
     """32 weights of 4 bits: first the low halves of 16 bytes, then the high ones."""
-    packed = groups[:, start:]
     return np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
 
 
-FORMATS = {
-    0: Format(1, 4, lambda groups: groups.view("<f4")),
-    1: Format(1, 2, lambda groups: groups.view("<f2").astype(np.float32)),
-    2: Format(32, 18, lambda groups: (_nibbles(groups, 2) - 8) * _half(groups, 0)),  # Q4_0
-    3: Format(32, 20, lambda groups: _nibbles(groups, 4) * _half(groups, 0) + _half(groups, 2)),  # Q4_1
-    8: Format(32, 34, lambda groups: groups[:, 2:].view(np.int8) * _half(groups, 0)),  # Q8_0
+# How a tensor is stored: weights and bytes of a group, and what decodes groups.
+FORMATS: dict[int, tuple[int, int, Callable[[Groups], Float32Array]]] = {
+    0: (1, 4, lambda groups: groups.view("<f4")),
+    3: (32, 20, lambda groups: _nibbles(groups[:, 4:]) * _half(groups, 0) + _half(groups, 2)),  # Q4_1
+    8: (32, 34, lambda groups: groups[:, 2:].view(np.int8) * _half(groups, 0)),  # Q8_0
 }
 
 
@@ -73,10 +64,10 @@ class GgufFile:
         shape, kind, offset = self._tensors[name]
         if kind not in FORMATS:
             raise ValueError(f"tensor {name} has the format {kind}; known are {sorted(FORMATS)}")
-        stored = FORMATS[kind]
-        num_groups, start = math.prod(shape) // stored.weights, self._start + offset
-        groups = np.asarray(self._data[start : start + num_groups * stored.nbytes]).reshape(num_groups, stored.nbytes)
-        return stored.decode(groups).reshape(shape)
+        weights, nbytes, decode = FORMATS[kind]
+        num_groups, start = math.prod(shape) // weights, self._start + offset
+        groups = np.asarray(self._data[start : start + num_groups * nbytes]).reshape(num_groups, nbytes)
+        return decode(groups).reshape(shape)
 
     def _bytes(self, count: int) -> bytes:
         self._position += count

@@ -34,28 +34,11 @@ class Sampling(NamedTuple):
     seeds: npt.NDArray[np.uint32]
 
 
-def size_of(file: GgufFile) -> ModelSize:
-    def value(name: str) -> Any:
-        return file.metadata[f"llama.{name}"]
-
-    heads, width = value("attention.head_count"), value("embedding_length")
-    return ModelSize(
-        layers=value("block_count"),
-        width=width,
-        query_heads=heads,
-        kv_heads=value("attention.head_count_kv"),
-        head_size=width // heads,
-        hidden=value("feed_forward_length"),
-        vocabulary=len(file.metadata["tokenizer.ggml.tokens"]),
-        rope_base=value("rope.freq_base"),
-        epsilon=value("attention.layer_norm_rms_epsilon"),
-    )
-
-
-def read_weights(file: GgufFile, size: ModelSize, dtype: str) -> dict[str, Any]:
-    """The weights as `model.py` wants them: (inputs, outputs), Q, K and V in one, and the weights of each RMSNorm
-    multiplied into the matrix that follows it.
+def read_weights(file: GgufFile, dtype: str) -> dict[str, Any]:
+    """The weights of SmolLM2 as `model.py` wants them: (inputs, outputs), Q, K and V in one, and the weights of each
+    RMSNorm multiplied into the matrix that follows it.
     """
+    size = GEOMETRIES["smollm2"]
 
     def heads(name: str) -> npt.NDArray[np.float32]:
         """llama.cpp rotates pairs of neighbours in a head, and model.py the two halves of it."""
@@ -65,23 +48,20 @@ def read_weights(file: GgufFile, size: ModelSize, dtype: str) -> dict[str, Any]:
     def joined(norm: str, *matrices: npt.NDArray[np.float32]) -> Any:
         return jnp.asarray((np.concatenate(matrices) * file.tensor(norm)).T, dtype)
 
-    layers = []
-    for number in range(size.layers):
-        name = f"blk.{number}"
+    def layer(name: str) -> dict[str, Any]:
+        parts = "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"
+        values, out, gate, up, down = (file.tensor(f"{name}.{part}.weight") for part in parts)
         queries, keys = heads(f"{name}.attn_q.weight"), heads(f"{name}.attn_k.weight")
-        values = file.tensor(f"{name}.attn_v.weight")
-        gate, up = file.tensor(f"{name}.ffn_gate.weight"), file.tensor(f"{name}.ffn_up.weight")
-        layers.append(
-            {
-                "query_key_value": joined(f"{name}.attn_norm.weight", queries, keys, values),
-                "attention_out": jnp.asarray(file.tensor(f"{name}.attn_output.weight").T, dtype),
-                "gate_up": joined(f"{name}.ffn_norm.weight", gate, up),
-                "down": jnp.asarray(file.tensor(f"{name}.ffn_down.weight").T, dtype),
-            }
-        )
+        return {
+            "query_key_value": joined(f"{name}.attn_norm.weight", queries, keys, values),
+            "attention_out": jnp.asarray(out.T, dtype),
+            "gate_up": joined(f"{name}.ffn_norm.weight", gate, up),
+            "down": jnp.asarray(down.T, dtype),
+        }
+
     embedding = file.tensor("token_embd.weight")  # of both ends
     ends = {"embedding": jnp.asarray(embedding, dtype), "unembedding": joined("output_norm.weight", embedding)}
-    return {"layers": layers, **ends}
+    return {"layers": [layer(f"blk.{number}") for number in range(size.layers)], **ends}
 
 
 def random_weights(size: ModelSize, dtype: str) -> dict[str, Any]:

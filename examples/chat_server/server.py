@@ -24,11 +24,12 @@ from starlette.routing import Route
 
 from chat_server.engine import Engine
 from chat_server.requests import BusyError, TooLongError, Wanted
-from chat_server.tokenizer import Tokenizer
+from chat_server.tokenizer import Stream, Tokenizer
 from kvoffload.observability import prometheus
 
 MOST_BODY_BYTES = 4 << 20
 DEFAULT_MAX_TOKENS = 256
+TOO_LONG = "context_length_exceeded"
 ROLES = ("system", "user", "assistant")
 USED = {"messages", "model", "max_tokens", "max_completion_tokens", "temperature", "seed", "stream", "stream_options"}
 NEUTRAL = {"n": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}  # what others may be set to
@@ -63,9 +64,10 @@ class ChatServer:
         if engine.cache is not None:
             prometheus.register(engine.cache, self._registry)
         page = Path(__file__).with_name("page.html").read_text()
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "kvoffload"}]
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/models", self._models),
+            Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": models})),
             Route("/metrics", self._metrics),
             Route("/", lambda _: HTMLResponse(page)),
         ]
@@ -78,10 +80,6 @@ class ChatServer:
             yield
         finally:
             await asyncio.to_thread(self._engine.close)
-
-    async def _models(self, _: HttpRequest) -> Response:
-        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "kvoffload"}
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def _metrics(self, _: HttpRequest) -> Response:
         text = await asyncio.to_thread(prometheus_client.generate_latest, self._registry)
@@ -106,7 +104,8 @@ class ChatServer:
         texts = list(map(_message, messages))
         num_bytes = sum(len(each["content"].encode(errors="replace")) for each in texts)
         if num_bytes > self._engine.longest * self._tokenizer.longest:  # without looking at its tokens
-            raise _too_long(f"the context has {self._engine.longest} tokens, and the messages {num_bytes} bytes")
+            said = f"the context has {self._engine.longest} tokens, and the messages {num_bytes} bytes"
+            raise RefusedError(said, code=TOO_LONG)
         return self._tokenizer.chat(texts)
 
     def _wanted(self, asked: dict[str, Any], prompt_tokens: int) -> Wanted:
@@ -139,7 +138,7 @@ class ChatServer:
         finally:
             tasks[0].cancel()
             tasks[1].cancel()
-            answer.cancel()
+            self._engine.cancel(answer.request)
         return self._object("chat.completion", answer, [choice | {"finish_reason": self._finished(answer)}])
 
     async def _events(self, answer: Answer, with_usage: bool) -> AsyncIterator[str]:
@@ -158,7 +157,7 @@ class ChatServer:
         except RefusedError as refused:
             yield _event(refused.body)
         finally:  # Starlette ends this if the client has left
-            answer.cancel()
+            self._engine.cancel(answer.request)
 
     def _object(self, kind: str, answer: Answer, choices: list[Any], **fields: Any) -> dict[str, Any]:
         about = {"id": answer.name, "object": kind, "created": answer.created, "model": self._name}
@@ -178,13 +177,12 @@ class Answer:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], wanted: Wanted) -> None:
         self.name, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        self._engine, self._stream = engine, tokenizer.stream()
-        self._tokens = asyncio.Queue[int | None]()
+        self._stream, self._tokens = Stream(tokenizer), asyncio.Queue[int | None]()
         deliver, put = asyncio.get_running_loop().call_soon_threadsafe, self._tokens.put_nowait
         try:
             self.request = engine.submit(prompt, wanted, lambda token: deliver(put, token))
         except TooLongError as error:
-            raise _too_long(str(error)) from None
+            raise RefusedError(str(error), code=TOO_LONG) from None
         except (BusyError, RuntimeError) as error:
             raise RefusedError(str(error), 503, "overloaded") from None
 
@@ -194,9 +192,6 @@ class Answer:
             token = await self._tokens.get()
             if text := self._stream.text(token):
                 yield text
-
-    def cancel(self) -> None:
-        self._engine.cancel(self.request)
 
     def usage(self) -> dict[str, Any]:
         prompt, answered = len(self.request.prompt), len(self.request.generated)
@@ -259,7 +254,3 @@ def _number(asked: dict[str, Any], name: str, default: float, least: float, most
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
-
-
-def _too_long(message: str) -> RefusedError:
-    return RefusedError(message, code="context_length_exceeded")

@@ -12,12 +12,8 @@ from typing import Any
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # if the messages begin with none
 
-# GPT-2's rule, for a text in which all other characters stand in for theirs (see `_stand_in`). Whitespace goes to the
-# word after it, but for all except the last character; and it never goes to a digit.
-_WORD = re.compile(
-    r"[0-9]|'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+",
-    re.ASCII,
-)
+# GPT-2's rule, over ASCII characters (see `_stand_in`). A space goes to the word after it, but never to a digit.
+_WORD = re.compile(r"[0-9]|'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+", re.ASCII)
 
 
 @lru_cache(4096)
@@ -115,9 +111,6 @@ class Tokenizer:
     def bytes_of(self, token: int) -> bytes:
         """b"" for special tokens, and those that other geometries have beyond the vocabulary."""
         return self._bytes[token] if token < len(self._bytes) else b""
-
-    def stream(self) -> Stream:
-        return Stream(self)
 
 
 class Stream:

