@@ -86,7 +86,8 @@ def main() -> int:
         engine.warm_up()
         print(f"{chosen.model} on http://{chosen.host}:{chosen.port}", flush=True)
         app = ChatServer(engine, Tokenizer(file.metadata), chosen.model).app
-        uvicorn.run(app, host=chosen.host, port=chosen.port, log_level="warning", limit_concurrency=1024)
+        limits = {"limit_concurrency": 1024, "timeout_graceful_shutdown": 5}
+        uvicorn.run(app, host=chosen.host, port=chosen.port, log_level="warning", **limits)
     return 0
 
 

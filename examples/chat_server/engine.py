@@ -122,7 +122,7 @@ class Engine:
         else:
             self._owned = SimpleNamespace(arrays=[jnp.zeros(shape, dtype) for shape in shapes])
         # All that the bits of a block depend on, so that no other run's blocks are taken for ours.
-        shape = f"{options.chunk_tokens} of {options.context_tokens} tokens"
+        shape = f"{options.chunk_tokens} {options.context_tokens} {options.share_generated and options.batch}"
         self._salt = f"{options.identity} {options.dtype} {shape} {jax.default_backend()} {jax.__version__}"
 
     def _open(self, shapes: list[tuple[int, ...]], dtype: str) -> None:
@@ -228,7 +228,8 @@ class Engine:
 
     def step(self) -> bool:
         """Admit who fits, then compute a chunk of one prompt, and a token of each sequence that decodes. False if there
-        was nothing to compute."""
+        was nothing to compute.
+        """
         self._drop_cancelled()
         while self.waiting and len(self.running) < self.options.batch and self._admit(self.waiting[0]):
             pass
@@ -272,8 +273,9 @@ class Engine:
         return True
 
     def _collect(self, request: Request) -> None:
-        """Note how much a fetch has found, once that is known: on a GPU others decode until the disk has answered. JAX
-        on the CPU cannot compute while a load may be submitted, so there we wait."""
+        """Note how much a fetch has found, once that is known. On a GPU others decode until the disk has answered; on
+        the simulated device nothing may be computed while a load may be submitted, so there we wait.
+        """
         assert request.job is not None
         if not (request.job.submitted or self._device.simulated):
             return
@@ -339,7 +341,8 @@ class Engine:
 
     def _loaded(self, request: Request) -> bool:
         """Whether what was fetched has come, which JAX does not notice. If not, the request begins again and computes
-        it. The step that has ended followed the load, so this does not wait."""
+        it. The step that has ended followed the load, so this does not wait.
+        """
         if request.job is None:
             return True
         try:

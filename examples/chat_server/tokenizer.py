@@ -66,7 +66,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Names of special tokens in it are text like any other: no user can end a message. Bytes that
-        the vocabulary lacks, of characters that are hardly used, are left out."""
+        the vocabulary lacks, of characters that are hardly used, are left out.
+        """
         return [token for word in words(text) for token in self._encode_word(word)]
 
     def _merge(self, word: str) -> tuple[int, ...]:
