@@ -28,9 +28,7 @@ BLOCK_BYTES = 8192  # of the tiny models: K and V of 2 layers, 16 tokens, 2 head
 def needs(*modules: str) -> None:
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            pytest.skip(
-                f"needs {module}: pip install -r examples/chat_server/requirements.txt", allow_module_level=True
-            )
+            pytest.skip(f"needs {module}: see examples/chat_server/README.md", allow_module_level=True)
 
 
 def gguf_path() -> Path:
@@ -52,7 +50,8 @@ def engine_of(**options: Any) -> Any:
     size = ModelSize(2, 64, 4, 2, 16, 128, 256)
     shape = {"context_tokens": 256, "chunk_tokens": 32, "batch": 4}
     given: dict[str, Any] = {"identity": "test", "pool_bytes": 1 << 20, **shape}
-    return Engine(size, llama.random_weights(size, "float32"), EngineOptions(**given | options))
+    chosen = EngineOptions(**given | options)
+    return Engine(size, llama.random_weights(size, chosen.dtype), chosen)
 
 
 def run(engine: Any, *requests: Any) -> list[list[int]]:

@@ -48,6 +48,15 @@ def test_below_a_small_device_they_are_answered_the_same(unbounded: list[list[in
         assert engine.cache.statistics().pinned == 0
 
 
+def test_bfloat16_is_answered_the_same() -> None:
+    """It rounds 65,536 times as coarsely as float32: every bit counts."""
+    with engine_of(device_blocks=400, offload=False, dtype="bfloat16") as engine:
+        expected = conversations(engine, 6, 3)
+    with engine_of(device_blocks=18, dtype="bfloat16") as engine:
+        assert conversations(engine, 6, 3) == expected
+        assert min(engine.counts["host"], engine.counts["preempted"]) > 0
+
+
 def test_without_offload_a_small_device_computes_more(unbounded: list[list[int]]) -> None:
     with engine_of(device_blocks=18, offload=False) as engine:
         assert conversations(engine, 6, 3) == unbounded
@@ -90,8 +99,14 @@ def test_a_chunk_that_begins_among_blocks_that_are_there_has_the_same_bits(block
         assert {len(other.generated) > 0 for other in others} == {True}
 
 
+def needs_the_simulator(engine: Any) -> None:
+    if not engine._device.simulated:
+        pytest.skip("a GPU fails no call on demand")
+
+
 def test_a_load_that_fails_is_computed(unbounded: list[list[int]]) -> None:
     with engine_of(device_blocks=18) as engine:
+        needs_the_simulator(engine)
         failing = engine._device.simulator.faults
         fetch = engine.cache.fetch
 
@@ -126,6 +141,7 @@ def test_a_load_that_fails_afterwards_is_computed(unbounded: list[list[int]]) ->
     import kvoffload
 
     with engine_of(device_blocks=18) as engine:
+        needs_the_simulator(engine)
         fetch = engine.cache.fetch
 
         def spoiled(keys: Any, blocks: Any, **options: Any) -> Any:
