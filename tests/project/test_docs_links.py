@@ -9,7 +9,7 @@ import pytest
 from documents import DOCUMENTS, ROOT, anchors, links, objects, title
 
 NAVIGATION = re.findall(r"^ +- (?:[\w ]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-OF_THE_ROOT = {"index.md": "README.md"} | {
+OF_THE_ROOT = {"index.md": "README.md", "guides/chat-server.md": "examples/chat_server/README.md"} | {
     f"{name.lower()}.md": f"{name}.md" for name in ("ARCHITECTURE", "GLOSSARY", "CONTRIBUTING", "CHANGELOG")
 }
 
