@@ -376,12 +376,36 @@ def test_closed_with_fetches_in_flight() -> None:
 
 # refused --------------------------------------------------------------------------------------------------------------
 
+
+def ended(bench: Bench) -> Any:
+    with bench.cache.open_request() as request:
+        return request
+
+
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Bench], object]]] = {
     "blocks twice": (LayoutError, "blocks repeats", lambda b: b.cache.fetch(keys([0, 1]), [3, 3], after=NO_WAIT)),
     "keys twice": (LayoutError, r"keys.*repeat", lambda b: b.cache.fetch(keys([0, 0]), [3, 4], after=NO_WAIT)),
     "too few blocks": (LayoutError, "blocks must hold", lambda b: b.cache.fetch(keys([0, 1]), [3], after=NO_WAIT)),
     "no block": (LayoutError, "blocks", lambda b: b.cache.fetch(keys([0]), [99], after=NO_WAIT)),
     "no bytes": (LayoutError, "keys", lambda b: b.cache.fetch([3], [0], after=NO_WAIT)),  # type: ignore[list-item]
+    "endless time": (ValueError, "deadline", lambda b: b.cache.fetch(keys([0]), [3], deadline=float("nan"))),
+    "no request": (TypeError, "request must be what", lambda b: b.cache.fetch(keys([0]), [3], request=3)),  # type: ignore[arg-type]
+    "an ended request": (
+        ClosedError,
+        "request .* has ended",
+        lambda b: b.cache.fetch(keys([0]), [3], request=ended(b)),
+    ),
+    "another tenant": (
+        ValueError,
+        "tenant must be the request's",
+        lambda b: b.cache.fetch(keys([0]), [3], request=b.cache.open_request(), tenant="x"),
+    ),
+    "kept in an ended request": (
+        ClosedError,
+        "request .* has ended",
+        lambda b: b.cache.keep(keys([1]), [3], after=NO_WAIT, request=ended(b)),
+    ),
+    "counted, perhaps": (ValueError, "counted", lambda b: b.cache.fetch(keys([0]), [3], counted=1)),  # type: ignore[arg-type]
     "no time": (ValueError, "deadline .* 0", lambda b: b.cache.fetch(keys([0]), [3], after=NO_WAIT, deadline=0)),
     "no tenant": (ValueError, "tenant", lambda b: b.cache.fetch(keys([0]), [3], after=NO_WAIT, tenant="x")),
     "no parts": (LayoutError, "parts", lambda b: b.cache.fetch(keys([0]), [3], after=NO_WAIT, parts=0)),
