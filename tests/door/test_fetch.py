@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,11 +28,12 @@ from kvoffload import (
     LayoutError,
     OffloadEngine,
     Status,
+    Tenant,
     TransferError,
     chain_keys,
 )
 from kvoffload.cache.tiering import FetchJob
-from kvoffload.testing import FaultyTier
+from kvoffload.testing import FaultyTier, TierFaults
 
 UNDEFINED = 16_777_213
 
@@ -453,6 +457,210 @@ def test_inside_another_call_it_is_refused() -> None:
                 with pytest.raises(RuntimeError, match="in the middle of another call"):
                     call(keys([0]), [1], after=NO_WAIT)
         check(bench, fetch(bench, [0]), [0], 1)
+
+
+# counted ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_each_key_is_counted_once_whatever_becomes_of_it(seed: int) -> None:
+    """Random fetches above a tier that fails, hangs, declines and takes long, and below requests that are cancelled."""
+    chance = random.Random(seed)
+    tier = FaultyTier(TierFaults(fail=0.2, error=0.05, delay=0.2, longest_delay=2e-3, hang=0.05), seed=seed)
+    lookups = hits = 0
+    with tiered(tier, capacity=6, seed=seed, groups=1 + seed % 2) as bench:
+        told: Counter[str] = Counter()
+        for number in range(0, 12, 4):
+            bench.store(range(number, number + 4))
+        start, sent = bench.cache.statistics(), list[FetchJob]()
+        for _ in range(60):
+            wanted = chance.sample(range(14), chance.randrange(7))
+            options: dict[str, Any] = {"deadline": chance.choice([0.003, 0.02])}
+            act = chance.randrange(8)
+            try:
+                job = fetch(bench, wanted, counted=act != 0, **options)
+            except CapacityError:
+                pytest.fail("there is room for all")
+            if act == 1:
+                job.cancel()
+            elif act == 2:
+                bench.cache.remove(keys(wanted[:1]), below=False)
+            elif act == 3:
+                bench.device.simulator.faults.fail_call("cuMemcpyAsync")
+            try:
+                found = job.wait(SECONDS)
+            except TransferError:
+                found = job._promotion.ready
+            bench.device.simulator.faults.clear()
+            bench.engine.drain(SECONDS)
+            assert found in (job._promotion.ready, 0)
+            assert found == job._promotion.ready or act in (1, 2), "those that were found, unless the caller took them"
+            if act != 0:
+                lookups, hits = lookups + len(wanted), hits + job._promotion.ready
+            sent.append(job)
+            if chance.random() < 0.3:
+                tier.heal()
+                new = chance.sample(range(14), 3)
+                bench.cache.keep(keys(new), bench.blocks(range(3)), after=NO_WAIT).wait(SECONDS)
+            now = bench.cache.statistics()
+            assert (now.lookups - start.lookups, now.hits - start.hits) == (lookups, hits)
+        now = bench.cache.statistics()
+        told.update(dict(now.hits_from))
+        assert told.total() == now.hits
+        assert all(job.done for job in sent)
+        tier.heal()
+
+
+def test_a_fetch_that_close_ends_is_counted() -> None:
+    tier = GatedTier()
+    with tiered(tier) as bench:
+        tier.permit(2)
+        bench.written([1])
+        bench.store([0])
+        assert bench.cache.drain(SECONDS), "no write keeps the tier busy"
+        before = counts(bench)
+        job = fetch(bench, [0, 1], deadline=None)
+        until(lambda: tier.begun[-1][0] == "read")
+        threading.Timer(0.05, tier.permit).start()
+        assert bench.cache.close(SECONDS)
+        hits = job.wait(SECONDS)
+        assert (counts(bench)[0] - before[0], counts(bench)[1] - before[1]) == (2, hits)
+
+
+# requests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["slots", "tier", "nowhere"])
+def test_a_request_has_the_keys_that_it_fetched_and_kept(where: str) -> None:
+    with tiered(DictTier(), tenants={"a": Tenant(max_blocks=6)}) as bench:
+        for block in range(4):
+            bench.write(block, block)
+        bench.cache.store(keys(range(2)), bench.blocks(range(2)), after=NO_WAIT, tenant="a").wait(SECONDS)
+        if where != "slots":
+            assert bench.cache.drain(SECONDS)
+            bench.cache.clear(below=where == "nowhere")
+        request = bench.cache.open_request(tenant="a")
+        job = bench.cache.fetch(keys(range(4)), bench.blocks(range(4)), after=NO_WAIT, request=request)
+        hits = job.wait(SECONDS)
+        assert hits == (0 if where == "nowhere" else 2)
+        assert request.keys == tuple(keys(range(hits)))
+        for block in range(4):
+            bench.write(block, block)
+        kept = bench.cache.keep(keys(range(4)), bench.blocks(range(4)), after=NO_WAIT, request=request)
+        kept.wait(SECONDS)
+        assert kept.keys == tuple(keys(range(hits, 4)))
+        assert request.ended
+        assert request.keys == tuple(keys(range(4)))
+        assert dict(bench.cache.statistics().tenants)["a"].stored >= 4
+        assert nothing_held(bench)
+
+
+def test_a_request_that_ends_before_its_load_is_an_error_of_the_job() -> None:
+    tier = GatedTier()
+    with tiered(tier) as bench:
+        tier.permit(1)
+        bench.written([0])
+        request = bench.cache.open_request()
+        job = fetch(bench, [0], deadline=None, request=request)
+        request.end()
+        tier.permit()
+        with pytest.raises(ClosedError, match="has ended"):
+            job.wait(SECONDS)
+        check(bench, fetch(bench, [0]), [0], 1)
+
+
+# a tier that hangs --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hanging(**options: Any) -> Iterator[tuple[Bench, FaultyTier]]:
+    """A cache whose tier has keys 0 and 1, and hangs from now on."""
+    tier = FaultyTier()
+    with tiered(tier, **options) as bench:
+        bench.written(range(2))
+        tier.hang_all()
+        yield bench, tier
+
+
+def test_waiting_for_it_ends_at_the_timeout_and_the_fetch_goes_on() -> None:
+    with hanging() as (bench, tier):
+        job = fetch(bench, range(2), deadline=None)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                job.wait(0.02)
+            with pytest.raises(TimeoutError):
+                job.wait(0)
+        assert not job.submitted
+        assert not job.done
+        assert job.error is None
+        assert "0 ready" in repr(job)
+        tier.heal()
+        check(bench, job, range(2), 2)
+
+
+def test_hits_and_order_wait_until_the_deadline_at_most() -> None:
+    for ask in (lambda job, _: job.hits == 0, lambda job, stream: job.order_before(stream) is None):
+        with hanging() as (bench, _), bench.device.stream() as stream:
+            begin = time.monotonic()
+            job = fetch(bench, range(2), deadline=0.1)
+            assert ask(job, stream)
+            assert 0.1 <= time.monotonic() - begin < SECONDS / 2
+            assert job.done
+
+
+def test_awaiting_it() -> None:
+    """`asyncio.wait_for` and a task that is cancelled end the waiting, and not the fetch."""
+
+    async def main(bench: Bench, tier: FaultyTier) -> None:
+        late = fetch(bench, range(2), deadline=0.05)
+        assert await within(late) == 0
+        until(lambda: tier.hung)
+        tier.heal()
+        await asyncio.sleep(0.05)
+        tier.hang_all()
+        job = fetch(bench, range(2), deadline=None)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(within(job), 0.05)
+        task = asyncio.create_task(within(job))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not job.done
+        tier.heal()
+        assert await within(job) == 2
+        assert all(bench.holds(block, block) for block in range(2))
+
+    with hanging() as (bench, tier):
+        asyncio.run(main(bench, tier))
+        assert nothing_held(bench)
+
+
+def test_cancelling_it_frees_the_blocks_at_once() -> None:
+    with hanging() as (bench, tier):
+        job = fetch(bench, range(2), deadline=None)
+        until(lambda: tier.hung)
+        job.cancel()
+        assert job.wait(SECONDS) == 0
+        assert job.done
+        for block in range(2):
+            bench.write(block, 77)
+        tier.heal()
+        until(lambda: not tier.hung)
+        assert nothing_held(bench)
+        assert all(bench.holds(block, 77) for block in range(2)), "what the tier brings late goes to no block"
+
+
+def test_awaiting_one_that_is_cancelled() -> None:
+    async def main(bench: Bench) -> int:
+        job = fetch(bench, range(2), deadline=None)
+        task = asyncio.create_task(within(job))
+        await asyncio.sleep(0.02)
+        job.cancel()
+        return await task
+
+    with hanging() as (bench, _):
+        assert asyncio.run(main(bench)) == 0
 
 
 # keep, keys -----------------------------------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ class Promoter:
         """End all promotions now, keeping entries whose calls have not returned."""
         for record in self.going_on:
             self._stop(record, time.monotonic(), at_once=True, blame=False)
+            self._count(record)
         ended, self.going_on = self.going_on, []
         return ended
 
