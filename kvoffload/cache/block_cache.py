@@ -321,10 +321,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     # one door: what a host needs ----------------------------------------------------------------------------------
 
-    def keys(self, tokens: Any, *, salt: str, extra: bytes = b"", parent: bytes | None = None) -> list[bytes]:
+    def keys(self, token_ids: Any, *, salt: str, extra: bytes = b"", parent: bytes | None = None) -> list[bytes]:
         """The keys of a sequence of tokens: `kvoffload.chain_keys` for the layout of this cache."""
         layout: Any = self.engine.layout
-        return chain_keys(tokens, layout=layout, salt=salt, extra=extra, parent=parent)
+        return chain_keys(token_ids, layout=layout, salt=salt, extra=extra, parent=parent)
 
     def fetch(
         self,

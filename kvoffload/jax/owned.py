@@ -223,7 +223,7 @@ class OwnedCache:
             self._copy_to_device(leaves)
         self._latest, self._renewing = leaves, False
 
-    def follow_transfers(self) -> None:
+    def _follow_transfers(self) -> None:
         """Have `arrays` follow the transfers submitted so far, as reading it does. If a step has the arrays now, this
         does nothing: you read them after you have set its result.
         """

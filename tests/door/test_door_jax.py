@@ -120,7 +120,7 @@ def test_a_step_that_has_the_arrays_meanwhile_keeps_them(jax: Any, device: kvoff
         result = step(owned.arrays, 4, 8.0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            owned.follow_transfers()
+            owned._follow_transfers()
         assert not any(each.is_deleted() for each in result)
         owned.arrays = result
         tier.permit()

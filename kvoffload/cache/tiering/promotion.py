@@ -416,8 +416,8 @@ class FetchJob(Waitable[int]):
         from now on; if you read them before, those are deleted, so a step that would not wait for the load raises.
         """
         job = self._submitted("order_before")
-        if job is not None and hasattr(stream, "follow_transfers"):
-            stream.follow_transfers()
+        if job is not None and hasattr(stream, "_follow_transfers"):
+            stream._follow_transfers()
         elif job is not None:
             job.order_before(stream, part=part)
 
