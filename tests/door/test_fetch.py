@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import Gate
 from interrupts import interrupt_at
@@ -33,6 +34,7 @@ from kvoffload import (
     chain_keys,
 )
 from kvoffload.cache.tiering import FetchJob
+from kvoffload.engine.wait_streams import MOST_WAIT_STREAMS
 from kvoffload.testing import FaultyTier, TierFaults
 
 UNDEFINED = 16_777_213
@@ -734,3 +736,20 @@ def test_an_interrupted_call_leaves_everything_working(place: str, first: int) -
                 break
         else:
             assert place == "hits", "other calls do not poll"
+
+
+def test_more_fetches_than_wait_streams_may_wait_for_a_tier() -> None:
+    """Each follows an array; those whose load is not submitted yet share streams that have nothing to wait for."""
+    tier = FaultyTier()
+    with tiered(tier, blocks=2 * MOST_WAIT_STREAMS + 40) as bench:
+        bench.written(range(2))
+        tier.hang_all()
+        array = np.zeros(3)
+        jobs = [
+            bench.cache.fetch(keys(range(2)), [2 * number, 2 * number + 1], after=array, deadline=None)
+            for number in range(MOST_WAIT_STREAMS + 20)
+        ]
+        tier.heal()
+        assert {job.wait(SECONDS) for job in jobs} == {2}
+        assert bench.holds(2 * MOST_WAIT_STREAMS, 0)
+        assert bench.holds(2 * MOST_WAIT_STREAMS + 39, 1)
