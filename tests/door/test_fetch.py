@@ -416,6 +416,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Bench], object]]] = {
     "no tenant": (ValueError, "tenant", lambda b: b.cache.fetch(keys([0]), [3], after=NO_WAIT, tenant="x")),
     "no parts": (LayoutError, "parts", lambda b: b.cache.fetch(keys([0]), [3], after=NO_WAIT, parts=0)),
     "no stream": (TypeError, "after", lambda b: b.cache.fetch(keys([0]), [3], after="x")),  # type: ignore[arg-type]
+    "kept for no tenant": (
+        ValueError,
+        r"tenant must be one of '', got \[\]",
+        lambda b: b.cache.keep(keys([0]), [3], after=NO_WAIT, tenant=[]),  # type: ignore[arg-type]
+    ),
     "kept twice": (LayoutError, "keys", lambda b: b.cache.keep(keys([0, 0]), [3, 4], after=NO_WAIT)),
     "kept elsewhere": (LayoutError, "blocks", lambda b: b.cache.keep(keys([0]), [99], after=NO_WAIT)),
 }

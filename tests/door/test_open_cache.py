@@ -323,6 +323,16 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host], dict[str, Any]]]
         "prefill_tokens_per_second must be above 0, or None, got 'fast'",
         lambda _: {"prefill_tokens_per_second": "fast"},
     ),
+    "endless speed": (
+        ValueError,
+        "prefill_tokens_per_second must be above 0, or None, got inf",
+        lambda _: {"prefill_tokens_per_second": float("inf")},
+    ),
+    "a disk of more than there is": (
+        CapacityError,
+        "nbytes=.* is more than a disk has; lower it",
+        lambda _: {"disk": "x", "disk_bytes": 10**30, "identity": "m"},
+    ),
     "no tenants": (TypeError, "tenants", lambda _: {"tenants": 3}),
     "no list of tiers": (TypeError, "tiers must be a list", lambda _: {"tiers": DictTier()}),
 }

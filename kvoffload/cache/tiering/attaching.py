@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -167,7 +166,7 @@ def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | Non
     if tokens_per_second is None:
         return None
     number = isinstance(tokens_per_second, numbers.Real) and not isinstance(tokens_per_second, bool)
-    if not number or not 0 < tokens_per_second < math.inf:
+    if not number or not 0 < tokens_per_second <= 1e15:
         raise ValueError(f"prefill_tokens_per_second must be above 0, or None, got {shown(tokens_per_second)}")
     if layout.tokens_per_block is None:
         raise LayoutError("prefill_tokens_per_second needs a layout with tokens_per_block: name it")
