@@ -397,14 +397,15 @@ def test_pools_of_engines_in_bytes() -> None:
             make(pool_bytes=4096, num_slots=1)
         with pytest.raises(CapacityError, match="pool_bytes=4095 holds no slot of"):
             make(pool_bytes=4095)
-        for wrong in (-1, 1.5, "1 GiB", True):
-            with pytest.raises(ValueError, match=rf"pool_bytes must be .* got {wrong!r}"):
-                make(pool_bytes=wrong)
+        for number in (-1, 1.5, "1 GiB", True):
+            with pytest.raises(ValueError, match=rf"pool_bytes must be .* got {number!r}"):
+                make(pool_bytes=number)
         with pytest.raises(CapacityError, match="pool_bytes must be at most"):
             make(pool_bytes=1 << 60)
-    wrong: Any
-    for wrong in (None, 3, "layout", [layouts[0]], object()):
-        for size in ({"pool_bytes": 1 << 16}, {"num_slots": 2}, {}):
+    sizes: list[dict[str, Any]] = [{"pool_bytes": 1 << 16}, {"num_slots": 2}, {}]
+    none: list[Any] = [None, 3, "layout", [layouts[0]], object()]
+    for wrong in none:
+        for size in sizes:
             with leak_check(devices[0]), pytest.raises(TypeError, match="layout must be a KVLayout, got"):
                 OffloadEngine(wrong, device=devices[0], **size)
             with leak_check(devices[0]), pytest.raises(TypeError, match=r"layouts\[0\] must be a KVLayout, got"):
