@@ -82,7 +82,8 @@ class OwnedCache:
     the rest.
 
     On a simulated device JAX computes on the CPU, and setting `arrays` copies them to the device. You get the same
-    bytes as on a GPU, but no order is tested. An update without donation is refused there, too.
+    bytes as on a GPU, but no order is tested. An update without donation is refused there, too. A transfer between
+    reading `arrays` and setting them is refused: for a fetch that asks a tier, wait before you read them.
 
     Args:
         devices: the device, or a list of devices in the order of the engine's. Open them with the primary context (the
