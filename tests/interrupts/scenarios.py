@@ -445,7 +445,7 @@ def opened(w: World, **options: Any) -> Any:
 
 
 def disk(w: World) -> dict[str, Any]:
-    return {"disk": f"{w.folder()}/kv", "disk_bytes": 1 << 20, "identity": "model"}
+    return {"disk": f"{w.folder()}/kv", "disk_bytes": 1 << 16, "identity": "model"}
 
 
 def disk_used(w: World) -> dict[str, Any]:
