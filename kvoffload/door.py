@@ -33,7 +33,7 @@ from kvoffload.cache.pools import Tenant
 from kvoffload.device.device import Device, checked_devices, open_device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.sharded import ShardedEngine
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout, ShardedLayout
 
@@ -82,7 +82,7 @@ def open_cache(
         tiers: more tiers, below the disk. The cache closes them; if this call raises, close them yourself.
         policy, tenants: as for `BlockCache`.
         prefill_tokens_per_second: how fast the model computes. `fetch` then loads keys from tiers only where that is
-            faster.
+            faster. None: measured, see `BlockCache`.
 
     Raises:
         LayoutError: an array is not in GPU memory, or does not have these axes; or as for `KVLayout` and `DiskTier`.
@@ -104,13 +104,14 @@ def _make(
     layout: KVLayout | ShardedLayout,
     devices: tuple[Device, ...] | int,
     pool_bytes: int,
-    files: tuple[Any, int, str | None],
+    files: tuple[Any, int, Any],
     *,
     tiers: Sequence[Tier],
     **options: Any,
 ) -> BlockCache[Any]:
     (disk, disk_bytes, identity), opened = files, list[Closing]()
-    if (disk is None) != (not disk_bytes) or (disk is None) != (identity is None):
+    at_least("pool_bytes", pool_bytes, 0)
+    if (disk is None) == bool(at_least("disk_bytes", disk_bytes, 0)) or (disk is None) != (identity is None):
         raise ValueError(
             "disk needs disk_bytes, the size of its files, and identity, which names the model, and these need disk, "
             f'a path: disk_bytes=1 << 40, identity="llama-3.1-8b@0e9e39f"; got disk={shown(disk)}, '
@@ -119,7 +120,7 @@ def _make(
     if disk is not None:
         from kvoffload.tiers.disk import DiskTier
 
-        opened.append(below := DiskTier(disk, nbytes=disk_bytes, identity=identity or ""))
+        opened.append(below := DiskTier(disk, nbytes=disk_bytes, identity=identity))
         tiers = [below, *tiers]
     try:
         if isinstance(devices, int):

@@ -94,8 +94,11 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             "back": keys shortly before they are evicted; "none": none. Nothing waits for a write: keys that are evicted
             first, or find too many others waiting, are left out.
         prefill_tokens_per_second: how fast the model computes. Keys are not promoted if their tier, at its latest
-            measured speed, would take longer than computing them. None: all are promoted. Needs a layout with
-            tokens_per_block.
+            measured speed, would take longer than computing them. Needs a layout with tokens_per_block. None: measured,
+            as the median time from a `fetch` that missed keys until they are stored, divided by their number, of the
+            latest 64 stores. All keys are promoted before there are 8. The time is too long by whatever your program
+            does in between, such as decoding before `keep`; then tiers are asked for more keys than is best. A very low
+            number: all keys are promoted, always.
         hung: seconds after which a tier's call counts as hanging. The tier is not used until that call returns.
 
     Attributes:
@@ -126,13 +129,12 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         hung: float = 30.0,
     ) -> None:
         check_engine(engine)
-        below, self._key_seconds = None, None
+        below = None
         self._owned: tuple[Closing, ...] = ()  # that `close` closes, in this order
-        if tiers != ():
+        if prefill_tokens_per_second is not None or not isinstance(tiers, tuple) or tiers:
             from kvoffload.cache.tiering.attaching import TierPlan, seconds_per_key
 
-            self._key_seconds = seconds_per_key(engine.layout, prefill_tokens_per_second)
-            below = TierPlan.of(tiers, write, hung, self._key_seconds)
+            below = TierPlan.of(tiers, write, hung, seconds_per_key(engine.layout, prefill_tokens_per_second))
             if below is not None and engine.num_slots == 0:
                 raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
         self.engine = engine
@@ -319,10 +321,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     # one door: what a host needs ----------------------------------------------------------------------------------
 
-    def keys(self, tokens: Any, *, salt: str, extra: bytes = b"", parent: bytes | None = None) -> list[bytes]:
+    def keys(self, token_ids: Any, *, salt: str, extra: bytes = b"", parent: bytes | None = None) -> list[bytes]:
         """The keys of a sequence of tokens: `kvoffload.chain_keys` for the layout of this cache."""
         layout: Any = self.engine.layout
-        return chain_keys(tokens, layout=layout, salt=salt, extra=extra, parent=parent)
+        return chain_keys(token_ids, layout=layout, salt=salt, extra=extra, parent=parent)
 
     def fetch(
         self,
@@ -332,18 +334,21 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         after: CacheAfter = None,
         deadline: float | None = 1.0,
         tenant: str = "",
+        counted: bool = True,
         parts: Parts = None,
+        request: CacheRequest | None = None,
     ) -> FetchJob:
         """Load as many leading keys as are worth it into blocks, from wherever they are. Returns at once.
 
         This is `lookup`, `promote` and `load` in one job, and counts as one lookup. Keys in slots are always worth
-        loading. Keys in tiers are if they come before the deadline, and, with `prefill_tokens_per_second`, before the
-        model would have computed them: neither a slower tier is asked, nor does a fetch wait for longer than computing
-        the keys that are not in slots takes. Without it, everything that comes before the deadline is worth it.
+        loading. Keys in tiers are if they come before the deadline, and before the model would have computed them: no
+        slower tier is asked, and a fetch waits no longer than computing the keys that are not in slots takes. How long
+        that is, `prefill_tokens_per_second` of the cache says, or measurements do; until there are some, everything
+        that comes before the deadline is worth it.
 
         What is in the blocks of the keys after the first `job.hits` is undefined, as in all blocks if the load fails.
-        If a key that was found is removed before it is loaded, there are no hits.
-        Leave the blocks alone until the job is `done`, except in work queued after `job.order_before(stream)`.
+        If a key that was found is removed before it is loaded, there are no hits. Leave the blocks alone until the job
+        is `done`, except in work queued after `job.order_before(stream)`.
 
         Args:
             keys: bytes, no repeats, in the order of the request; may be all of its keys.
@@ -351,12 +356,14 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             after: as for `load`. If tiers are asked, the load follows the work that is on a stream when it is
                 submitted, perhaps long after this call.
             deadline: seconds from now for tiers; None: no limit. The load of what came follows.
-            tenant: whose quota and priority keys from tiers have.
+            tenant: whose quota and priority keys from tiers have. With `request`, leave it out: they are the request's.
+            counted: whether it counts as a lookup; False if you have called `lookup` for these keys.
             parts: as for `load`.
+            request: the open request that the keys belong to, from when they are loaded. Do not end it before.
 
         Raises:
             LayoutError: `keys` or `blocks` repeat an element, or are no such lists.
-            ValueError: the cache has no such tenant; `deadline` is not above 0.
+            ValueError: no such tenant; `deadline` is not above 0; `request` is of another cache, or has another tenant.
             CapacityError, ClosedError, TransferError, and the other errors of `load`. Nothing is being loaded then. If
                 tiers are asked, `hits`, `order_before` and `wait` of the job may raise them instead.
         """
@@ -366,24 +373,40 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         if parts is not None:
             self._check_parts(parts)
         after = self.engine.resolve(after)
-        if self._key_seconds is not None and (missing := len(checked) - leading(self._state.table, checked)):
-            seconds = missing * self._key_seconds
-            deadline = seconds if deadline is None else min(to_wait("deadline", deadline), seconds)
-        promotion = self.promote(checked, deadline=deadline, tenant=tenant)
+        if request is not None:
+            with self._records.lock:
+                tenant = record_of(request, self._state).tenant_of_call(tenant)
+        of_key = None if self._tiers is None else self._tiers.compute.seconds_per_key
+        if of_key is not None and (missing := len(checked) - leading(self._state.table, checked)):
+            wait = missing * of_key
+            deadline = wait if deadline is None else min(to_wait("deadline", deadline), wait)
+        promotion = self.promote(checked, deadline=deadline, tenant=tenant, counted=counted)
         try:
-            return FetchJob(promotion, self._chain(promotion, per_group, after, parts, owns=True))
+            return FetchJob(promotion, self._chain(promotion, per_group, after, parts, owns=True, request=request))
         except BaseException:
             promotion.release()
             raise
 
-    def keep(self, keys: Sequence[bytes], blocks: BlockIds, *, after: CacheAfter = None, tenant: str = "") -> CacheJob:
-        """Store the keys of a request that has ended, and record its use: `store` and `touch` in one call.
+    def keep(
+        self,
+        keys: Sequence[bytes],
+        blocks: BlockIds,
+        *,
+        after: CacheAfter = None,
+        tenant: str = "",
+        request: CacheRequest | None = None,
+    ) -> CacheJob:
+        """Store the keys of a request that has ended, and record its use: `store` and `touch` in one call, or with
+        `request`, which this ends, `store` and `end`.
 
-        Give it all keys of the request, once: those that are present cost a look-up. (To store a request in pieces, see
-        `open_request`.) Arguments and errors as for `store`.
+        Give it all keys of the request, once: those that are present cost a look-up. With a `request` that has stored
+        others in pieces, the new ones are enough. Arguments and errors as for `store`.
         """
-        job = self.store(keys, blocks, after=after, tenant=tenant)
-        self.touch(keys)
+        job = self.store(keys, blocks, after=after, tenant=tenant, request=request)
+        if request is None:
+            self.touch(keys)
+        else:
+            request.end()
         return job
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -415,10 +438,17 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         statistics = None if self.engine.devices[0].foreign else self._records.statistics()
         return {"statistics": statistics, "described": self._describe(), "tenants": self._tenants}
 
-    def _load_checked(self, keys: list[bytes], per_group: list[Int64Array], after: Any, parts: Parts) -> CacheJob:
+    def _load_checked(
+        self,
+        keys: list[bytes],
+        per_group: list[Int64Array],
+        after: Any,
+        parts: Parts,
+        request: CacheRequest | None,
+    ) -> CacheJob:
         """`load` for a promotion, whose arguments were checked when it was made; `after` is from `resolve`."""
         self.engine.advance()
-        return self._load((keys, False, None, per_group, after, parts))
+        return self._load((keys, False, request, per_group, after, parts))
 
     def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
         _, per_group = self._checked(promotion._record.keys, blocks, targets=True)
@@ -427,7 +457,14 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return self._chain(promotion, per_group, self.engine.resolve(after), parts)
 
     def _chain(
-        self, promotion: Promotion, per_group: list[Int64Array], after: Any, parts: Parts, *, owns: bool = False
+        self,
+        promotion: Promotion,
+        per_group: list[Int64Array],
+        after: Any,
+        parts: Parts,
+        *,
+        owns: bool = False,
+        request: CacheRequest | None = None,
     ) -> ChainedLoad:
         """A load behind a promotion; `after` from `resolve`. `owns`: it belongs to a `FetchJob`. If its promotion has
         ended, no thread has to submit it; then this raises what refuses it.
@@ -436,7 +473,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
         self._check_open()
         record, tiers = promotion._record, self._tiers
-        chained = ChainedLoad(record, per_group, after, parts, promotion._when_done, owns=owns)
+        load, compute = (per_group, after, parts, request), None if tiers is None else tiers.compute
+        chained = ChainedLoad(record, load, promotion._when_done, owns=owns, compute=compute)
         record.loads.add(chained)
         if tiers is None or (owns and record.ended):
             chained._submit(self._load_checked)

@@ -120,7 +120,10 @@ class EngineResources:
 
 
 def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> Any:
-    """`num_slots`, or how many slots on all devices fit into `pool_bytes`."""
+    """`num_slots`, or how many slots on all devices fit into `pool_bytes`. Raises for layouts that are none, too."""
+    for layout in layouts:
+        if not isinstance(layout, KVLayout):
+            raise TypeError(f"layout must be a KVLayout, got {shown(layout)}")
     if pool_bytes is None:
         return num_slots
     if num_slots is not None:
@@ -130,6 +133,8 @@ def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> An
     slot_bytes = sum(layout.slot_bytes for layout in layouts)
     if 0 < at_least("pool_bytes", pool_bytes, 0) < slot_bytes:
         raise CapacityError(f"pool_bytes={pool_bytes} holds no slot of {slot_bytes} bytes; raise it")
+    if pool_bytes > _MOST_POOL_BYTES:
+        raise CapacityError(f"pool_bytes must be at most {_MOST_POOL_BYTES}, got {shown(pool_bytes)}; lower it")
     return pool_bytes // slot_bytes
 
 

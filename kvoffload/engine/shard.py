@@ -99,8 +99,6 @@ class Shard:
         self, layout: KVLayout, device: Device, options: EngineOptions, shared: Shared, *, most_reports: int
     ) -> None:
         profile = options.profile
-        if not isinstance(layout, KVLayout):
-            raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
         if not isinstance(device, Device):
             raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
         if profile is not None and not isinstance(profile, Profile):

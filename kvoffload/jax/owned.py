@@ -64,7 +64,9 @@ class OwnedCache:
       shardings: `out_shardings=cache.sharding`.
     - Give transfers `after=cache`; without `after` they are refused. If other computations read the arrays since their
       last update, name their results, too: `after=cache.after(logits)`.
-    - Keep no array across a transfer, except as `unordered` allows, and use none after a device is closed.
+    - Keep no array across a transfer, except as `unordered` allows, and use none after a device is closed. A
+      `BlockCache.fetch` that asks a tier submits its transfer later: before you read `arrays` for a step that uses its
+      blocks, call `job.order_before(cache)`, or read `job.hits`.
 
     If a step took the arrays and you did not set its result, because it raised or was interrupted, reading `arrays`
     waits on the host until JAX has ended all computations, imports the memory again and warns (KVOffloadWarning). The
@@ -80,7 +82,8 @@ class OwnedCache:
     the rest.
 
     On a simulated device JAX computes on the CPU, and setting `arrays` copies them to the device. You get the same
-    bytes as on a GPU, but no order is tested. An update without donation is refused there, too.
+    bytes as on a GPU, but no order is tested. An update without donation is refused there, too. A transfer between
+    reading `arrays` and setting them is refused: for a fetch that asks a tier, wait before you read them.
 
     Args:
         devices: the device, or a list of devices in the order of the engine's. Open them with the primary context (the
@@ -220,6 +223,13 @@ class OwnedCache:
                 engine.drain()
             self._copy_to_device(leaves)
         self._latest, self._renewing = leaves, False
+
+    def _follow_transfers(self) -> None:
+        """Have `arrays` follow the transfers submitted so far, as reading it does. If a step has the arrays now, this
+        does nothing: you read them after you have set its result.
+        """
+        if not self.is_deleted():
+            self._ordered()
 
     @property
     def unordered(self) -> Any:

@@ -213,13 +213,16 @@ class KVLayout(HtmlRepresentation):
             LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array.
             ClosedError: as for `from_arrays`.
         """
-        names = () if isinstance(axes, str) else tuple(axes)
-        if names.count("blocks") != 1 or len(set(names)) < len(names):
+        names = tuple(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else ()
+        known = all(isinstance(name, str) for name in names)
+        if not known or names.count("blocks") != 1 or len(set(names)) < len(names):
             raise LayoutError(
                 'axes must name each axis of an array once, "blocks" among them, such as ("planes", "blocks", '
                 f'"tokens", "heads", "dim"), got {shown(axes)}'
             )
         planes, shapes, given = list[Plane](), list[tuple[int, ...]](), leaves(arrays, "arrays")
+        if not given:
+            raise LayoutError(f"arrays must be an array in GPU memory, or a tree of them, got {shown(arrays)}")
         for name, array in given:
             view = view_of(array, name)
             shapes.append(view.shape)

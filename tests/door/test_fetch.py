@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import Gate
 from interrupts import interrupt_at
@@ -25,11 +29,13 @@ from kvoffload import (
     LayoutError,
     OffloadEngine,
     Status,
+    Tenant,
     TransferError,
     chain_keys,
 )
 from kvoffload.cache.tiering import FetchJob
-from kvoffload.testing import FaultyTier
+from kvoffload.engine.wait_streams import MOST_WAIT_STREAMS
+from kvoffload.testing import FaultyTier, TierFaults
 
 UNDEFINED = 16_777_213
 
@@ -376,16 +382,45 @@ def test_closed_with_fetches_in_flight() -> None:
 
 # refused --------------------------------------------------------------------------------------------------------------
 
+
+def ended(bench: Bench) -> Any:
+    with bench.cache.open_request() as request:
+        return request
+
+
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Bench], object]]] = {
     "blocks twice": (LayoutError, "blocks repeats", lambda b: b.cache.fetch(keys([0, 1]), [3, 3], after=NO_WAIT)),
     "keys twice": (LayoutError, r"keys.*repeat", lambda b: b.cache.fetch(keys([0, 0]), [3, 4], after=NO_WAIT)),
     "too few blocks": (LayoutError, "blocks must hold", lambda b: b.cache.fetch(keys([0, 1]), [3], after=NO_WAIT)),
     "no block": (LayoutError, "blocks", lambda b: b.cache.fetch(keys([0]), [99], after=NO_WAIT)),
     "no bytes": (LayoutError, "keys", lambda b: b.cache.fetch([3], [0], after=NO_WAIT)),  # type: ignore[list-item]
+    "endless time": (ValueError, "deadline", lambda b: b.cache.fetch(keys([0]), [3], deadline=float("nan"))),
+    "no request": (TypeError, "request must be what", lambda b: b.cache.fetch(keys([0]), [3], request=3)),  # type: ignore[arg-type]
+    "an ended request": (
+        ClosedError,
+        "request .* has ended",
+        lambda b: b.cache.fetch(keys([0]), [3], request=ended(b)),
+    ),
+    "another tenant": (
+        ValueError,
+        "tenant must be the request's",
+        lambda b: b.cache.fetch(keys([0]), [3], request=b.cache.open_request(), tenant="x"),
+    ),
+    "kept in an ended request": (
+        ClosedError,
+        "request .* has ended",
+        lambda b: b.cache.keep(keys([1]), [3], after=NO_WAIT, request=ended(b)),
+    ),
+    "counted, perhaps": (ValueError, "counted", lambda b: b.cache.fetch(keys([0]), [3], counted=1)),  # type: ignore[arg-type]
     "no time": (ValueError, "deadline .* 0", lambda b: b.cache.fetch(keys([0]), [3], after=NO_WAIT, deadline=0)),
     "no tenant": (ValueError, "tenant", lambda b: b.cache.fetch(keys([0]), [3], after=NO_WAIT, tenant="x")),
     "no parts": (LayoutError, "parts", lambda b: b.cache.fetch(keys([0]), [3], after=NO_WAIT, parts=0)),
     "no stream": (TypeError, "after", lambda b: b.cache.fetch(keys([0]), [3], after="x")),  # type: ignore[arg-type]
+    "kept for no tenant": (
+        ValueError,
+        r"tenant must be one of '', got \[\]",
+        lambda b: b.cache.keep(keys([0]), [3], after=NO_WAIT, tenant=[]),  # type: ignore[arg-type]
+    ),
     "kept twice": (LayoutError, "keys", lambda b: b.cache.keep(keys([0, 0]), [3, 4], after=NO_WAIT)),
     "kept elsewhere": (LayoutError, "blocks", lambda b: b.cache.keep(keys([0]), [99], after=NO_WAIT)),
 }
@@ -429,6 +464,210 @@ def test_inside_another_call_it_is_refused() -> None:
                 with pytest.raises(RuntimeError, match="in the middle of another call"):
                     call(keys([0]), [1], after=NO_WAIT)
         check(bench, fetch(bench, [0]), [0], 1)
+
+
+# counted ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_each_key_is_counted_once_whatever_becomes_of_it(seed: int) -> None:
+    """Random fetches above a tier that fails, hangs, declines and takes long, and below requests that are cancelled."""
+    chance = random.Random(seed)
+    tier = FaultyTier(TierFaults(fail=0.2, error=0.05, delay=0.2, longest_delay=2e-3, hang=0.05), seed=seed)
+    lookups = hits = 0
+    with tiered(tier, capacity=6, seed=seed, groups=1 + seed % 2) as bench:
+        told: Counter[str] = Counter()
+        for number in range(0, 12, 4):
+            bench.store(range(number, number + 4))
+        start, sent = bench.cache.statistics(), list[FetchJob]()
+        for _ in range(60):
+            wanted = chance.sample(range(14), chance.randrange(7))
+            options: dict[str, Any] = {"deadline": chance.choice([0.003, 0.02])}
+            act = chance.randrange(8)
+            try:
+                job = fetch(bench, wanted, counted=act != 0, **options)
+            except CapacityError:
+                pytest.fail("there is room for all")
+            if act == 1:
+                job.cancel()
+            elif act == 2:
+                bench.cache.remove(keys(wanted[:1]), below=False)
+            elif act == 3:
+                bench.device.simulator.faults.fail_call("cuMemcpyAsync")
+            try:
+                found = job.wait(SECONDS)
+            except TransferError:
+                found = job._promotion.ready
+            bench.device.simulator.faults.clear()
+            bench.engine.drain(SECONDS)
+            assert found in (job._promotion.ready, 0)
+            assert found == job._promotion.ready or act in (1, 2), "those that were found, unless the caller took them"
+            if act != 0:
+                lookups, hits = lookups + len(wanted), hits + job._promotion.ready
+            sent.append(job)
+            if chance.random() < 0.3:
+                tier.heal()
+                new = chance.sample(range(14), 3)
+                bench.cache.keep(keys(new), bench.blocks(range(3)), after=NO_WAIT).wait(SECONDS)
+            now = bench.cache.statistics()
+            assert (now.lookups - start.lookups, now.hits - start.hits) == (lookups, hits)
+        now = bench.cache.statistics()
+        told.update(dict(now.hits_from))
+        assert told.total() == now.hits
+        assert all(job.done for job in sent)
+        tier.heal()
+
+
+def test_a_fetch_that_close_ends_is_counted() -> None:
+    tier = GatedTier()
+    with tiered(tier) as bench:
+        tier.permit(2)
+        bench.written([1])
+        bench.store([0])
+        assert bench.cache.drain(SECONDS), "no write keeps the tier busy"
+        before = counts(bench)
+        job = fetch(bench, [0, 1], deadline=None)
+        until(lambda: tier.begun[-1][0] == "read")
+        threading.Timer(0.05, tier.permit).start()
+        assert bench.cache.close(SECONDS)
+        hits = job.wait(SECONDS)
+        assert (counts(bench)[0] - before[0], counts(bench)[1] - before[1]) == (2, hits)
+
+
+# requests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["slots", "tier", "nowhere"])
+def test_a_request_has_the_keys_that_it_fetched_and_kept(where: str) -> None:
+    with tiered(DictTier(), tenants={"a": Tenant(max_blocks=6)}) as bench:
+        for block in range(4):
+            bench.write(block, block)
+        bench.cache.store(keys(range(2)), bench.blocks(range(2)), after=NO_WAIT, tenant="a").wait(SECONDS)
+        if where != "slots":
+            assert bench.cache.drain(SECONDS)
+            bench.cache.clear(below=where == "nowhere")
+        request = bench.cache.open_request(tenant="a")
+        job = bench.cache.fetch(keys(range(4)), bench.blocks(range(4)), after=NO_WAIT, request=request)
+        hits = job.wait(SECONDS)
+        assert hits == (0 if where == "nowhere" else 2)
+        assert request.keys == tuple(keys(range(hits)))
+        for block in range(4):
+            bench.write(block, block)
+        kept = bench.cache.keep(keys(range(4)), bench.blocks(range(4)), after=NO_WAIT, request=request)
+        kept.wait(SECONDS)
+        assert kept.keys == tuple(keys(range(hits, 4)))
+        assert request.ended
+        assert request.keys == tuple(keys(range(4)))
+        assert dict(bench.cache.statistics().tenants)["a"].stored >= 4
+        assert nothing_held(bench)
+
+
+def test_a_request_that_ends_before_its_load_is_an_error_of_the_job() -> None:
+    tier = GatedTier()
+    with tiered(tier) as bench:
+        tier.permit(1)
+        bench.written([0])
+        request = bench.cache.open_request()
+        job = fetch(bench, [0], deadline=None, request=request)
+        request.end()
+        tier.permit()
+        with pytest.raises(ClosedError, match="has ended"):
+            job.wait(SECONDS)
+        check(bench, fetch(bench, [0]), [0], 1)
+
+
+# a tier that hangs --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hanging(**options: Any) -> Iterator[tuple[Bench, FaultyTier]]:
+    """A cache whose tier has keys 0 and 1, and hangs from now on."""
+    tier = FaultyTier()
+    with tiered(tier, **options) as bench:
+        bench.written(range(2))
+        tier.hang_all()
+        yield bench, tier
+
+
+def test_waiting_for_it_ends_at_the_timeout_and_the_fetch_goes_on() -> None:
+    with hanging() as (bench, tier):
+        job = fetch(bench, range(2), deadline=None)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                job.wait(0.02)
+            with pytest.raises(TimeoutError):
+                job.wait(0)
+        assert not job.submitted
+        assert not job.done
+        assert job.error is None
+        assert "0 ready" in repr(job)
+        tier.heal()
+        check(bench, job, range(2), 2)
+
+
+def test_hits_and_order_wait_until_the_deadline_at_most() -> None:
+    for ask in (lambda job, _: job.hits == 0, lambda job, stream: job.order_before(stream) is None):
+        with hanging() as (bench, _), bench.device.stream() as stream:
+            begin = time.monotonic()
+            job = fetch(bench, range(2), deadline=0.1)
+            assert ask(job, stream)
+            assert time.monotonic() - begin >= 0.1
+            assert job.done
+
+
+def test_awaiting_it() -> None:
+    """`asyncio.wait_for` and a task that is cancelled end the waiting, and not the fetch."""
+
+    async def main(bench: Bench, tier: FaultyTier) -> None:
+        late = fetch(bench, range(2), deadline=0.05)
+        assert await within(late) == 0
+        until(lambda: tier.hung)
+        tier.heal()
+        await asyncio.sleep(0.05)
+        tier.hang_all()
+        job = fetch(bench, range(2), deadline=None)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(within(job), 0.05)
+        task = asyncio.create_task(within(job))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not job.done
+        tier.heal()
+        assert await within(job) == 2
+        assert all(bench.holds(block, block) for block in range(2))
+
+    with hanging() as (bench, tier):
+        asyncio.run(main(bench, tier))
+        assert nothing_held(bench)
+
+
+def test_cancelling_it_frees_the_blocks_at_once() -> None:
+    with hanging() as (bench, tier):
+        job = fetch(bench, range(2), deadline=None)
+        until(lambda: tier.hung)
+        job.cancel()
+        assert job.wait(SECONDS) == 0
+        assert job.done
+        for block in range(2):
+            bench.write(block, 77)
+        tier.heal()
+        until(lambda: not tier.hung)
+        assert nothing_held(bench)
+        assert all(bench.holds(block, 77) for block in range(2)), "what the tier brings late goes to no block"
+
+
+def test_awaiting_one_that_is_cancelled() -> None:
+    async def main(bench: Bench) -> int:
+        job = fetch(bench, range(2), deadline=None)
+        task = asyncio.create_task(within(job))
+        await asyncio.sleep(0.02)
+        job.cancel()
+        return await task
+
+    with hanging() as (bench, _):
+        assert asyncio.run(main(bench)) == 0
 
 
 # keep, keys -----------------------------------------------------------------------------------------------------------
@@ -502,3 +741,20 @@ def test_an_interrupted_call_leaves_everything_working(place: str, first: int) -
                 break
         else:
             assert place == "hits", "other calls do not poll"
+
+
+def test_more_fetches_than_wait_streams_may_wait_for_a_tier() -> None:
+    """Each follows an array; those whose load is not submitted yet share streams that have nothing to wait for."""
+    tier = FaultyTier()
+    with tiered(tier, blocks=2 * MOST_WAIT_STREAMS + 40) as bench:
+        bench.written(range(2))
+        tier.hang_all()
+        array = np.zeros(3)
+        jobs = [
+            bench.cache.fetch(keys(range(2)), [2 * number, 2 * number + 1], after=array, deadline=None)
+            for number in range(MOST_WAIT_STREAMS + 20)
+        ]
+        tier.heal()
+        assert {job.wait(SECONDS) for job in jobs} == {2}
+        assert bench.holds(2 * MOST_WAIT_STREAMS, 0)
+        assert bench.holds(2 * MOST_WAIT_STREAMS + 39, 1)

@@ -261,7 +261,32 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host], dict[str, Any]]]
         lambda _: {"arrays": [np.zeros(SHAPE, np.uint8)]},
     ),
     "no array": (LayoutError, r"arrays\['k'\] must be an array in GPU memory", lambda _: {"arrays": {"k": 3}}),
-    "nothing": (LayoutError, "no planes|empty", lambda _: {"arrays": []}),
+    "nothing": (LayoutError, r"arrays must be an array in GPU memory, .* got \[\]", lambda _: {"arrays": []}),
+    "axes that are no names": (LayoutError, r"axes must name .* got 5", lambda _: {"axes": 5}),
+    "axes without text": (LayoutError, r"axes must name .*\['blocks', \[\]\]", lambda _: {"axes": ["blocks", []]}),
+    "no size": (ValueError, "pool_bytes must be .* got None", lambda _: {"pool_bytes": None}),
+    "more than any machine has": (CapacityError, "pool_bytes must be at most", lambda _: {"pool_bytes": 10**30}),
+    "half a slot": (LayoutError, "blocks_per_slot .* 1.5", lambda _: {"blocks_per_slot": 1.5}),
+    "a disk that is no path": (
+        TypeError,
+        r"path \(disk of open_cache\) must be a path, or a list of paths, got 3",
+        lambda _: {"disk": 3, "disk_bytes": 1 << 20, "identity": "m"},
+    ),
+    "disks that are none": (
+        TypeError,
+        r"disk of open_cache.* got \[3\]",
+        lambda _: {"disk": [3], "disk_bytes": 1 << 20, "identity": "m"},
+    ),
+    "a disk of no size": (
+        ValueError,
+        "disk_bytes must be an integer .* got 'x'",
+        lambda _: {"disk": "x", "disk_bytes": "x", "identity": "m"},
+    ),
+    "an identity that is no text": (
+        TypeError,
+        "identity must be a string .* got 0",
+        lambda _: {"disk": "x", "disk_bytes": 1 << 20, "identity": 0},
+    ),
     "other tokens": (
         LayoutError,
         "a block of all arrays must hold as many tokens, got .4, 8.",
@@ -293,6 +318,23 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host], dict[str, Any]]]
         "prefill_tokens_per_second must be above 0",
         lambda _: {"prefill_tokens_per_second": 0, "tiers": [DictTier()]},
     ),
+    "no speed, and no tiers": (
+        ValueError,
+        "prefill_tokens_per_second must be above 0, or None, got 'fast'",
+        lambda _: {"prefill_tokens_per_second": "fast"},
+    ),
+    "endless speed": (
+        ValueError,
+        "prefill_tokens_per_second must be above 0, or None, got inf",
+        lambda _: {"prefill_tokens_per_second": float("inf")},
+    ),
+    "a disk of more than there is": (
+        CapacityError,
+        "nbytes=.* is more than a disk has; lower it",
+        lambda _: {"disk": "x", "disk_bytes": 10**30, "identity": "m"},
+    ),
+    "no tenants": (TypeError, "tenants", lambda _: {"tenants": 3}),
+    "no list of tiers": (TypeError, "tiers must be a list", lambda _: {"tiers": DictTier()}),
 }
 
 
@@ -355,8 +397,19 @@ def test_pools_of_engines_in_bytes() -> None:
             make(pool_bytes=4096, num_slots=1)
         with pytest.raises(CapacityError, match="pool_bytes=4095 holds no slot of"):
             make(pool_bytes=4095)
-        with pytest.raises(ValueError, match=r"pool_bytes must be .* got -1"):
-            make(pool_bytes=-1)
+        for number in (-1, 1.5, "1 GiB", True):
+            with pytest.raises(ValueError, match=rf"pool_bytes must be .* got {number!r}"):
+                make(pool_bytes=number)
+        with pytest.raises(CapacityError, match="pool_bytes must be at most"):
+            make(pool_bytes=1 << 60)
+    sizes: list[dict[str, Any]] = [{"pool_bytes": 1 << 16}, {"num_slots": 2}, {}]
+    none: list[Any] = [None, 3, "layout", [layouts[0]], object()]
+    for wrong in none:
+        for size in sizes:
+            with leak_check(devices[0]), pytest.raises(TypeError, match="layout must be a KVLayout, got"):
+                OffloadEngine(wrong, device=devices[0], **size)
+            with leak_check(devices[0]), pytest.raises(TypeError, match=r"layouts\[0\] must be a KVLayout, got"):
+                kvoffload.ShardedEngine([wrong], devices=devices[:1], **size)
     for device in devices:
         device.close()
 

@@ -219,6 +219,7 @@ FLAGS: dict[str, Call] = {
     "CacheIndex.promote counted": lambda world, value: world.below.promote(keys([0]), counted=value),
     "BlockCache.clear below": lambda world, value: world.tiered.clear(below=value),
     "BlockCache.promote counted": lambda world, value: world.tiered.promote(keys([0]), counted=value),
+    "BlockCache.fetch counted": lambda world, value: world.tiered.fetch(keys([0]), [0], counted=value),
     "BlockCache.remove below": lambda world, value: world.tiered.remove(keys([0]), below=value),
     "CacheIndex.clear below": lambda world, value: world.below.clear(below=value),
     "CacheIndex.remove below": lambda world, value: world.below.remove(keys([0]), below=value),
@@ -227,6 +228,7 @@ NOT_CHECKED = {  # between the library's own classes, said by who implements a t
     *("RemoteTier durable", "TierCapabilities durable", "TierCapabilities local_index", "TierCapabilities shared"),
     *("ValkeyTier cluster", "Prefix declines"),
     *("Faults.fail_call after", "Faults.fail_nth after", "fuzz_tier lossless"),
+    "OwnedCache adopt",  # needs JAX: tests/jax/test_jax_trees.py
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 from kvoffload.cache.entries import ReservationRecord, Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import CacheJob, Lease
-from kvoffload.cache.tiering.below import TierBelow
+from kvoffload.cache.tiering.below import ComputeTime, TierBelow
 from kvoffload.cache.tiering.tier import TierJob
 from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
 from kvoffload.errors import ClosedError, MissingKeyError
@@ -270,18 +270,19 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
     def __init__(
         self,
         promotion: PromotionRecord,
-        blocks: list[Int64Array],
-        after: Any,
-        parts: Any,
+        load: tuple[list[Int64Array], Any, Any, Any],
         when_done: WhenDone,
         *,
         owns: bool = False,
+        compute: ComputeTime | None = None,
     ) -> None:
-        """`owns`: nothing else refers to the promotion; cancel the load with it, and release it after."""
+        """`load`: the blocks of each group, after, parts, request. `owns`: nothing else refers to the promotion; cancel
+        the load with it, and release it after. `compute` is then told which keys did not come.
+        """
         self._promotion: PromotionRecord | None = promotion
         self._when_done = when_done
-        self._load = blocks, after, parts
-        self._owns = owns
+        self._load = load
+        self._owns, self._compute = owns, compute
         self.job: CacheJob | None = None
         self.submitted = False
         self.error: BaseException | None = None
@@ -324,18 +325,22 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         return self._promotion is None or self._promotion.ended
 
     def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """Load the keys that came by `load(keys, blocks of each group, after, parts)`; None: the cache is gone."""
-        record, (per_group, after, parts) = self._promotion, self._load
+        """Load the keys that came by `load(keys, blocks of each group, after, parts, request)`; None: the cache is
+        gone.
+        """
+        record, (per_group, *options) = self._promotion, self._load
         if record is None:
             return
         try:
+            if self._owns and self._compute is not None:
+                self._compute.missed(record.keys[record.ready :])
             if record.ready and load is not None and not (self._owns and record.cancelled):
                 found = record.ready
-                self.job = load(record.keys[:found], [ids[:found] for ids in per_group], after, parts)
+                self.job = load(record.keys[:found], [ids[:found] for ids in per_group], *options)
         except BaseException as error:  # noqa: BLE001  # `wait` raises it
             if not (self._owns and isinstance(error, MissingKeyError)):  # removed since: a fetch then has no hits
                 self.error = error
-        self._promotion, self._load = None, ([], None, None)
+        self._promotion, self._load = None, ([], None, None, None)
         self.submitted = True
         record.loads.discard(self)
         record.released |= self._owns
@@ -406,9 +411,14 @@ class FetchJob(Waitable[int]):
     def order_before(self, stream: Any, *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after the load. Like `hits`, it waits on the host until the load
         is submitted: no stream ever waits for a tier. Then as `CacheJob.order_before`.
+
+        For JAX, which shows no streams, `stream` is the `kvoffload.jax.OwnedCache`. Its `arrays` follow the whole load
+        from now on; if you read them before, those are deleted, so a step that would not wait for the load raises.
         """
         job = self._submitted("order_before")
-        if job is not None:
+        if job is not None and hasattr(stream, "_follow_transfers"):
+            stream._follow_transfers()
+        elif job is not None:
             job.order_before(stream, part=part)
 
     def cancel(self) -> None:
