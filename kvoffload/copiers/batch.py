@@ -9,7 +9,7 @@ import numpy as np
 from kvoffload.copiers.base import Submit
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable
 from kvoffload.errors import DriverError
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import LOAD, BlockPlan, TransferPlan
 
 CHUNK = 128
 _FIRST_CHUNK = 64
@@ -69,7 +69,7 @@ class BatchCopier:
         return _OVERHEAD_PLACES + -(-operations // CHUNK) + operations // _COPIES_PER_PLACE
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
-        count, loads = len(work.device_address), work.direction is Direction.LOAD
+        count, loads = len(work.device_address), work.direction is LOAD
         if loads:
             self._table.fill(work.device_address, work.host_address, work.width)
         else:

@@ -20,7 +20,7 @@ from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal.cachefiles import warn_once
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan, joined
+from kvoffload.planning.transfer_plan import LOAD, STORE, BlockPlan, Direction, TransferPlan, joined
 from kvoffload.tuning import COPIERS, CopierName, Profile, Shape
 
 
@@ -175,7 +175,7 @@ class CopierSet:
         self.missing["pack"] = self.missing["pack"] or why_not_packed(layout, nbytes)
 
     def has_ring(self, direction: Direction) -> bool:
-        return self._rings[direction is Direction.LOAD].allocated > 0
+        return self._rings[direction is LOAD].allocated > 0
 
     def open_ring(self, direction: Direction) -> str | None:
         """Allocate the ring that packed transfers of a direction go through, at the first one. The context must be
@@ -187,7 +187,7 @@ class CopierSet:
         Raises:
             DriverError: the driver failed.
         """
-        ring = self._rings[direction is Direction.LOAD]
+        ring = self._rings[direction is LOAD]
         try:
             ring.open()
         except DriverError as error:
@@ -232,7 +232,7 @@ class CopierSet:
             self._selected_by = profile, prefer
         counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
         parts = None if plan.group.num_parts == 1 else plan.group.parts
-        stores = plan.direction is Direction.STORE  # hashing an enum's member is a call of a Python function
+        stores = plan.direction is STORE  # hashing an enum's member is a call of a Python function
         key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted, opposite)
         found = self._selected.get(key)
         if found is None:
@@ -256,7 +256,7 @@ class CopierSet:
         ways = two_ways(shape, offered, profile, prefer, opposite) if "pack" in offered else None
         if ways is None:
             return Selection(copier, reason)
-        kind = shape.direction is Direction.STORE, opposite, shape.nbytes.bit_length(), ways[1].copier
+        kind = shape.direction is STORE, opposite, shape.nbytes.bit_length(), ways[1].copier
         return Selection(copier, reason, (self._comparisons.setdefault(kind, Comparison(ways)), ways))
 
     def share(self, copier: CopierName, plan: BlockPlan) -> Share:

@@ -28,7 +28,7 @@ from kvoffload.driver import Driver, SourceOrder
 from kvoffload.internal.checks import at_least
 from kvoffload.layout.fold import ONE
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import LOAD, BlockPlan, TransferPlan
 
 # A piece is a launch, which may wait for a wave of a long kernel of others. 64 MiB with rows of 32 KiB on an H200, GB/s
 # of stores / loads / both beside 8192^3 products: pieces of 64 MiB 41 / 44 / 78, of 32 MiB 41 / 43 / 70, of 16 MiB of
@@ -245,7 +245,7 @@ class PackCopier:
         if table is None:
             return None
         before = _aligned(16 * count)  # the table
-        place = self._rings[direction is Direction.LOAD].take(before + _aligned(count * self._nbytes))
+        place = self._rings[direction is LOAD].take(before + _aligned(count * self._nbytes))
         address = self._offsets[:count] + np.uint64(place.address + before)
         host = work.slot_address
         table.words[count:] = address.view(np.int64)

@@ -7,7 +7,7 @@ from functools import partial
 from kvoffload.copiers.base import Submit
 from kvoffload.device.streams import SEGMENT_LIMIT
 from kvoffload.driver import Driver, SourceOrder, StridedTable
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import STORE, BlockPlan, TransferPlan
 
 
 class StridedCopier:
@@ -28,7 +28,7 @@ class StridedCopier:
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
         count = len(work.device_address)
         rows = self._table.rows[:count]
-        stores = work.direction is Direction.STORE
+        stores = work.direction is STORE
         device, host = ("source", "target") if stores else ("target", "source")
         device_pitch, host_pitch = ("source_pitch", "target_pitch") if stores else ("target_pitch", "source_pitch")
         rows[device], rows[device_pitch] = work.device_address, work.device_pitch

@@ -22,7 +22,7 @@ from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
 from kvoffload.errors import DriverError, KVOffloadError
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import STORE, BlockPlan
 
 _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
 
@@ -157,7 +157,7 @@ class Launcher:
         by_kernel = Segment(number, transfer.part, kernels, kernel_cost + EVENT_COST)
         by_copies = Segment(number, transfer.part, copies, copy_cost + EVENT_COST)
         by_kernel.table = piece.table
-        stores = transfer.direction is Direction.STORE
+        stores = transfer.direction is STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
         fill, empty = (piece.kernel, piece.copies) if stores else (piece.copies, piece.kernel)
         place, previous = piece.place, None

@@ -20,7 +20,7 @@ from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts, as_parts
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import LOAD, STORE, Direction
 from kvoffload.tuning import CopierName
 
 SourceOrderName = Literal["auto", "stream", "any"]
@@ -112,7 +112,7 @@ class Limits(NamedTuple):
         layout, num_slots, missing_copiers = self
         if source_order not in SOURCE_ORDERS:
             raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
-        if urgent is not False and flag("urgent", urgent) and direction is Direction.STORE:
+        if urgent is not False and flag("urgent", urgent) and direction is STORE:
             raise ValueError("urgent=True is for loads, which a request waits for: leave it out of a store")
         if group.__class__ is not int or not 0 <= group < len(layout.groups):
             group = _in_range("group", group, len(layout.groups))
@@ -130,7 +130,7 @@ class Limits(NamedTuple):
             check_copier(copier, missing_copiers)
         planes: Parts | None = None
         if parts is not None:
-            if direction is Direction.STORE:
+            if direction is STORE:
                 raise ValueError(
                     f"parts={parts!r:.80} is for loads; a store takes all planes together: leave parts out"
                 )
@@ -205,7 +205,7 @@ def refuse_repeated_targets(requests: Requests, scratch: Int64Array, layout: KVL
     Args:
         scratch: any contents, longer than every id of the engine; overwritten.
     """
-    loads = requests[0].direction is Direction.LOAD
+    loads = requests[0].direction is LOAD
     for request in requests:
         ids = request.blocks if loads else request.slots
         if len(ids) <= FEW and len(set(ids.tolist())) == len(ids):

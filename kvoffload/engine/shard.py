@@ -43,7 +43,7 @@ from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
+from kvoffload.planning.transfer_plan import LOAD, STORE, BlockPlan, build
 from kvoffload.tuning import CopierName, Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
@@ -153,7 +153,7 @@ class Shard:
         if self.closed or self._closing or in_flight.lost:
             self.check_usable()
         request = requests[0]
-        stores = request.direction is Direction.STORE
+        stores = request.direction is STORE
         targets = request.slots if stores else request.blocks
         # Most transfers are one request with few ids, all different: a set tells that without a further call.
         if len(requests) > 1 or len(targets) > FEW or len(set(targets.tolist())) < len(targets):
@@ -178,7 +178,7 @@ class Shard:
         """
         request, in_flight = requests[0], self.parts.in_flight
         direction = request.direction
-        opposite = in_flight.loads if direction is Direction.STORE else in_flight.stores
+        opposite = in_flight.loads if direction is STORE else in_flight.stores
         opposed = len(opposite.transfers) > 0
         # 2. plan, 3. select
         copier, reason, shares = self._select(requests, opposed)
@@ -186,7 +186,7 @@ class Shard:
         nbytes = 0
         for share in shares:
             nbytes += share.nbytes
-        source_order = self._source_order(requests) if direction is Direction.LOAD else SourceOrder.STREAM
+        source_order = self._source_order(requests) if direction is LOAD else SourceOrder.STREAM
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
         transfer.simulated, transfer.source_order = self.driver.simulated, source_order
         if request.urgent:
@@ -221,7 +221,7 @@ class Shard:
         after that, `Tracker.repair` fails the transfer.
         """
         in_flight = self.parts.in_flight
-        queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
+        queue = in_flight.stores if transfer.direction is STORE else in_flight.loads
         in_flight.consistent = False
         if not (transfer.urgent and queue.waiting and put_ahead(in_flight, transfer, requests)):
             sequence = queue.submitted + 1
@@ -300,7 +300,7 @@ class Shard:
             return SourceOrder.STREAM
         if not stores.transfers:
             return SourceOrder.ANY
-        latest = max([self._hazards.latest_on_slots(Direction.STORE, request.slots) for request in requests])
+        latest = max([self._hazards.latest_on_slots(STORE, request.slots) for request in requests])
         if stores.unfinished(latest) is None:
             return SourceOrder.ANY
         if requests[0].source_order == "any":

@@ -34,7 +34,10 @@ class Direction(enum.StrEnum):
 
     @property
     def opposite(self) -> Direction:
-        return Direction.LOAD if self is Direction.STORE else Direction.STORE
+        return LOAD if self is STORE else STORE
+
+
+STORE, LOAD = Direction.STORE, Direction.LOAD  # Python takes 0.1 us to look a member up in its enum
 
 
 class BlockPlan:
@@ -222,11 +225,11 @@ class TransferPlan:
 
     @property
     def source(self) -> UInt64Array:
-        return self.device_address if self.direction is Direction.STORE else self.host_address
+        return self.device_address if self.direction is STORE else self.host_address
 
     @property
     def target(self) -> UInt64Array:
-        return self.host_address if self.direction is Direction.STORE else self.device_address
+        return self.host_address if self.direction is STORE else self.device_address
 
     @property
     def is_flat(self) -> bool:
