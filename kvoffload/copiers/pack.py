@@ -224,8 +224,7 @@ class PackCopier:
         self._rings = rings
         self._nbytes = block_bytes
         of_ring = (rings[0].nbytes // 2 - 2 * _ALIGNMENT) // (block_bytes + 16)
-        self.segment_operations = most = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
-        self._offsets = np.arange(most, dtype=np.uint64) * np.uint64(block_bytes)
+        self.segment_operations = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
         self._width = np.array([block_bytes], dtype=np.uint64)
 
     def prepare(self, plan: BlockPlan) -> BlockPlan:
@@ -246,14 +245,15 @@ class PackCopier:
             return None
         before = _aligned(16 * count)  # the table
         place = self._rings[direction is LOAD].take(before + _aligned(count * self._nbytes))
-        address = self._offsets[:count] + np.uint64(place.address + before)
+        first = place.address + before
+        address = np.arange(first, first + count * self._nbytes, self._nbytes, dtype=np.uint64)
         host = work.slot_address
-        table.words[count:] = address.view(np.int64)
+        table.words[count:] = address
         if work.sub_block is not None:  # the kernel adds this to what it takes for the address of a slot
             inside = work.sub_block * self._nbytes
-            host = host + inside
+            host = host + inside.view(np.uint64)
             table.words[count:] -= inside
         width = self._width
-        plan = TransferPlan(direction, address, host.view(np.uint64), width, ONE, width, width)
+        plan = TransferPlan(direction, address, host, width, ONE, width, width)
         copies = self._copies.stage(plan, order)
         return Piece(kernels.launch(work, table, place.address), table, copies, place)

@@ -120,11 +120,12 @@ class Limits(NamedTuple):
             first_sub_block = _in_range("first_sub_block", first_sub_block, layout.blocks_per_slot)
         block_ids = as_ids("blocks", blocks, layout.groups[group].num_blocks)
         slot_ids = as_ids("slots", slots, num_slots)
-        expected = -(-(len(block_ids) + first_sub_block) // layout.blocks_per_slot) if len(block_ids) else 0
+        count, factor = len(block_ids), layout.blocks_per_slot
+        expected = count if factor == 1 or not count else -(-(count + first_sub_block) // factor)
         if len(slot_ids) != expected:
             raise LayoutError(
-                f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
-                f"(blocks_per_slot={layout.blocks_per_slot}), got {len(slot_ids)}"
+                f"{count} blocks from sub-block {first_sub_block} on need {expected} slots "
+                f"(blocks_per_slot={factor}), got {len(slot_ids)}"
             )
         if copier is not None:
             check_copier(copier, missing_copiers)
@@ -146,8 +147,8 @@ class Limits(NamedTuple):
         elif after is not NO_WAIT:
             sources = sources_of(after, layout)
             arrays = not _INT.issuperset(map(type, sources))
-        ids = group, slot_ids, block_ids, first_sub_block
-        return (Request(direction, *ids, sources, arrays, copier, source_order, planes, urgent),)
+        moved = direction, group, slot_ids, block_ids, first_sub_block
+        return (tuple.__new__(Request, (*moved, sources, arrays, copier, source_order, planes, urgent)),)
 
     def requests_of_groups(
         self,

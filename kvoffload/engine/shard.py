@@ -282,11 +282,11 @@ class Shard:
             self.folds.groups[group] if parts is None else self.folds.of(group, parts),
             self.layout,
             request.direction,
-            group_index=group,
-            slot_addresses=self.parts.slot_addresses,
-            slots=request.slots,
-            blocks=request.blocks,
-            first_sub_block=request.first_sub_block,
+            self.parts.slot_addresses,
+            request.slots,
+            request.blocks,
+            request.first_sub_block,
+            group,
         )
 
     def _source_order(self, requests: Requests) -> SourceOrder:

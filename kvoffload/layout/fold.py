@@ -85,8 +85,8 @@ class FoldClass(NamedTuple):
             value, else (folds,).
         width_column: `width` as such a column.
         block_addresses: where the class is a single fold, the device address of each of the group's blocks in it,
-            int64, (num_blocks,): a look-up takes a fifth of the arithmetic's time. Else empty.
-        first_offset: of the first fold, int64, (1,): numpy adds arrays sooner than ints.
+            uint64, (num_blocks,): a look-up takes a fifth of the arithmetic's time. Else empty.
+        first_offset: of the first fold, uint64, (1,): numpy adds arrays sooner than ints.
         has_offset: whether `first_offset` is not 0.
     """
 
@@ -103,8 +103,8 @@ class FoldClass(NamedTuple):
     part_folds: Int64Array
     columns: tuple[UInt64Array, UInt64Array, UInt64Array]
     width_column: UInt64Array
-    block_addresses: Int64Array
-    first_offset: Int64Array
+    block_addresses: UInt64Array
+    first_offset: UInt64Array
     has_offset: bool
 
 
@@ -166,6 +166,7 @@ def fold_group(
         folds, part_of = zip(*members, strict=True)
         address, host_offset, rows, device_pitch, host_pitch = np.array(folds, dtype=np.int64).T[:, :, np.newaxis]
         places = (address, host_offset, rows, device_pitch, host_pitch)
+        starts = np.arange(group.num_blocks if len(folds) == 1 else 0) * block_stride
         classes.append(
             FoldClass(
                 width,
@@ -177,8 +178,8 @@ def fold_group(
                 part_folds=np.bincount(part_of, minlength=len(parts)),
                 columns=(_column(rows), _column(device_pitch), _column(host_pitch)),
                 width_column=np.array([width], dtype=np.uint64),
-                block_addresses=address[0] + np.arange(group.num_blocks if len(folds) == 1 else 0) * block_stride,
-                first_offset=host_offset[0].copy(),
+                block_addresses=(address[0] + starts).view(np.uint64),
+                first_offset=host_offset[0].astype(np.uint64),
                 has_offset=bool(host_offset[0, 0]),
             )
         )
