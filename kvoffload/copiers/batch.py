@@ -103,8 +103,7 @@ def _preludes(scratch: int) -> StridedTable:
     """The preludes of 1 to `_FIRST_CHUNK` copies, between the two halves of the scratch memory."""
     table = StridedTable(_FIRST_CHUNK, batched=False)
     rows = np.arange(1, _FIRST_CHUNK + 1, dtype=np.uint64) * np.uint64(_PRELUDE_ROWS_PER_COPY)
-    source, target, pitch, width = np.array(
-        [[scratch], [scratch + _SCRATCH_BYTES], [_PRELUDE_PITCH], [1]], dtype=np.uint64
-    )
+    of_all = scratch, scratch + _SCRATCH_BYTES, _PRELUDE_PITCH, 1
+    source, target, pitch, width = np.full((_FIRST_CHUNK, 4), of_all, np.uint64).T
     table.fill((source, target, pitch, pitch, width, rows), SourceOrder.STREAM)
     return table

@@ -23,26 +23,25 @@ class StridedCopier:
     def __init__(self, driver: Driver, *, batched: bool) -> None:
         self._driver = driver
         self._batched = batched
-        self._table = StridedTable(SEGMENT_LIMIT, batched=batched)
+        # For each direction, since all of its transfers of a group have the same pitches.
+        self._stores, self._loads = (StridedTable(SEGMENT_LIMIT, batched=batched) for _ in range(2))
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
-        count = len(work.device_address)
-        rows = self._table.rows[:count]
-        stores = work.direction is STORE
-        device, host = ("source", "target") if stores else ("target", "source")
-        device_pitch, host_pitch = ("source_pitch", "target_pitch") if stores else ("target_pitch", "source_pitch")
-        rows[device], rows[device_pitch] = work.device_address, work.device_pitch
-        rows[host], rows[host_pitch] = work.host_address, work.host_pitch
-        rows["width"], rows["height"] = work.width, work.height
-        if self._batched:
-            rows["order"] = order
-        return partial(self._submit, count)
+        device, host = work.device_address, work.host_address
+        device_pitch, host_pitch = work.device_pitch, work.host_pitch
+        if work.direction is STORE:
+            table = self._stores
+            table.fill((device, host, device_pitch, host_pitch, work.width, work.height), order)
+        else:
+            table = self._loads
+            table.fill((host, device, host_pitch, device_pitch, work.width, work.height), order)
+        return partial(self._submit, table, len(device))
 
-    def _submit(self, count: int, stream: int, start: int | None) -> None:
+    def _submit(self, table: StridedTable, count: int, stream: int, start: int | None) -> None:
         if start is not None:
             self._driver.event_record(start, stream)
         if self._batched:
-            self._driver.copy_strided_batch(self._table, count, stream)
+            self._driver.copy_strided_batch(table, count, stream)
         else:
             for index in range(count):
-                self._driver.copy_strided(self._table, index, stream)
+                self._driver.copy_strided(table, index, stream)

@@ -61,7 +61,7 @@ class StridedTable:
 
     Attributes:
         capacity: operations.
-        rows: one for each operation; assigning to its fields refills the table. `DTYPE_3D` if batched, else `DTYPE_2D`.
+        rows: one for each operation, which `fill` writes. `DTYPE_3D` if batched, else `DTYPE_2D`.
         address: of the first operation.
         objects: one object of the bindings over each of the first operations: as many as were needed so far.
     """
@@ -73,15 +73,39 @@ class StridedTable:
         if batched:
             self.rows["depth"] = 1
         self.address = address_of(self.rows)
+        self._sources, self._targets = self.rows["source"], self.rows["target"]
         self._batched = batched
+        self._shape: tuple[Any, ...] = (None,) * 5  # the columns but for the addresses, and the order, as filled last
+        self._shaped = 0  # how many rows have them
         self.objects: list[Any] = []
 
     def fill(self, columns: Columns, order: SourceOrder) -> None:
-        """Refill from the front: `columns` are uint64, (n,), or (1,) where all operations have one value."""
-        ops = self.rows[: max(map(len, columns))]
-        ops["source"], ops["target"], ops["source_pitch"], ops["target_pitch"], ops["width"], ops["height"] = columns
-        if self._batched:
-            ops["order"] = order
+        """Refill from the front. `columns`: uint64; addresses (n,), others (n,), or (1,) where all have one value.
+
+        Arrays that the last `fill` was given, too, must not have changed since: they are not written again. So of most
+        transfers of a group only the addresses are.
+        """
+        source, target, source_pitch, target_pitch, width, height = columns
+        count = len(source)
+        self._sources[:count] = source
+        self._targets[:count] = target
+        same = self._shape
+        if (
+            count > self._shaped
+            or height is not same[3]
+            or width is not same[2]
+            or source_pitch is not same[0]
+            or target_pitch is not same[1]
+            or order is not same[4]
+        ):
+            self._shaped = 0  # while they are written: an interrupt may come
+            rows = self.rows[:count]
+            rows["source_pitch"], rows["target_pitch"] = source_pitch, target_pitch
+            rows["width"], rows["height"] = width, height
+            if self._batched:
+                rows["order"] = order
+            self._shape = source_pitch, target_pitch, width, height, order
+            self._shaped = count
 
     def make_objects(self, count: int) -> None:
         """Have `objects` of the first `count` operations, before they are passed to a driver without raw addresses."""
