@@ -29,7 +29,7 @@ class Copier(Protocol):
 
     segment_operations: int
 
-    def prepare(self, plan: BlockPlan) -> Work:
+    def prepare(self, plan: BlockPlan) -> TransferPlan:
         """The plan in the shape that this copier carries."""
 
     def queue_cost(self, operations: int) -> int:

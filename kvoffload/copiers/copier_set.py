@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvoffload import kernels
@@ -59,7 +60,8 @@ def shape_of(plan: BlockPlan) -> Shape:
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
 
-class Share(NamedTuple):
+@dataclass(slots=True, eq=False)  # a NamedTuple takes longer to make
+class Share:
     """Some of a transfer's blocks and their copier. The shares of a transfer run at the same time.
 
     Attributes:
@@ -260,19 +262,18 @@ class CopierSet:
         return Selection(copier, reason, (self._comparisons.setdefault(kind, Comparison(ways)), ways))
 
     def share(self, copier: CopierName, plan: BlockPlan) -> Share:
-        found: Copier | PackCopier
         if copier != "pack":
-            found = self._of_copy_engine[copier]
-        elif plan.group_index in self._pack:
-            found = self._pack[plan.group_index]
-        else:
+            carrier = self._of_copy_engine[copier]
+            work = carrier.prepare(plan)
+            return Share(work, carrier, len(work.device_address), plan.nbytes)
+        pack = self._pack.get(plan.group_index)
+        if pack is None:
             assert self._kernels is not None
             copies = self._of_copy_engine["loop" if self.missing["batch"] else "batch"]
             stores, loads = self._rings
-            found = PackCopier(self._kernels, copies, (stores, loads), self._block_bytes[plan.group_index])
-            self._pack[plan.group_index] = found
-        work = found.prepare(plan)
-        return Share(work, found, len(work), plan.nbytes)
+            pack = PackCopier(self._kernels, copies, (stores, loads), self._block_bytes[plan.group_index])
+            self._pack[plan.group_index] = pack
+        return Share(plan, pack, len(plan.blocks), plan.nbytes)
 
     def keep(self) -> None:
         """The context is lost: free nothing that the GPU may still use."""

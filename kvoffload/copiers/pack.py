@@ -15,8 +15,9 @@ ring, the other empties it. The next piece is packed while one is copied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -160,7 +161,7 @@ class StagingRing:
         self._next = stop
         return place
 
-    def used_before(self, place: Place) -> Iterator[Place]:
+    def used_before(self, place: Place) -> Sequence[Place]:
         """The places to wait for before the latest place is filled: behind a joined one are all before it.
 
         1. The oldest place of which some bytes are taken again, then those of which all are, the newest first.
@@ -169,12 +170,12 @@ class StagingRing:
         oldest = self._places[0]
         straddles = oldest is not place and oldest.start < place.stop - self.nbytes
         again = [*self._left, oldest] if straddles else self._left
-        for other in reversed(again):  # 1
-            yield other
+        for number, other in enumerate(reversed(again), 1):  # 1
             if other.joined:
-                return
+                return again[: -number - 1 : -1]
         if again:  # 2
-            yield from [other for other in self._places if other.joined][:1]
+            return [*reversed(again), *[other for other in self._places if other.joined][:1]]
+        return ()
 
     def join(self, place: Place) -> None:
         """All of a piece now ends on the stream of its second half, behind what it had to wait for."""
@@ -194,7 +195,8 @@ class StagingRing:
         self._driver.destroy("cuMemFree", self._memory)
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True, eq=False)  # a NamedTuple takes longer to make
+class Piece:
     """A staged piece: `kernel` goes to the lane's stream for kernels and reads `table`, `copies` to one for copies."""
 
     kernel: Submit
@@ -227,9 +229,6 @@ class PackCopier:
         self.segment_operations = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
         self._width = np.array([block_bytes], dtype=np.uint64)
 
-    def prepare(self, plan: BlockPlan) -> BlockPlan:
-        return plan
-
     def queue_costs(self, blocks: int) -> tuple[int, int]:
         """How many places of a driver queue a piece takes: of the stream for kernels, of the one for copies."""
         return 2 * LAUNCH_PLACES, self._copies.queue_cost(blocks)
@@ -248,11 +247,12 @@ class PackCopier:
         first = place.address + before
         address = np.arange(first, first + count * self._nbytes, self._nbytes, dtype=np.uint64)
         host = work.slot_address
-        table.words[count:] = address
+        words = table.words
+        words[count:] = address
         if work.sub_block is not None:  # the kernel adds this to what it takes for the address of a slot
             inside = work.sub_block * self._nbytes
             host = host + inside.view(np.uint64)
-            table.words[count:] -= inside
+            words[count:] -= inside
         width = self._width
         plan = TransferPlan(direction, address, host, width, ONE, width, width)
         copies = self._copies.stage(plan, order)

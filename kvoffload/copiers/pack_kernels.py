@@ -190,7 +190,7 @@ class PackKernels:
         """A table of these blocks; None while there is no room. Its second half, where each block lies in the ring, is
         left to the caller.
         """
-        count = len(blocks)
+        count = len(blocks.blocks)
         table = self.arenas[0 if blocks.direction is STORE else 1].take(2 * count)
         if table is not None:
             table.words[:count] = blocks.blocks

@@ -137,7 +137,8 @@ class FlatTable:
         self._source_objects: list[Any] = []
         self.attributes: list[list[Any]] = []
         self._size_list: list[int] = []
-        self._given_sizes = self._sizes[:0]
+        self._given_sizes: Any = None  # as filled last; None while that was interrupted
+        self._sizes_written = True  # for `raw_arrays`
         self._slices: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
     def fill(self, targets: Column, sources: Column, sizes: Column) -> None:
@@ -145,8 +146,10 @@ class FlatTable:
         count = len(targets)
         self._targets[:count] = targets
         self._sources[:count] = sources
-        self._given_sizes = sizes
-        self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
+        if sizes is not self._given_sizes or count != len(self._size_list):  # an array must stay as it was given first
+            self._given_sizes, self._sizes_written = None, False
+            self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
+            self._given_sizes = sizes
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
         """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
@@ -170,9 +173,9 @@ class FlatTable:
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
-        if len(self._given_sizes):  # since the last fill
+        if not self._sizes_written:
             self._sizes[: len(self._size_list)] = self._given_sizes
-            self._given_sizes = self._sizes[:0]
+            self._sizes_written = True
         targets, sources, sizes = self._addresses
         return targets + 8 * start, sources + 8 * start, sizes + 8 * start
 

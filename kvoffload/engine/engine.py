@@ -22,7 +22,7 @@ from kvoffload.device.streams import NO_WAIT, stream_handle
 from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
-from kvoffload.engine.job import Event, Job, Transfer
+from kvoffload.engine.job import ENDED, SUBMITTED, Job, Transfer
 from kvoffload.engine.queues import MOST_REPORTS
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import Request, Requests
@@ -146,8 +146,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
                     if len(request.blocks) == 0:
                         empty = Transfer(next(self._ids), request.direction, 0, request.num_parts)
                         empty.simulated = shard.driver.simulated
-                        empty.step(Event.SUBMITTED)  # it ends at once, and is never in a queue
-                        empty.step(Event.ENDED)
+                        empty.step(SUBMITTED)  # it ends at once, and is never in a queue
+                        empty.step(ENDED)
                         self._reports.note(self._in_flight.of(empty.direction), empty)
                         return Job(self, empty)
                     # 2. plan, 3. select, 4. order

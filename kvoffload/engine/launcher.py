@@ -88,9 +88,11 @@ class Launcher:
         """
         number, begin = transfer.share, transfer.queued
         share = transfer.shares[number]
-        work, copier, size, _ = share
+        work, copier, size = share.work, share.copier, share.size
         # Where it ends: a segment never crosses a part's end, so that the event behind it is the part's.
-        stop = min(begin + copier.segment_operations, work.part_ends[transfer.part] if work.part_ends else size)
+        stop = work.part_ends[transfer.part] if work.part_ends else size
+        if stop - begin > copier.segment_operations:
+            stop = begin + copier.segment_operations
         nbytes = 0
         if self._most_bytes is not None:
             stop, nbytes = self._bounded(queue, share, begin, stop)
@@ -106,7 +108,6 @@ class Launcher:
         first = number == 0 and begin == 0
         submit = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         # Record it before any driver call: after an interrupt, the record says which work the GPU may have.
-        previous = transfer.segments[-1] if transfer.segments else None
         segment = Segment(number, transfer.part, stream, places)
         transfer.segments.append(segment)
         stream.places += places
@@ -116,7 +117,7 @@ class Launcher:
         # Waits, copies, and the event that tells when it has ended.
         if begin == 0 and (first or isinstance(transfer.shares[0].copier, PackCopier)):
             self._follow(queue, transfer, stream)
-        elif previous is not None and previous.stream is not stream:
+        elif len(transfer.segments) > 1 and (previous := transfer.segments[-2]).stream is not stream:
             assert previous.event is not None
             self._driver.stream_wait_event(stream.handle, previous.event)
         submit(stream.handle, transfer.start if first else None)
@@ -148,7 +149,7 @@ class Launcher:
         copies = kernels and stream_with_room(lane, copy_cost + EVENT_COST, kernel=False)
         if kernels is None or copies is None:
             return False
-        work, _, size, _ = transfer.shares[number]
+        work, size = transfer.shares[number].work, transfer.shares[number].size
         assert isinstance(work, BlockPlan)
         piece = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         if piece is None:  # no room in the tables
@@ -250,12 +251,12 @@ class Launcher:
             self._driver.stream_wait_event(stream.handle, marker)
             if also is not None:
                 self._driver.stream_wait_event(also.handle, marker)
-        if queue.transfers[0] is not transfer:
-            previous = queue.unfinished(transfer.sequence - 1)
-            if previous is not None:
-                last = previous.segments[-1].stream if previous.segments else stream
-                if previous.error is not None or last is not stream:  # else the stream itself keeps the order
-                    self.wait_for_transfer(stream.handle, previous)
+        first = queue.transfers[0]
+        if first is not transfer:
+            previous = queue.transfers[transfer.sequence - 1 - first.sequence]
+            last = previous.segments[-1].stream if previous.segments else stream
+            if previous.error is not None or last is not stream:  # else the stream itself keeps the order
+                self.wait_for_transfer(stream.handle, previous)
         if transfer.conflict is not None and not transfer.conflict.finished:
             self.wait_for_transfer(stream.handle, transfer.conflict)
             if also is not None:

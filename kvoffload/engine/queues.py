@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from kvoffload.device.streams import EVENT_COST, QUEUE_LIMIT, STREAMS_PER_LANE, EventPool, Lane
 from kvoffload.driver import Driver
 from kvoffload.engine.hazards import HazardTable
-from kvoffload.engine.job import AnyTransfer, Event, Transfer, TransferResult, result_of
+from kvoffload.engine.job import SUBMITTED, AnyTransfer, Transfer, TransferResult, result_of
 from kvoffload.engine.request import Requests
 from kvoffload.engine.statistics import DirectionTotals
 from kvoffload.engine.tracing import Notices
@@ -206,7 +206,7 @@ def put_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) -> bo
     hazards.make_room(LOAD, sequence)
     for request in requests:
         hazards.record_ahead(LOAD, request.group, request.slots, request.blocks, sequence)
-    transfer.step(Event.SUBMITTED)
+    transfer.step(SUBMITTED)
     queue.transfers.insert(len(queue.transfers) - len(queue.waiting) + place, transfer)
     queue.submitted += 1
     queue.renumber()

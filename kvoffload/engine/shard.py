@@ -27,7 +27,7 @@ from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder, make_current
 from kvoffload.engine.hazards import HazardTable
-from kvoffload.engine.job import Event, Transfer, describe
+from kvoffload.engine.job import SUBMITTED, Transfer, describe
 from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.report import Alternative, PlanReport
 from kvoffload.engine.request import FEW, Limits, Request, Requests, refuse_repeated_targets, sources_of
@@ -47,6 +47,7 @@ from kvoffload.planning.transfer_plan import LOAD, STORE, BlockPlan, build
 from kvoffload.tuning import CopierName, Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
+_IN_STREAM_ORDER, _IN_ANY_ORDER = SourceOrder
 QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
 _Result = TypeVar("_Result")
 
@@ -156,7 +157,8 @@ class Shard:
         stores = request.direction is STORE
         targets = request.slots if stores else request.blocks
         # Most transfers are one request with few ids, all different: a set tells that without a further call.
-        if len(requests) > 1 or len(targets) > FEW or len(set(targets.tolist())) < len(targets):
+        count = len(targets)
+        if len(requests) > 1 or count > FEW or len(set(targets.tolist())) < count:
             refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
         for stream in streams:
             try:
@@ -186,7 +188,7 @@ class Shard:
         nbytes = 0
         for share in shares:
             nbytes += share.nbytes
-        source_order = self._source_order(requests) if direction is LOAD else SourceOrder.STREAM
+        source_order = self._source_order(requests) if direction is LOAD else _IN_STREAM_ORDER
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
         transfer.simulated, transfer.source_order = self.driver.simulated, source_order
         if request.urgent:
@@ -228,7 +230,7 @@ class Shard:
             for request in requests:
                 self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, sequence)
             transfer.sequence = sequence
-            transfer.step(Event.SUBMITTED)
+            transfer.step(SUBMITTED)
             queue.transfers.append(transfer)
             queue.submitted = sequence
             queue.waiting.append(transfer)
@@ -297,17 +299,17 @@ class Shard:
         """
         stores = self.parts.in_flight.stores
         if requests[0].source_order == "stream":
-            return SourceOrder.STREAM
+            return _IN_STREAM_ORDER
         if not stores.transfers:
-            return SourceOrder.ANY
+            return _IN_ANY_ORDER
         latest = max([self._hazards.latest_on_slots(STORE, request.slots) for request in requests])
         if stores.unfinished(latest) is None:
-            return SourceOrder.ANY
+            return _IN_ANY_ORDER
         if requests[0].source_order == "any":
             raise ValueError(
                 'source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"'
             )
-        return SourceOrder.STREAM
+        return _IN_STREAM_ORDER
 
     def run(self, step: Callable[..., _Result], *arguments: Any) -> _Result:
         """`step(self, *arguments)` with the device's context current."""

@@ -118,6 +118,7 @@ class FoldedGroup(NamedTuple):
         parts: indices of the planes of each part.
         num_parts: 1 if all planes are folded together.
         folds: operations for a block that does not merge with a neighbour.
+        single: the only class, if it is a single fold, of a single part.
     """
 
     classes: tuple[FoldClass, ...]
@@ -126,6 +127,7 @@ class FoldedGroup(NamedTuple):
     parts: tuple[tuple[int, ...], ...]
     num_parts: int
     folds: int
+    single: FoldClass | None
 
 
 def fold(layout: HasGroups, allocations: Sequence[Sequence[int]] | None = None) -> tuple[FoldedGroup, ...]:
@@ -184,9 +186,9 @@ def fold_group(
             )
         )
     operations = sum(map(len, found.values()))
-    return FoldedGroup(
-        tuple(classes), len(group.planes), group.bytes_per_block, tuple(map(tuple, parts)), len(parts), operations
-    )
+    single = classes[0] if operations == len(parts) == 1 else None
+    sizes = len(group.planes), group.bytes_per_block
+    return FoldedGroup(tuple(classes), *sizes, tuple(map(tuple, parts)), len(parts), operations, single)
 
 
 def _rows(group: Group, planes: Sequence[int], allocations: Sequence[int]) -> list[_Row]:

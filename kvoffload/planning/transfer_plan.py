@@ -102,16 +102,16 @@ class BlockPlan:
         """Strided operations, one for each fold and block, in the order of the parts. Adjacent blocks of a slot merge
         into wider rows.
         """
-        classes = self.group.classes
+        classes, single = self.group.classes, self.group.single
+        # 1. One fold, one block a slot, as in most transfers. Few numpy calls, no reshaping.
+        if single is not None and self.sub_block is None:
+            device = single.block_addresses[self.blocks]
+            host = self.slot_address + single.first_offset if single.has_offset else self.slot_address
+            height, device_pitch, host_pitch = single.columns
+            return TransferPlan(self.direction, device, host, single.width_column, height, device_pitch, host_pitch)
+        # 2. Folds of one class.
         if len(classes) == 1 and self.group.num_parts == 1:
-            folds = classes[0]
-            # 1. One fold, one block a slot, as in most transfers. Few numpy calls, no reshaping.
-            if self.sub_block is None and len(folds.address) == 1:
-                device = folds.block_addresses[self.blocks]
-                host = self.slot_address + folds.first_offset if folds.has_offset else self.slot_address
-                return TransferPlan(self.direction, device, host, folds.width_column, *folds.columns)
-            # 2. Folds of one class.
-            return TransferPlan(self.direction, *self._columns(folds))
+            return TransferPlan(self.direction, *self._columns(classes[0]))
         # 3. Several classes: class after class.
         planned = [self._columns(each) for each in classes]
         columns = planned[0]

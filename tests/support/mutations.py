@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation(
         "stores-read-their-source-at-any-time",
         "engine/shard.py",
-        "self._source_order(requests) if direction is LOAD else SourceOrder.STREAM",
+        "self._source_order(requests) if direction is LOAD else _IN_STREAM_ORDER",
         "self._source_order(requests)",
         (ORDERING, "tests/engine/ordering/test_ordering_segments.py"),
     ),
@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "sub-blocks-lie-where-the-slot-begins",
         "copiers/pack.py",
-        "table.words[count:] -= inside",
+        "words[count:] -= inside",
         "pass",
         (f"{PACK}::test_any_packed_transfers_move_the_bytes_of_a_naive_loop",),
     ),
