@@ -149,14 +149,14 @@ class StagingRing:
 
     def take(self, nbytes: int) -> Place:
         """A place of `nbytes`, at most those of the ring. Before it is filled, wait for `used_before`."""
-        start = self._next
-        stop = start + nbytes
-        if start % self.nbytes + nbytes > self.nbytes:  # does not fit before the end of the ring
-            stop += self.nbytes - start % self.nbytes
-        places, taken = self._places, stop - self.nbytes
+        size, start = self.nbytes, self._next
+        stop, offset = start + nbytes, start % size
+        if offset + nbytes > size:  # does not fit before the end of the ring
+            stop, offset = stop + size - offset, 0
+        places, taken = self._places, stop - size
         while places and (places[0].stop <= taken or not places[0].halves):
             self._left.append(places.popleft())
-        place = Place(self, start, stop, int(self._memory[0]) + (stop - nbytes) % self.nbytes)
+        place = Place(self, start, stop, int(self._memory[0]) + offset)
         places.append(place)
         self._next = stop
         return place

@@ -159,8 +159,10 @@ class Launcher:
         by_copies = Segment(number, transfer.part, copies, copy_cost + EVENT_COST)
         by_kernel.table = piece.table
         stores = transfer.direction is STORE
-        front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
-        fill, empty = (piece.kernel, piece.copies) if stores else (piece.copies, piece.kernel)
+        if stores:
+            front, back, fill, empty = by_kernel, by_copies, piece.kernel, piece.copies
+        else:
+            front, back, fill, empty = by_copies, by_kernel, piece.copies, piece.kernel
         place, previous = piece.place, None
         if transfer.segments:
             previous = next((each for each in reversed(transfer.segments) if each.place), None)
@@ -169,8 +171,9 @@ class Launcher:
         transfer.segments += (front, back)
         kernels.places += by_kernel.places
         copies.places += by_copies.places
-        back.nbytes = nbytes
-        back.stream.nbytes += nbytes
+        if nbytes:
+            back.nbytes = nbytes
+            back.stream.nbytes += nbytes
         if previous is None and begin == 0:  # 1
             self._follow(queue, transfer, back.stream, also=front.stream)
         self._wait_for_places(front, back, previous)  # 2, 3

@@ -185,8 +185,8 @@ class Shard:
         # 2. plan, 3. select
         copier, reason, shares = self._select(requests, opposed)
         # 4. order: what it must follow
-        nbytes = 0
-        for share in shares:
+        nbytes = shares[0].nbytes
+        for share in shares[1:]:
             nbytes += share.nbytes
         source_order = self._source_order(requests) if direction is LOAD else _IN_STREAM_ORDER
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
