@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from kvoffload.driver import SourceOrder
 from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan
-
-Work: TypeAlias = TransferPlan | BlockPlan  # a plan in the shape that a copier carries
 
 
 class Submit(Protocol):

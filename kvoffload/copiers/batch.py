@@ -90,7 +90,7 @@ class BatchCopier:
             self._driver.copy_strided(self._preludes, min(count, _FIRST_CHUNK) - 1, stream)
         first, stop = 0, _FIRST_CHUNK
         while first < count:
-            self._driver.copy_batch(self._table, first, min(stop, count), order, stream)
+            self._driver.copy_batch(self._table, first, stop if stop < count else count, order, stream)
             first, stop = stop, stop + CHUNK
 
     def close(self) -> None:

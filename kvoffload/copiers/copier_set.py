@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvoffload import kernels
-from kvoffload.copiers.base import Copier, Work
+from kvoffload.copiers.base import Copier
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.observed import Comparison, Way
@@ -60,7 +60,7 @@ def shape_of(plan: BlockPlan) -> Shape:
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
 
-@dataclass(slots=True, eq=False)  # a NamedTuple takes longer to make
+@dataclass(slots=True, eq=False)
 class Share:
     """Some of a transfer's blocks and their copier. The shares of a transfer run at the same time.
 
@@ -69,7 +69,7 @@ class Share:
         nbytes: its payload bytes.
     """
 
-    work: Work
+    work: TransferPlan | BlockPlan
     copier: Copier | PackCopier
     size: int
     nbytes: int

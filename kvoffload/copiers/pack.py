@@ -15,7 +15,7 @@ ring, the other empties it. The next piece is packed while one is copied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -161,7 +161,7 @@ class StagingRing:
         self._next = stop
         return place
 
-    def used_before(self, place: Place) -> Sequence[Place]:
+    def used_before(self, place: Place) -> list[Place]:
         """The places to wait for before the latest place is filled: behind a joined one are all before it.
 
         1. The oldest place of which some bytes are taken again, then those of which all are, the newest first.
@@ -170,12 +170,14 @@ class StagingRing:
         oldest = self._places[0]
         straddles = oldest is not place and oldest.start < place.stop - self.nbytes
         again = [*self._left, oldest] if straddles else self._left
-        for number, other in enumerate(reversed(again), 1):  # 1
+        found: list[Place] = []
+        for other in reversed(again):  # 1
+            found.append(other)
             if other.joined:
-                return again[: -number - 1 : -1]
+                return found
         if again:  # 2
-            return [*reversed(again), *[other for other in self._places if other.joined][:1]]
-        return ()
+            found += [other for other in self._places if other.joined][:1]
+        return found
 
     def join(self, place: Place) -> None:
         """All of a piece now ends on the stream of its second half, behind what it had to wait for."""
@@ -195,7 +197,7 @@ class StagingRing:
         self._driver.destroy("cuMemFree", self._memory)
 
 
-@dataclass(slots=True, eq=False)  # a NamedTuple takes longer to make
+@dataclass(slots=True, eq=False)
 class Piece:
     """A staged piece: `kernel` goes to the lane's stream for kernels and reads `table`, `copies` to one for copies."""
 
@@ -247,12 +249,11 @@ class PackCopier:
         first = place.address + before
         address = np.arange(first, first + count * self._nbytes, self._nbytes, dtype=np.uint64)
         host = work.slot_address
-        words = table.words
-        words[count:] = address
+        table.words[count:] = address
         if work.sub_block is not None:  # the kernel adds this to what it takes for the address of a slot
             inside = work.sub_block * self._nbytes
             host = host + inside.view(np.uint64)
-            words[count:] -= inside
+            table.words[count:] -= inside
         width = self._width
         plan = TransferPlan(direction, address, host, width, ONE, width, width)
         copies = self._copies.stage(plan, order)

@@ -23,19 +23,23 @@ class StridedCopier:
     def __init__(self, driver: Driver, *, batched: bool) -> None:
         self._driver = driver
         self._batched = batched
-        # For each direction, since all of its transfers of a group have the same pitches.
         self._stores, self._loads = (StridedTable(SEGMENT_LIMIT, batched=batched) for _ in range(2))
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
-        device, host = work.device_address, work.host_address
-        device_pitch, host_pitch = work.device_pitch, work.host_pitch
-        if work.direction is STORE:
-            table = self._stores
-            table.fill((device, host, device_pitch, host_pitch, work.width, work.height), order)
+        source, target = work.device_address, work.host_address
+        pitch, target_pitch = work.device_pitch, work.host_pitch
+        table, width, height = self._stores, work.width, work.height
+        if work.direction is not STORE:
+            table, source, target, pitch, target_pitch = self._loads, target, source, target_pitch, pitch
+        count = len(source)
+        # Arrays of plans never change, so all but the addresses may be in the table.
+        rows, as_order, as_pitch, as_target_pitch, as_width, as_height = table.shape
+        same = pitch is as_pitch and target_pitch is as_target_pitch and width is as_width and height is as_height
+        if same and order is as_order and count <= rows:
+            table.sources[:count], table.targets[:count] = source, target
         else:
-            table = self._loads
-            table.fill((host, device, host_pitch, device_pitch, work.width, work.height), order)
-        return partial(self._submit, table, len(device))
+            table.fill((source, target, pitch, target_pitch, width, height), order)
+        return partial(self._submit, table, count)
 
     def _submit(self, table: StridedTable, count: int, stream: int, start: int | None) -> None:
         if start is not None:

@@ -27,10 +27,8 @@ from kvoffload.errors import DriverError
 from kvoffload.internal.nesting import refuse_nested
 
 FORKS: list[None] = []
-"""An element for each fork that led from the process that imported this file to the calling one. (`os.getpid` is a
-system call: 0.4 us on a virtual machine, in every transfer. The hook is written in C, so no interrupt can prevent it.)
-"""
-os.register_at_fork(after_in_child=partial(FORKS.append, None))
+"""Grows in a forked child. (`os.getpid`, a system call, takes 0.4 us.)"""
+os.register_at_fork(after_in_child=partial(FORKS.append, None))  # in C: no interrupt comes in between
 
 
 class OpenDevice(Protocol):
@@ -145,7 +143,7 @@ class DeviceResources:
     def __init__(self, driver: Driver, device_handle: int) -> None:
         self.driver = driver
         self.context = 0
-        self.process, self.forks = os.getpid(), len(FORKS)  # of the process that opens it
+        self.process, self._forks = os.getpid(), len(FORKS)
         self.retained: list[Any] = []
         self.registered: dict[Resource, None] = {}
         self.garbage: deque[Watch] = deque()
@@ -154,7 +152,7 @@ class DeviceResources:
     @property
     def foreign(self) -> bool:
         """Whether this process is a forked child of the one that opened the device, so it must touch nothing."""
-        return len(FORKS) != self.forks
+        return len(FORKS) != self._forks
 
     def current(self) -> Current:
         return make_current(self.driver, self.context)

@@ -46,6 +46,7 @@ DTYPE_2D = np.dtype(
 )
 Column = npt.NDArray[np.uint64]
 Columns = tuple[Column, Column, Column, Column, Column, Column]  # source, target, their pitches, width, height
+_NO_SHAPE = 0, None, None, None, None, None
 _OPERAND_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 _MAX_SLICES = 256
 _FEWEST_OBJECTS = 64  # made at a time
@@ -60,52 +61,32 @@ class StridedTable:
     """Room for `capacity` strided operations, as cuMemcpy3DBatchAsync or cuMemcpy2DAsync takes them.
 
     Attributes:
-        capacity: operations.
-        rows: one for each operation, which `fill` writes. `DTYPE_3D` if batched, else `DTYPE_2D`.
+        rows: one for each operation; `DTYPE_3D` if batched, else `DTYPE_2D`.
         address: of the first operation.
+        sources, targets: the addresses in `rows`.
+        shape: of the last `fill`: number of rows, order, and the columns but for the addresses.
         objects: one object of the bindings over each of the first operations: as many as were needed so far.
     """
 
     def __init__(self, capacity: int, *, batched: bool) -> None:
-        self.capacity = capacity
         self.rows = np.zeros(capacity, dtype=DTYPE_3D if batched else DTYPE_2D)
         self.rows["source_type"] = self.rows["target_type"] = _OPERAND_POINTER if batched else _MEMORY_UNIFIED
         if batched:
             self.rows["depth"] = 1
         self.address = address_of(self.rows)
-        self._sources, self._targets = self.rows["source"], self.rows["target"]
+        self.sources, self.targets = self.rows["source"], self.rows["target"]
         self._batched = batched
-        self._shape: tuple[Any, ...] = (None,) * 5  # the columns but for the addresses, and the order, as filled last
-        self._shaped = 0  # how many rows have them
+        self.shape: tuple[Any, ...] = _NO_SHAPE
         self.objects: list[Any] = []
 
     def fill(self, columns: Columns, order: SourceOrder) -> None:
-        """Refill from the front. `columns`: uint64; addresses (n,), others (n,), or (1,) where all have one value.
-
-        Arrays that the last `fill` was given, too, must not have changed since: they are not written again. So of most
-        transfers of a group only the addresses are.
-        """
-        source, target, source_pitch, target_pitch, width, height = columns
-        count = len(source)
-        self._sources[:count] = source
-        self._targets[:count] = target
-        same = self._shape
-        if (
-            count > self._shaped
-            or height is not same[3]
-            or width is not same[2]
-            or source_pitch is not same[0]
-            or target_pitch is not same[1]
-            or order is not same[4]
-        ):
-            self._shaped = 0  # while they are written: an interrupt may come
-            rows = self.rows[:count]
-            rows["source_pitch"], rows["target_pitch"] = source_pitch, target_pitch
-            rows["width"], rows["height"] = width, height
-            if self._batched:
-                rows["order"] = order
-            self._shape = source_pitch, target_pitch, width, height, order
-            self._shaped = count
+        """Refill from the front: `columns` are uint64, (n,); but for the addresses, (1,) where all have one value."""
+        self.shape = _NO_SHAPE  # an interrupt may come
+        ops = self.rows[: len(columns[0])]
+        ops["source"], ops["target"], ops["source_pitch"], ops["target_pitch"], ops["width"], ops["height"] = columns
+        if self._batched:
+            ops["order"] = order
+        self.shape = len(ops), order, *columns[2:]
 
     def make_objects(self, count: int) -> None:
         """Have `objects` of the first `count` operations, before they are passed to a driver without raw addresses."""
@@ -119,13 +100,11 @@ class FlatTable:
     """Room for `capacity` flat copies, as cuMemcpyBatchAsync takes them.
 
     Attributes:
-        capacity: copies.
         attributes: by `SourceOrder`, once `lists` was called: one CUmemcpyAttributes with that order and nothing else
             set, in a list.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
         self._targets, self._sources, self._sizes = np.zeros((3, capacity), dtype=np.uint64)
         self._addresses = tuple(map(address_of, (self._targets, self._sources, self._sizes)))
         self._attribute_rows = np.zeros((4, 6), dtype=np.uint32)  # CUmemcpyAttributes: order, 2 location hints, flags
@@ -137,8 +116,7 @@ class FlatTable:
         self._source_objects: list[Any] = []
         self.attributes: list[list[Any]] = []
         self._size_list: list[int] = []
-        self._given_sizes: Any = None  # as filled last; None while that was interrupted
-        self._sizes_written = True  # for `raw_arrays`
+        self._given_sizes = self._sizes[:0]
         self._slices: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
     def fill(self, targets: Column, sources: Column, sizes: Column) -> None:
@@ -146,10 +124,8 @@ class FlatTable:
         count = len(targets)
         self._targets[:count] = targets
         self._sources[:count] = sources
-        if sizes is not self._given_sizes or count != len(self._size_list):  # an array must stay as it was given first
-            self._given_sizes, self._sizes_written = None, False
-            self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
-            self._given_sizes = sizes
+        self._given_sizes = sizes
+        self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
         """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
@@ -173,9 +149,9 @@ class FlatTable:
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
-        if not self._sizes_written:
+        if len(self._given_sizes):  # since the last fill
             self._sizes[: len(self._size_list)] = self._given_sizes
-            self._sizes_written = True
+            self._given_sizes = self._sizes[:0]
         targets, sources, sizes = self._addresses
         return targets + 8 * start, sources + 8 * start, sizes + 8 * start
 

@@ -53,7 +53,6 @@ class Event(enum.IntEnum):
     LOST = enum.auto()  # the context is lost: nothing will run any more
 
 
-# Python takes 0.1 us to look a member up in its enum.
 NEW, RUNNING, DRAINING, DONE, FAILED = State
 SUBMITTED, ERROR, ENDED, LOST = Event
 

@@ -159,10 +159,8 @@ class Launcher:
         by_copies = Segment(number, transfer.part, copies, copy_cost + EVENT_COST)
         by_kernel.table = piece.table
         stores = transfer.direction is STORE
-        if stores:
-            front, back, fill, empty = by_kernel, by_copies, piece.kernel, piece.copies
-        else:
-            front, back, fill, empty = by_copies, by_kernel, piece.copies, piece.kernel
+        front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
+        fill, empty = (piece.kernel, piece.copies) if stores else (piece.copies, piece.kernel)
         place, previous = piece.place, None
         if transfer.segments:
             previous = next((each for each in reversed(transfer.segments) if each.place), None)
@@ -171,9 +169,8 @@ class Launcher:
         transfer.segments += (front, back)
         kernels.places += by_kernel.places
         copies.places += by_copies.places
-        if nbytes:
-            back.nbytes = nbytes
-            back.stream.nbytes += nbytes
+        back.nbytes = nbytes
+        back.stream.nbytes += nbytes
         if previous is None and begin == 0:  # 1
             self._follow(queue, transfer, back.stream, also=front.stream)
         self._wait_for_places(front, back, previous)  # 2, 3
@@ -219,13 +216,13 @@ class Launcher:
 
     def _end_segment(self, transfer: Transfer, segment: Segment, stop: int) -> None:
         """Record the event behind a segment that ends before operation `stop`, and move on to the next segment."""
-        share, handle = transfer.shares[segment.share], segment.stream.handle
+        share = transfer.shares[segment.share]
         done = stop == share.size
-        if done and segment.share == len(transfer.shares) - 1:
+        if done and share is transfer.shares[-1]:
             if segment.share:
                 self._join(transfer, segment)
             assert transfer.end is not None
-            self._driver.event_record(transfer.end, handle)
+            self._driver.event_record(transfer.end, segment.stream.handle)
             segment.event = transfer.end
             transfer.enqueued = True
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ FEW = 64  # up to so many ids, a set tells sooner than numpy whether one repeats
 _DEFAULT_SOURCES: tuple[Source, ...] = (LEGACY_STREAM,)
 
 
-@dataclass(slots=True, eq=False)  # reading from a NamedTuple takes longer
+@dataclass(slots=True, eq=False)
 class Request:
     """A checked transfer of one group.
 
@@ -180,7 +180,8 @@ class Limits(NamedTuple):
             except (LayoutError, ValueError, TypeError) as error:
                 raise type(error)(f"transfers[{index}]: {error}") from None
             if len(request.blocks):
-                found.append(replace(request, sources=common.sources, arrays=common.arrays))
+                request.sources, request.arrays = common.sources, common.arrays
+                found.append(request)
         return tuple(found) or (common,)
 
 

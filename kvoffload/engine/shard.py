@@ -203,6 +203,7 @@ class Shard:
         if isinstance(reason, Forecast):
             transfer.forecast = reason
         timers, markers = in_flight.timers, in_flight.markers
+        idle = timers.idle
         in_flight.consistent = False
         for stream in streams:
             marker = markers.idle.pop() if markers.idle else markers.make()
@@ -211,8 +212,8 @@ class Shard:
                 self.driver.event_record(marker, stream)
             except DriverError as error:
                 raise_for_stream(error, stream, "after")
-        transfer.start = timers.idle.pop() if timers.idle else timers.make()
-        transfer.end = timers.idle.pop() if timers.idle else timers.make()
+        transfer.start = idle.pop() if idle else timers.make()
+        transfer.end = idle.pop() if idle else timers.make()
         return transfer
 
     def enqueue(self, requests: Requests, transfer: Transfer) -> None:

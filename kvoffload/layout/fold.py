@@ -84,10 +84,9 @@ class FoldClass(NamedTuple):
         columns: height, device pitch and host pitch as the columns of a plan: uint64, (1,) where all folds have one
             value, else (folds,).
         width_column: `width` as such a column.
-        block_addresses: where the class is a single fold, the device address of each of the group's blocks in it,
-            uint64, (num_blocks,): a look-up takes a fifth of the arithmetic's time. Else empty.
-        first_offset: of the first fold, uint64, (1,): numpy adds arrays sooner than ints.
-        has_offset: whether `first_offset` is not 0.
+        block_addresses: of a class of a single fold, the device address of each of the group's blocks, uint64,
+            (num_blocks,). Else empty.
+        first_offset: of the first fold, uint64, (1,); None for 0.
     """
 
     width: int
@@ -104,8 +103,7 @@ class FoldClass(NamedTuple):
     columns: tuple[UInt64Array, UInt64Array, UInt64Array]
     width_column: UInt64Array
     block_addresses: UInt64Array
-    first_offset: UInt64Array
-    has_offset: bool
+    first_offset: UInt64Array | None
 
 
 class FoldedGroup(NamedTuple):
@@ -118,7 +116,7 @@ class FoldedGroup(NamedTuple):
         parts: indices of the planes of each part.
         num_parts: 1 if all planes are folded together.
         folds: operations for a block that does not merge with a neighbour.
-        single: the only class, if it is a single fold, of a single part.
+        single: the class of the only fold, if there is one part and one fold.
     """
 
     classes: tuple[FoldClass, ...]
@@ -181,8 +179,7 @@ def fold_group(
                 columns=(_column(rows), _column(device_pitch), _column(host_pitch)),
                 width_column=np.array([width], dtype=np.uint64),
                 block_addresses=(address[0] + starts).view(np.uint64),
-                first_offset=host_offset[0].astype(np.uint64),
-                has_offset=bool(host_offset[0, 0]),
+                first_offset=host_offset[0].astype(np.uint64) if host_offset[0, 0] else None,
             )
         )
     operations = sum(map(len, found.values()))

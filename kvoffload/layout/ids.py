@@ -26,11 +26,11 @@ def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
         ids: a list, a tuple, a range, or a one-dimensional array of integers. An empty one may have any type.
     """
     kind: object = type(ids)
-    if kind is range:
-        return _of_range(name, ids, limit)  # type: ignore[arg-type]
     values: Any = ids
     if kind is np.ndarray and values.dtype is _INT64 and values.ndim == 1:  # as most callers have them
         copied: Int64Array = values.copy()
+    elif kind is range:
+        return _of_range(name, values, limit)
     elif (kind is list or kind is tuple) and _INT.issuperset(map(type, values)):
         try:
             copied = np.array(values, dtype=np.int64)

@@ -35,7 +35,7 @@ class Direction(enum.StrEnum):
         return LOAD if self is STORE else STORE
 
 
-STORE, LOAD = Direction.STORE, Direction.LOAD  # Python takes 0.1 us to look a member up in its enum
+STORE, LOAD = Direction.STORE, Direction.LOAD  # looking a member up in its enum takes 0.1 us
 
 
 class BlockPlan:
@@ -106,7 +106,7 @@ class BlockPlan:
         # 1. One fold, one block a slot, as in most transfers. Few numpy calls, no reshaping.
         if single is not None and self.sub_block is None:
             device = single.block_addresses[self.blocks]
-            host = self.slot_address + single.first_offset if single.has_offset else self.slot_address
+            host = self.slot_address if single.first_offset is None else self.slot_address + single.first_offset
             height, device_pitch, host_pitch = single.columns
             return TransferPlan(self.direction, device, host, single.width_column, height, device_pitch, host_pitch)
         # 2. Folds of one class.

@@ -237,17 +237,3 @@ def test_raw_addresses_are_those_of_the_same_arrays() -> None:
 
     assert memory_at(sizes, 8 * 4).view(np.uint64).tolist() == [102, 103, 104, 105]
     assert memory_at(indices, 8).view(np.uint64).tolist() == [0]
-
-
-def test_columns_that_stay_are_written_once_for_as_many_rows_as_were_filled() -> None:
-    """A transfer of few blocks comes first; the next one has the same arrays, and more rows than have their values."""
-    table, address = StridedTable(8, batched=True), np.arange(8, dtype=np.uint64)
-    pitch, wider, width, height = (np.array([value], np.uint64) for value in (300, 400, 100, 7))
-    for count, order, source_pitch in ((2, 1, pitch), (5, 1, pitch), (3, 3, pitch), (4, 3, wider), (1, 3, wider)):
-        start = address[:count] + np.uint64(count)
-        table.fill((start, address[:count], source_pitch, wider, width, height), SourceOrder(order))
-        rows = table.rows[:count]
-        assert rows["source"].tolist() == start.tolist()
-        assert rows["target"].tolist() == address[:count].tolist()
-        shapes = rows[["source_pitch", "target_pitch", "width", "height", "order"]].tolist()
-        assert shapes == [(int(source_pitch[0]), 400, 100, 7, order)] * count

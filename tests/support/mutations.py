@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "sub-blocks-lie-where-the-slot-begins",
         "copiers/pack.py",
-        "words[count:] -= inside",
+        "table.words[count:] -= inside",
         "pass",
         (f"{PACK}::test_any_packed_transfers_move_the_bytes_of_a_naive_loop",),
     ),
