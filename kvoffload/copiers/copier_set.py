@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvoffload import kernels
-from kvoffload.copiers.base import Copier, Work
+from kvoffload.copiers.base import Copier
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.observed import Comparison, Way
@@ -31,7 +32,7 @@ from kvoffload.internal.cachefiles import warn_once
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan, joined
+from kvoffload.planning.transfer_plan import LOAD, STORE, BlockPlan, Direction, TransferPlan, joined
 from kvoffload.tuning import COPIERS, CopierName, Profile, Shape
 
 
@@ -76,7 +77,8 @@ def shape_of(plan: BlockPlan) -> Shape:
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
 
-class Share(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Share:
     """Some of a transfer's blocks and their copier. The shares of a transfer run at the same time.
 
     Attributes:
@@ -84,7 +86,7 @@ class Share(NamedTuple):
         nbytes: its payload bytes.
     """
 
-    work: Work | BlocksInParts
+    work: TransferPlan | BlockPlan | BlocksInParts
     copier: Copier | PackCopier
     size: int
     nbytes: int
@@ -190,7 +192,7 @@ class CopierSet:
         self.missing["pack"] = self.missing["pack"] or why_not_packed(layout, nbytes)
 
     def has_ring(self, direction: Direction) -> bool:
-        return self._rings[direction is Direction.LOAD].allocated > 0
+        return self._rings[direction is LOAD].allocated > 0
 
     def open_ring(self, direction: Direction) -> str | None:
         """Allocate the ring that packed transfers of a direction go through, at the first one. The context must be
@@ -202,7 +204,7 @@ class CopierSet:
         Raises:
             DriverError: the driver failed.
         """
-        ring = self._rings[direction is Direction.LOAD]
+        ring = self._rings[direction is LOAD]
         try:
             ring.open()
         except DriverError as error:
@@ -247,7 +249,7 @@ class CopierSet:
             self._selected_by = profile, prefer
         counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
         parts = None if plan.group.num_parts == 1 else plan.group.parts
-        stores = plan.direction is Direction.STORE  # hashing an enum's member is a call of a Python function
+        stores = plan.direction is STORE  # hashing an enum's member is a call of a Python function
         key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted, opposite)
         found = self._selected.get(key)
         if found is None:
@@ -272,24 +274,24 @@ class CopierSet:
         if ways is None:
             return Selection(copier, reason)
         size = shape.nbytes.bit_length(), parts.bit_length()
-        kind = shape.direction is Direction.STORE, opposite, *size, ways[1].copier
+        kind = shape.direction is STORE, opposite, *size, ways[1].copier
         return Selection(copier, reason, (self._comparisons.setdefault(kind, Comparison(ways)), ways))
 
     def share(self, copier: CopierName, plan: BlockPlan) -> Share:
-        found: Copier | PackCopier
         if copier != "pack":
-            found = self._of_copy_engine[copier]
-        elif plan.group_index in self._pack:
-            found = self._pack[plan.group_index]
-        else:
+            carrier = self._of_copy_engine[copier]
+            work = carrier.prepare(plan)
+            return Share(work, carrier, len(work.device_address), plan.nbytes)
+        pack = self._pack.get(plan.group_index)
+        if pack is None:
             assert self._kernels is not None
             copies = self._of_copy_engine["loop" if self.missing["batch"] else "batch"]
             stores, loads = self._rings
             planes = self._kernels.planes(plan.group_index, 0, plan.group.planes)
-            found = PackCopier(self._kernels, copies, (stores, loads), planes)
-            self._pack[plan.group_index] = found
-        work = found.prepare(plan)
-        return Share(work, found, len(work), plan.nbytes)
+            pack = PackCopier(self._kernels, copies, (stores, loads), planes)
+            self._pack[plan.group_index] = pack
+        blocks = pack.prepare(plan)
+        return Share(blocks, pack, len(blocks), plan.nbytes)
 
     def keep(self) -> None:
         """The context is lost: free nothing that the GPU may still use."""

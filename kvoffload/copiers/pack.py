@@ -16,7 +16,8 @@ the planes of a part follow each other: then they are one range of a slot.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ from kvoffload.driver import Driver, SourceOrder
 from kvoffload.internal.checks import at_least
 from kvoffload.layout.fold import ONE
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import LOAD, BlockPlan, TransferPlan
 
 # A piece is a launch, which may wait for a wave of a long kernel of others. 64 MiB with rows of 32 KiB on an H200, GB/s
 # of stores / loads / both beside 8192^3 products: pieces of 64 MiB 41 / 44 / 78, of 32 MiB 41 / 43 / 70, of 16 MiB of
@@ -149,19 +150,19 @@ class StagingRing:
 
     def take(self, nbytes: int) -> Place:
         """A place of `nbytes`, at most those of the ring. Before it is filled, wait for `used_before`."""
-        start = self._next
-        stop = start + nbytes
-        if start % self.nbytes + nbytes > self.nbytes:  # does not fit before the end of the ring
-            stop += self.nbytes - start % self.nbytes
-        places, taken = self._places, stop - self.nbytes
+        size, start = self.nbytes, self._next
+        stop, offset = start + nbytes, start % size
+        if offset + nbytes > size:  # does not fit before the end of the ring
+            stop, offset = stop + size - offset, 0
+        places, taken = self._places, stop - size
         while places and (places[0].stop <= taken or not places[0].halves):
             self._left.append(places.popleft())
-        place = Place(self, start, stop, int(self._memory[0]) + (stop - nbytes) % self.nbytes)
+        place = Place(self, start, stop, int(self._memory[0]) + offset)
         places.append(place)
         self._next = stop
         return place
 
-    def used_before(self, place: Place) -> Iterator[Place]:
+    def used_before(self, place: Place) -> list[Place]:
         """The places to wait for before the latest place is filled: behind a joined one are all before it.
 
         1. The oldest place of which some bytes are taken again, then those of which all are, the newest first.
@@ -170,12 +171,14 @@ class StagingRing:
         oldest = self._places[0]
         straddles = oldest is not place and oldest.start < place.stop - self.nbytes
         again = [*self._left, oldest] if straddles else self._left
+        found: list[Place] = []
         for other in reversed(again):  # 1
-            yield other
+            found.append(other)
             if other.joined:
-                return
+                return found
         if again:  # 2
-            yield from [other for other in self._places if other.joined][:1]
+            found += [other for other in self._places if other.joined][:1]
+        return found
 
     def join(self, place: Place) -> None:
         """All of a piece now ends on the stream of its second half, behind what it had to wait for."""
@@ -231,7 +234,8 @@ class BlocksInParts:
         return PartOfBlocks(self._blocks.cut(first, first + stop - start), self._planes[part])
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Piece:
     """A staged piece: `kernel` goes to the lane's stream for kernels and reads `table`, `copies` to one for copies."""
 
     kernel: Submit
@@ -262,8 +266,7 @@ class PackCopier:
         self._copies = copies
         self._rings = rings
         of_ring = (rings[0].nbytes // 2 - 2 * _ALIGNMENT) // (block_bytes + 16)
-        self.segment_operations = most = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
-        self._numbers = np.arange(most, dtype=np.uint64)
+        self.segment_operations = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
         self._width = np.array([block_bytes], dtype=np.uint64)
 
     def prepare(self, plan: BlockPlan) -> BlockPlan | BlocksInParts:
@@ -294,17 +297,19 @@ class PackCopier:
         if table is None:
             return None
         before = _aligned(16 * count)  # the table
-        place = self._rings[direction is Direction.LOAD].take(before + _aligned(count * planes.nbytes))
-        address = self._numbers[:count] * width + np.uint64(place.address + before)
+        nbytes = planes.nbytes
+        place = self._rings[direction is LOAD].take(before + _aligned(count * nbytes))
+        first = place.address + before
+        address = np.arange(first, first + count * nbytes, nbytes, dtype=np.uint64)
         host = work.slot_address
-        table.words[count:] = address.view(np.int64)
+        table.words[count:] = address
         if work.sub_block is not None or planes.offset:
             # Where they begin in a slot. The kernel adds this to what it takes for the address of the slot.
             inside = planes.offset
             if work.sub_block is not None:
                 inside = inside + work.sub_block * self._planes.nbytes
-            host = host + inside
+            host = host + np.asarray(inside).astype(np.uint64)
             table.words[count:] -= inside
-        plan = TransferPlan(direction, address, host.view(np.uint64), width, ONE, width, width)
+        plan = TransferPlan(direction, address, host, width, ONE, width, width)
         copies = self._copies.stage(plan, order)
         return Piece(kernels.launch(work, planes, table, place.address), table, copies, place)

@@ -25,7 +25,7 @@ from kvoffload.internal.types import Int64Array
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Group
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import STORE, BlockPlan, Direction
 
 _FRAGMENT_BYTES = 2048
 _WORDS_PER_THREAD = 8
@@ -71,7 +71,7 @@ def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
             ("num_blocks", "i32"),
         ),
         constants=(
-            ("STORE", int(direction is Direction.STORE)),
+            ("STORE", int(direction is STORE)),
             ("WORD_BITS", 8 * shape.word_bytes),
             ("WORDS", shape.fragment_bytes // shape.word_bytes),
             ("FRAGMENTS", shape.tile_fragments),
@@ -210,8 +210,8 @@ class PackKernels:
         """A table of these blocks; None while there is no room. Its second half, where each block lies in the ring, is
         left to the caller.
         """
-        count = len(blocks)
-        table = self.arenas[0 if blocks.direction is Direction.STORE else 1].take(2 * count)
+        count = len(blocks.blocks)
+        table = self.arenas[0 if blocks.direction is STORE else 1].take(2 * count)
         if table is not None:
             table.words[:count] = blocks.blocks
             if blocks.sub_block is not None:
@@ -230,7 +230,7 @@ class PackKernels:
         Read over the link by thousands of programs, the table would take too long.
         """
         count, of = len(blocks.blocks), self._groups[blocks.group_index]
-        kernel = of.store if blocks.direction is Direction.STORE else of.load
+        kernel = of.store if blocks.direction is STORE else of.load
         self.copy_table.pack((table.device_address, address, 2 * count))
         kernel.pack((of.fragments + 8 * planes.first_fragment, address, of.starts[-1], planes.num_fragments, count))
         return partial(self._submit, kernel, -(-planes.num_fragments * count // of.tile))

@@ -12,17 +12,17 @@ order; an urgent load goes ahead of them.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.device import Device
+from kvoffload.device.ownership import FORKS
 from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
 from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
-from kvoffload.engine.job import Event, Job, Transfer
+from kvoffload.engine.job import ENDED, SUBMITTED, Job, Transfer
 from kvoffload.engine.queues import MOST_REPORTS
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import Request, Requests
@@ -35,7 +35,7 @@ from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import as_parts
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import STORE, Direction
 from kvoffload.tuning import Profile
 
 
@@ -135,7 +135,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
         request, shard = requests[0], self._shard
-        if shard.closed or os.getpid() != self._process:  # what follows needs the device's context
+        if shard.closed or len(FORKS) != self._forks:  # what follows needs the device's context
             self.check_process()
             shard.check_usable()
         try:
@@ -145,13 +145,13 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
                 with self.lock:
                     # 1. check: what depends on the moment
                     shard.check(requests, streams)
-                    if self._slot_guard is not None and not locked and request.direction is Direction.STORE:
+                    if self._slot_guard is not None and not locked and request.direction is STORE:
                         self._check_store(requests)
                     if len(request.blocks) == 0:
                         empty = Transfer(next(self._ids), request.direction, 0, request.num_parts)
                         empty.simulated = shard.driver.simulated
-                        empty.step(Event.SUBMITTED)  # it ends at once, and is never in a queue
-                        empty.step(Event.ENDED)
+                        empty.step(SUBMITTED)  # it ends at once, and is never in a queue
+                        empty.step(ENDED)
                         self._reports.note(self._in_flight.of(empty.direction), empty)
                         return Job(self, empty)
                     # 2. plan, 3. select, 4. order

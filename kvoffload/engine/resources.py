@@ -17,7 +17,7 @@ from kvoffload.errors import CapacityError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.teardown import run_all
-from kvoffload.internal.types import Int64Array, UInt8Array
+from kvoffload.internal.types import UInt8Array, UInt64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import addresses_of_slots
 
@@ -31,7 +31,7 @@ class EngineResources:
     Attributes:
         memory: the slots.
         pinning_seconds: the time to map, touch and register it.
-        slot_addresses: host addresses of the slots, int64, (num_slots,).
+        slot_addresses: host addresses of the slots, uint64, (num_slots,).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EngineResources:
         self._callers: list[CallerMemory] = []
         self.memory: RegisteredMemory
         self.pinning_seconds = 0.0
-        self.slot_addresses: Int64Array
+        self.slot_addresses: UInt64Array
         self._slot_bytes = 0
         self.copiers = copiers
         self.in_flight = in_flight

@@ -43,7 +43,7 @@ from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Ids, Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.layout import KVLayout, ShardedLayout
 from kvoffload.planning.layer_groups import as_parts
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import STORE, Direction
 from kvoffload.tuning import Profile
 
 
@@ -195,7 +195,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
                 self._track()
                 in_flight.check_room(jobs)
             self._for_each(Shard.check, requests, streams, current=True)
-            if self._slot_guard is not None and not locked and first.direction is Direction.STORE:
+            if self._slot_guard is not None and not locked and first.direction is STORE:
                 self._check_store(requests[0])
             # 2. prepare
             queue, number = in_flight.of(first.direction), next(self._ids)

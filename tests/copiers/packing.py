@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def poison_places(monkeypatch: pytest.MonkeyPatch) -> None:
             submit(stream, start)
             piece.place.ring._driver.fill(address + table, POISON, sizes[address] - table, stream)
 
-        return piece._replace(copies=second) if name == "copies" else piece._replace(kernel=second)
+        return replace(piece, copies=second) if name == "copies" else replace(piece, kernel=second)
 
     monkeypatch.setattr(StagingRing, "take", taking)
     monkeypatch.setattr(PackCopier, "stage", poisoning)

@@ -23,8 +23,10 @@ from kvoffload import (
     KVLayout,
     OffloadEngine,
 )
-from kvoffload.copiers import check_copier, why_not
+from kvoffload.copiers import StridedCopier, check_copier, why_not
+from kvoffload.driver import SourceOrder
 from kvoffload.errors import KVOffloadWarning
+from kvoffload.planning.transfer_plan import TransferPlan
 from kvoffload.testing import Mirror, SimulatedDriver, scramble
 from kvoffload.tuning import COPIERS, CopierName, default_profile
 
@@ -313,3 +315,26 @@ def test_every_call_of_making_and_closing_an_engine_with_kernels_fails_once() ->
             assert left == letting_go, (name, nth, simulator.leaks())
             before = simulator.leaks()
         assert simulator.violations == []
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_columns_that_stay_are_written_once_for_as_many_rows_as_were_filled(direction: Direction) -> None:
+    """A transfer of few blocks comes first; the next one has the same arrays, and more rows than have their values."""
+    copier, address = StridedCopier(None, batched=True), np.arange(8, dtype=np.uint64)  # type: ignore[arg-type]
+    column = {value: np.array([value], np.uint64) for value in (300, 400, 100, 200, 7, 9)}
+    other = Direction.LOAD if direction is Direction.STORE else Direction.STORE
+    ends = ("source", "target") if direction is Direction.STORE else ("target", "source")
+    given = [
+        *((2, 1, 300, 400, 100, 7), (5, 1, 300, 400, 100, 7), (3, 3, 300, 400, 100, 7), (4, 3, 400, 400, 100, 7)),
+        *((1, 3, 400, 300, 100, 7), (2, 3, 400, 300, 200, 7), (3, 3, 400, 300, 200, 9), (2, 3, 400, 300, 200, 9)),
+    ]
+    for count, order, device_pitch, host_pitch, width, height in given:
+        device, host = address[:count] + np.uint64(count), address[:count]
+        columns = [column[each] for each in (width, height, device_pitch, host_pitch)]
+        table: Any = copier.stage(TransferPlan(direction, device, host, *columns), SourceOrder(order)).args[0]  # type: ignore[attr-defined]
+        copier.stage(TransferPlan(other, host, device, *reversed(columns)), SourceOrder.STREAM)
+        rows = table.rows[:count]
+        assert [rows[end].tolist() for end in ends] == [device.tolist(), host.tolist()]
+        names = [*(f"{end}_pitch" for end in ends), "width", "height", "order"]
+        for name, value in zip(names, (device_pitch, host_pitch, width, height, order), strict=True):
+            assert rows[name].tolist() == [value] * count
