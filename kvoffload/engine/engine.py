@@ -59,8 +59,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         staging_bytes: device memory for each direction through which the copier "pack" carries blocks whose planes are
             apart: a kernel, for some microseconds on all multiprocessors, packs them there. Allocated when that copier
             is first used; at least room for two blocks. 0 forbids kernels and compiles none. (The simulated device runs
-            a kernel only if you ask for it, since it interprets kernels slowly.) If kernels cannot be loaded, you get a
-            KVOffloadWarning, and the copy engine carries all transfers.
+            a kernel only if you ask for it, since it interprets kernels slowly.) Without Triton, or if kernels
+            cannot be loaded, which gives a KVOffloadWarning, the copy engine carries all transfers.
         prefer: "overlap", for a GPU that computes during transfers: selects the copier that costs least in the worse of
             two kinds of computation. "latency": selects the one that ends soonest on an idle GPU. That is for the first
             transfers: between "pack" and the copy engine, the times of the last ones decide from then on.

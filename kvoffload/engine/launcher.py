@@ -22,7 +22,7 @@ from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
 from kvoffload.errors import DriverError, KVOffloadError
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import Direction
 
 _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
 
@@ -149,7 +149,6 @@ class Launcher:
         if kernels is None or copies is None:
             return False
         work, _, size, _ = transfer.shares[number]
-        assert isinstance(work, BlockPlan)
         piece = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         if piece is None:  # no room in the tables
             return False

@@ -136,7 +136,7 @@ class Limits(NamedTuple):
                 )
             planes = as_parts(parts, len(layout.groups[group].planes))
             if planes is not None:
-                check_carries_parts(copier)
+                check_carries_parts(copier, planes)
         sources: tuple[Any, ...] = ()
         arrays = False
         if after is None and layout.on_default_stream:

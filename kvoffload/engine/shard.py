@@ -127,7 +127,7 @@ class Shard:
         with device.lifecycle, device.current():
             self.folds = Folds(layout, device.allocations(layout))
             in_flight = InFlight(device.driver, max_in_flight, self._hazards, most_bytes)
-            copiers = CopierSet(device.driver, device.capabilities, layout, self.staging_bytes)
+            copiers = CopierSet(device.driver, device.capabilities, self.staging_bytes)
             self.parts = EngineResources(device, in_flight, self.reports, copiers, options.stream_priority)
             self._resource = device.adopt(self, self.parts.release, "an OffloadEngine")
             try:

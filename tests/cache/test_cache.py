@@ -205,6 +205,20 @@ def test_an_engine_with_room_for_fewer_jobs_than_groups_is_refused() -> None:
                 engine.store([1], [1]).wait(10)
 
 
+def test_a_store_of_keys_that_are_there_needs_no_room_for_a_job() -> None:
+    with simulated() as device, rig(device, num_slots=4, max_in_flight=1) as bench:
+        cache = BlockCache(bench.engine)
+        cache.store(keys(0), [0]).wait(10)
+        held = bench.stream()
+        gate = bench.gate(held)
+        job = cache.store(keys(1), [1], after=held)
+        assert cache.store(keys(0), [0]).keys == ()
+        with pytest.raises(CapacityError, match="max_in_flight=1"):
+            cache.store(keys(2), [2])
+        gate.open()
+        assert job.wait(10)
+
+
 def test_an_engine_has_one_cache_at_a_time() -> None:
     with simulated() as device, rig(device, num_slots=4) as bench:
         first = BlockCache(bench.engine)

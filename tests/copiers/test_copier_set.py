@@ -117,6 +117,7 @@ def test_a_triton_that_is_not_installed_is_named_before_anything_is_loaded(
     reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.2'"
     assert why_not(device.capabilities)["pack"] == reason
     assert why_not(device.capabilities)["strided"] is None
+    check_no_kernels(device, reason, warned=False)  # an extra that is left out is meant so
 
 
 # no memory for a ring
@@ -148,6 +149,7 @@ def test_staging_bytes_is_a_number_of_bytes(device: kvoffload.Device, wrong: Any
         OffloadEngine(layout, device=device, num_slots=4, staging_bytes=wrong)
 
 
+@pytest.mark.kernels
 def test_a_ring_has_room_for_a_block(device: kvoffload.Device) -> None:
     """Of the largest group; a ring of the least size carries any number of them."""
     planes = [device.allocate_planes(3, block_bytes=nbytes, num_blocks=8) for nbytes in (100, 1000)]
@@ -166,6 +168,7 @@ def test_a_ring_has_room_for_a_block(device: kvoffload.Device) -> None:
         mirror.check()
 
 
+@pytest.mark.kernels
 def test_memory_of_the_rings_is_taken_when_they_are_used_and_counted(device: kvoffload.Device) -> None:
     with rig(device, staging_bytes=4096) as bench:
         engine, free = bench.engine, leaks_of(device)["device_allocations"]
@@ -180,6 +183,7 @@ def test_memory_of_the_rings_is_taken_when_they_are_used_and_counted(device: kvo
         assert engine.statistics().staging_bytes == 0
 
 
+@pytest.mark.kernels
 def test_the_default_refuses_no_layout(device: kvoffload.Device) -> None:
     """Blocks that its ring has no room for are carried by the copy engine."""
     planes = device.allocate_planes(2, block_bytes=70 << 20, num_blocks=1)
@@ -226,6 +230,7 @@ def test_prefer_is_checked(device: kvoffload.Device) -> None:
     assert leaks_of(device) == before
 
 
+@pytest.mark.kernels
 def test_a_job_says_what_carries_it_and_why(device: kvoffload.Device) -> None:
     with rig(device, staging_bytes=STAGING, prefer="latency") as bench:
         engine = bench.engine
@@ -279,6 +284,7 @@ def test_a_gpu_without_room_for_the_rows_gets_no_kernel(device: kvoffload.Device
         use_every_copier(engine, list(engine.layout.groups[0].planes))
 
 
+@pytest.mark.kernels
 def test_a_gpu_without_room_for_the_prelude_copies_without(device: kvoffload.Device) -> None:
     engine = failing_allocation(device, 1)()
     simulator: Any = device.simulator

@@ -224,6 +224,14 @@ def test_an_engine_remembers_a_choice_for_the_situation_that_it_was_made_for() -
         assert chosen == ["strided", "batch", "strided"]
 
 
+def test_an_engine_remembers_a_choice_for_as_many_parts() -> None:
+    """A load in parts is no other load: what was chosen for the one is no answer for the other."""
+    with simulated() as device, rig(device, profile=profile_of(strided=3e-5, batch=1e-5), prefer="latency") as bench:
+        reasons = {parts: bench.engine.load([1], [1], after=NO_WAIT, parts=parts).reason for parts in (1, 2, 4)}
+        bench.engine.drain(10)
+    assert len(set(reasons.values())) == 3, reasons
+
+
 def test_a_simulated_device_takes_kernels_that_are_asked_for_alone() -> None:
     """Interpreting one takes milliseconds."""
     profile = profile_of(strided=1.0, batch=1e-4)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import Rig, all_are, release, rig, simulated
 from interrupts import interrupt_at, trace_points
+from transfers import transfer_of
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine
@@ -229,6 +230,29 @@ def test_an_interrupted_submission_ends(bench: Rig, call: str) -> None:
         assert [result.error is None for result in engine.poll()] == [False]
         engine.store([3], [3], after=NO_WAIT).wait(2)
         assert int(bench.slot(3)[0]) == 4
+
+
+def test_no_other_transfer_gets_the_number_of_an_interrupted_one(bench: Rig) -> None:
+    """The interrupt comes as the transfer is put in flight: it runs, though its caller has no job of it."""
+    engine, held, ids = bench.engine, bench.stream(), iter(range(32))
+
+    def store() -> kvoffload.Job:
+        return engine.store([1], [next(ids)], after=held)
+
+    store().wait(10)
+    points = trace_points(store)
+    engine.drain(10)
+    put = [number for number, point in enumerate(points, 1) if "deque.append at engine/shard.py" in str(point)]
+    assert put
+    for number in put:
+        engine.poll()
+        gate = bench.gate(held)
+        assert interrupt_at(number, store).raised
+        later = [store(), store()]
+        assert len({transfer_of(job).sequence for job in engine.jobs_in_flight()}) == 3
+        gate.open()
+        assert [job.wait(10).error for job in later] == [None, None]
+        engine.drain(10)
 
 
 # what waits on the host -----------------------------------------------------------------------------------------------

@@ -493,6 +493,13 @@ TABLE: tuple[Row, ...] = (
     Row("engine.store.after_array", ENGINES, array, lambda w: transfer(w, "store")),
     Row("engine.store.after_several", ENGINES, several_streams, lambda w: transfer(w, "store")),
     Row("engine.load.parts", "one", None, lambda w: transfer(w, "load", parts=PLANES)),
+    Row(
+        "engine.load.pack.parts",
+        "one",
+        None,
+        lambda w: transfer(w, "load", copier="pack", parts=PLANES),
+        options=PIECES,
+    ),
     Row("engine.load.parts_listed", "one", None, lambda w: transfer(w, "load", parts=[[0, 2], [1]])),
     Row("engine.load.source_order", "one", None, lambda w: transfer(w, "load", source_order="stream")),
     Row("engine.plan", ENGINES, None, lambda w: w.engine.plan("load", TARGETS[:3], [0, 1, 2])),
