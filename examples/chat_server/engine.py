@@ -63,7 +63,7 @@ class EngineOptions:
         batch: sequences that are served at the same time.
         most_waiting: further requests are refused.
         offload: whether there is anything below the device.
-        pool_bytes, disk, disk_bytes: as for `kvoffload.open_cache`.
+        pool_bytes, disk, disk_bytes, prefill_tokens_per_second: as for `kvoffload.open_cache`.
         share_generated: whether blocks of answers are shared and stored, too.
     """
 
@@ -78,6 +78,7 @@ class EngineOptions:
     pool_bytes: int = 1 << 30
     disk: Path | None = None
     disk_bytes: int = 0
+    prefill_tokens_per_second: float | None = None
     share_generated: bool = False
 
     def __post_init__(self) -> None:
@@ -135,7 +136,10 @@ class Engine:
             self._owned = kvoffload.jax.OwnedCache(self._device, shapes, dtype, block_axes=axes, **paged)
             below = {"disk": options.disk, "disk_bytes": options.disk_bytes, "identity": options.identity}
             disk: dict[str, Any] = below if options.disk is not None else {}
-            self.cache = kvoffload.open_cache(self._owned, pool_bytes=options.pool_bytes, **disk)
+            speed = options.prefill_tokens_per_second
+            self.cache = kvoffload.open_cache(
+                self._owned, pool_bytes=options.pool_bytes, prefill_tokens_per_second=speed, **disk
+            )
         except BaseException:
             self._device.close()
             raise

@@ -162,6 +162,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
                 chunk_tokens=chosen.chunk,
                 batch=chosen.batch,
                 most_waiting=len(requests),
+                prefill_tokens_per_second=chosen.prefill,
                 **options,
             )
             with Engine(model.size, model.weights, given) as engine:
@@ -216,6 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--chunk", type=int, default=256, help="tokens of a prompt that a step computes (%(default)s)")
     add("--oversubscribed", type=lambda text: [float(each) for each in text.split(",")], default=[1.0, 2.0, 4.0, 8.0])
     add("--pool", type=float, default=0.5, help="what the pool above a disk holds of all blocks (%(default)s)")
+    add("--prefill", type=float, help="tokens per second, for what is worth reading from a disk (default: measured)")
     add("--disk", type=Path, help="the folder of the disk's file (default: the system's for temporary files)")
     add("--json", type=Path, help="write the figures to this file")
     chosen = parser.parse_args(arguments)

@@ -49,7 +49,7 @@ def engine_of(**options: Any) -> Any:
 
     size = ModelSize(2, 64, 4, 2, 16, 128, 256)
     shape = {"context_tokens": 256, "chunk_tokens": 32, "batch": 4}
-    given: dict[str, Any] = {"identity": "test", "pool_bytes": 1 << 20, **shape}
+    given: dict[str, Any] = {"identity": "test", "pool_bytes": 1 << 20, "prefill_tokens_per_second": 1.0, **shape}
     chosen = EngineOptions(**given | options)
     return Engine(size, llama.random_weights(size, chosen.dtype), chosen)
 

@@ -32,7 +32,7 @@ def test_all_caches_give_the_same_answers_and_find_what_they_hold(tmp_path: Path
     trace, output = tmp_path / "trace.jsonl", tmp_path / "found.json"
     write_trace(trace)
     small = ["--model", "tiny", "--context", "256", "--batch", "2", "--chunk", "32", "--tokens", "16", "--pace", "200"]
-    small += ["--most-answer", "4"]
+    small += ["--most-answer", "4", "--prefill", "1"]
     where = ["--disk", str(tmp_path), "--json", str(output), "--oversubscribed", str(over)]
     assert measure.main([str(trace), *small, *where]) == 0
     found = json.loads(output.read_text())
