@@ -199,18 +199,29 @@ def test_pitfall_24_eviction_is_all_or_nothing(pair: tuple[Rig, BlockCache]) -> 
     assert (bench.block(21) == 3).all()
 
 
-def test_a_refusal_of_the_engine_changes_nothing(pair: tuple[Rig, BlockCache], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_engine_changes_nothing() -> None:
+    with simulated() as device, rig(device, num_blocks=32, num_slots=4, max_in_flight=1) as bench:
+        cache = BlockCache(bench.engine, policy="lru")
+        cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
+        held = bench.stream()
+        gate = bench.gate(held)
+        job = bench.engine.load([0], [25], after=held)
+        before = cache_state(cache)
+        with pytest.raises(CapacityError, match="max_in_flight=1"):
+            cache.store(keys(5), [5], all_or_nothing=True)
+        with pytest.raises(CapacityError, match="max_in_flight=1"):
+            cache.load(keys(1), [20])
+        assert cache_state(cache) == before
+        gate.open()
+        job.wait(10)
+        cache.check()
+
+
+def test_a_refusal_of_the_engine_changes_nothing(pair: tuple[Rig, BlockCache]) -> None:
     bench, cache = pair
     cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
     bench.engine.poll()
     before = cache_state(cache)
-    monkeypatch.setattr(bench.engine._parts.in_flight, "max_in_flight", 0)
-    with pytest.raises(CapacityError):
-        cache.store(keys(5), [5], all_or_nothing=True)
-    with pytest.raises(CapacityError):
-        cache.load(keys(1), [20])
-    assert cache_state(cache) == before
-    monkeypatch.undo()
     simulator: Any = bench.device.simulator
     simulator.faults.fail_call("cuStreamIsCapturing")
     with pytest.raises(kvoffload.DriverError):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from capture_probe import GLOBAL, Capturing
 from cuda.bindings import driver as cuda
-from helpers import STAGING, Rig, all_are, change_streams, leaks_of, release, rig, simulated, whole
+from helpers import STAGING, Rig, all_are, change_streams, choose_kernels_too, leaks_of, release, rig, simulated, whole
 from pack_moves import Move, Seeded, check_moves, layout_spec, move
 from packing import (
     OPTIONS,
@@ -230,11 +230,13 @@ def test_a_block_that_is_larger_than_the_ring_goes_another_way(
 
 
 @pytest.mark.parametrize("asked", ["pack", PACK])
-def test_a_load_in_parts_that_are_no_ranges_goes_another_way(device: kvoffload.Device, asked: Any) -> None:
+def test_a_load_in_parts_that_are_no_ranges_goes_another_way(
+    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, asked: Any
+) -> None:
+    choose_kernels_too(monkeypatch)
     with rig(device, staging_bytes=STAGING) as bench:
         with pytest.raises(ValueError, match="copies parts whose planes follow each other"):
             bench.engine.load([1], [1], copier=asked, parts=[[0, 2], [1, 3]])
-        bench.engine._parts.copiers.interpreted = False
         job = bench.engine.load([1], [1], after=NO_WAIT, parts=[[0, 2], [1, 3]])
         assert job.copier != "pack"
         job.wait(10)
@@ -245,7 +247,8 @@ def test_a_load_in_parts_that_are_no_ranges_goes_another_way(device: kvoffload.D
 
 
 def prefer_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have "pack" chosen wherever it is offered, as on a GPU."""
+    """Have "pack" chosen wherever it could be, as on a GPU."""
+    choose_kernels_too(monkeypatch)
     choose = selection.choose
 
     def choosing(shape: Any, available: Any, *rest: Any) -> Any:
@@ -261,7 +264,6 @@ def test_without_memory_for_the_ring_another_method_carries_it(
     simulator: Any = device.simulator
     caplog.set_level(logging.WARNING, "kvoffload")
     with rig(device, staging_bytes=STAGING) as bench:
-        bench.engine._parts.copiers.interpreted = False
         assert bench.engine.plan("store", [1], [1]).copier == PACK
         assert bench.engine.store([1], [1], after=NO_WAIT).wait(10).copier == "pack"
         before = simulator.faults.call_count["cuMemAlloc"]

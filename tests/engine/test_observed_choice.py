@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from helpers import STAGING, Rig, rig, simulated
+from helpers import STAGING, Rig, choose_kernels_too, rig, simulated
 
 from kvoffload import NO_WAIT, GroupTransfer, Job, KVLayout, OffloadEngine
 from kvoffload.copiers.observed import Comparison, Forecast
@@ -39,6 +39,7 @@ class Times:
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
+    choose_kernels_too(monkeypatch)
     made, note = Times(), Comparison.note
 
     def tell(comparison: Comparison, forecast: Forecast, seconds: float) -> None:
@@ -68,7 +69,6 @@ def give(times: Times, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -
                     return times.seconds[transfer.copier]
         return times.overlap
 
-    monkeypatch.setattr(parts.copiers, "interpreted", False)
     monkeypatch.setattr(engine.device.driver, "event_seconds", seconds)
 
 

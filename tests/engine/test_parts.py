@@ -19,6 +19,7 @@ from helpers import (
     all_are,
     cache_state,
     change_streams,
+    choose_kernels_too,
     copiers_in,
     cut_segments,
     in_threads,
@@ -150,10 +151,10 @@ def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> Non
 def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     known = default_profile(None)
     slow = {each: replace(found, strided=None) for each, found in known.costs.items()}
+    choose_kernels_too(monkeypatch)
     with rig(
         device, planes=PLANES, staging_bytes=STAGING, prefer="latency", profile=replace(known, costs=slow)
     ) as bench:
-        monkeypatch.setattr(bench.engine._parts.copiers, "interpreted", False)  # as on a GPU: kernels, too, are chosen
         assert load(bench, range(8), range(8), parts=None).copier == "pack"
         assert load(bench, range(8), range(8), parts=2).copier == "pack"
         mixed = [[0, 2], [1, *range(3, PLANES)]]

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from helpers import STAGING
+from helpers import STAGING, choose_kernels_too
 from pages import page, row
 
 import kvoffload
@@ -88,10 +88,10 @@ def test_a_copier_asked_for_by_name(engine: OffloadEngine) -> None:
 def test_the_order_of_preference_is_the_engines(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where kernels may be chosen."""
     planes = device.allocate_planes(64, block_bytes=2048, num_blocks=128)
+    choose_kernels_too(monkeypatch)
     with OffloadEngine(
         KVLayout([planes]), device=device, num_slots=128, staging_bytes=STAGING, prefer="latency"
     ) as engine:
-        monkeypatch.setattr(engine._parts.copiers, "interpreted", False)
         report = engine.plan("store", range(128), range(128))
     assert report.copier == "pack"
     assert [copier for copier, _ in report.alternatives] == ["strided", "batch"]

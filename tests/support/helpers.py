@@ -18,6 +18,7 @@ import pytest
 from seeds import rest_long, seeds
 
 import kvoffload
+from kvoffload.copiers import CopierSet
 from kvoffload.device import streams
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import address_of
@@ -210,6 +211,17 @@ def rig(
         yield every
     finally:
         every.close()
+
+
+def choose_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines choose kernels as on a GPU. Else the simulated device runs only those that are asked for."""
+    opened = CopierSet.open
+
+    def open_as_on_a_gpu(copiers: CopierSet, *arguments: Any) -> None:
+        opened(copiers, *arguments)
+        copiers.interpreted = False
+
+    monkeypatch.setattr(CopierSet, "open", open_as_on_a_gpu)
 
 
 def paint(rig: Rig) -> None:

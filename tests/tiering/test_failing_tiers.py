@@ -27,12 +27,6 @@ def _has_begun(tier: GatedTier, before: int) -> bool:
     return len(tier.begun) > before
 
 
-@pytest.fixture
-def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that has failed is tried again after a fifth of the usual pause, which a test would only wait for."""
-    monkeypatch.setattr("kvoffload.cache.tiering.below._FIRST_PAUSE", 0.2)
-
-
 def settled(bench: Bench) -> None:
     """The thread of the tiers has looked at everything so far."""
     bench.cache.promote([]).wait(SECONDS)
@@ -102,7 +96,6 @@ def test_a_tier_that_cannot_be_attached_closes_those_before() -> None:
             BlockCache(engine)
 
 
-@pytest.mark.usefixtures("short_pause")
 def test_a_breaker_opens_and_comes_back_by_itself() -> None:
     tier = FaultyTier()
     with tiered(tier) as bench:
@@ -120,7 +113,6 @@ def test_a_breaker_opens_and_comes_back_by_itself() -> None:
         assert bench.cache.tier_statistics()[0].state is BreakerState.CLOSED
 
 
-@pytest.mark.usefixtures("short_pause")
 def test_questions_that_give_a_tier_no_job_use_up_no_try() -> None:
     tier = FaultyTier()
     with tiered(tier) as bench:
@@ -331,7 +323,6 @@ def test_one_late_promotion_of_many_keys_opens_no_breaker() -> None:
         assert bench.cache.tier_statistics()[0].opened == 0
 
 
-@pytest.mark.usefixtures("short_pause")
 def test_a_call_that_hangs_turns_a_tier_off_until_it_returns() -> None:
     tier = FaultyTier()
     with tiered(tier, hung=0.05) as bench:
