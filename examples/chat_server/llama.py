@@ -98,9 +98,34 @@ def compute_step(
             new[planes] = [jax_layers.write(array, place, each) for array, each in pairs]
             return new, tuple(jax_layers.read(array, (step.tables,), keys.dtype) for array in new[planes])
 
-        x, _ = jax_layers.compute_layer(size, layer, x, step, rotation, keep)
+        x, _ = jax_layers.compute_layer(size, layer, x, step, rotation, keep, attend=attend)
     logits = model.unembed(jnp, size, weights, x, step)
     return new, _choose(logits, step.positions.reshape(-1)[step.last], sampling)
+
+
+def attend(
+    size: ModelSize,
+    layer: dict[str, Any],
+    x: Any,
+    step: Step,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    reduce: model.Reduce,
+) -> Any:
+    """See `model.attend`. Products are of the cache's dtype, and added up in float32, as tensor cores do."""
+    batch, length = step.positions.shape
+    context = step.tables.shape[1] * BLOCK_TOKENS
+    shared = size.query_heads // size.kv_heads
+    queries = queries.astype(keys.dtype).reshape(batch, length, size.kv_heads, shared, size.head_size)
+    keys, values = (each.reshape(batch, context, size.kv_heads, size.head_size) for each in (keys, values))
+    scores = jnp.einsum("blhgd,bchd->bhglc", queries, keys, preferred_element_type="float32") * size.head_size**-0.5
+    visible = jnp.arange(context, dtype="int32") <= step.positions[:, None, None, :, None]
+    scores = jnp.where(visible, scores, -jnp.inf)
+    scores = jnp.exp(scores - scores.max(axis=-1, keepdims=True))  # exactly 0 for masked tokens
+    seen = jnp.einsum("bhglc,bchd->bhgld", scores.astype(values.dtype), values, preferred_element_type="float32")
+    seen = (seen / scores.sum(axis=-1, keepdims=True)).transpose(0, 3, 1, 2, 4).reshape(batch * length, -1)
+    return x + reduce(seen.astype(values.dtype) @ layer["attention_out"])
 
 
 def _choose(logits: Any, positions: Any, sampling: Sampling) -> Any:

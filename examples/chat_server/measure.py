@@ -3,9 +3,9 @@
     python -m chat_server.measure conversation_trace.jsonl --model llama-8b --conversations 150 --pace 50
 
 It serves the same requests at the same times with four caches: blocks on the device alone; with a pool in host memory
-below; with a disk below that; and with a device that has room for all. The device holds a half, a quarter, ... of the
-different blocks of the requests (`--oversubscribed`). All four must give the same answers: the exit status is 1 if
-one differs.
+below; with a disk below that; and with a device that has room for all. The device has room for all blocks that are
+live at once (a request has used them, and another one will), or for a half, a quarter, ... of them: `--oversubscribed`.
+All four must give the same answers: the exit status is 1 if one differs.
 
 A trace has JSON lines with "timestamp" (ms), "hash_ids", one for each stretch of a prompt, and "output_length".
 Requests with equal leading ids share that prefix, as in the Mooncake traces. A stretch becomes `--tokens` tokens, the
@@ -35,7 +35,7 @@ from paged_decode.model import BLOCK_TOKENS
 
 CACHES = ("device", "host", "disk", "unbounded")
 _STRETCH = 512  # tokens of the recorded prompts that a hash id stands for
-_LEAST_DEVICE = 2  # contexts, however much is oversubscribed
+_LEAST_DEVICE = 1  # context, however much is oversubscribed
 _ROOM = 1.02  # of a pool or disk, beyond the blocks that it is to hold
 
 
@@ -87,7 +87,22 @@ def read(chosen: argparse.Namespace) -> tuple[list[Recorded], int]:
             left_out += 1
         else:
             found.append(Recorded(row["timestamp"] / 1e3, tuple(row["hash_ids"]), answer))
-    return found, left_out
+    return found[: chosen.requests], left_out
+
+
+def live_at_once(requests: list[Recorded]) -> int:
+    """The most hash ids that had been used, and would be again. The best cache that there could be needs so many."""
+    first, last = dict[int, int](), dict[int, int]()
+    for place, request in enumerate(requests):
+        for number in request.ids:
+            first.setdefault(number, place)
+            last[number] = place
+    change = np.zeros(len(requests), dtype=int)
+    for number, place in last.items():
+        if place > first[number]:
+            change[first[number]] += 1
+            change[place] -= 1
+    return int(change.cumsum().max())
 
 
 def prompt_of(recorded: Recorded, tokens: int, vocabulary: int) -> list[int]:
@@ -117,14 +132,14 @@ def serve(engine: Any, requests: list[Recorded], prompts: list[list[int]], pace:
 
 
 def engine_options(
-    chosen: argparse.Namespace, cache: str, blocks: int, over: float, block_bytes: int
+    chosen: argparse.Namespace, cache: str, blocks: int, live: float, block_bytes: int
 ) -> dict[str, Any]:
-    """What an engine may use, if there are so many different blocks."""
+    """What an engine may use, if there are so many different blocks, and so many of the live ones fit on the device."""
     context = chosen.context // BLOCK_TOKENS
     device = blocks + chosen.batch * context
     if cache != "unbounded":
         answers = chosen.batch * (1 + -(-chosen.most_answer // BLOCK_TOKENS))
-        device = max(int(blocks / over) + answers, _LEAST_DEVICE * context)
+        device = max(int(live) + answers, _LEAST_DEVICE * context)
     pool = int(blocks * block_bytes * _ROOM * (chosen.pool if cache == "disk" else 1.0))
     return {
         "device_blocks": device + 1,
@@ -147,12 +162,13 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     model = models.load(chosen.model, dtype)
     prompts = [prompt_of(each, chosen.tokens, model.size.vocabulary) for each in requests]
     blocks = len({number for each in requests for number in each.ids}) * chosen.tokens // BLOCK_TOKENS
+    live = live_at_once(requests) * chosen.tokens // BLOCK_TOKENS
     size = model.size
     block_bytes = 2 * size.layers * BLOCK_TOKENS * size.kv_heads * size.head_size * (2 if dtype == "bfloat16" else 4)
     table, answers, differ = list[Served](), list[list[int]](), 0
     cells = [("unbounded", 1.0), *((cache, over) for over in chosen.oversubscribed for cache in CACHES[:3])]
     for cache, over in cells:
-        options = engine_options(chosen, cache, blocks, over, block_bytes)
+        options = engine_options(chosen, cache, blocks, live / over, block_bytes)
         with tempfile.TemporaryDirectory(dir=chosen.disk) as folder:
             options["disk"] = Path(folder, "blocks") if cache == "disk" else None
             given = EngineOptions(
@@ -185,6 +201,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         "left_out": left_out,
         "prompt_tokens": sum(map(len, prompts)),
         "different_bytes": blocks * block_bytes,
+        "live_bytes": live * block_bytes,
         "different_answers": differ,
         "served": [asdict(each) for each in table],
     }
@@ -209,6 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", default="smollm2", help="smollm2, or with random weights tiny, llama-1b, llama-8b")
     add("--conversations", type=int, default=100, help="of the trace (%(default)s)")
     add("--seed", type=int, default=0, help="for drawing them (%(default)s)")
+    add("--requests", type=int, help="of theirs, at most (default: all)")
     add("--pace", type=float, default=1.0, help="how many times as fast as recorded (%(default)s)")
     add("--tokens", type=int, default=64, help=f"for each {_STRETCH} recorded tokens; a multiple of 16 (%(default)s)")
     add("--most-answer", type=int, default=32, help="tokens of an answer, at most (%(default)s)")
@@ -225,9 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
     found = measure(chosen)
     requests = f"{found['requests']} requests of {found['trace']} ({found['left_out']} longer ones left out)"
     where = f"{found['model']} on {found['device']}"
-    amount = (
-        f"{found['prompt_tokens']:,} tokens of prompts, {found['different_bytes'] / 1e9:.2f} GB of different blocks"
-    )
+    blocks, live = (f"{found[name] / 1e9:.2f} GB" for name in ("different_bytes", "live_bytes"))
+    amount = f"{found['prompt_tokens']:,} tokens of prompts, {blocks} of different blocks, {live} live at once"
     print(f"{requests}, {where}: {amount}; {found['different_answers']} answers differ")
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found, indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,17 +22,19 @@ def compute_layer(
     rotation: tuple[Any, Any],
     keep: Keep,
     reduce: model.Reduce = model.whole,
+    attend: Callable[..., Any] = partial(model.attend, jnp),
 ) -> tuple[Any, Any]:
     """The residual stream after a layer, and the cache with K and V of the step's tokens.
 
     Args:
         keep: writes K and V of the step's tokens; returns the cache, and K and V of the blocks of `step.tables`.
+        attend: the residual stream after attention, from the arguments of `model.attend` behind `xp`.
     """
     queries, keys, values = model.project(jnp, size, layer, x, rotation)
     cache, seen = keep(keys, values)
     # So that XLA compiles the rest in the same way, whatever the number of blocks.
     seen_keys, seen_values = jax.lax.optimization_barrier(seen)
-    x = model.attend(jnp, size, layer, x, step, queries, seen_keys, seen_values, reduce)
+    x = attend(size, layer, x, step, queries, seen_keys, seen_values, reduce)
     return model.feed_forward(jnp, size, layer, x, reduce), cache
 
 
