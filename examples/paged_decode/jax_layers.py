@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from paged_decode import model
 
 Keep = Callable[[Any, Any], tuple[Any, tuple[Any, Any]]]
+_ATTEND = partial(model.attend, jnp)
 
 
 def compute_layer(
@@ -22,7 +23,7 @@ def compute_layer(
     rotation: tuple[Any, Any],
     keep: Keep,
     reduce: model.Reduce = model.whole,
-    attend: Callable[..., Any] = partial(model.attend, jnp),
+    attend: Callable[..., Any] = _ATTEND,
 ) -> tuple[Any, Any]:
     """The residual stream after a layer, and the cache with K and V of the step's tokens.
 
