@@ -110,7 +110,10 @@ def make_engine(sizes: Sizes, *, seed: int = 0) -> Any:
         use_aot_forward=True,
         silent_mode=True,
     )
-    engine.terminate()
+    loop = engine._scheduler_thread
+    engine.terminate()  # holds the lock that the loop waits for: it gives up after 5 s, and the loop makes a last round
+    if loop is not None:
+        loop.join()
     return engine
 
 
