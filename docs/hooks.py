@@ -1,7 +1,9 @@
-"""For `mkdocs build`: the documents at the repository's root become pages, and links between all documents work.
+"""For `mkdocs build`: the documents outside docs/ become pages, and links between all documents work.
 
 The documents stay where GitHub shows them; README.md is the site's first page. A link is written as GitHub resolves it,
 relative to the file it stands in, and is rewritten here where the page lies elsewhere in the site.
+
+The search finds a page by its title and text, and by the words of `SEARCH`: what users call it.
 """
 
 from __future__ import annotations
@@ -12,12 +14,40 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGES = {  # file at the root: page of the site
+PAGES = {  # file outside docs/: page of the site
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "GLOSSARY.md": "glossary.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/chat_server/README.md": "guides/chat-server.md",
+}
+SEARCH = {  # page of the site: words for which it should be the first result, as tags, which weigh most
+    "faq.md": ["FAQ", "questions"],
+    "benchmarks/time-to-first-token.md": ["TTFT", "latency", "speedup"],
+    "contributing.md": ["contribute", "development", "CI"],
+    "cache.md": ["eviction", "LRU", "prefix caching"],
+    "command-line.md": ["CLI", "commands"],
+    "guides/add-a-disk.md": ["disk", "SSD", "NVMe", "restart", "persistent"],
+    "guides/asyncio.md": ["asyncio", "await", "async", "cancel"],
+    "guides/inside-a-server.md": ["hybrid", "sliding window", "Mamba"],
+    "guides/metrics.md": ["monitor", "monitoring", "Prometheus", "Grafana", "alerts", "dashboard"],
+    "guides/ranks-in-processes.md": ["multi-process", "ranks"],
+    "guides/one-call.md": ["getting started", "quickstart", "tutorial", "open_cache"],
+    "guides/quantized-caches.md": ["quantized", "quantization", "fp8", "int8", "scales"],
+    "guides/share-a-store.md": ["S3", "Redis", "Valkey", "distributed", "cluster"],
+    "guides/size-a-pool.md": ["OOM", "out of memory", "CapacityError", "memlock", "ulimit", "pinned memory", "shm"],
+    "guides/test-without-a-gpu.md": ["pytest", "mock", "simulated", "laptop"],
+    "guides/tracing.md": ["OpenTelemetry", "logging", "NVTX", "debug"],
+    "guides/tune-a-machine.md": ["slow", "tune", "performance"],
+    "guides/vllm.md": ["vLLM"],
+    "how/interrupts.md": ["Ctrl-C", "KeyboardInterrupt", "SIGINT", "signal", "exceptions", "TransferError"],
+    "how/ordering.md": ["ordering", "streams", "synchronize", "events"],
+    "limits.md": ["Windows", "macOS", "AMD", "TPU", "CUDA graphs", "MIG", "driver version", "requirements"],
+    "security.md": ["security", "encryption", "GDPR", "delete"],
+    "start/cupy.md": ["CuPy"],
+    "start/jax.md": ["JAX"],
+    "start/several-gpus.md": ["multi-GPU", "tensor parallel"],
 }
 _FILES = {page: file for file, page in PAGES.items()}
 _LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)")
@@ -25,7 +55,7 @@ _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the root's documents."""
+    """Add the documents outside docs/."""
     from mkdocs.structure.files import File
 
     for file, page in PAGES.items():
@@ -34,7 +64,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - names that mkdocs gives
-    """Rewrite the links of one page."""
+    """Rewrite the links of one page, and give it its words for the search."""
+    page.meta["tags"] = SEARCH.get(page.file.src_uri, [])
+    page.meta["hide"] = ["navigation"] if page.file.src_uri in ("index.md", "faq.md") else []  # alone in its tab
     return for_site(markdown, page.file.src_uri)
 
 

@@ -25,13 +25,10 @@ from typing import Any
 import numpy as np
 from paged_decode import model, report
 from paged_decode.arrays import NumpyBackend
-from paged_decode.backend import Backend, Followed, Logits
+from paged_decode.backend import ONE_ALGORITHM, Backend, Followed, Logits
 
 import kvoffload
 from kvoffload.testing import SimulatedDriver
-
-# XLA measures several algorithms for a product and takes the fastest. With another one the bits differ.
-ONE_ALGORITHM = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
 def compute(
@@ -40,32 +37,30 @@ def compute(
     """The logits of a step, and the cache with K and V of its tokens: in the same memory, if you donate the cache. With
     several devices, `size`, `weights` and `cache` are one device's share.
 
-    The cache holds bfloat16 as uint16 bits. XLA may compute an update of bfloat16 in float32, and convert the whole
-    cache before and after. That is slow, and would overwrite blocks that are loaded meanwhile.
+    The cache holds bfloat16 as uint16 bits, see `jax_layers.write`.
     """
     import jax
     import jax.numpy as jnp
+    from paged_decode import jax_layers
 
     rotation = model.rotary(jnp, size, step)
     blocks, offsets = step.rows // model.BLOCK_TOKENS, step.rows % model.BLOCK_TOKENS
-    cast = jax.lax.bitcast_convert_type
 
     def compute_layer(carry: tuple[Any, Any], layer: dict[str, Any]) -> tuple[tuple[Any, Any], None]:
         x, cache = carry
         key_plane, value_plane = 2 * layer["number"], 2 * layer["number"] + 1
-        queries, keys, values = model.project(jnp, size, layer, x, rotation)
-        cache = cache.at[(*size.place(key_plane, blocks), offsets)].set(cast(keys, "uint16"))
-        cache = cache.at[(*size.place(value_plane, blocks), offsets)].set(cast(values, "uint16"))
-        pages = (cache[size.place(plane, step.tables)] for plane in (key_plane, value_plane))
-        seen = tuple(cast(page, "bfloat16") for page in pages)
-        # So that XLA compiles the rest in the same way, whatever the number of blocks.
-        seen_keys, seen_values = jax.lax.optimization_barrier(seen)
-        x = model.attend(jnp, size, layer, x, step, queries, seen_keys, seen_values, reduce)
-        return (model.feed_forward(jnp, layer, x, reduce), cache), None
+
+        def keep(keys: Any, values: Any) -> tuple[Any, tuple[Any, Any]]:
+            new = jax_layers.write(cache, (*size.place(key_plane, blocks), offsets), keys)
+            new = jax_layers.write(new, (*size.place(value_plane, blocks), offsets), values)
+            places = size.place(key_plane, step.tables), size.place(value_plane, step.tables)
+            return new, (jax_layers.read(new, places[0], keys.dtype), jax_layers.read(new, places[1], keys.dtype))
+
+        return jax_layers.compute_layer(size, layer, x, step, rotation, keep, reduce), None
 
     layers = {name: weights[name] for name in model.LAYER_WEIGHTS} | {"number": jnp.arange(size.layers)}
     (x, cache), _ = jax.lax.scan(compute_layer, (model.embed(weights, step), cache), layers)
-    return model.unembed(jnp, weights, x, step), cache
+    return model.unembed(jnp, size, weights, x, step), cache
 
 
 class JaxBackend:

@@ -1,5 +1,6 @@
 """Move the blocks of a paged KV cache between the GPU and pinned host memory: no PyTorch, no compiled extension.
 
+    open_cache       a cache over your arrays, and all below it  door.py
     open_device      a GPU, or the simulated device              device/
     KVLayout, Plane  where the blocks of the KV cache lie        layout/
     DeviceArray      GPU memory that other libraries import      device/buffers.py
@@ -37,6 +38,7 @@ from kvoffload.device.device import Device, open_device
 from kvoffload.device.pinned import HostMemory
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.device.streams import NO_WAIT, Stream
+from kvoffload.door import open_cache
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.report import PlanReport
@@ -102,6 +104,7 @@ __all__ = [
     "TransferResult",
     "chain_keys",
     "nvtx_tracer",
+    "open_cache",
     "open_device",
     "set_tracer",
 ]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 from kvoffload.errors import CapabilityError
@@ -18,16 +19,18 @@ from kvoffload_bench.copy_methods import microseconds
 from kvoffload_bench.cupy_methods import CUPY, CupyMethods
 from kvoffload_bench.framework_data import FrameworkData, FrameworkMethod
 from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Timing, time_rounds
-from kvoffload_bench.jax_methods import JAX, JaxMethods
+from kvoffload_bench.jax_methods import JAX, JaxMethods, time_tree
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS = 32
 _BACK_TO_BACK = 8
 _TIMES = (1, _BACK_TO_BACK)
+_LEAVES = (1, 8, 64)  # arrays of a tree of JAX's
 _TEXT = """\
 Times stores and loads of blocks of CuPy and JAX arrays, with this library and with what the frameworks offer. By wall \
-clock; every byte is verified. Takes 30 GiB of GPU memory."""
+clock; every byte is verified. Then times what the host does in a step with a list of JAX arrays. Takes 30 GiB of GPU \
+memory."""
 
 
 _Created = TypeVar("_Created")
@@ -89,6 +92,14 @@ def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -
         for done, direction in enumerate(Direction, start=1):
             timings[direction] = _timings(data, tried, direction)
             progress(done, len(Direction))
+        trees = [
+            time_tree(lab.device, leaves, lab.repeats)
+            for leaves in (_LEAVES if any(isinstance(each, JaxMethods) for each in frameworks) else ())
+        ]
+    for tree in trees:
+        samples = tree.pop("samples_us")
+        if not lab.device.simulated:
+            tree |= {"samples_us": samples, "median_us": {name: median(taken) for name, taken in samples.items()}}
     records = [record for times in _TIMES for record in _records(tried, timings, times, lab.device.simulated)]
     comparisons = list(_comparisons(records))
     return {
@@ -100,8 +111,10 @@ def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -
         "methods": records,
         "comparisons": comparisons,
         "ratios": list(_lowest(comparisons)),
+        "trees": trees,
         "not_run": not_run,
-        "wrong_rows": sum(timing.wrong for by_name in timings.values() for timing in by_name.values()),
+        "wrong_rows": sum(timing.wrong for by_name in timings.values() for timing in by_name.values())
+        + sum(tree["wrong"] for tree in trees),
     }
 
 
@@ -227,6 +240,17 @@ def _show(fields: Fields, output: Output) -> None:
     for times in _TIMES:
         lines = [_line(record) for record in fields["methods"] if record["back_to_back"] == times]
         output.table(f"{moved}, {_occasion(times)}, wall clock", columns, lines)
+    if fields["trees"]:
+        names = {
+            "step": "JAX's call",
+            "no transfer": "cache, no transfer",
+            "after transfers": "after transfers",
+            "after=cache": "after=cache",
+        }
+        lines = [
+            [str(tree["leaves"]), *(fixed(tree["median_us"][name], 0) for name in names)] for tree in fields["trees"]
+        ]
+        output.table("host time of a step with a list of JAX arrays, us", ("arrays", *names.values()), lines)
 
 
 def _verdict(comparisons: Sequence[Mapping[str, Any]]) -> str:

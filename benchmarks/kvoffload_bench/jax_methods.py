@@ -1,11 +1,13 @@
 """Methods for users of JAX: the cache of this library, and jitted gathers and scatters with device_put to pinned
 memory of JAX's. On the simulated device JAX computes on the CPU.
 
-The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
+The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument. `time_tree`
+takes a list of arrays, and times what the host does.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -14,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.device.device import Device
+from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload_bench.framework_data import POISON_ELEMENT, Elements, EngineSlots, FrameworkData, FrameworkMethod
 
 JAX = "JAX"
 OWNED = "OwnedCache"
 OWN = "gather, device_put / device_put, scatter"
+_TREE_WARM_UP = 3
 OWN_JITTED = "gather into / scatter from pinned_host, jitted"
 
 
@@ -86,6 +91,51 @@ class JaxMethods:
 
     def close(self) -> None:
         self._stack.close()
+
+
+_TREE_ARRAY = (64, 16, 8, 128)  # pages, tokens, heads, head size
+
+
+def time_tree(device: Device, leaves: int, repeats: int) -> dict[str, Any]:
+    """What an `OwnedCache` of a list of arrays costs the host in a step that takes and returns all.
+
+    Returns:
+        `leaves`; `samples_us`, by name, of `repeats` steps each: the jitted step's call alone; reading and setting
+        `arrays` around it where no transfer was submitted since the last step, and where some were; and `cache.after()`
+        after a step, which is what a transfer asks for. `wrong`: arrays whose stored and loaded block is not right.
+    """
+    import jax
+
+    from kvoffload.jax import OwnedCache
+
+    cache = OwnedCache(device, [_TREE_ARRAY] * leaves, jax.numpy.bfloat16, block_axis=0, plane_axis=None)
+    step = jax.jit(lambda arrays, value: [array.at[3].set(value) for array in arrays], donate_argnums=0)
+    samples: dict[str, list[float]] = {name: [] for name in ("step", "no transfer", "after transfers", "after=cache")}
+    clock, wrong = time.perf_counter, 0
+    with OffloadEngine(cache.layout, device=device, num_slots=2) as engine:
+        for turn in range(_TREE_WARM_UP + repeats):
+            for name in ("no transfer", "after transfers"):
+                if name == "after transfers":
+                    begin = clock()
+                    after = cache.after()
+                    samples["after=cache"].append(clock() - begin)
+                    engine.store([3], [0], after=after)
+                    engine.load([0], [5], after=after)
+                begin = clock()
+                arrays = cache.arrays
+                read = clock()
+                arrays = step(arrays, turn % 128)
+                called = clock()
+                cache.arrays = arrays
+                samples[name].append(clock() - called + read - begin)
+                samples["step"].append(called - read)
+                jax.block_until_ready(arrays)
+            wrong += sum(not bool((array[5] == turn % 128).all()) for array in arrays)
+    return {
+        "leaves": leaves,
+        "wrong": wrong,
+        "samples_us": {name: [1e6 * each for each in taken[-repeats:]] for name, taken in samples.items()},
+    }
 
 
 class _Programs:

@@ -232,7 +232,7 @@ class BarePack(BareBatch):
         self._tables = pinned.array[: table_bytes * UNFINISHED].view(np.int64).reshape(UNFINISHED, -1)
         table = lab.driver.host_device_address(pinned.address)
         self._table_addresses = [table + table_bytes * index for index in range(UNFINISHED)]
-        self._rows = fragments.address, on_device.address, rows.shape[1]
+        self._rows = fragments.address, on_device.address, rows.shape[1], rows.shape[1]
         spec = aligned_pack_kernel(self._direction, row_bytes)
         self._tile_fragments = spec.constant("FRAGMENTS")
         self._copy_table, self._table_launch = self._loaded(lab, TABLE_SPEC, (table, on_device.address, 0), undo)
@@ -269,8 +269,7 @@ class BarePack(BareBatch):
         table[count : 2 * count] = self._places[:count]
         self._words[0, :count] = self._places[:count]
         self._words[1, :count] = self._slot_addresses(slots)
-        _, on_device, _ = self._rows
-        self._copy_table.pack((self._table_addresses[index], on_device, 2 * count))
+        self._copy_table.pack((self._table_addresses[index], self._rows[1], 2 * count))
         self._pack.pack((*self._rows, count))
 
     def _copy(self, count: int, stream: int) -> tuple[Any, ...]:

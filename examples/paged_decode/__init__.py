@@ -1,6 +1,7 @@
 """A model with a paged KV cache serves conversations that need more blocks than the device has.
 
     model.py         the layers of a small transformer, for numpy, CuPy and JAX alike
+    jax_layers.py    a layer over a cache of JAX, also for chat_server/
     workload.py      synthetic conversations; which of them has which device blocks
     backend.py       the interface of a framework that computes steps
     arrays.py        the model for CuPy and numpy, which write arrays in place

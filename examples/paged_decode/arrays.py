@@ -52,8 +52,8 @@ class ArrayModel:
             pages.write(2 * number + 1, values)
             seen = pages.read(2 * number), pages.read(2 * number + 1)
             x = model.attend(xp, size, layer, x, step, queries, *seen, self._add_up)
-            x = model.feed_forward(xp, layer, x, self._add_up)
-        return model.unembed(xp, self.weights, x, step)
+            x = model.feed_forward(xp, size, layer, x, self._add_up)
+        return model.unembed(xp, size, self.weights, x, step)
 
     def _add_up(self, product: Any) -> Any:
         """The sum of all ranks' products. The processes exchange them on the host."""

@@ -11,6 +11,9 @@ import numpy.typing as npt
 import kvoffload
 from paged_decode.model import ModelSize, Step
 
+# XLA measures several algorithms for a product and takes the fastest. With another one the bits differ.
+ONE_ALGORITHM = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+
 Logits = npt.NDArray[np.float32]
 Followed = kvoffload.CacheJob | kvoffload.Job
 

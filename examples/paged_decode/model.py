@@ -29,6 +29,8 @@ class ModelSize(NamedTuple):
 
     Attributes:
         layout: of the cache: BLOCK_MAJOR, (blocks, planes, ...), or PLANE_MAJOR, (planes, blocks, ...).
+        rope_base: of the rotary embedding's frequencies.
+        epsilon: what RMSNorm adds to the mean square.
     """
 
     layers: int = 16
@@ -39,6 +41,8 @@ class ModelSize(NamedTuple):
     hidden: int = 5632
     vocabulary: int = 4096
     layout: str = BLOCK_MAJOR
+    rope_base: float = 10000.0
+    epsilon: float = 1e-6
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -155,7 +159,7 @@ def embed(weights: Weights, step: Step) -> Any:
 def rotary(xp: Any, size: ModelSize, step: Step) -> tuple[Any, Any]:
     """Cosines and sines of the rotary embedding: float32, (batch, length, 1, head_size / 2)."""
     half = size.head_size // 2
-    frequencies = 10000.0 ** (xp.arange(half, dtype="float32") * (-1.0 / half))
+    frequencies = size.rope_base ** (xp.arange(half, dtype="float32") * (-1.0 / half))
     angles = step.positions[:, :, None, None].astype("float32") * frequencies
     return xp.cos(angles), xp.sin(angles)
 
@@ -164,7 +168,7 @@ def project(xp: Any, size: ModelSize, layer: Weights, x: Any, rotation: tuple[An
     """Q, K, V of the tokens of a step, rotated: (batch, length, heads, head_size); Q in float32."""
     batch, length = rotation[0].shape[:2]
     weight = layer["query_key_value"]
-    heads = (_normalise(xp, x).astype(weight.dtype) @ weight).reshape(batch, length, -1, size.head_size)
+    heads = (_normalise(xp, size, x).astype(weight.dtype) @ weight).reshape(batch, length, -1, size.head_size)
     values_from = size.query_heads + size.kv_heads
     low, high = xp.split(heads[:, :, :values_from].astype("float32"), 2, axis=-1)
     cosine, sine = rotation
@@ -207,18 +211,19 @@ def attend(
     return x + reduce(seen.transpose(0, 3, 1, 2, 4).reshape(batch * length, -1).astype(weight.dtype) @ weight)
 
 
-def feed_forward(xp: Any, layer: Weights, x: Any, reduce: Reduce = whole) -> Any:
+def feed_forward(xp: Any, size: ModelSize, layer: Weights, x: Any, reduce: Reduce = whole) -> Any:
     """The residual stream after the SwiGLU."""
     weight = layer["gate_up"]
-    gate, up = xp.split((_normalise(xp, x).astype(weight.dtype) @ weight).astype("float32"), 2, axis=-1)
+    gate, up = xp.split((_normalise(xp, size, x).astype(weight.dtype) @ weight).astype("float32"), 2, axis=-1)
     return x + reduce((gate / (1 + xp.exp(-gate)) * up).astype(weight.dtype) @ layer["down"])
 
 
-def unembed(xp: Any, weights: Weights, x: Any, step: Step) -> Any:
+def unembed(xp: Any, size: ModelSize, weights: Weights, x: Any, step: Step) -> Any:
     """Logits of each conversation's last token: float32, (batch, vocabulary)."""
     weight = weights["unembedding"]
-    return (_normalise(xp, x[step.last]).astype(weight.dtype) @ weight).astype("float32")
+    return (_normalise(xp, size, x[step.last]).astype(weight.dtype) @ weight).astype("float32")
 
 
-def _normalise(xp: Any, x: Any) -> Any:
-    return x / xp.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+def _normalise(xp: Any, size: ModelSize, x: Any) -> Any:
+    """RMSNorm without weights of its own: those are multiplied into the matrix that follows."""
+    return x / xp.sqrt((x * x).mean(axis=-1, keepdims=True) + size.epsilon)

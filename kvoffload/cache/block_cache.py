@@ -5,15 +5,17 @@ After an interrupt such as KeyboardInterrupt, no key is visible whose bytes are 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import numpy as np
 
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
-from kvoffload.cache.key_cache import KeyCache
+from kvoffload.cache.key_cache import KeyCache, leading
+from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
 from kvoffload.cache.records import guarded
@@ -21,7 +23,7 @@ from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
-from kvoffload.internal.checks import flag
+from kvoffload.internal.checks import flag, to_wait
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
@@ -29,12 +31,18 @@ from kvoffload.planning.transfer_plan import Direction
 
 if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.attaching import WriteName
-    from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
+    from kvoffload.cache.tiering.promotion import ChainedLoad, FetchJob, Promotion
     from kvoffload.cache.tiering.tier import Tier
 
 BlockIds = Ids | Sequence[Ids]  # with several groups of planes a list for each
 Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
+
+
+class Closing(Protocol):
+    """An engine, a device or a tier."""
+
+    def close(self, timeout: float = 10.0) -> Any: ...
 
 
 class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
@@ -45,19 +53,17 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     Serving a request, here with one block per key:
 
-        hits = cache.lookup(keys)
-        cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
-        cache.store(keys, blocks, after=stream)                        # once the rest is computed; skips present keys
-        cache.touch(keys)                                              # once, at its end
+        job = cache.fetch(keys, blocks, after=stream)                  # leading keys, from slots and from tiers
+        job.order_before(stream)                                       # compute what is after the first job.hits
+        cache.keep(keys, blocks, after=stream)                         # skips present keys
 
-    `lookup` sees only the slots. With tiers below them, such as a disk, first promote the keys that only a tier has
-    into slots. A thread of the cache does the work:
+    The same in steps. `lookup` sees only the slots; `promote` first brings keys that only a tier has into slots:
 
-        with cache.promote(keys, deadline=0.2) as promotion:           # keys already in slots stay there
+        with cache.promote(keys, deadline=0.2) as promotion:           # instead of lookup; keys in slots stay there
             hits = promotion.wait()
             cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
         cache.store(keys, blocks, after=stream)                        # tiers get the keys that are worth writing
-        cache.touch(keys)
+        cache.touch(keys)                                              # once, at the end of the request
 
     If a tier fails, hangs or is full, its keys are misses; only `remove` and `clear` raise an error for it. No GPU
     stream waits for a tier. To move the bytes yourself, reserve slots, fill them and commit; or acquire a lease, read,
@@ -88,8 +94,11 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             "back": keys shortly before they are evicted; "none": none. Nothing waits for a write: keys that are evicted
             first, or find too many others waiting, are left out.
         prefill_tokens_per_second: how fast the model computes. Keys are not promoted if their tier, at its latest
-            measured speed, would take longer than computing them. None: all are promoted. Needs a layout with
-            tokens_per_block.
+            measured speed, would take longer than computing them. Needs a layout with tokens_per_block. None: measured,
+            as the median time from a `fetch` that missed keys until they are stored, divided by their number, of the
+            latest 64 stores. All keys are promoted before there are 8. The time is too long by whatever your program
+            does in between, such as decoding before `keep`; then tiers are asked for more keys than is best. A very low
+            number: all keys are promoted, always.
         hung: seconds after which a tier's call counts as hanging. The tier is not used until that call returns.
 
     Attributes:
@@ -121,18 +130,20 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     ) -> None:
         check_engine(engine)
         below = None
-        if tiers != ():
+        self._owned: tuple[Closing, ...] = ()  # that `close` closes, in this order
+        if prefill_tokens_per_second is not None or not isinstance(tiers, tuple) or tiers:
             from kvoffload.cache.tiering.attaching import TierPlan, seconds_per_key
 
-            key_seconds = seconds_per_key(engine.layout, prefill_tokens_per_second)
-            below = TierPlan.of(tiers, write, hung, key_seconds)
+            below = TierPlan.of(tiers, write, hung, seconds_per_key(engine.layout, prefill_tokens_per_second))
             if below is not None and engine.num_slots == 0:
                 raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
         self.engine = engine
         self._groups = engine.layout.num_groups
         capacity = engine.num_slots // self._groups
         if capacity == 0 < engine.num_slots:
-            raise CapacityError(f"{engine.num_slots} slots hold no key of {self._groups} groups; raise num_slots")
+            raise CapacityError(
+                f"{engine.num_slots} slots hold no key of {self._groups} groups; raise num_slots, or pool_bytes"
+            )
         if self._groups > engine.max_in_flight:
             raise CapacityError(
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
@@ -308,37 +319,180 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         state.use(keys, opened)
         return CacheJob(tuple(keys), jobs, self._records, record)
 
+    # one door: what a host needs ----------------------------------------------------------------------------------
+
+    def keys(self, token_ids: Any, *, salt: str, extra: bytes = b"", parent: bytes | None = None) -> list[bytes]:
+        """The keys of a sequence of tokens: `kvoffload.chain_keys` for the layout of this cache."""
+        layout: Any = self.engine.layout
+        return chain_keys(token_ids, layout=layout, salt=salt, extra=extra, parent=parent)
+
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        blocks: BlockIds,
+        *,
+        after: CacheAfter = None,
+        deadline: float | None = 1.0,
+        tenant: str = "",
+        counted: bool = True,
+        parts: Parts = None,
+        request: CacheRequest | None = None,
+    ) -> FetchJob:
+        """Load as many leading keys as are worth it into blocks, from wherever they are. Returns at once.
+
+        This is `lookup`, `promote` and `load` in one job, and counts as one lookup. Keys in slots are always worth
+        loading. Keys in tiers are if they come before the deadline, and before the model would have computed them: no
+        slower tier is asked, and a fetch waits no longer than computing the keys that are not in slots takes. How long
+        that is, `prefill_tokens_per_second` of the cache says, or measurements do; until there are some, everything
+        that comes before the deadline is worth it.
+
+        What is in the blocks of the keys after the first `job.hits` is undefined, as in all blocks if the load fails.
+        If a key that was found is removed before it is loaded, there are no hits. Leave the blocks alone until the job
+        is `done`, except in work queued after `job.order_before(stream)`.
+
+        Args:
+            keys: bytes, no repeats, in the order of the request; may be all of its keys.
+            blocks: target ids for all keys, as for `load`, without repeats.
+            after: as for `load`. If tiers are asked, the load follows the work that is on a stream when it is
+                submitted, perhaps long after this call.
+            deadline: seconds from now for tiers; None: no limit. The load of what came follows.
+            tenant: whose quota and priority keys from tiers have. With `request`, leave it out: they are the request's.
+            counted: whether it counts as a lookup; False if you have called `lookup` for these keys.
+            parts: as for `load`.
+            request: the open request that the keys belong to, from when they are loaded. Do not end it before.
+
+        Raises:
+            LayoutError: `keys` or `blocks` repeat an element, or are no such lists.
+            ValueError: no such tenant; `deadline` is not above 0; `request` is of another cache, or has another tenant.
+            CapacityError, ClosedError, TransferError, and the other errors of `load`. Nothing is being loaded then. If
+                tiers are asked, `hits`, `order_before` and `wait` of the job may raise them instead.
+        """
+        from kvoffload.cache.tiering.promotion import FetchJob
+
+        checked, per_group = self._checked(keys, blocks, targets=True, distinct=True)
+        if parts is not None:
+            self._check_parts(parts)
+        after = self.engine.resolve(after)
+        if request is not None:
+            with self._records.lock:
+                tenant = record_of(request, self._state).tenant_of_call(tenant)
+        of_key = None if self._tiers is None else self._tiers.compute.seconds_per_key
+        if of_key is not None and (missing := len(checked) - leading(self._state.table, checked)):
+            wait = missing * of_key
+            deadline = wait if deadline is None else min(to_wait("deadline", deadline), wait)
+        promotion = self.promote(checked, deadline=deadline, tenant=tenant, counted=counted)
+        try:
+            return FetchJob(promotion, self._chain(promotion, per_group, after, parts, owns=True, request=request))
+        except BaseException:
+            promotion.release()
+            raise
+
+    def keep(
+        self,
+        keys: Sequence[bytes],
+        blocks: BlockIds,
+        *,
+        after: CacheAfter = None,
+        tenant: str = "",
+        request: CacheRequest | None = None,
+    ) -> CacheJob:
+        """Store the keys of a request that has ended, and record its use: `store` and `touch` in one call, or with
+        `request`, which this ends, `store` and `end`.
+
+        Give it all keys of the request, once: those that are present cost a look-up. With a `request` that has stored
+        others in pieces, the new ones are enough. Arguments and errors as for `store`.
+        """
+        job = self.store(keys, blocks, after=after, tenant=tenant, request=request)
+        if request is None:
+            self.touch(keys)
+        else:
+            request.end()
+        return job
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """End promotions with the keys that came, give up writes that have not begun (see `drain`), close the tiers. A
+        cache from `open_cache` then waits for its transfers, and closes its engine, and its device if it has opened it.
+
+        An engine of your own stays open; look-ups, loads and stores go on working. Idempotent.
+
+        Returns:
+            Whether everything ended within about `timeout` seconds. If False, transfers are in flight, or calls of a
+            tier hang: call `close` again. Slots that such calls may touch are kept from other keys, and stay mapped.
+
+        Raises:
+            RuntimeError: called inside another call of the cache, and there are tiers, or the cache has its engine from
+                `open_cache`.
+        """
+        end = time.monotonic() + to_wait("timeout", timeout)
+        ended = super().close(timeout)
+        try:
+            for each in self._owned:
+                each.close(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            return False
+        return ended
+
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _html_options(self) -> dict[str, Any]:
         statistics = None if self.engine.devices[0].foreign else self._records.statistics()
         return {"statistics": statistics, "described": self._describe(), "tenants": self._tenants}
 
-    def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
-        from kvoffload.cache.tiering.promotion import ChainedLoad
+    def _load_checked(
+        self,
+        keys: list[bytes],
+        per_group: list[Int64Array],
+        after: Any,
+        parts: Parts,
+        request: CacheRequest | None,
+    ) -> CacheJob:
+        """`load` for a promotion, whose arguments were checked when it was made; `after` is from `resolve`."""
+        self.engine.advance()
+        return self._load((keys, False, request, per_group, after, parts))
 
-        record, tiers = promotion._record, self._tiers
-        _, per_group = self._checked(record.keys, blocks, targets=True)
+    def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
+        _, per_group = self._checked(promotion._record.keys, blocks, targets=True)
         if parts is not None:
             self._check_parts(parts)
+        return self._chain(promotion, per_group, self.engine.resolve(after), parts)
+
+    def _chain(
+        self,
+        promotion: Promotion,
+        per_group: list[Int64Array],
+        after: Any,
+        parts: Parts,
+        *,
+        owns: bool = False,
+        request: CacheRequest | None = None,
+    ) -> ChainedLoad:
+        """A load behind a promotion; `after` from `resolve`. `owns`: it belongs to a `FetchJob`. If its promotion has
+        ended, no thread has to submit it; then this raises what refuses it.
+        """
+        from kvoffload.cache.tiering.promotion import ChainedLoad
+
         self._check_open()
-        chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts, promotion._when_done)
+        record, tiers = promotion._record, self._tiers
+        load, compute = (per_group, after, parts, request), None if tiers is None else tiers.compute
+        chained = ChainedLoad(record, load, promotion._when_done, owns=owns, compute=compute)
         record.loads.add(chained)
-        if tiers is None:
-            chained._submit(self.load)
+        if tiers is None or (owns and record.ended):
+            chained._submit(self._load_checked)
+            if owns and chained.error is not None:
+                raise chained.error
         else:
             tiers.post(chained)
         return chained
 
     def _checked(
-        self, keys: Sequence[bytes], blocks: Any, *, targets: bool = False
+        self, keys: Sequence[bytes], blocks: Any, *, targets: bool = False, distinct: bool = False
     ) -> tuple[list[bytes], list[Int64Array]]:
         """Copies of the keys, and for each group of the block ids: an array (keys, blocks_per_slot).
 
         Without `targets`, for a store, no key may repeat. Targets must be distinct: the engine checks that group by
-        group, when the groups before are submitted already.
+        group, when the groups before are submitted already. `distinct`: neither keys nor targets may repeat.
         """
-        checked, layout = check_keys(keys, repeats=targets), self.engine.layout
+        checked, layout = check_keys(keys, repeats=targets and not distinct), self.engine.layout
         num_keys = len(checked)
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
@@ -352,7 +506,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                     f"{name} must hold {layout.blocks_per_slot} ids per key, {num_keys * layout.blocks_per_slot} for "
                     f"{num_keys} keys, got {len(array)}"
                 )
-            if targets and self._groups > 1 and len(np.unique(array)) < len(array):
+            if targets and (distinct or self._groups > 1) and len(np.unique(array)) < len(array):
                 raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
             per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
         return checked, per_group

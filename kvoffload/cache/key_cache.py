@@ -312,11 +312,12 @@ class KeyCache:
         refuse_nested(self._state.lock, "promote")
         checked = check_keys(keys, repeats=False)
         flag("counted", counted)
-        if deadline is not None and not to_wait("deadline", deadline) > 0:
+        wait = None if deadline is None else to_wait("deadline", deadline)
+        if wait is not None and not wait > 0:
             raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
         self._state.pools.of(tenant)
         self._check_open()
-        until, tiers = None if deadline is None else time.monotonic() + deadline, self._tiers
+        until, tiers = None if wait is None else time.monotonic() + wait, self._tiers
         refuse = partial(refuse_nested, self._state.lock) if tiers is None else tiers.refuse_nested
         record = PromotionRecord(checked, tenant, until, refuse, counted=counted)
         if tiers is None:

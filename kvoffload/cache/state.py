@@ -160,7 +160,7 @@ class CacheState:
         table = self.table
         if opened is not None:
             tenant = opened.tenant_of_call(tenant) if tenant else opened.tenant
-        pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
+        pool = (self.pools.by_tenant.get(tenant) if type(tenant) is str else None) or self.pools.of(tenant)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
         missing = list(filterfalse(resident, keys)) if present else keys

@@ -54,8 +54,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings. Returns 2 for `--backend cuda` without a GPU, 1 if a finding is a failure, else 0."""
-    output = Output(arguments.json)
+    """Print the findings. Returns 2 for `--backend cuda` without a GPU that can be opened, 1 if a finding is a failure,
+    else 0.
+    """
+    output, asked = Output(arguments.json), arguments.backend
     gpus, problem = (None, None) if arguments.backend == "simulated" else _gpus()
     fields: dict[str, Any] = {
         "python": platform.python_version(),
@@ -68,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         "cache_folder": str(cachefiles.cache_folder()),
         "cache_folder_problem": cachefiles.why_not_writable(),
     }
+    if gpus and asked == "auto":
+        arguments.backend = "cuda"  # a GPU that cannot be opened is a finding, and no reason to look at another device
     fields |= _device_fields(arguments, output)
     fields["folders"] = _tried("folders", list(dict.fromkeys(arguments.path)), folders.probe, output)
     fields["stores"] = _tried("stores", arguments.store, stores.probe, output)
@@ -76,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     fields["advice"] += [] if problem is None else [_WITHOUT_A_GPU]
     output.result(fields)
     _print(fields, output)
-    if arguments.backend == "cuda" and problem is not None:
+    if asked == "cuda" and (problem is not None or fields["simulated"] is None):
         return 2
     return int(any(each.status == "fail" for each in found))
 
@@ -108,11 +112,11 @@ def _reason(error: KVOffloadError) -> str:
 
 
 def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, Any]:
-    """Capabilities of the device; only `simulated: None` if none can be opened."""
+    """Capabilities of the device; only `simulated: None`, and why, if none can be opened."""
     try:
         device = open_backend(arguments, output, note=False)  # the verdict says it
-    except (CapabilityError, DriverError, ImportError):
-        return {"simulated": None}
+    except (CapabilityError, DriverError, ImportError) as error:
+        return {"simulated": None, "device_problem": str(error)}
     with device, output.progress("trying copy methods"):
         capabilities, pci, profile = device.capabilities, device.pci, profile_for(device)
         with device.current():

@@ -67,6 +67,9 @@ def of_gpu(fields: Fields) -> Iterator[Finding]:
         names = ", ".join(f"{index}: {name}" for index, name in enumerate(gpus))
         remedy = "" if gpus else "check that `nvidia-smi` works"
         yield Finding("ok" if gpus else "fail", "GPUs", names or "none", remedy)
+    if fields["simulated"] is None and gpus:
+        remedy = "see who uses the GPU with `nvidia-smi`, or choose another one with --device"
+        yield Finding("fail", "device", f"cannot be opened: {fields['device_problem']}", remedy)
     if fields["simulated"]:
         yield Finding("ok", "device", "simulated: the CPU copies real bytes, without a driver; times mean nothing")
     if fields["simulated"] is not False:

@@ -8,7 +8,7 @@ loop      flat copies one by one: cuMemcpyAsync; works with every driver
 selection.py chooses among them, copier_set.py has the copiers of an engine.
 """
 
-from kvoffload.copiers.base import Copier, Submit, Work
+from kvoffload.copiers.base import Copier, Submit
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.copier_set import (
     CopierSet,
@@ -26,6 +26,6 @@ from kvoffload.copiers.strided import StridedCopier
 
 __all__ = [
     "STAGING_BYTES", "BatchCopier", "Copier", "CopierSet", "FragmentShape", "Half", "LoopCopier", "PackCopier",
-    "PackKernels", "Place", "Share", "StagingRing", "StridedCopier", "Submit", "Work", "check_carries_parts",
+    "PackKernels", "Place", "Share", "StagingRing", "StridedCopier", "Submit", "check_carries_parts",
     "check_copier", "checked_staging", "kernel_spec", "shape_of", "shares_together", "why_not",
 ]  # fmt: skip

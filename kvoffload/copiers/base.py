@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from kvoffload.driver import SourceOrder
 from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan
-
-Work: TypeAlias = TransferPlan | BlockPlan  # a plan in the shape that a copier carries
 
 
 class Submit(Protocol):
@@ -29,7 +27,7 @@ class Copier(Protocol):
 
     segment_operations: int
 
-    def prepare(self, plan: BlockPlan) -> Work:
+    def prepare(self, plan: BlockPlan) -> TransferPlan:
         """The plan in the shape that this copier carries."""
 
     def queue_cost(self, operations: int) -> int:

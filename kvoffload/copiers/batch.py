@@ -9,7 +9,7 @@ import numpy as np
 from kvoffload.copiers.base import Submit
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable
 from kvoffload.errors import DriverError
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import LOAD, BlockPlan, TransferPlan
 
 CHUNK = 128
 _FIRST_CHUNK = 64
@@ -69,7 +69,7 @@ class BatchCopier:
         return _OVERHEAD_PLACES + -(-operations // CHUNK) + operations // _COPIES_PER_PLACE
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
-        count, loads = len(work.device_address), work.direction is Direction.LOAD
+        count, loads = len(work.device_address), work.direction is LOAD
         if loads:
             self._table.fill(work.device_address, work.host_address, work.width)
         else:
@@ -90,7 +90,7 @@ class BatchCopier:
             self._driver.copy_strided(self._preludes, min(count, _FIRST_CHUNK) - 1, stream)
         first, stop = 0, _FIRST_CHUNK
         while first < count:
-            self._driver.copy_batch(self._table, first, min(stop, count), order, stream)
+            self._driver.copy_batch(self._table, first, stop if stop < count else count, order, stream)
             first, stop = stop, stop + CHUNK
 
     def close(self) -> None:
@@ -103,8 +103,7 @@ def _preludes(scratch: int) -> StridedTable:
     """The preludes of 1 to `_FIRST_CHUNK` copies, between the two halves of the scratch memory."""
     table = StridedTable(_FIRST_CHUNK, batched=False)
     rows = np.arange(1, _FIRST_CHUNK + 1, dtype=np.uint64) * np.uint64(_PRELUDE_ROWS_PER_COPY)
-    source, target, pitch, width = np.array(
-        [[scratch], [scratch + _SCRATCH_BYTES], [_PRELUDE_PITCH], [1]], dtype=np.uint64
-    )
+    of_all = scratch, scratch + _SCRATCH_BYTES, _PRELUDE_PITCH, 1
+    source, target, pitch, width = np.full((_FIRST_CHUNK, 4), of_all, np.uint64).T
     table.fill((source, target, pitch, pitch, width, rows), SourceOrder.STREAM)
     return table

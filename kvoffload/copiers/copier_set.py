@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvoffload import kernels
-from kvoffload.copiers.base import Copier, Work
+from kvoffload.copiers.base import Copier
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.observed import Comparison, Way
-from kvoffload.copiers.pack import STAGING_BYTES, Half, PackCopier, Place, StagingRing, ring_bytes, why_not_packed
+from kvoffload.copiers.pack import (
+    STAGING_BYTES,
+    BlocksInParts,
+    Half,
+    PackCopier,
+    Place,
+    StagingRing,
+    is_range,
+    ring_bytes,
+    why_not_packed,
+)
 from kvoffload.copiers.pack_kernels import PackKernels
 from kvoffload.copiers.selection import choose, two_ways
 from kvoffload.copiers.strided import StridedCopier
@@ -20,7 +31,8 @@ from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal.cachefiles import warn_once
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan, joined
+from kvoffload.planning.layer_groups import Parts
+from kvoffload.planning.transfer_plan import LOAD, STORE, BlockPlan, Direction, TransferPlan, joined
 from kvoffload.tuning import COPIERS, CopierName, Profile, Shape
 
 
@@ -44,13 +56,19 @@ def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
         raise CapabilityError(f"copier={name!r} cannot run here: {missing[name]}; the loop copier works")
 
 
-def check_carries_parts(name: CopierName | None) -> None:
-    """Raise ValueError if `name` names a copier that cannot copy a load in parts."""
-    if name == "pack":
+def check_carries_parts(name: CopierName | None, parts: Parts) -> None:
+    """Raise ValueError if `name` names a copier that cannot copy a load in these parts."""
+    if name == "pack" and not can_pack(parts):
+        number, planes = next((number, each) for number, each in enumerate(parts) if not is_range(each))
         raise ValueError(
-            "copier='pack' cannot copy a load in parts: it copies whole blocks; ask for strided, batch, loop "
-            "or None, or leave parts out"
+            f"copier='pack' copies parts whose planes follow each other, and parts[{number}] has the planes "
+            f"{list(planes)!r:.80}; ask for strided, batch, loop or None, or give other parts"
         )
+
+
+def can_pack(parts: Parts) -> bool:
+    """Whether each part is one range of a block in a slot."""
+    return all(map(is_range, parts))
 
 
 def shape_of(plan: BlockPlan) -> Shape:
@@ -59,7 +77,8 @@ def shape_of(plan: BlockPlan) -> Shape:
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
 
-class Share(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Share:
     """Some of a transfer's blocks and their copier. The shares of a transfer run at the same time.
 
     Attributes:
@@ -67,7 +86,7 @@ class Share(NamedTuple):
         nbytes: its payload bytes.
     """
 
-    work: Work
+    work: TransferPlan | BlockPlan | BlocksInParts
     copier: Copier | PackCopier
     size: int
     nbytes: int
@@ -115,7 +134,6 @@ class CopierSet:
     Args:
         driver: its context must be current in `open` and `close`.
         capabilities: the device's.
-        layout: what they copy.
         staging_bytes: of the ring of each direction, checked; 0 forbids kernels.
 
     Attributes:
@@ -123,11 +141,10 @@ class CopierSet:
         interpreted: kernels take 2 ms a tile here, so they run only when they are asked for.
     """
 
-    def __init__(self, driver: Driver, capabilities: Capabilities, layout: KVLayout, staging_bytes: int) -> None:
+    def __init__(self, driver: Driver, capabilities: Capabilities, staging_bytes: int) -> None:
         self.missing = why_not(capabilities, staging_bytes)
         self._driver = driver
         self._capabilities = capabilities
-        self._block_bytes = [group.bytes_per_block for group in layout.groups]
         self._staging_bytes = staging_bytes
         self.interpreted = driver.simulated
         self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
@@ -141,7 +158,7 @@ class CopierSet:
         self._rings: tuple[StagingRing, ...] = ()  # of stores, of loads
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._selected_by: tuple[Profile | None, str] = (None, "")
-        self._comparisons: dict[tuple[bool, bool, int, str], Comparison] = {}  # few: a size has at most 60 bits
+        self._comparisons: dict[tuple[bool, bool, int, int, str], Comparison] = {}  # few: sizes have at most 60 bits
 
     def open(self, layout: KVLayout, pool_bytes: int) -> None:
         """Allocate memory, and load the kernels for the layout's groups. `missing` says if a kernel cannot be loaded.
@@ -153,7 +170,7 @@ class CopierSet:
             CapacityError, DriverError: memory is short, or the driver failed. Then call `close`.
         """
         self._batch.open()
-        if self._staging_bytes == 0:
+        if self._staging_bytes == 0 or kernels.compiler.triton_version() is None:  # meant so: no warning
             return
         self._kernels = PackKernels(self._driver)
         try:
@@ -175,7 +192,7 @@ class CopierSet:
         self.missing["pack"] = self.missing["pack"] or why_not_packed(layout, nbytes)
 
     def has_ring(self, direction: Direction) -> bool:
-        return self._rings[direction is Direction.LOAD].allocated > 0
+        return self._rings[direction is LOAD].allocated > 0
 
     def open_ring(self, direction: Direction) -> str | None:
         """Allocate the ring that packed transfers of a direction go through, at the first one. The context must be
@@ -187,7 +204,7 @@ class CopierSet:
         Raises:
             DriverError: the driver failed.
         """
-        ring = self._rings[direction is Direction.LOAD]
+        ring = self._rings[direction is LOAD]
         try:
             ring.open()
         except DriverError as error:
@@ -232,7 +249,7 @@ class CopierSet:
             self._selected_by = profile, prefer
         counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
         parts = None if plan.group.num_parts == 1 else plan.group.parts
-        stores = plan.direction is Direction.STORE  # hashing an enum's member is a call of a Python function
+        stores = plan.direction is STORE  # hashing an enum's member is a call of a Python function
         key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted, opposite)
         found = self._selected.get(key)
         if found is None:
@@ -250,29 +267,31 @@ class CopierSet:
             return Selection(wanted, "asked for by name")
         parts = plan.group.num_parts
         shape, offered = shape_of(plan), self.offered
-        if parts > 1:
+        if parts > 1 and not can_pack(plan.group.parts):
             offered = tuple(name for name in offered if name != "pack")
         copier, reason, _ = choose(shape, offered, profile, prefer, parts, opposite)
-        ways = two_ways(shape, offered, profile, prefer, opposite) if "pack" in offered else None
+        ways = two_ways(shape, offered, profile, prefer, opposite, parts) if "pack" in offered else None
         if ways is None:
             return Selection(copier, reason)
-        kind = shape.direction is Direction.STORE, opposite, shape.nbytes.bit_length(), ways[1].copier
+        size = shape.nbytes.bit_length(), parts.bit_length()
+        kind = shape.direction is STORE, opposite, *size, ways[1].copier
         return Selection(copier, reason, (self._comparisons.setdefault(kind, Comparison(ways)), ways))
 
     def share(self, copier: CopierName, plan: BlockPlan) -> Share:
-        found: Copier | PackCopier
         if copier != "pack":
-            found = self._of_copy_engine[copier]
-        elif plan.group_index in self._pack:
-            found = self._pack[plan.group_index]
-        else:
+            carrier = self._of_copy_engine[copier]
+            work = carrier.prepare(plan)
+            return Share(work, carrier, len(work.device_address), plan.nbytes)
+        pack = self._pack.get(plan.group_index)
+        if pack is None:
             assert self._kernels is not None
             copies = self._of_copy_engine["loop" if self.missing["batch"] else "batch"]
             stores, loads = self._rings
-            found = PackCopier(self._kernels, copies, (stores, loads), self._block_bytes[plan.group_index])
-            self._pack[plan.group_index] = found
-        work = found.prepare(plan)
-        return Share(work, found, len(work), plan.nbytes)
+            planes = self._kernels.planes(plan.group_index, 0, plan.group.planes)
+            pack = PackCopier(self._kernels, copies, (stores, loads), planes)
+            self._pack[plan.group_index] = pack
+        blocks = pack.prepare(plan)
+        return Share(blocks, pack, len(blocks), plan.nbytes)
 
     def keep(self) -> None:
         """The context is lost: free nothing that the GPU may still use."""

@@ -9,26 +9,28 @@ blocks of the same size reach (idle, median). A kernel that reads or writes the 
 came to 0.6 to 0.9, and slowed concurrent computation more.
 
 A transfer goes through the ring in *pieces*, each of two *halves* on streams of their own: one fills a place in the
-ring, the other empties it. The next piece is packed while one is copied.
+ring, the other empties it. The next piece is packed while one is copied. A load in parts has pieces of each part, if
+the planes of a part follow each other: then they are one range of a slot.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvoffload.copiers.base import Copier, Submit
-from kvoffload.copiers.pack_kernels import LAUNCH_PLACES, PackKernels
+from kvoffload.copiers.pack_kernels import LAUNCH_PLACES, PackKernels, PlaneRange
 from kvoffload.copiers.table_arena import Table
 from kvoffload.device.streams import LaneStream
 from kvoffload.driver import Driver, SourceOrder
 from kvoffload.internal.checks import at_least
 from kvoffload.layout.fold import ONE
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import LOAD, BlockPlan, TransferPlan
 
 # A piece is a launch, which may wait for a wave of a long kernel of others. 64 MiB with rows of 32 KiB on an H200, GB/s
 # of stores / loads / both beside 8192^3 products: pieces of 64 MiB 41 / 44 / 78, of 32 MiB 41 / 43 / 70, of 16 MiB of
@@ -148,19 +150,19 @@ class StagingRing:
 
     def take(self, nbytes: int) -> Place:
         """A place of `nbytes`, at most those of the ring. Before it is filled, wait for `used_before`."""
-        start = self._next
-        stop = start + nbytes
-        if start % self.nbytes + nbytes > self.nbytes:  # does not fit before the end of the ring
-            stop += self.nbytes - start % self.nbytes
-        places, taken = self._places, stop - self.nbytes
+        size, start = self.nbytes, self._next
+        stop, offset = start + nbytes, start % size
+        if offset + nbytes > size:  # does not fit before the end of the ring
+            stop, offset = stop + size - offset, 0
+        places, taken = self._places, stop - size
         while places and (places[0].stop <= taken or not places[0].halves):
             self._left.append(places.popleft())
-        place = Place(self, start, stop, int(self._memory[0]) + (stop - nbytes) % self.nbytes)
+        place = Place(self, start, stop, int(self._memory[0]) + offset)
         places.append(place)
         self._next = stop
         return place
 
-    def used_before(self, place: Place) -> Iterator[Place]:
+    def used_before(self, place: Place) -> list[Place]:
         """The places to wait for before the latest place is filled: behind a joined one are all before it.
 
         1. The oldest place of which some bytes are taken again, then those of which all are, the newest first.
@@ -169,12 +171,14 @@ class StagingRing:
         oldest = self._places[0]
         straddles = oldest is not place and oldest.start < place.stop - self.nbytes
         again = [*self._left, oldest] if straddles else self._left
+        found: list[Place] = []
         for other in reversed(again):  # 1
-            yield other
+            found.append(other)
             if other.joined:
-                return
+                return found
         if again:  # 2
-            yield from [other for other in self._places if other.joined][:1]
+            found += [other for other in self._places if other.joined][:1]
+        return found
 
     def join(self, place: Place) -> None:
         """All of a piece now ends on the stream of its second half, behind what it had to wait for."""
@@ -194,7 +198,44 @@ class StagingRing:
         self._driver.destroy("cuMemFree", self._memory)
 
 
-class Piece(NamedTuple):
+def is_range(planes: Sequence[int]) -> bool:
+    """Whether planes follow each other, in any order."""
+    return max(planes) - min(planes) == len(planes) - 1
+
+
+class PartOfBlocks(NamedTuple):
+    """Blocks in the planes of one part of a load."""
+
+    blocks: BlockPlan
+    planes: PlaneRange
+
+
+class BlocksInParts:
+    """The blocks of a load in parts: operation `i` is block `i % n` of `n`, in the planes of part `i // n`.
+
+    Args:
+        planes: of each part.
+    """
+
+    __slots__ = ("_blocks", "_planes", "part_ends")
+
+    def __init__(self, blocks: BlockPlan, planes: list[PlaneRange]) -> None:
+        count = len(blocks)
+        self._blocks = blocks
+        self._planes = planes
+        self.part_ends = tuple(range(count, count * len(planes) + 1, count))
+
+    def __len__(self) -> int:
+        return self.part_ends[-1]
+
+    def cut(self, start: int, stop: int) -> PartOfBlocks:
+        """The operations `[start, stop)` of one part."""
+        part, first = divmod(start, len(self._blocks))
+        return PartOfBlocks(self._blocks.cut(first, first + stop - start), self._planes[part])
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
     """A staged piece: `kernel` goes to the lane's stream for kernels and reads `table`, `copies` to one for copies."""
 
     kernel: Submit
@@ -210,50 +251,65 @@ class PackCopier:
         kernels: of its engine.
         copies: carries contiguous copies.
         rings: by direction: of stores, of loads; open when a piece is staged.
-        block_bytes: of the group.
+        planes: all of the group.
 
     Attributes:
         segment_operations: the most blocks of a piece. Half of the ring holds them, if it can hold a block.
     """
 
     def __init__(
-        self, kernels: PackKernels, copies: Copier, rings: tuple[StagingRing, StagingRing], block_bytes: int
+        self, kernels: PackKernels, copies: Copier, rings: tuple[StagingRing, StagingRing], planes: PlaneRange
     ) -> None:
+        block_bytes = planes.nbytes
         self._kernels = kernels
+        self._planes = planes
         self._copies = copies
         self._rings = rings
-        self._nbytes = block_bytes
         of_ring = (rings[0].nbytes // 2 - 2 * _ALIGNMENT) // (block_bytes + 16)
-        self.segment_operations = most = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
-        self._offsets = np.arange(most, dtype=np.uint64) * np.uint64(block_bytes)
+        self.segment_operations = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
         self._width = np.array([block_bytes], dtype=np.uint64)
 
-    def prepare(self, plan: BlockPlan) -> BlockPlan:
-        return plan
+    def prepare(self, plan: BlockPlan) -> BlockPlan | BlocksInParts:
+        if plan.group.num_parts == 1:
+            return plan
+        of = plan.group_index
+        planes = [self._kernels.planes(of, min(part), max(part) + 1) for part in plan.group.parts]
+        return BlocksInParts(plan, planes)
 
     def queue_costs(self, blocks: int) -> tuple[int, int]:
         """How many places of a driver queue a piece takes: of the stream for kernels, of the one for copies."""
         return 2 * LAUNCH_PLACES, self._copies.queue_cost(blocks)
 
-    def stage(self, work: BlockPlan, order: SourceOrder) -> Piece | None:
+    def stage(self, work: Any, order: SourceOrder) -> Piece | None:
         """Write down a piece of at most `segment_operations` blocks; None while there is no room for its table.
 
         It is valid until the copier of contiguous copies stages other work.
+
+        Args:
+            work: a `BlockPlan`, or a `PartOfBlocks`.
         """
+        planes, width = self._planes, self._width
+        if work.__class__ is PartOfBlocks:
+            work, planes = work
+            width = np.array([planes.nbytes], dtype=np.uint64)
         kernels, count, direction = self._kernels, len(work.blocks), work.direction
         table = kernels.write_blocks(work)
         if table is None:
             return None
         before = _aligned(16 * count)  # the table
-        place = self._rings[direction is Direction.LOAD].take(before + _aligned(count * self._nbytes))
-        address = self._offsets[:count] + np.uint64(place.address + before)
+        nbytes = planes.nbytes
+        place = self._rings[direction is LOAD].take(before + _aligned(count * nbytes))
+        first = place.address + before
+        address = np.arange(first, first + count * nbytes, nbytes, dtype=np.uint64)
         host = work.slot_address
-        table.words[count:] = address.view(np.int64)
-        if work.sub_block is not None:  # the kernel adds this to what it takes for the address of a slot
-            inside = work.sub_block * self._nbytes
-            host = host + inside
+        table.words[count:] = address
+        if work.sub_block is not None or planes.offset:
+            # Where they begin in a slot. The kernel adds this to what it takes for the address of the slot.
+            inside = planes.offset
+            if work.sub_block is not None:
+                inside = inside + work.sub_block * self._planes.nbytes
+            host = host + np.asarray(inside).astype(np.uint64)
             table.words[count:] -= inside
-        width = self._width
-        plan = TransferPlan(direction, address, host.view(np.uint64), width, ONE, width, width)
+        plan = TransferPlan(direction, address, host, width, ONE, width, width)
         copies = self._copies.stage(plan, order)
-        return Piece(kernels.launch(work, table, place.address), table, copies, place)
+        return Piece(kernels.launch(work, planes, table, place.address), table, copies, place)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvoffload.internal.types import Int64Array
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Group
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import STORE, BlockPlan, Direction
 
 _FRAGMENT_BYTES = 2048
 _WORDS_PER_THREAD = 8
@@ -62,9 +63,15 @@ def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
     return KernelSpec(
         module="kvoffload.kernels.pack",
         function="pack",
-        parameters=(("fragment_table", "i64"), ("block_table", "i64"), ("num_fragments", "i32"), ("num_blocks", "i32")),
+        parameters=(
+            ("fragment_table", "i64"),
+            ("block_table", "i64"),
+            ("row_fragments", "i32"),
+            ("num_fragments", "i32"),
+            ("num_blocks", "i32"),
+        ),
         constants=(
-            ("STORE", int(direction is Direction.STORE)),
+            ("STORE", int(direction is STORE)),
             ("WORD_BITS", 8 * shape.word_bytes),
             ("WORDS", shape.fragment_bytes // shape.word_bytes),
             ("FRAGMENTS", shape.tile_fragments),
@@ -119,18 +126,29 @@ def fragment_table(group: Group, shape: FragmentShape) -> Int64Array:
     return np.ascontiguousarray(np.concatenate(columns, axis=1))
 
 
+class PlaneRange(NamedTuple):
+    """Planes of a group that follow each other: their fragments in its table, and their bytes in a block of a slot."""
+
+    first_fragment: int
+    num_fragments: int
+    offset: int
+    nbytes: int
+
+
 class _GroupKernels(NamedTuple):
     """The kernels and fragments of a group. They may outlive a forgotten engine, so they must not keep planes alive.
 
     Attributes:
         fragments: address of the table in device memory, see `fragment_table`.
-        num_fragments: of a block.
+        starts: the first fragment of each plane, and how many there are.
+        offsets: where the bytes of each plane begin in a slot, and their number.
         tile: fragments that a program moves.
         store, load: the kernels.
     """
 
     fragments: int
-    num_fragments: int
+    starts: tuple[int, ...]
+    offsets: tuple[int, ...]
     tile: int
     store: LoadedKernel
     load: LoadedKernel
@@ -180,7 +198,9 @@ class PackKernels:
             self._copying = True
             self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
             self._copying = False
-            self._groups.append(_GroupKernels(address, fragments.shape[1], shape.tile_fragments, store, load))
+            counts = [-(-plane.block_bytes // shape.fragment_bytes) for plane in group.planes]
+            starts, offsets = (0, *accumulate(counts)), (*group.host_offsets.tolist(), group.bytes_per_block)
+            self._groups.append(_GroupKernels(address, starts, offsets, shape.tile_fragments, store, load))
         tables = PinnedMemory(self.driver, 2 * ARENA_BYTES, holder=self._tables)
         self.arenas = tuple(
             TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
@@ -190,24 +210,30 @@ class PackKernels:
         """A table of these blocks; None while there is no room. Its second half, where each block lies in the ring, is
         left to the caller.
         """
-        count = len(blocks)
-        table = self.arenas[0 if blocks.direction is Direction.STORE else 1].take(2 * count)
+        count = len(blocks.blocks)
+        table = self.arenas[0 if blocks.direction is STORE else 1].take(2 * count)
         if table is not None:
             table.words[:count] = blocks.blocks
             if blocks.sub_block is not None:
                 table.words[:count] |= blocks.sub_block << _SUB_BLOCK_SHIFT
         return table
 
-    def launch(self, blocks: BlockPlan, table: Table, address: int) -> Submit:
-        """The launches that copy their table to this address in device memory, and then move the blocks in it.
+    def planes(self, group_index: int, first: int, stop: int) -> PlaneRange:
+        """The planes `[first, stop)` of a group."""
+        _, starts, offsets, *_ = self._groups[group_index]
+        return PlaneRange(starts[first], starts[stop] - starts[first], offsets[first], offsets[stop] - offsets[first])
+
+    def launch(self, blocks: BlockPlan, planes: PlaneRange, table: Table, address: int) -> Submit:
+        """The launches that copy their table to this address in device memory, and then move these planes of the blocks
+        in it.
 
         Read over the link by thousands of programs, the table would take too long.
         """
         count, of = len(blocks.blocks), self._groups[blocks.group_index]
-        kernel = of.store if blocks.direction is Direction.STORE else of.load
+        kernel = of.store if blocks.direction is STORE else of.load
         self.copy_table.pack((table.device_address, address, 2 * count))
-        kernel.pack((of.fragments, address, of.num_fragments, count))
-        return partial(self._submit, kernel, -(-of.num_fragments * count // of.tile))
+        kernel.pack((of.fragments + 8 * planes.first_fragment, address, of.starts[-1], planes.num_fragments, count))
+        return partial(self._submit, kernel, -(-planes.num_fragments * count // of.tile))
 
     def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None) -> None:
         self.copy_table.queue(stream, 1)

@@ -24,8 +24,8 @@ _MANTISSA_BITS = 5
 _PART_SECONDS = 30e-6
 # On an H200 pack carries 4 / 16 / 64 MiB beside 8192^3 products with 3 / 10 / 40 GB/s of 55, since its launch waits
 # until programs of the product end, and beside 2048^3 products with 43 / 51 / 52.5. So it has a price beyond that of
-# contiguous copies. Transfers of 64 MiB it carries fastest in every situation, whatever a profile expects, which knows
-# other copiers beside compute from smaller ones; 32 MiB are in between.
+# contiguous copies, for each part of a load. Transfers of 64 MiB it carries fastest in every situation, whatever a
+# profile expects, which knows other copiers beside compute from smaller ones; 32 MiB are in between.
 _PACK_BYTES = 32 << 20
 _PACK_SECONDS = {Situation.IDLE: 20e-6, Situation.LARGE_PRODUCTS: 0.5e-3, Situation.SMALL_PRODUCTS: 30e-6}
 # How much longer than strided copies a submission by pack keeps its caller: up to 50 us in `bench submit`, on a host
@@ -87,7 +87,7 @@ def choose(
        price is the transfer's time, plus the time that the caller is kept if that exceeds a millisecond (for more than
        64 MiB: a millisecond for each 64 MiB). The weight is the larger of the two ratios to the lowest price, so that a
        copier must be good beside both kinds of computation. The least weight wins.
-    3. From 32 MiB on pack wins, if it can carry the transfer and a block is more than one row.
+    3. From 32 MiB a part on pack wins, if it can carry the transfer and a block is more than one row.
     4. Else with "overlap" any time of the caller counts: unless pack won, the one that keeps its caller the shortest
        wins among those that end within 1.1x of the soonest. (Both directions at once, 4 blocks of 32 planes x 64 KiB on
        an H200: 367 us with strided copies, 476 with contiguous ones.)
@@ -126,7 +126,7 @@ def _choose(
 ) -> Choice:
     best, *others = rank(shape, available, profile, prefer, parts, opposite)
     where = " concurrent with compute" if prefer == "overlap" and profile.situations else ""
-    return Choice(best.copier, _explain(best, others, shape, where), best.seconds)
+    return Choice(best.copier, _explain(best, others, shape, where, parts), best.seconds)
 
 
 def rank(
@@ -151,9 +151,9 @@ def rank(
     ]
     if all(min(each) == inf for each in times):
         return [Expected(copier, inf, 0.0, 0.0, inf) for copier in copiers]
-    hosts = [profile.host_seconds(*_carried(copier, shape, profile)) for copier in copiers]
+    hosts = [profile.host_seconds(*_carried(copier, shape, profile, parts)) for copier in copiers]
     if prefer == "latency":  # 1
-        extras = [profile.seconds_around(*_carried(copier, shape, profile)) for copier in copiers]
+        extras = [profile.seconds_around(*_carried(copier, shape, profile, parts)) for copier in copiers]
         weights = [seconds + extra for (seconds,), extra in zip(times, extras, strict=True)]
     else:  # 2
         most = _MOST_HOST_SECONDS * max(1.0, shape.nbytes / _HOST_BYTES)
@@ -168,7 +168,7 @@ def rank(
         for copier, each, host, extra, weight in zip(copiers, times, hosts, extras, weights, strict=True)
     ]
     found.sort(key=lambda each: each.weight)
-    if shape.nbytes >= _PACK_BYTES:  # 3
+    if shape.nbytes >= parts * _PACK_BYTES:  # 3
         found.sort(key=lambda each: each.copier != "pack")
     if prefer == "overlap" and found[0].copier != "pack":  # 4
         soonest = TOLERANCE * min(each.host + each.seconds for each in found if each.copier != "pack")
@@ -181,21 +181,21 @@ def rank(
 
 
 def two_ways(
-    shape: Shape, available: Collection[str], profile: Profile, prefer: str, opposite: bool
+    shape: Shape, available: Collection[str], profile: Profile, prefer: str, opposite: bool, parts: int = 1
 ) -> tuple[Way, Way] | None:
     """Pack and the best copier of the copy engine, if either could carry a transfer; None if only one could, if the
     profile does not know them, and for transfers that are over before the choice could matter.
     """
-    best, *_ = ranked = rank(shape, available, profile, prefer, 1, opposite)
+    best, *_ = ranked = rank(shape, available, profile, prefer, parts, opposite)
     found = {each.copier == "pack": each for each in reversed(ranked)}
     if len(found) < 2 or shape.nbytes < _SMALL_BYTES or inf in (each.seconds for each in found.values()):
         return None
 
     def extra(each: Expected) -> float:
-        return each.extra + (_PACK_HOST_SECONDS if each.copier == "pack" else 0.0)
+        return each.extra + (parts * _PACK_HOST_SECONDS if each.copier == "pack" else 0.0)
 
     def way(each: Expected) -> Way:
-        idle, first = _seconds(each.copier, shape, profile, Situation.IDLE, 1, opposite), each.seconds
+        idle, first = _seconds(each.copier, shape, profile, Situation.IDLE, parts, opposite), each.seconds
         if each is not best:  # the profile's choice carries the first transfers, so this one counts as no better
             first = max(first, 1.001 * (best.seconds + extra(best)) - extra(each))
         return Way(each.copier, idle, extra(each), first / idle)
@@ -203,11 +203,11 @@ def two_ways(
     return way(found[True]), way(found[False])
 
 
-def _carried(copier: CopierName, shape: Shape, profile: Profile) -> tuple[CopierName, Shape]:
-    """The copier and the transfer whose costs the profile knows: for pack, contiguous copies of whole blocks."""
+def _carried(copier: CopierName, shape: Shape, profile: Profile, parts: int) -> tuple[CopierName, Shape]:
+    """The copier and the transfer whose costs the profile knows: for pack, contiguous copies of a block's parts."""
     if copier != "pack":
         return copier, shape
-    blocks = shape.blocks
+    blocks = shape.blocks * parts
     flat: CopierName = "batch" if "batch" in profile.costs[shape.direction].flat else "loop"
     return flat, shape._replace(plane_blocks=blocks, operations=blocks, rows=blocks)
 
@@ -218,16 +218,16 @@ def _seconds(
     """Expected seconds. Both directions at once were not measured with compute. They are taken to stretch a transfer as
     much as without.
     """
-    carried = _carried(copier, shape, profile)
+    carried = _carried(copier, shape, profile, parts)
     seconds = profile.seconds(*carried, situation)
     if opposite:
         idle = profile.seconds(*carried)
         both = profile.seconds(*carried, Situation.BOTH_DIRECTIONS)
         seconds = both if situation is Situation.IDLE else seconds * max(1.0, both / idle) if idle < inf else inf
-    return seconds + (_PACK_SECONDS[situation] if copier == "pack" else (parts - 1) * _PART_SECONDS)
+    return seconds + (parts * _PACK_SECONDS[situation] if copier == "pack" else (parts - 1) * _PART_SECONDS)
 
 
-def _explain(best: Expected, others: list[Expected], shape: Shape, where: str) -> str:
+def _explain(best: Expected, others: list[Expected], shape: Shape, where: str, parts: int) -> str:
     if best.seconds == inf:
         return f"{best.copier}: no copier was measured, see `kvoffload tune`"
     text = f"{best.copier}: {_rate(best, shape)} expected{where}"
@@ -237,8 +237,8 @@ def _explain(best: Expected, others: list[Expected], shape: Shape, where: str) -
     fastest = min(known, key=lambda each: each.seconds)
     if best.seconds <= fastest.seconds:
         return f"{text}, the fastest; next is {fastest.copier} with {_rate(fastest, shape)}"
-    if best.copier == "pack" and shape.nbytes >= _PACK_BYTES:
-        return f"{text}; selected from {_PACK_BYTES >> 20} MiB on"
+    if best.copier == "pack" and shape.nbytes >= parts * _PACK_BYTES:
+        return f"{text}; selected from {parts * _PACK_BYTES >> 20} MiB on"
     gain = "costs the host less" if best.host < fastest.host else "is as good beside large and small products"
     return f"{text}, {best.seconds / fastest.seconds:.2f}x of {fastest.copier} ({_rate(fastest, shape)}), and {gain}"
 

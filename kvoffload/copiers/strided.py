@@ -7,7 +7,7 @@ from functools import partial
 from kvoffload.copiers.base import Submit
 from kvoffload.device.streams import SEGMENT_LIMIT
 from kvoffload.driver import Driver, SourceOrder, StridedTable
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import STORE, BlockPlan, TransferPlan
 
 
 class StridedCopier:
@@ -23,26 +23,29 @@ class StridedCopier:
     def __init__(self, driver: Driver, *, batched: bool) -> None:
         self._driver = driver
         self._batched = batched
-        self._table = StridedTable(SEGMENT_LIMIT, batched=batched)
+        self._stores, self._loads = (StridedTable(SEGMENT_LIMIT, batched=batched) for _ in range(2))
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
-        count = len(work.device_address)
-        rows = self._table.rows[:count]
-        stores = work.direction is Direction.STORE
-        device, host = ("source", "target") if stores else ("target", "source")
-        device_pitch, host_pitch = ("source_pitch", "target_pitch") if stores else ("target_pitch", "source_pitch")
-        rows[device], rows[device_pitch] = work.device_address, work.device_pitch
-        rows[host], rows[host_pitch] = work.host_address, work.host_pitch
-        rows["width"], rows["height"] = work.width, work.height
-        if self._batched:
-            rows["order"] = order
-        return partial(self._submit, count)
+        source, target = work.device_address, work.host_address
+        pitch, target_pitch = work.device_pitch, work.host_pitch
+        table, width, height = self._stores, work.width, work.height
+        if work.direction is not STORE:
+            table, source, target, pitch, target_pitch = self._loads, target, source, target_pitch, pitch
+        count = len(source)
+        # Arrays of plans never change, so all but the addresses may be in the table.
+        rows, as_order, as_pitch, as_target_pitch, as_width, as_height = table.shape
+        same = pitch is as_pitch and target_pitch is as_target_pitch and width is as_width and height is as_height
+        if same and order is as_order and count <= rows:
+            table.sources[:count], table.targets[:count] = source, target
+        else:
+            table.fill((source, target, pitch, target_pitch, width, height), order)
+        return partial(self._submit, table, count)
 
-    def _submit(self, count: int, stream: int, start: int | None) -> None:
+    def _submit(self, table: StridedTable, count: int, stream: int, start: int | None) -> None:
         if start is not None:
             self._driver.event_record(start, stream)
         if self._batched:
-            self._driver.copy_strided_batch(self._table, count, stream)
+            self._driver.copy_strided_batch(table, count, stream)
         else:
             for index in range(count):
-                self._driver.copy_strided(self._table, index, stream)
+                self._driver.copy_strided(table, index, stream)

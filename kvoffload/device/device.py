@@ -6,7 +6,6 @@ import atexit
 import logging
 import math
 import operator
-import os
 import threading
 import time
 import warnings
@@ -336,7 +335,7 @@ class Device:
         Raises:
             ClosedError: the device is closed, or this is a forked child.
         """
-        if self.closed or os.getpid() != self._process:
+        if self.closed or self._resources.foreign:
             self.check_open()
         current = Current()  # `make_current`, without the call: this is on the path of every transfer
         current.driver = self.driver
@@ -363,7 +362,7 @@ class Device:
     @property
     def foreign(self) -> bool:
         """Whether this process is a forked child of the one that opened the device."""
-        return os.getpid() != self._process
+        return self._resources.foreign
 
     # resources --------------------------------------------------------------------------------------------------------
 

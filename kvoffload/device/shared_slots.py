@@ -34,6 +34,7 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
 
 _LONGEST_NOTE = 32_768  # bytes
+ANSWER_SECONDS = 10.0  # that the other process is waited for
 _BETWEEN_ATTEMPTS = 0.02  # seconds
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -149,6 +150,8 @@ class SharedSlots:
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(ANSWER_SECONDS)
+            busy = time.monotonic() + ANSWER_SECONDS
             while True:
                 try:
                     connection.connect(address)
@@ -157,10 +160,12 @@ class SharedSlots:
                     if time.monotonic() >= end:
                         text = f"no process of this machine offers {name!r:.80}; waited {timeout:g} seconds"
                         raise TimeoutError(text) from None
+                except BlockingIOError:  # as many as it keeps waiting are waiting
+                    if time.monotonic() >= busy:
+                        raise TimeoutError(f"the process that offers {name!r:.80} answers nobody") from None
                 time.sleep(_BETWEEN_ATTEMPTS)
             if _user_of(connection) != os.getuid():
                 raise PermissionError(f"{name!r:.80} is offered by user {_user_of(connection)}, not by this one")
-            connection.settimeout(10.0)
             message, descriptors, _, _ = socket.recv_fds(connection, 2 * _LONGEST_NOTE, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
             raise PermissionError(f"the process that offers {name!r:.80} did not hand over its memory: another user's?")
@@ -233,7 +238,7 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
             return
         with connection:
             try:
-                connection.settimeout(10.0)
+                connection.settimeout(ANSWER_SECONDS)
                 if _user_of(connection) in (os.getuid(), 0):
                     socket.send_fds(connection, [message], [descriptor])
             except OSError as error:

@@ -168,9 +168,11 @@ class Driver:
     def stream_is_capturing(self, stream: int) -> bool:
         """Whether `stream` is being captured into a graph; for the legacy stream, whether any stream is."""
         code, status = self._stream_is_capturing(stream)
-        if code and int(code) != CAPTURE_IMPLICIT:
+        if not code:
+            return int(status) != 0
+        if int(code) != CAPTURE_IMPLICIT:
             raise DriverError("cuStreamIsCapturing", code.name, int(code))
-        return bool(code) or int(status) != 0
+        return True
 
     def event_create(self, *, timing: bool) -> int:
         return int(self.call("cuEventCreate", 0 if timing else DISABLE_TIMING))
@@ -287,9 +289,10 @@ class Driver:
         if self.use_raw:
             self._call_raw("memcpy_3d_batch_async_v2", count, table.address, 0, stream)
         else:
-            if count > len(table.objects):
+            objects = table.objects[:count]
+            if len(objects) < count:
                 table.make_objects(count)
-            objects = table.objects if count == len(table.objects) else table.objects[:count]
+                objects = table.objects[:count]
             code = self._batch_3d(count, objects, 0, stream)[0]
             if code:
                 raise DriverError("cuMemcpy3DBatchAsync", code.name, int(code))

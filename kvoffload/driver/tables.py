@@ -46,6 +46,7 @@ DTYPE_2D = np.dtype(
 )
 Column = npt.NDArray[np.uint64]
 Columns = tuple[Column, Column, Column, Column, Column, Column]  # source, target, their pitches, width, height
+_NO_SHAPE = 0, None, None, None, None, None
 _OPERAND_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 _MAX_SLICES = 256
 _FEWEST_OBJECTS = 64  # made at a time
@@ -60,28 +61,32 @@ class StridedTable:
     """Room for `capacity` strided operations, as cuMemcpy3DBatchAsync or cuMemcpy2DAsync takes them.
 
     Attributes:
-        capacity: operations.
-        rows: one for each operation; assigning to its fields refills the table. `DTYPE_3D` if batched, else `DTYPE_2D`.
+        rows: one for each operation; `DTYPE_3D` if batched, else `DTYPE_2D`.
         address: of the first operation.
+        sources, targets: the addresses in `rows`.
+        shape: of the last `fill`: number of rows, order, and the columns but for the addresses.
         objects: one object of the bindings over each of the first operations: as many as were needed so far.
     """
 
     def __init__(self, capacity: int, *, batched: bool) -> None:
-        self.capacity = capacity
         self.rows = np.zeros(capacity, dtype=DTYPE_3D if batched else DTYPE_2D)
         self.rows["source_type"] = self.rows["target_type"] = _OPERAND_POINTER if batched else _MEMORY_UNIFIED
         if batched:
             self.rows["depth"] = 1
         self.address = address_of(self.rows)
+        self.sources, self.targets = self.rows["source"], self.rows["target"]
         self._batched = batched
+        self.shape: tuple[Any, ...] = _NO_SHAPE
         self.objects: list[Any] = []
 
     def fill(self, columns: Columns, order: SourceOrder) -> None:
-        """Refill from the front: `columns` are uint64, (n,), or (1,) where all operations have one value."""
-        ops = self.rows[: max(map(len, columns))]
+        """Refill from the front: `columns` are uint64, (n,); but for the addresses, (1,) where all have one value."""
+        self.shape = _NO_SHAPE  # an interrupt may come
+        ops = self.rows[: len(columns[0])]
         ops["source"], ops["target"], ops["source_pitch"], ops["target_pitch"], ops["width"], ops["height"] = columns
         if self._batched:
             ops["order"] = order
+        self.shape = len(ops), order, *columns[2:]
 
     def make_objects(self, count: int) -> None:
         """Have `objects` of the first `count` operations, before they are passed to a driver without raw addresses."""
@@ -95,13 +100,11 @@ class FlatTable:
     """Room for `capacity` flat copies, as cuMemcpyBatchAsync takes them.
 
     Attributes:
-        capacity: copies.
         attributes: by `SourceOrder`, once `lists` was called: one CUmemcpyAttributes with that order and nothing else
             set, in a list.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
         self._targets, self._sources, self._sizes = np.zeros((3, capacity), dtype=np.uint64)
         self._addresses = tuple(map(address_of, (self._targets, self._sources, self._sizes)))
         self._attribute_rows = np.zeros((4, 6), dtype=np.uint32)  # CUmemcpyAttributes: order, 2 location hints, flags

@@ -8,7 +8,6 @@ taken.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 import numpy as np
 
 from kvoffload.device.device import Device
+from kvoffload.device.ownership import FORKS
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.callbacks import Callbacks
 from kvoffload.engine.job import AnyTransfer, Job, TransferResult
@@ -34,7 +34,7 @@ from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.planning.layer_groups import PartsLike
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import LOAD, STORE, Direction
 from kvoffload.tuning import CopierName
 
 _FOR_INTEGRATIONS = frozenset(
@@ -89,7 +89,7 @@ class Engine(Generic[_After, _Plan]):
     def __init__(self) -> None:
         self._shared = Shared()
         self.lock, self._closing = self._shared.lock, self._shared.closing
-        self._process = os.getpid()
+        self._forks = len(FORKS)
         self._slot_guard: weakref.ref[SlotGuard] | None = None
         self._ids, self._callbacks = itertools.count(1), Callbacks()
 
@@ -154,7 +154,7 @@ class Engine(Generic[_After, _Plan]):
             DriverError: the driver failed before anything was queued.
             RuntimeError: you called it inside another call in the same thread, for example in a signal handler.
         """
-        requests = self._requests(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
+        requests = self._requests(STORE, blocks, slots, group, first_sub_block, after, copier)
         return self._submit(requests)
 
     def load(
@@ -196,9 +196,8 @@ class Engine(Generic[_After, _Plan]):
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
             LayoutError: as `store`; also a repeated block, or parts that do not divide the planes.
         """
-        towards = Direction.LOAD
         requests = self._requests(
-            towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts=parts, urgent=urgent
+            LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts=parts, urgent=urgent
         )
         return self._submit(requests)
 
@@ -246,7 +245,7 @@ class Engine(Generic[_After, _Plan]):
         Raises:
             As `store`. The message names the element of `transfers`, unless a slot repeats.
         """
-        return self._submit(self._requests_of_groups(Direction.STORE, transfers, after, copier))
+        return self._submit(self._requests_of_groups(STORE, transfers, after, copier))
 
     def load_groups(
         self,
@@ -267,7 +266,7 @@ class Engine(Generic[_After, _Plan]):
         Raises:
             As `load`. The message names the element of `transfers`, unless a block repeats.
         """
-        requests = self._requests_of_groups(Direction.LOAD, transfers, after, copier, source_order, urgent=urgent)
+        requests = self._requests_of_groups(LOAD, transfers, after, copier, source_order, urgent=urgent)
         return self._submit(requests)
 
     def submit_locked(
@@ -313,7 +312,7 @@ class Engine(Generic[_After, _Plan]):
 
         Inside another call in the same thread it does nothing.
         """
-        if os.getpid() != self._process:
+        if len(FORKS) != self._forks:
             self.check_process()
         if in_call(self.lock):
             return
@@ -395,7 +394,7 @@ class Engine(Generic[_After, _Plan]):
 
     @property
     def submitted(self) -> int:
-        if os.getpid() != self._process:
+        if len(FORKS) != self._forks:
             self.check_process()
         with self.lock:
             in_flight = self._in_flight
@@ -408,7 +407,7 @@ class Engine(Generic[_After, _Plan]):
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child of the process that opened the devices."""
-        if os.getpid() != self._process:
+        if len(FORKS) != self._forks:
             for device in self.devices:
                 device.check_process()
 
@@ -422,7 +421,7 @@ class Engine(Generic[_After, _Plan]):
 
     def check_room(self, jobs: int) -> None:
         """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
-        if os.getpid() != self._process:
+        if len(FORKS) != self._forks:
             self.check_process()
         with self.lock:
             for shard in self._shards:  # asked here, since `check_usable` of all shards takes many calls
@@ -528,7 +527,7 @@ class Engine(Generic[_After, _Plan]):
             ValueError: `timeout` is no number; nothing has happened.
             RuntimeError: you called it inside another call in the same thread; nothing has happened.
         """
-        if os.getpid() != self._process:
+        if len(FORKS) != self._forks:
             return
         refuse_nested(self.lock, "close")
         timeout, token = as_timeout(timeout), object()

@@ -12,20 +12,21 @@ order; an urgent load goes ahead of them.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.device import Device
+from kvoffload.device.ownership import FORKS
 from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
 from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
-from kvoffload.engine.job import Event, Job, Transfer
+from kvoffload.engine.job import ENDED, SUBMITTED, Job, Transfer
 from kvoffload.engine.queues import MOST_REPORTS
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import Request, Requests
+from kvoffload.engine.resources import slots_in
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
@@ -34,7 +35,7 @@ from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import as_parts
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import STORE, Direction
 from kvoffload.tuning import Profile
 
 
@@ -53,12 +54,13 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         device: the device that holds the planes.
         num_slots: how many slots the pinned pool has, `layout.slot_bytes` bytes each. None: 1024. With 0 slots the
             engine pins nothing and refuses every slot id.
-        host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots`.
+        pool_bytes: instead of `num_slots`: as many slots as fit into so many bytes.
+        host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots` and `pool_bytes`.
         staging_bytes: device memory for each direction through which the copier "pack" carries blocks whose planes are
             apart: a kernel, for some microseconds on all multiprocessors, packs them there. Allocated when that copier
             is first used; at least room for two blocks. 0 forbids kernels and compiles none. (The simulated device runs
-            a kernel only if you ask for it, since it interprets kernels slowly.) If kernels cannot be loaded, you get a
-            KVOffloadWarning, and the copy engine carries all transfers.
+            a kernel only if you ask for it, since it interprets kernels slowly.) Without Triton, or if kernels
+            cannot be loaded, which gives a KVOffloadWarning, the copy engine carries all transfers.
         prefer: "overlap", for a GPU that computes during transfers: selects the copier that costs least in the worse of
             two kinds of computation. "latency": selects the one that ends soonest on an idle GPU. That is for the first
             transfers: between "pack" and the copy engine, the times of the last ones decide from then on.
@@ -96,6 +98,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         *,
         device: Device,
         num_slots: int | None = None,
+        pool_bytes: int | None = None,
         host_memory: HostMemory | None = None,
         staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",
@@ -106,6 +109,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
+        num_slots = slots_in(pool_bytes, num_slots, [layout])
         given = num_slots, staging_bytes, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
         options = EngineOptions(*given, host_memory=host_memory)
         self._shard = shard = Shard(layout, device, options, self._shared, most_reports=MOST_REPORTS)
@@ -131,7 +135,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
         request, shard = requests[0], self._shard
-        if shard.closed or os.getpid() != self._process:  # what follows needs the device's context
+        if shard.closed or len(FORKS) != self._forks:  # what follows needs the device's context
             self.check_process()
             shard.check_usable()
         try:
@@ -141,13 +145,13 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
                 with self.lock:
                     # 1. check: what depends on the moment
                     shard.check(requests, streams)
-                    if self._slot_guard is not None and not locked and request.direction is Direction.STORE:
+                    if self._slot_guard is not None and not locked and request.direction is STORE:
                         self._check_store(requests)
                     if len(request.blocks) == 0:
                         empty = Transfer(next(self._ids), request.direction, 0, request.num_parts)
                         empty.simulated = shard.driver.simulated
-                        empty.step(Event.SUBMITTED)  # it ends at once, and is never in a queue
-                        empty.step(Event.ENDED)
+                        empty.step(SUBMITTED)  # it ends at once, and is never in a queue
+                        empty.step(ENDED)
                         self._reports.note(self._in_flight.of(empty.direction), empty)
                         return Job(self, empty)
                     # 2. plan, 3. select, 4. order

@@ -14,7 +14,7 @@ import numpy as np
 from kvoffload.internal.types import Int64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Group
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import STORE, Direction
 
 
 class HazardTable:
@@ -55,18 +55,18 @@ class HazardTable:
 
     def latest_on_slots(self, direction: Direction, slots: Int64Array) -> int:
         """Sequence number of the latest transfer of `direction` that touched one of `slots`."""
-        latest = self._stores if direction is Direction.STORE else self._loads
+        latest = self._stores if direction is STORE else self._loads
         return int(np.maximum.reduce(latest.on_slots[slots], initial=0))
 
     def latest_on_blocks(self, direction: Direction, group: int, blocks: Int64Array) -> int:
         """Sequence number of the latest transfer of `direction` that touched one of `blocks`."""
-        latest, divisor = self._stores if direction is Direction.STORE else self._loads, self._divisors[group]
+        latest, divisor = self._stores if direction is STORE else self._loads, self._divisors[group]
         entries = blocks if divisor == 1 else blocks // divisor
         return int(np.maximum.reduce(latest.on_blocks[group][entries], initial=0))
 
     def record(self, direction: Direction, group: int, slots: Int64Array, blocks: Int64Array, sequence: int) -> None:
         """Note that transfer `sequence` touches these; sequence numbers rise."""
-        latest = self._stores if direction is Direction.STORE else self._loads
+        latest = self._stores if direction is STORE else self._loads
         divisor = self._divisors[group]
         latest.on_slots[slots] = sequence
         latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = sequence
@@ -80,7 +80,7 @@ class HazardTable:
         self, direction: Direction, group: int, slots: Int64Array, blocks: Int64Array, sequence: int
     ) -> None:
         """`record` for a transfer that is not the latest: entries of later ones stay."""
-        latest, divisor = self._stores if direction is Direction.STORE else self._loads, self._divisors[group]
+        latest, divisor = self._stores if direction is STORE else self._loads, self._divisors[group]
         indices = blocks if divisor == 1 else blocks // divisor
         for entries, ids in ((latest.on_slots, slots), (latest.on_blocks[group], indices)):
             entries[ids] = np.maximum(entries[ids], sequence)
@@ -91,7 +91,7 @@ class HazardTable:
             np.copyto(entries, latest, where=entries > ended)
 
     def _entries(self, direction: Direction) -> list[Int64Array]:
-        latest = self._stores if direction is Direction.STORE else self._loads
+        latest = self._stores if direction is STORE else self._loads
         return list({id(entries): entries for entries in (latest.on_slots, *latest.on_blocks)}.values())
 
 

@@ -53,12 +53,15 @@ class Event(enum.IntEnum):
     LOST = enum.auto()  # the context is lost: nothing will run any more
 
 
+NEW, RUNNING, DRAINING, DONE, FAILED = State
+SUBMITTED, ERROR, ENDED, LOST = Event
+
 TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.NEW: {Event.SUBMITTED: State.RUNNING},
-    State.RUNNING: {Event.ENDED: State.DONE, Event.ERROR: State.DRAINING, Event.LOST: State.FAILED},
-    State.DRAINING: {Event.ENDED: State.FAILED, Event.LOST: State.FAILED},
-    State.DONE: {},
-    State.FAILED: {},
+    NEW: {SUBMITTED: RUNNING},
+    RUNNING: {ENDED: DONE, ERROR: DRAINING, LOST: FAILED},
+    DRAINING: {ENDED: FAILED, LOST: FAILED},
+    DONE: {},
+    FAILED: {},
 }
 
 
@@ -123,7 +126,7 @@ class Transfer:
     reason: str | Forecast = "nothing to copy"
     forecast: Forecast | None = None
     overlap = 0.0
-    state = State.NEW
+    state = NEW
     sequence = 0
     shares: tuple[Share, ...] = ()
     engine: object = None
@@ -157,7 +160,7 @@ class Transfer:
     @property
     def finished(self) -> bool:
         """Whether it is known to have ended."""
-        return self.state is State.DONE or self.state is State.FAILED
+        return self.state is DONE or self.state is FAILED
 
     @property
     def held(self) -> bool:
@@ -172,24 +175,24 @@ class Transfer:
             error.__cause__ = cause.with_traceback(None)  # its frames would keep the engine alive
             self.error = error
         self.enqueued = True
-        if self.state is State.RUNNING:
-            self.step(Event.ERROR)
+        if self.state is RUNNING:
+            self.step(ERROR)
 
     def mark_lost(self, cause: BaseException) -> None:
         """The context is lost and nothing runs any more, so the transfer has failed now."""
         self.fail(cause)
         self.segments.clear()
         self.seconds = math.nan
-        self.step(Event.LOST)
+        self.step(LOST)
 
     def abandon(self, cause: BaseException) -> None:
         """Fail a transfer that never came into its queue. May be interrupted and called again."""
-        if self.state is State.NEW:
-            self.step(Event.SUBMITTED)
+        if self.state is NEW:
+            self.step(SUBMITTED)
         self.seconds = math.nan
         self.fail(cause)
         if not self.finished:
-            self.step(Event.ENDED)
+            self.step(ENDED)
         self.let_go()
 
     def let_go(self) -> None:
@@ -247,8 +250,8 @@ class ShardedTransfer:
     def state(self) -> State:
         failed = self.error is not None
         if self.finished:
-            return State.FAILED if failed else State.DONE
-        return State.DRAINING if failed else State.RUNNING
+            return FAILED if failed else DONE
+        return DRAINING if failed else RUNNING
 
     @property
     def held(self) -> bool:

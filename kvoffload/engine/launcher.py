@@ -22,7 +22,7 @@ from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
 from kvoffload.errors import DriverError, KVOffloadError
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import STORE
 
 _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
 
@@ -88,9 +88,11 @@ class Launcher:
         """
         number, begin = transfer.share, transfer.queued
         share = transfer.shares[number]
-        work, copier, size, _ = share
+        work, copier, size = share.work, share.copier, share.size
         # Where it ends: a segment never crosses a part's end, so that the event behind it is the part's.
-        stop = min(begin + copier.segment_operations, work.part_ends[transfer.part] if work.part_ends else size)
+        stop = work.part_ends[transfer.part] if work.part_ends else size
+        if stop - begin > copier.segment_operations:
+            stop = begin + copier.segment_operations
         nbytes = 0
         if self._most_bytes is not None:
             stop, nbytes = self._bounded(queue, share, begin, stop)
@@ -106,7 +108,6 @@ class Launcher:
         first = number == 0 and begin == 0
         submit = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         # Record it before any driver call: after an interrupt, the record says which work the GPU may have.
-        previous = transfer.segments[-1] if transfer.segments else None
         segment = Segment(number, transfer.part, stream, places)
         transfer.segments.append(segment)
         stream.places += places
@@ -116,7 +117,7 @@ class Launcher:
         # Waits, copies, and the event that tells when it has ended.
         if begin == 0 and (first or isinstance(transfer.shares[0].copier, PackCopier)):
             self._follow(queue, transfer, stream)
-        elif previous is not None and previous.stream is not stream:
+        elif len(transfer.segments) > 1 and (previous := transfer.segments[-2]).stream is not stream:
             assert previous.event is not None
             self._driver.stream_wait_event(stream.handle, previous.event)
         submit(stream.handle, transfer.start if first else None)
@@ -148,8 +149,7 @@ class Launcher:
         copies = kernels and stream_with_room(lane, copy_cost + EVENT_COST, kernel=False)
         if kernels is None or copies is None:
             return False
-        work, _, size, _ = transfer.shares[number]
-        assert isinstance(work, BlockPlan)
+        work, size = transfer.shares[number].work, transfer.shares[number].size
         piece = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         if piece is None:  # no room in the tables
             return False
@@ -157,7 +157,7 @@ class Launcher:
         by_kernel = Segment(number, transfer.part, kernels, kernel_cost + EVENT_COST)
         by_copies = Segment(number, transfer.part, copies, copy_cost + EVENT_COST)
         by_kernel.table = piece.table
-        stores = transfer.direction is Direction.STORE
+        stores = transfer.direction is STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
         fill, empty = (piece.kernel, piece.copies) if stores else (piece.copies, piece.kernel)
         place, previous = piece.place, None
@@ -215,13 +215,13 @@ class Launcher:
 
     def _end_segment(self, transfer: Transfer, segment: Segment, stop: int) -> None:
         """Record the event behind a segment that ends before operation `stop`, and move on to the next segment."""
-        share, handle = transfer.shares[segment.share], segment.stream.handle
+        share = transfer.shares[segment.share]
         done = stop == share.size
-        if done and segment.share == len(transfer.shares) - 1:
+        if done and share is transfer.shares[-1]:
             if segment.share:
                 self._join(transfer, segment)
             assert transfer.end is not None
-            self._driver.event_record(transfer.end, handle)
+            self._driver.event_record(transfer.end, segment.stream.handle)
             segment.event = transfer.end
             transfer.enqueued = True
             return
@@ -250,12 +250,12 @@ class Launcher:
             self._driver.stream_wait_event(stream.handle, marker)
             if also is not None:
                 self._driver.stream_wait_event(also.handle, marker)
-        if queue.transfers[0] is not transfer:
-            previous = queue.unfinished(transfer.sequence - 1)
-            if previous is not None:
-                last = previous.segments[-1].stream if previous.segments else stream
-                if previous.error is not None or last is not stream:  # else the stream itself keeps the order
-                    self.wait_for_transfer(stream.handle, previous)
+        first = queue.transfers[0]
+        if first is not transfer:
+            previous = queue.transfers[transfer.sequence - 1 - first.sequence]
+            last = previous.segments[-1].stream if previous.segments else stream
+            if previous.error is not None or last is not stream:  # else the stream itself keeps the order
+                self.wait_for_transfer(stream.handle, previous)
         if transfer.conflict is not None and not transfer.conflict.finished:
             self.wait_for_transfer(stream.handle, transfer.conflict)
             if also is not None:

@@ -13,12 +13,12 @@ from typing import Any, Generic, TypeVar
 from kvoffload.device.streams import EVENT_COST, QUEUE_LIMIT, STREAMS_PER_LANE, EventPool, Lane
 from kvoffload.driver import Driver
 from kvoffload.engine.hazards import HazardTable
-from kvoffload.engine.job import AnyTransfer, Event, Transfer, TransferResult, result_of
+from kvoffload.engine.job import SUBMITTED, AnyTransfer, Transfer, TransferResult, result_of
 from kvoffload.engine.request import Requests
 from kvoffload.engine.statistics import DirectionTotals
 from kvoffload.engine.tracing import Notices
 from kvoffload.errors import CapacityError
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import LOAD, STORE, Direction
 
 # Each takes a place at least, and those for its events. So segments find an event, however many parts a load has.
 MOST_REPORTS = 1 << 16
@@ -97,7 +97,7 @@ class Queues(Generic[_Queue]):
         self.consistent = True
 
     def of(self, direction: Direction) -> _Queue:
-        return self.stores if direction is Direction.STORE else self.loads
+        return self.stores if direction is STORE else self.loads
 
     @property
     def count(self) -> int:
@@ -203,10 +203,10 @@ def put_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) -> bo
         return False
     sequence = queue.waiting[place].sequence
     queue.reordering = True
-    hazards.make_room(Direction.LOAD, sequence)
+    hazards.make_room(LOAD, sequence)
     for request in requests:
-        hazards.record_ahead(Direction.LOAD, request.group, request.slots, request.blocks, sequence)
-    transfer.step(Event.SUBMITTED)
+        hazards.record_ahead(LOAD, request.group, request.slots, request.blocks, sequence)
+    transfer.step(SUBMITTED)
     queue.transfers.insert(len(queue.transfers) - len(queue.waiting) + place, transfer)
     queue.submitted += 1
     queue.renumber()
@@ -224,9 +224,7 @@ def _place_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) ->
     4. if a store follows it which this one follows: else all three would wait in a circle.
     """
     waiting = in_flight.loads.waiting
-    latest = max(
-        in_flight.hazards.latest_on_blocks(Direction.LOAD, request.group, request.blocks) for request in requests
-    )
+    latest = max(in_flight.hazards.latest_on_blocks(LOAD, request.group, request.blocks) for request in requests)
     if transfer.conflict is not None:
         for store in in_flight.stores.waiting:
             if store.sequence <= transfer.conflict.sequence and store.conflict is not None:
@@ -249,5 +247,5 @@ def restore_order(in_flight: InFlight) -> None:
     queue = in_flight.loads
     queue.renumber()
     queue.submitted = queue.counted + len(queue.transfers)
-    in_flight.hazards.forget_order(Direction.LOAD, queue.counted, queue.submitted)
+    in_flight.hazards.forget_order(LOAD, queue.counted, queue.submitted)
     queue.reordering = False

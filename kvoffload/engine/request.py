@@ -20,7 +20,7 @@ from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts, as_parts
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import LOAD, STORE, Direction
 from kvoffload.tuning import CopierName
 
 SourceOrderName = Literal["auto", "stream", "any"]
@@ -32,7 +32,8 @@ FEW = 64  # up to so many ids, a set tells sooner than numpy whether one repeats
 _DEFAULT_SOURCES: tuple[Source, ...] = (LEGACY_STREAM,)
 
 
-class Request(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Request:
     """A checked transfer of one group.
 
     Attributes:
@@ -112,7 +113,7 @@ class Limits(NamedTuple):
         layout, num_slots, missing_copiers = self
         if source_order not in SOURCE_ORDERS:
             raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
-        if urgent is not False and flag("urgent", urgent) and direction is Direction.STORE:
+        if urgent is not False and flag("urgent", urgent) and direction is STORE:
             raise ValueError("urgent=True is for loads, which a request waits for: leave it out of a store")
         if group.__class__ is not int or not 0 <= group < len(layout.groups):
             group = _in_range("group", group, len(layout.groups))
@@ -120,23 +121,24 @@ class Limits(NamedTuple):
             first_sub_block = _in_range("first_sub_block", first_sub_block, layout.blocks_per_slot)
         block_ids = as_ids("blocks", blocks, layout.groups[group].num_blocks)
         slot_ids = as_ids("slots", slots, num_slots)
-        expected = -(-(len(block_ids) + first_sub_block) // layout.blocks_per_slot) if len(block_ids) else 0
+        count, factor = len(block_ids), layout.blocks_per_slot
+        expected = count if factor == 1 or not count else -(-(count + first_sub_block) // factor)
         if len(slot_ids) != expected:
             raise LayoutError(
-                f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
-                f"(blocks_per_slot={layout.blocks_per_slot}), got {len(slot_ids)}"
+                f"{count} blocks from sub-block {first_sub_block} on need {expected} slots "
+                f"(blocks_per_slot={factor}), got {len(slot_ids)}"
             )
         if copier is not None:
             check_copier(copier, missing_copiers)
         planes: Parts | None = None
         if parts is not None:
-            if direction is Direction.STORE:
+            if direction is STORE:
                 raise ValueError(
                     f"parts={parts!r:.80} is for loads; a store takes all planes together: leave parts out"
                 )
             planes = as_parts(parts, len(layout.groups[group].planes))
             if planes is not None:
-                check_carries_parts(copier)
+                check_carries_parts(copier, planes)
         sources: tuple[Any, ...] = ()
         arrays = False
         if after is None and layout.on_default_stream:
@@ -146,8 +148,8 @@ class Limits(NamedTuple):
         elif after is not NO_WAIT:
             sources = sources_of(after, layout)
             arrays = not _INT.issuperset(map(type, sources))
-        ids = group, slot_ids, block_ids, first_sub_block
-        return (Request(direction, *ids, sources, arrays, copier, source_order, planes, urgent),)
+        moved = direction, group, slot_ids, block_ids, first_sub_block
+        return (Request(*moved, sources, arrays, copier, source_order, planes, urgent),)
 
     def requests_of_groups(
         self,
@@ -178,7 +180,8 @@ class Limits(NamedTuple):
             except (LayoutError, ValueError, TypeError) as error:
                 raise type(error)(f"transfers[{index}]: {error}") from None
             if len(request.blocks):
-                found.append(request._replace(sources=common.sources, arrays=common.arrays))
+                request.sources, request.arrays = common.sources, common.arrays
+                found.append(request)
         return tuple(found) or (common,)
 
 
@@ -205,7 +208,7 @@ def refuse_repeated_targets(requests: Requests, scratch: Int64Array, layout: KVL
     Args:
         scratch: any contents, longer than every id of the engine; overwritten.
     """
-    loads = requests[0].direction is Direction.LOAD
+    loads = requests[0].direction is LOAD
     for request in requests:
         ids = request.blocks if loads else request.slots
         if len(ids) <= FEW and len(set(ids.tolist())) == len(ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload.copiers import CopierSet
@@ -14,9 +15,9 @@ from kvoffload.engine.tracker import Tracker
 from kvoffload.engine.wait_streams import WaitStreams
 from kvoffload.errors import CapacityError
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.teardown import run_all
-from kvoffload.internal.types import Int64Array, UInt8Array
+from kvoffload.internal.types import UInt8Array, UInt64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import addresses_of_slots
 
@@ -30,7 +31,7 @@ class EngineResources:
     Attributes:
         memory: the slots.
         pinning_seconds: the time to map, touch and register it.
-        slot_addresses: host addresses of the slots, int64, (num_slots,).
+        slot_addresses: host addresses of the slots, uint64, (num_slots,).
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class EngineResources:
         self._callers: list[CallerMemory] = []
         self.memory: RegisteredMemory
         self.pinning_seconds = 0.0
-        self.slot_addresses: Int64Array
+        self.slot_addresses: UInt64Array
         self._slot_bytes = 0
         self.copiers = copiers
         self.in_flight = in_flight
@@ -116,6 +117,25 @@ class EngineResources:
         events = in_flight.timers.created + in_flight.markers.created
         staging_bytes = self.copiers.staging_bytes
         return self.memory.pinned_bytes, staging_bytes, streams, streams_in_use, events, events_in_use
+
+
+def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> Any:
+    """`num_slots`, or how many slots on all devices fit into `pool_bytes`. Raises for layouts that are none, too."""
+    for layout in layouts:
+        if not isinstance(layout, KVLayout):
+            raise TypeError(f"layout must be a KVLayout, got {shown(layout)}")
+    if pool_bytes is None:
+        return num_slots
+    if num_slots is not None:
+        raise ValueError(
+            f"pool_bytes={shown(pool_bytes)} and num_slots={shown(num_slots)} are both given: leave one out"
+        )
+    slot_bytes = sum(layout.slot_bytes for layout in layouts)
+    if 0 < at_least("pool_bytes", pool_bytes, 0) < slot_bytes:
+        raise CapacityError(f"pool_bytes={pool_bytes} holds no slot of {slot_bytes} bytes; raise it")
+    if pool_bytes > _MOST_POOL_BYTES:
+        raise CapacityError(f"pool_bytes must be at most {_MOST_POOL_BYTES}, got {shown(pool_bytes)}; lower it")
+    return pool_bytes // slot_bytes
 
 
 def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayout) -> int:

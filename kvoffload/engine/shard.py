@@ -27,7 +27,7 @@ from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder, make_current
 from kvoffload.engine.hazards import HazardTable
-from kvoffload.engine.job import Event, Transfer, describe
+from kvoffload.engine.job import SUBMITTED, Transfer, describe
 from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.report import Alternative, PlanReport
 from kvoffload.engine.request import FEW, Limits, Request, Requests, refuse_repeated_targets, sources_of
@@ -43,10 +43,11 @@ from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
+from kvoffload.planning.transfer_plan import LOAD, STORE, BlockPlan, build
 from kvoffload.tuning import CopierName, Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
+_IN_STREAM_ORDER, _IN_ANY_ORDER = SourceOrder
 QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
 _Result = TypeVar("_Result")
 
@@ -99,8 +100,6 @@ class Shard:
         self, layout: KVLayout, device: Device, options: EngineOptions, shared: Shared, *, most_reports: int
     ) -> None:
         profile = options.profile
-        if not isinstance(layout, KVLayout):
-            raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
         if not isinstance(device, Device):
             raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
         if profile is not None and not isinstance(profile, Profile):
@@ -129,7 +128,7 @@ class Shard:
         with device.lifecycle, device.current():
             self.folds = Folds(layout, device.allocations(layout))
             in_flight = InFlight(device.driver, max_in_flight, self._hazards, most_bytes)
-            copiers = CopierSet(device.driver, device.capabilities, layout, self.staging_bytes)
+            copiers = CopierSet(device.driver, device.capabilities, self.staging_bytes)
             self.parts = EngineResources(device, in_flight, self.reports, copiers, options.stream_priority)
             self._resource = device.adopt(self, self.parts.release, "an OffloadEngine")
             try:
@@ -153,10 +152,11 @@ class Shard:
         if self.closed or self._closing or in_flight.lost:
             self.check_usable()
         request = requests[0]
-        stores = request.direction is Direction.STORE
+        stores = request.direction is STORE
         targets = request.slots if stores else request.blocks
         # Most transfers are one request with few ids, all different: a set tells that without a further call.
-        if len(requests) > 1 or len(targets) > FEW or len(set(targets.tolist())) < len(targets):
+        count = len(targets)
+        if len(requests) > 1 or count > FEW or len(set(targets.tolist())) < count:
             refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
         for stream in streams:
             try:
@@ -178,15 +178,15 @@ class Shard:
         """
         request, in_flight = requests[0], self.parts.in_flight
         direction = request.direction
-        opposite = in_flight.loads if direction is Direction.STORE else in_flight.stores
+        opposite = in_flight.loads if direction is STORE else in_flight.stores
         opposed = len(opposite.transfers) > 0
         # 2. plan, 3. select
         copier, reason, shares = self._select(requests, opposed)
         # 4. order: what it must follow
-        nbytes = 0
-        for share in shares:
+        nbytes = shares[0].nbytes
+        for share in shares[1:]:
             nbytes += share.nbytes
-        source_order = self._source_order(requests) if direction is Direction.LOAD else SourceOrder.STREAM
+        source_order = self._source_order(requests) if direction is LOAD else _IN_STREAM_ORDER
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
         transfer.simulated, transfer.source_order = self.driver.simulated, source_order
         if request.urgent:
@@ -201,6 +201,7 @@ class Shard:
         if isinstance(reason, Forecast):
             transfer.forecast = reason
         timers, markers = in_flight.timers, in_flight.markers
+        idle = timers.idle
         in_flight.consistent = False
         for stream in streams:
             marker = markers.idle.pop() if markers.idle else markers.make()
@@ -209,8 +210,8 @@ class Shard:
                 self.driver.event_record(marker, stream)
             except DriverError as error:
                 raise_for_stream(error, stream, "after")
-        transfer.start = timers.idle.pop() if timers.idle else timers.make()
-        transfer.end = timers.idle.pop() if timers.idle else timers.make()
+        transfer.start = idle.pop() if idle else timers.make()
+        transfer.end = idle.pop() if idle else timers.make()
         return transfer
 
     def enqueue(self, requests: Requests, transfer: Transfer) -> None:
@@ -221,14 +222,14 @@ class Shard:
         after that, `Tracker.repair` fails the transfer.
         """
         in_flight = self.parts.in_flight
-        queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
+        queue = in_flight.stores if transfer.direction is STORE else in_flight.loads
         in_flight.consistent = False
         if not (transfer.urgent and queue.waiting and put_ahead(in_flight, transfer, requests)):
             sequence = queue.submitted + 1
             for request in requests:
                 self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, sequence)
             transfer.sequence = sequence
-            transfer.step(Event.SUBMITTED)
+            transfer.step(SUBMITTED)
             queue.transfers.append(transfer)
             queue.submitted = sequence
             queue.waiting.append(transfer)
@@ -282,11 +283,11 @@ class Shard:
             self.folds.groups[group] if parts is None else self.folds.of(group, parts),
             self.layout,
             request.direction,
-            group_index=group,
-            slot_addresses=self.parts.slot_addresses,
-            slots=request.slots,
-            blocks=request.blocks,
-            first_sub_block=request.first_sub_block,
+            self.parts.slot_addresses,
+            request.slots,
+            request.blocks,
+            request.first_sub_block,
+            group,
         )
 
     def _source_order(self, requests: Requests) -> SourceOrder:
@@ -297,17 +298,17 @@ class Shard:
         """
         stores = self.parts.in_flight.stores
         if requests[0].source_order == "stream":
-            return SourceOrder.STREAM
+            return _IN_STREAM_ORDER
         if not stores.transfers:
-            return SourceOrder.ANY
-        latest = max([self._hazards.latest_on_slots(Direction.STORE, request.slots) for request in requests])
+            return _IN_ANY_ORDER
+        latest = max([self._hazards.latest_on_slots(STORE, request.slots) for request in requests])
         if stores.unfinished(latest) is None:
-            return SourceOrder.ANY
+            return _IN_ANY_ORDER
         if requests[0].source_order == "any":
             raise ValueError(
                 'source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"'
             )
-        return SourceOrder.STREAM
+        return _IN_STREAM_ORDER
 
     def run(self, step: Callable[..., _Result], *arguments: Any) -> _Result:
         """`step(self, *arguments)` with the device's context current."""

@@ -33,6 +33,7 @@ from kvoffload.engine.job import Job, ShardedTransfer
 from kvoffload.engine.queues import Queues, RecordQueue, Reports
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import GroupTransfer, Request, Requests
+from kvoffload.engine.resources import slots_in
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
 from kvoffload.engine.wait_streams import After, FollowedPerDevice, ShardedAfter
 from kvoffload.errors import DriverError
@@ -42,7 +43,7 @@ from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Ids, Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.layout import KVLayout, ShardedLayout
 from kvoffload.planning.layer_groups import as_parts
-from kvoffload.planning.transfer_plan import Direction
+from kvoffload.planning.transfer_plan import STORE, Direction
 from kvoffload.tuning import Profile
 
 
@@ -60,7 +61,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`. Their memory must
             stay allocated until the engine is closed.
         devices: the devices that hold the planes, all opened by this process.
-        num_slots: slots in each device's pool, of that layout's `slot_bytes`.
+        num_slots: slots in each device's pool, of that layout's `slot_bytes`. None: 1024.
+        pool_bytes: instead of `num_slots`: as many slots as fit into so many bytes, on all devices together.
         staging_bytes: memory of each device, for each direction, for the copier "pack"; 0 forbids kernels.
         prefer: "overlap" selects copiers for GPUs that compute during transfers, "latency" the ones that end soonest
             on idle GPUs.
@@ -94,7 +96,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         layouts: Sequence[KVLayout] | ShardedLayout,
         *,
         devices: Sequence[Device],
-        num_slots: int = 1024,
+        num_slots: int | None = None,
+        pool_bytes: int | None = None,
         staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",
         profile: Profile | None = None,
@@ -110,6 +113,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             raise ValueError(
                 f"devices must be as many as layouts, one for each: got {len(self.devices)}, and {count} layouts"
             )
+        num_slots = slots_in(pool_bytes, num_slots, self.layout.layouts)
         given = num_slots, staging_bytes, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
         shards: list[Shard] = []
         try:
@@ -191,7 +195,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
                 self._track()
                 in_flight.check_room(jobs)
             self._for_each(Shard.check, requests, streams, current=True)
-            if self._slot_guard is not None and not locked and first.direction is Direction.STORE:
+            if self._slot_guard is not None and not locked and first.direction is STORE:
                 self._check_store(requests[0])
             # 2. prepare
             queue, number = in_flight.of(first.direction), next(self._ids)

@@ -11,7 +11,7 @@ from collections import deque
 
 from kvoffload.copiers import CopierSet, Half, Place
 from kvoffload.driver import Driver
-from kvoffload.engine.job import Event, Segment, State, Transfer
+from kvoffload.engine.job import ENDED, RUNNING, Segment, Transfer
 from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, Reports, TransferQueue, restore_order
 from kvoffload.engine.tracing import Notice
@@ -96,7 +96,7 @@ class Tracker:
         transfer, in_flight = queue.transfers[0], self._in_flight
         if not transfer.finished:
             seconds, forecast = math.nan, transfer.forecast
-            if transfer.state is State.RUNNING:
+            if transfer.state is RUNNING:
                 assert transfer.start is not None
                 assert transfer.end is not None
                 try:
@@ -113,7 +113,7 @@ class Tracker:
                     except KVOffloadError:
                         pass  # it has not begun: there is no overlap
             transfer.seconds = seconds
-            transfer.step(Event.ENDED)
+            transfer.step(ENDED)
         self._report(queue, transfer)
         if transfer.start is not None and transfer.end is not None:
             in_flight.timers.idle += (transfer.start, transfer.end)

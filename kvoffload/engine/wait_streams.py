@@ -2,7 +2,8 @@
 
 Some libraries do not show their streams (JAX), but every array with DLPack can make our stream wait for its producer:
 `array.__dlpack__(stream=...)`. Such a *wait stream* only waits, and a transfer follows it like a caller's stream. Each
-use has its own wait stream: a transfer waits for its own producers, and for those of the transfers that it follows.
+use has its own wait stream, if there are not too many: a transfer waits for its own producers, and for those of the
+transfers that it follows.
 """
 
 from __future__ import annotations
@@ -182,6 +183,8 @@ class WaitStreams:
                     if len(self._handles) < MOST_WAIT_STREAMS:
                         self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, self._priority)
                         handle = int(self._handles[-1])
+                    else:  # reserved for loads that wait on the host for tiers: one of them then waits for this one too
+                        handle = next(filter(self._driver.stream_query, map(int, self._handles)), 0)
                 if handle:
                     self._users[handle] = weakref.ref(user)
                     return handle

@@ -1,7 +1,7 @@
 """KV caches in JAX, whose arrays are immutable and whose streams are not visible. See docs/jax.md.
 
 `OwnedCache` is one array or a tree of arrays (an array a layer), on one device or several, in memory that kvoffload
-allocates and JAX imports. Jit the step that updates the cache with the cache donated:
+allocates, or JAX has allocated, and JAX imports. Jit the step that updates the cache with the cache donated:
 
     step = jax.jit(step, donate_argnums=0)
     cache.arrays, logits = step(cache.arrays, tokens)   # the setter checks the addresses of the result

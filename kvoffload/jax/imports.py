@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from kvoffload.device.buffers import DeviceArray
+from kvoffload.device.buffers import DeviceArray, DeviceBuffer
+from kvoffload.device.device import Device
+from kvoffload.device.ownership import DeviceUser
+from kvoffload.device.streams import stream_handle
+from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.internal.checks import shown
+from kvoffload.internal.teardown import run_all
+from kvoffload.layout.arrays import view_of
+from kvoffload.layout.dlpack import CUDA, packed_strides
 from kvoffload.layout.dtypes import NARROW_BYTES
 
 
@@ -54,19 +62,46 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     """
     if not isinstance(memory, DeviceArray):
         raise TypeError(f"memory must be a DeviceArray from Device.empty(), got {shown(memory)}")
+    return import_memory(memory, after)
+
+
+def import_memory(memory: DeviceArray | Adopted, after: Any, engines: Sequence[DeviceUser] | None = None) -> Any:
+    """`from_device`, also for arrays that JAX has allocated, as new arrays of the same memory. `engines`: follow the
+    transfers of these, whatever they touch; None: of those that touch the memory."""
     jax = import_jax()
-    narrow = memory.dtype in NARROW_BYTES
-    carrier = memory.view(f"uint{8 * memory.itemsize}") if narrow else memory
-    array = jax.dlpack.from_dlpack(_Export(carrier, after))
-    if narrow:
+    if isinstance(memory, DeviceArray) and memory.dtype in NARROW_BYTES:
+        array = jax.dlpack.from_dlpack(_Export(memory.view(f"uint{8 * memory.itemsize}"), after, engines))
         array = _reinterpret(memory.dtype, array.sharding)(array)
-    if address_of(array) != memory.address and not memory.buffer.device.simulated:
+    else:
+        array = jax.dlpack.from_dlpack(_Export(memory, after, engines))
+    if address_of(array) != memory.address and (isinstance(memory, Adopted) or not memory.buffer.device.simulated):
         raise LayoutError(f"JAX {jax.__version__} copied {memory!r} instead of importing it in place")
     return array
 
 
+def zeroed(devices: Sequence[Device], nbytes: int) -> tuple[DeviceBuffer, ...]:
+    """Zeros on each device. Fresh memory may hold NaN, which multiplying by a mask of zeros does not remove."""
+    memories: list[DeviceBuffer] = []
+    try:
+        for device in devices:
+            memories.append(device.allocate(nbytes))
+            with device.current():
+                device.driver.fill(memories[-1].address, 0, nbytes, LEGACY_STREAM)
+                device.driver.stream_synchronize(LEGACY_STREAM)
+    except BaseException:
+        run_all(memory.close for memory in memories)
+        raise
+    return tuple(memories)
+
+
 def address_of(array: Any) -> int:
-    """Address of a `jax.Array` that is on one device."""
+    """Address of a `jax.Array` that is on one device.
+
+    On the CPU, JAX would wait for its computation without giving up the GIL, which the end of that computation needs if
+    it frees imported memory.
+    """
+    if next(iter(array.devices())).platform == "cpu":
+        array.block_until_ready()
     return int(array.unsafe_buffer_pointer())
 
 
@@ -82,12 +117,44 @@ def wait_for_computations(array: Any) -> None:
         each.block_until_ready()
 
 
+class Adopted:
+    """The memory of a `jax.Array` on one device, for JAX to import again. Holds the array, so that JAX does not free
+    the memory, and a capsule, so that it cannot be donated.
+
+    Attributes:
+        buffer: the array.
+        address, nbytes: of its memory.
+    """
+
+    def __init__(self, array: Any, device: Device, name: str) -> None:
+        if array.__dlpack_device__() != (CUDA, device.index):
+            raise LayoutError(
+                f"{name} is on {array.devices()}, and the cache on the GPU {device.index}: move it there first"
+            )
+        view = view_of(array, name)
+        if view.strides != packed_strides(view.shape, view.itemsize):
+            raise LayoutError(f"{name} must be C-contiguous, got strides of {view.strides} bytes for {view.shape}")
+        self.buffer, self._index = array, device.index
+        self.address, self.nbytes = view.address, int(array.nbytes)
+        self._capsule = follow(array, None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, self._index
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return follow(self.buffer, None)  # it has been computed, and no step updates it
+
+    def __repr__(self) -> str:
+        return f"{self.buffer.dtype} of shape {self.buffer.shape} at {self.address:#x}"
+
+
 class _Export:
     """Device memory for JAX to import, ordered after a `jax.Array` as well."""
 
-    def __init__(self, memory: DeviceArray, after: Any) -> None:
+    def __init__(self, memory: DeviceArray | Adopted, after: Any, engines: Sequence[DeviceUser] | None) -> None:
         self._memory = memory
         self._after = after
+        self._engines = engines
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._memory.__dlpack_device__()
@@ -95,6 +162,10 @@ class _Export:
     def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
         if self._after is not None:
             follow(self._after, stream)
+        if self._engines is not None:
+            for engine in self._engines:
+                engine.order_all_before(stream_handle(stream or 0, "stream"))
+            stream = -1  # it follows them already
         return self._memory.__dlpack__(stream=stream, **options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -29,14 +30,16 @@ class Leaf(NamedTuple):
 
     Attributes:
         name: for messages: "array", or in a tree "arrays[3]" or "arrays['k'][3]".
+        group: the number of its group.
         shape, dtype: of the whole array; dtype is a name.
         sharding: a NamedSharding; None: whole, on one device.
         shard_shape: shape of the part on each device.
-        offset: where this part begins in the cache's memory on each device, bytes.
+        offset: where this part begins in memory of ours on each device, bytes.
         nbytes: bytes of this part.
     """
 
     name: str
+    group: int
     shape: tuple[int, ...]
     dtype: str
     sharding: Any
@@ -44,9 +47,8 @@ class Leaf(NamedTuple):
     offset: int
     nbytes: int
 
-    def check_update(self, array: Any) -> None:
+    def check_array(self, array: Any, remedy: str = "set it to the updated cache") -> None:
         """Raise LayoutError unless `array` is a `jax.Array` with memory, and has this shape, dtype and sharding."""
-        remedy = "set it to the updated cache"
         jax = import_jax()
         if not is_jax_array(array) or not isinstance(array, jax.Array):
             raise LayoutError(f"{self.name} must be a jax.Array, got {type(array).__name__}: {remedy}")
@@ -78,8 +80,10 @@ class Leaf(NamedTuple):
             )
 
 
-def as_leaves(shapes: Any, dtype: DTypeLike | None, sharding: Any, *, several: bool) -> tuple[tuple[Leaf, ...], Any]:
-    """The wanted arrays, and the structure of their tree; for arguments see `OwnedCache`."""
+def as_leaves(
+    shapes: Any, dtype: DTypeLike | None, sharding: Any, groups: Any, *, several: bool
+) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
+    """The wanted arrays, the structure of their tree, and what `shapes` has for each; arguments as for `OwnedCache`."""
 
     def is_shape(node: Any) -> bool:  # and no list or tuple of shapes
         return (
@@ -89,9 +93,23 @@ def as_leaves(shapes: Any, dtype: DTypeLike | None, sharding: Any, *, several: b
     found, structure = import_jax().tree_util.tree_flatten_with_path(shapes, is_leaf=is_shape)
     if not found:
         raise ValueError(f"shapes must be a shape, or a tree with a shape for each array, got {shown(shapes)}")
+    tree = import_jax().tree
+    group_numbers, upper_part = tree.flatten(groups)
+    try:
+        parts = upper_part.flatten_up_to(structure.unflatten([0] * structure.num_leaves))
+        numbers = [
+            operator.index(each) for each, part in zip(group_numbers, parts, strict=True) for _ in tree.leaves(part)
+        ]
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers or sorted(set(numbers)) != list(range(max(numbers) + 1)):
+        raise LayoutError(
+            "groups must be a group number for each array, or for each part of the tree, counted from 0 without gaps; "
+            f"the tree is {structure}, got {shown(groups)}"
+        )
     leaves: list[Leaf] = []
     offset = 0
-    for path, given in found:
+    for (path, given), group in zip(found, numbers, strict=True):
         name = f"arrays{import_jax().tree_util.keystr(path)}" if path else "array"
         shape = check_shape(getattr(given, "shape", given))
         its_dtype = getattr(given, "dtype", dtype)
@@ -100,11 +118,11 @@ def as_leaves(shapes: Any, dtype: DTypeLike | None, sharding: Any, *, several: b
         its_sharding = getattr(given, "sharding", None) if sharding is None else sharding
         its_sharding, shard_shape = _divided(shape, its_sharding, several=several)
         nbytes = math.prod(shard_shape) * element_bytes(dtype_name(its_dtype))
-        leaves.append(Leaf(name, shape, dtype_name(its_dtype), its_sharding, shard_shape, offset, nbytes))
+        leaves.append(Leaf(name, group, shape, dtype_name(its_dtype), its_sharding, shard_shape, offset, nbytes))
         offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     if len({leaf.sharding is None for leaf in leaves}) > 1:
         raise LayoutError("sharding is given for some arrays and not for others: give it for all, or for none")
-    return tuple(leaves), structure
+    return tuple(leaves), structure, [given for _, given in found]
 
 
 class Description(NamedTuple):
@@ -119,29 +137,33 @@ class Description(NamedTuple):
     def check(self, leaves: Sequence[Leaf], num_devices: int) -> None:
         """Raise LayoutError if these arrays cannot have such a layout, or a sharding divides blocks."""
         whole = [leaf._replace(shard_shape=leaf.shape, offset=leaf.offset * num_devices) for leaf in leaves]
-        some_address = 1 << 20
-        num_blocks = self.layout(whole, some_address, None).groups[0].num_blocks
-        if self.layout(leaves, some_address, None).groups[0].num_blocks != num_blocks:
-            raise LayoutError(
-                f"sharding {leaves[0].sharding.spec} divides the {num_blocks} blocks of block_axis={self.block_axis}, "
-                "and every device needs every block: divide heads or planes, or replicate the cache"
-            )
+        complete, divided = (
+            self.layout(each, [SimpleNamespace(address=(1 << 20) + leaf.offset, buffer=None) for leaf in each])
+            for each in (whole, leaves)
+        )
+        for group, (all_blocks, of_shard) in enumerate(zip(complete.groups, divided.groups, strict=True)):
+            if all_blocks.num_blocks != of_shard.num_blocks:
+                spec = next(leaf.sharding.spec for leaf in leaves if leaf.group == group)
+                raise LayoutError(
+                    f"sharding {spec} divides the {all_blocks.num_blocks} blocks of block_axis={self.block_axis}, "
+                    "and every device needs every block: divide heads or planes, or replicate the cache"
+                )
 
-    def layout(self, leaves: Sequence[Leaf], address: int, owner: object) -> KVLayout:
-        """The layout of one device's part, which begins at `address`; its planes keep `owner` alive."""
-        planes: list[Plane] = []
+    def layout(self, leaves: Sequence[Leaf], parts: Sequence[Any]) -> KVLayout:
+        """The layout of one device: each leaf's part there has an `address`, and a `buffer`, which its planes keep."""
+        groups: list[list[Plane]] = [[] for _ in {leaf.group for leaf in leaves}]
         blocks: list[tuple[int, ...]] = []
-        for leaf in leaves:
-            shape, itemsize = leaf.shard_shape, element_bytes(leaf.dtype)
+        for leaf, part in zip(leaves, parts, strict=True):
+            shape, itemsize, planes = leaf.shard_shape, element_bytes(leaf.dtype), groups[leaf.group]
             strides = packed_strides(shape, itemsize)
-            view = ArrayView(address + leaf.offset, shape, strides, itemsize, read_only=False)
+            view = ArrayView(part.address, shape, strides, itemsize, read_only=False)
             try:
                 if self.plane_axis is None:
-                    planes.append(plane_of_view(view, leaf.name, owner, block_axis=self.block_axis))
+                    planes.append(plane_of_view(view, leaf.name, part.buffer, block_axis=self.block_axis))
                     axis = operator.index(self.block_axis) % len(shape)
                     blocks.append(shape[:axis] + shape[axis + 1 :])
                 else:
-                    planes += planes_of_view(view, self.plane_axis, self.block_axis, owner)
+                    planes += planes_of_view(view, self.plane_axis, self.block_axis, part.buffer)
                     blocks.append(block_shape(shape, self.plane_axis, self.block_axis))
             except LayoutError as error:
                 error.add_note(f"for {leaf.name} of shape {shape}")
@@ -149,7 +171,7 @@ class Description(NamedTuple):
         types = {leaf.dtype for leaf in leaves}
         common = types.pop() if len(types) == 1 else None
         layout = KVLayout(
-            [planes],
+            groups,
             blocks_per_slot=self.blocks_per_slot,
             dtype=common if self.dtype is None else dtype_name(self.dtype),
             tokens_per_block=self.tokens_per_block,

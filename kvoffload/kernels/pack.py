@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Moves blocks between planes and a ring in device memory, in either direction, without an address for every copy.
 
-    fragment_table  int64, (5, num_fragments), device memory: address of a fragment in block 0, bytes from block to
-                    block, offset in a slot, bytes from one block of a slot to the next, words
+    fragment_table  int64, (5, ...), device memory: address of a fragment in block 0, bytes from block to block, offset
+                    in a slot, bytes from one block of a slot to the next, words. A row is as long as row_fragments; the
+                    fragments to move are the num_fragments from the first one on
     block_table     int64, (2, num_blocks), device memory: block id, and above SUB_BLOCK_SHIFT bits the position of the
                     block in its slot; where the slot would begin in the ring
 
@@ -31,6 +32,7 @@ def copy_table(source, target, num_words, WORDS: tl.constexpr):
 def pack(
     fragment_table,
     block_table,
+    row_fragments,
     num_fragments,
     num_blocks,
     STORE: tl.constexpr,
@@ -52,9 +54,9 @@ def pack(
     slot = tl.load(blocks + num_blocks + block, mask=inside, other=0)
     fragment = item % num_fragments
     address = tl.load(fragments + fragment, mask=inside, other=0)
-    block_stride = tl.load(fragments + num_fragments + fragment, mask=inside, other=0)
-    offset = tl.load(fragments + 2 * num_fragments + fragment, mask=inside, other=0)
-    sub_block_stride = tl.load(fragments + 3 * num_fragments + fragment, mask=inside, other=0)
+    block_stride = tl.load(fragments + row_fragments + fragment, mask=inside, other=0)
+    offset = tl.load(fragments + 2 * row_fragments + fragment, mask=inside, other=0)
+    sub_block_stride = tl.load(fragments + 3 * row_fragments + fragment, mask=inside, other=0)
     plane = address + (block_id & ((1 << SUB_BLOCK_SHIFT) - 1)) * block_stride
     ring = slot + offset + (block_id >> SUB_BLOCK_SHIFT) * sub_block_stride
     source = plane if STORE else ring
@@ -64,6 +66,6 @@ def pack(
     target_words = tl.multiple_of(target.to(tl.pointer_type(word_type)), ALIGNMENT)[:, None] + word[None, :]
     mask = inside[:, None]
     if not UNIFORM:
-        words = tl.load(fragments + 4 * num_fragments + fragment, mask=inside, other=0)
+        words = tl.load(fragments + 4 * row_fragments + fragment, mask=inside, other=0)
         mask = mask & (word[None, :] < tl.multiple_of(words, ALIGNMENT * 8 // WORD_BITS)[:, None])
     tl.store(target_words, tl.load(source_words, mask=mask), mask=mask)

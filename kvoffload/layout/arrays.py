@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
@@ -40,6 +40,14 @@ def common_dtype(arrays: Sequence[GpuArray]) -> str | None:
     except LayoutError:
         return None
     return names.pop() if len(names) == 1 else None
+
+
+def leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
+    """The arrays of a tree, with their names for messages; those of a dict in the order of its sorted keys."""
+    if not isinstance(tree, Mapping | list | tuple):
+        return [(name, tree)]
+    nodes = [(key, tree[key]) for key in sorted(tree)] if isinstance(tree, Mapping) else enumerate(tree)
+    return [leaf for key, node in nodes for leaf in leaves(node, f"{name}[{key!r}]")]
 
 
 def plane_of_view(view: ArrayView, name: str, owner: object, *, block_axis: SupportsIndex = 0) -> Plane:

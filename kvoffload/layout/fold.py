@@ -84,10 +84,9 @@ class FoldClass(NamedTuple):
         columns: height, device pitch and host pitch as the columns of a plan: uint64, (1,) where all folds have one
             value, else (folds,).
         width_column: `width` as such a column.
-        block_addresses: where the class is a single fold, the device address of each of the group's blocks in it,
-            int64, (num_blocks,): a look-up takes a fifth of the arithmetic's time. Else empty.
-        first_offset: of the first fold, int64, (1,): numpy adds arrays sooner than ints.
-        has_offset: whether `first_offset` is not 0.
+        block_addresses: of a class of a single fold, the device address of each of the group's blocks, uint64,
+            (num_blocks,). Else empty.
+        first_offset: of the first fold, uint64, (1,); None for 0.
     """
 
     width: int
@@ -103,9 +102,8 @@ class FoldClass(NamedTuple):
     part_folds: Int64Array
     columns: tuple[UInt64Array, UInt64Array, UInt64Array]
     width_column: UInt64Array
-    block_addresses: Int64Array
-    first_offset: Int64Array
-    has_offset: bool
+    block_addresses: UInt64Array
+    first_offset: UInt64Array | None
 
 
 class FoldedGroup(NamedTuple):
@@ -118,6 +116,7 @@ class FoldedGroup(NamedTuple):
         parts: indices of the planes of each part.
         num_parts: 1 if all planes are folded together.
         folds: operations for a block that does not merge with a neighbour.
+        single: the class of the only fold, if there is one part and one fold.
     """
 
     classes: tuple[FoldClass, ...]
@@ -126,6 +125,7 @@ class FoldedGroup(NamedTuple):
     parts: tuple[tuple[int, ...], ...]
     num_parts: int
     folds: int
+    single: FoldClass | None
 
 
 def fold(layout: HasGroups, allocations: Sequence[Sequence[int]] | None = None) -> tuple[FoldedGroup, ...]:
@@ -166,6 +166,7 @@ def fold_group(
         folds, part_of = zip(*members, strict=True)
         address, host_offset, rows, device_pitch, host_pitch = np.array(folds, dtype=np.int64).T[:, :, np.newaxis]
         places = (address, host_offset, rows, device_pitch, host_pitch)
+        starts = np.arange(group.num_blocks if len(folds) == 1 else 0) * block_stride
         classes.append(
             FoldClass(
                 width,
@@ -177,15 +178,14 @@ def fold_group(
                 part_folds=np.bincount(part_of, minlength=len(parts)),
                 columns=(_column(rows), _column(device_pitch), _column(host_pitch)),
                 width_column=np.array([width], dtype=np.uint64),
-                block_addresses=address[0] + np.arange(group.num_blocks if len(folds) == 1 else 0) * block_stride,
-                first_offset=host_offset[0].copy(),
-                has_offset=bool(host_offset[0, 0]),
+                block_addresses=(address[0] + starts).view(np.uint64),
+                first_offset=host_offset[0].astype(np.uint64) if host_offset[0, 0] else None,
             )
         )
     operations = sum(map(len, found.values()))
-    return FoldedGroup(
-        tuple(classes), len(group.planes), group.bytes_per_block, tuple(map(tuple, parts)), len(parts), operations
-    )
+    single = classes[0] if operations == len(parts) == 1 else None
+    sizes = len(group.planes), group.bytes_per_block
+    return FoldedGroup(tuple(classes), *sizes, tuple(map(tuple, parts)), len(parts), operations, single)
 
 
 def _rows(group: Group, planes: Sequence[int], allocations: Sequence[int]) -> list[_Row]:

@@ -13,6 +13,7 @@ from kvoffload.internal.types import Ids, Int64Array
 
 _FEW = 32
 _INT = frozenset((int,))
+_INT64 = np.dtype(np.int64)
 
 
 def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
@@ -25,10 +26,12 @@ def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
         ids: a list, a tuple, a range, or a one-dimensional array of integers. An empty one may have any type.
     """
     kind: object = type(ids)
-    if kind is range:
-        return _of_range(name, ids, limit)  # type: ignore[arg-type]
     values: Any = ids
-    if (kind is list or kind is tuple) and _INT.issuperset(map(type, values)):
+    if kind is np.ndarray and values.dtype is _INT64 and values.ndim == 1:  # as most callers have them
+        copied: Int64Array = values.copy()
+    elif kind is range:
+        return _of_range(name, values, limit)
+    elif (kind is list or kind is tuple) and _INT.issuperset(map(type, values)):
         try:
             copied = np.array(values, dtype=np.int64)
         except OverflowError:
@@ -46,10 +49,11 @@ def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
                 remedy = f"if they are integers, convert them: numpy.array({name}, dtype=numpy.int64)"
             raise LayoutError(f"{name} must hold integers, got dtype {values.dtype}; {remedy}")
         copied = np.array(values, np.int64)
-    if len(copied) > _FEW:
+    count = len(copied)
+    if count > _FEW:
         if int(np.maximum.reduce(copied.view(np.uint64))) >= limit:  # unsigned, negative ids are huge
             _refuse_outside(name, values, limit)
-    elif len(copied):  # Python compares these sooner than numpy
+    elif count:  # Python compares these sooner than numpy
         listed = sorted(copied.tolist())
         if listed[0] < 0 or listed[-1] >= limit:
             _refuse_outside(name, values, limit)

@@ -23,7 +23,15 @@ from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import flag, shown
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import DTypeLike, GpuArray
-from kvoffload.layout.arrays import block_shape, common_dtype, is_jax_array, plane_of_view, planes_of_view, view_of
+from kvoffload.layout.arrays import (
+    block_shape,
+    common_dtype,
+    is_jax_array,
+    leaves,
+    plane_of_view,
+    planes_of_view,
+    view_of,
+)
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
 from kvoffload.layout.planes import Group, Plane, SlotOrder, positive, share_bytes
@@ -189,6 +197,52 @@ class KVLayout(HtmlRepresentation):
         )
         check_tokens(layout, block_shape(view.shape, plane_axis, block_axis))
         return layout
+
+    @classmethod
+    def from_tree(cls, arrays: Any, *, axes: Sequence[str], blocks_per_slot: SupportsIndex = 1) -> KVLayout:
+        """A layout of one group, from an array or a tree of arrays: lists, tuples and dicts, with an array a layer,
+        say. All have the same axes. Nothing is copied; the layout keeps the arrays alive.
+
+        Args:
+            arrays: as for `from_arrays`. The order of a dict is that of its sorted keys, as in JAX.
+            axes: what each axis of an array counts: "blocks", and where there are such axes "planes" (K and V, layers)
+                and "tokens". The others are axes of a block, and so is "tokens": name these as for `block_axes`.
+            blocks_per_slot: as for `KVLayout`.
+
+        Raises:
+            LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array.
+            ClosedError: as for `from_arrays`.
+        """
+        names = tuple(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else ()
+        known = all(isinstance(name, str) for name in names)
+        if not known or names.count("blocks") != 1 or len(set(names)) < len(names):
+            raise LayoutError(
+                'axes must name each axis of an array once, "blocks" among them, such as ("planes", "blocks", '
+                f'"tokens", "heads", "dim"), got {shown(axes)}'
+            )
+        planes, shapes, given = list[Plane](), list[tuple[int, ...]](), leaves(arrays, "arrays")
+        if not given:
+            raise LayoutError(f"arrays must be an array in GPU memory, or a tree of them, got {shown(arrays)}")
+        for name, array in given:
+            view = view_of(array, name)
+            shapes.append(view.shape)
+            if len(view.shape) != len(names):
+                raise LayoutError(f"{name} has shape {view.shape}, and axes names {len(names)} axes: {names}")
+            if "planes" in names:
+                planes += planes_of_view(view, names.index("planes"), names.index("blocks"), array)
+            else:
+                planes.append(plane_of_view(view, name, array, block_axis=names.index("blocks")))
+        tokens = {shape[names.index("tokens")] for shape in shapes} if "tokens" in names else set()
+        if len(tokens) > 1:
+            raise LayoutError(f"a block of all arrays must hold as many tokens, got {sorted(tokens)} for axes {names}")
+        return cls(
+            [planes],
+            blocks_per_slot=blocks_per_slot,
+            dtype=common_dtype([array for _, array in given]),
+            tokens_per_block=min(tokens, default=None),
+            on_default_stream=not any(is_jax_array(array) for _, array in given),
+            block_axes=[name for name in names if name not in ("blocks", "planes")] or None,
+        )
 
     @property
     def num_groups(self) -> int:

@@ -20,8 +20,6 @@ from kvoffload.layout.fold import ONE as _ONE
 from kvoffload.layout.fold import FoldClass, FoldedGroup
 from kvoffload.layout.layout import KVLayout
 
-_UINT64 = np.dtype(np.uint64)
-
 
 class Direction(enum.StrEnum):
     """The direction of a transfer: STORE ("store") from the GPU to the host, LOAD ("load") from the host to the GPU.
@@ -34,7 +32,10 @@ class Direction(enum.StrEnum):
 
     @property
     def opposite(self) -> Direction:
-        return Direction.LOAD if self is Direction.STORE else Direction.STORE
+        return LOAD if self is STORE else STORE
+
+
+STORE, LOAD = Direction.STORE, Direction.LOAD  # looking a member up in its enum takes 0.1 us
 
 
 class BlockPlan:
@@ -46,7 +47,7 @@ class BlockPlan:
         group: the group's folds.
         group_index: its index in the layout.
         blocks: device block ids, int64, (n,).
-        slot_address: host addresses, int64, (n,).
+        slot_address: host addresses, uint64, (n,).
         sub_block: int64, (n,); None if a slot holds one block.
         nbytes: payload bytes.
         part_ends: empty, since a block has planes of all parts; see `TransferPlan.part_ends`.
@@ -61,7 +62,7 @@ class BlockPlan:
         group: FoldedGroup,
         group_index: int,
         blocks: Int64Array,
-        slot_address: Int64Array,
+        slot_address: UInt64Array,
         sub_block: Int64Array | None,
     ) -> None:
         self.direction = direction
@@ -101,18 +102,16 @@ class BlockPlan:
         """Strided operations, one for each fold and block, in the order of the parts. Adjacent blocks of a slot merge
         into wider rows.
         """
-        classes = self.group.classes
+        classes, single = self.group.classes, self.group.single
+        # 1. One fold, one block a slot, as in most transfers. Few numpy calls, no reshaping.
+        if single is not None and self.sub_block is None:
+            device = single.block_addresses[self.blocks]
+            host = self.slot_address if single.first_offset is None else self.slot_address + single.first_offset
+            height, device_pitch, host_pitch = single.columns
+            return TransferPlan(self.direction, device, host, single.width_column, height, device_pitch, host_pitch)
+        # 2. Folds of one class.
         if len(classes) == 1 and self.group.num_parts == 1:
-            folds = classes[0]
-            # 1. One fold, one block a slot, as in most transfers. Few numpy calls, no reshaping.
-            if self.sub_block is None and len(folds.address) == 1:
-                device = folds.block_addresses[self.blocks]
-                host = self.slot_address + folds.first_offset if folds.has_offset else self.slot_address
-                return TransferPlan(
-                    self.direction, device.view(_UINT64), host.view(_UINT64), folds.width_column, *folds.columns
-                )
-            # 2. Folds of one class.
-            return TransferPlan(self.direction, *self._columns(folds))
+            return TransferPlan(self.direction, *self._columns(classes[0]))
         # 3. Several classes: class after class.
         planned = [self._columns(each) for each in classes]
         columns = planned[0]
@@ -132,7 +131,7 @@ class BlockPlan:
 
     def _columns(self, folds: FoldClass) -> list[UInt64Array]:
         """The six columns for the folds of one class: fold after fold, each with all blocks in their order."""
-        blocks, slot_address, sub_block = self.blocks, self.slot_address, self.sub_block
+        blocks, slot_address, sub_block = self.blocks, self.slot_address.view(np.int64), self.sub_block
         width = folds.width_column
         if sub_block is not None:
             slot_address = slot_address + sub_block * folds.host_step
@@ -222,11 +221,11 @@ class TransferPlan:
 
     @property
     def source(self) -> UInt64Array:
-        return self.device_address if self.direction is Direction.STORE else self.host_address
+        return self.device_address if self.direction is STORE else self.host_address
 
     @property
     def target(self) -> UInt64Array:
-        return self.host_address if self.direction is Direction.STORE else self.device_address
+        return self.host_address if self.direction is STORE else self.device_address
 
     @property
     def is_flat(self) -> bool:
@@ -290,26 +289,25 @@ def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
 
 def addresses_of_slots(
     layout: KVLayout, pool_address: int, num_slots: int, slot_stride: int | None = None
-) -> Int64Array:
-    """Host addresses of the slots, int64, (num_slots,). A look-up takes a fifth of the arithmetic's time.
+) -> UInt64Array:
+    """Host addresses of the slots, uint64, (num_slots,). A look-up takes a fifth of the arithmetic's time.
 
     Args:
         slot_stride: bytes from slot to slot; None: `slot_bytes`.
     """
     stride = layout.slot_bytes if slot_stride is None else slot_stride
-    return pool_address + np.arange(num_slots, dtype=np.int64) * stride
+    return np.uint64(pool_address) + np.arange(num_slots, dtype=np.uint64) * np.uint64(stride)
 
 
 def build(
     group: FoldedGroup,
     layout: KVLayout,
     direction: Direction,
-    *,
-    group_index: int = 0,
-    slot_addresses: Int64Array,
+    slot_addresses: UInt64Array,
     slots: Int64Array,
     blocks: Int64Array,
     first_sub_block: int = 0,
+    group_index: int = 0,
 ) -> BlockPlan:
     """Plan a transfer. Block `i` is sub-block `(first_sub_block + i) % f` of slot `slots[(first_sub_block + i) // f]`.
 

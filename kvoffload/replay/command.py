@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
     on_disk("--disk-slots", type=numbers, metavar="N[,N...]", help="hash ids the disk holds")
     on_disk("--disk-path", type=Path, metavar="FOLDER", help="where its file is made, with bytes; removed at the end")
     writes = (*WRITES, "all")
-    on_disk("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
+    on_disk("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default: all; with bytes: admitted)")
     reads = "reads that a write must bring (default 0.22)"
     on_disk("--least-hits", type=not_negative, metavar="X", help=reads)
     on_disk("--disk-policy", choices=policies[:-1], metavar="NAME", help=", ".join(policies[:-1]))
@@ -153,7 +153,7 @@ def _check_disk(arguments: argparse.Namespace) -> None:
         if len(arguments.disk_slots) > 1:
             given = ",".join(map(str, arguments.disk_slots))
             raise CommandError(f"--disk-slots {given} needs --metadata-only: one disk at a time is filled with bytes")
-        if arguments.write in ("second", "random"):
+        if arguments.write in ("second", "random", "all"):
             raise CommandError(
                 f"--write {arguments.write} needs --metadata-only: with bytes, admitted, through or none"
             )

@@ -12,7 +12,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import at_least, flag
+from kvoffload.internal.checks import at_least, flag, shown
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity, make_checksum
@@ -82,7 +82,9 @@ class DiskTier(ThreadedTier):
         self.read_only = flag("read_only", read_only)
         super().__init__(limits=limits)
         self.io_threads, self.threads = self.threads, self.threads + 1
-        self.paths = [path] if isinstance(path, str | Path) else list(path)
+        self.paths = [path] if isinstance(path, str | Path) else [*path] if isinstance(path, Sequence) else []
+        if not self.paths or not all(isinstance(each, str | Path) for each in self.paths):
+            raise TypeError(f"path (disk of open_cache) must be a path, or a list of paths, got {shown(path)}")
         self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
         make_checksum(key)
         self.name = name

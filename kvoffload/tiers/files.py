@@ -19,11 +19,9 @@ _MOST_RANGES = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one call of preadv or p
 class FileOperations:
     """The calls of `os`, one method each, so that a test can record them or make them fail."""
 
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        return os.open(path, flags, mode)
-
-    def close(self, file: int) -> None:
-        os.close(file)
+    # no Python around these: see `OpenFile._open`
+    open: Callable[[str, int, int], int] = staticmethod(os.open)
+    close: Callable[[int], None] = staticmethod(os.close)
 
     def preadv(self, file: int, views: Sequence[Buffer], offset: int) -> int:
         return os.preadv(file, views, offset)
@@ -69,8 +67,22 @@ class OpenFile:
         self.path = path
         self.operations = operations
         self._writes = flags & os.O_ACCMODE != os.O_RDONLY
-        self._buffered = operations.open(path, flags | os.O_CLOEXEC)
+        self._files = list[int]()
+        self._buffered = self._open(flags)
         self._direct: int | None = None
+
+    def _open(self, flags: int) -> int:
+        """Open the file, and return the descriptor. No interrupt comes between the system call and the list."""
+        self._files.extend(map(self.operations.open, (self.path,), (flags | os.O_CLOEXEC,), (0o600,)))
+        return self._files[-1]
+
+    def _close(self, count: int) -> None:
+        """Close the last ones. No interrupt comes between taking one from the list and the system call."""
+        for _ in map(self.operations.close, map(self._files.pop, [-1] * count)):
+            pass
+
+    def __del__(self) -> None:  # whoever opened it was interrupted
+        self._close(len(self._files))
 
     @property
     def direct(self) -> bool:
@@ -91,7 +103,7 @@ class OpenFile:
         """
         access = os.O_RDWR if self._writes else os.O_RDONLY
         try:
-            file = self.operations.open(self.path, access | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = self._open(access | os.O_DIRECT | os.O_NOFOLLOW)
         except OSError:
             return
         try:
@@ -103,10 +115,10 @@ class OpenFile:
                 except OSError:
                     copied = False
             if copied:
-                self._direct, file = file, -1
+                self._direct = file
         finally:
-            if file >= 0:
-                self.operations.close(file)
+            if self._direct is None:
+                self._close(1)
 
     def read(self, views: Sequence[Buffer], offset: int) -> bool:
         """Fill `views` with the bytes from `offset` on, through the page cache; False if the file ends before."""
@@ -137,12 +149,10 @@ class OpenFile:
 
     def close(self) -> None:
         """Unlock, and close the descriptors. Idempotent."""
-        files = [file for file in (self._direct, self._buffered) if file is not None and file >= 0]
         if self._writes and self._buffered >= 0:  # a forked child has the same lock, and may go on for long
             self.operations.flock(self._buffered, fcntl.LOCK_UN)
         self._direct, self._buffered = None, -1
-        for file in files:
-            self.operations.close(file)
+        self._close(len(self._files))
 
     def _transfer_payload(self, call: Transfer, views: Sequence[Buffer], offset: int) -> bool:
         if self._direct is not None:

@@ -271,11 +271,11 @@ def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperatio
             _allocate(file, wanted.file_bytes)
             operations.fsync(file.descriptor)
         for folder in {os.path.dirname(os.path.abspath(file.path)) for file in files}:
-            names = operations.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            names = OpenFile(folder, operations, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                operations.fsync(names)  # of new files
+                operations.fsync(names.descriptor)  # of new files
             finally:
-                operations.close(names)
+                names.close()
         opened = [(file, wanted._replace(set_id=set_id, member=number)) for number, file in enumerate(files)]
         for file, superblock in opened:
             write_superblocks(file, superblock)

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kvoffload.errors import CapacityError
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array, UInt64Array
 from kvoffload.tiers.files import PAGE, SYSTEM, Buffer, FileOperations
@@ -272,4 +272,6 @@ def _slots_of(nbytes: int, members: int, slot_bytes: int) -> int:
         slots -= 1  # the header table ends with a page
     if slots <= 0:
         raise CapacityError(f"nbytes={nbytes} has no room for a slot of {slot_bytes} bytes in each of {members} files")
+    if nbytes >= 1 << 60:
+        raise CapacityError(f"nbytes={shown(nbytes)} is more than a disk has; lower it")
     return slots

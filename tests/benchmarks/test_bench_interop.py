@@ -175,6 +175,18 @@ def test_times_and_ratios_of_a_device_that_has_them(
     assert lines.count(["Fake: ours", "0.1", "0.1", "1000", "1000", "cart"]) == 2
 
 
+def test_a_tree_of_arrays_is_timed_and_verified(lab: Lab) -> None:
+    pytest.importorskip("jax")
+    found = jax_methods.time_tree(lab.device, 8, 2)
+    assert (found["leaves"], found["wrong"]) == (8, 0)
+    assert {name: len(taken) for name, taken in found["samples_us"].items()} == {
+        "step": 2,
+        "no transfer": 2,
+        "after transfers": 2,
+        "after=cache": 2,
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -197,5 +209,6 @@ def test_bench_interop_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tupl
     fields = run_json(capsys, "bench", "interop", *options, *on_gpu)
     assert fields["wrong_rows"] == 0
     assert set(fields["not_run"]) <= {"CuPy", "JAX"}, "what is installed works, all of it"
+    assert [(tree["leaves"], tree["wrong"]) for tree in fields["trees"]] == [(1, 0), (8, 0), (64, 0)]
     for row in fields["methods"]:
         assert min(row["gb_per_s"].values()) > 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,26 @@ def test_doctor_without_a_gpu_says_what_is_missing_and_how_to_go_on(
     assert fields["copiers"] == dict.fromkeys(("strided", "pack", "batch", "loop"))
     assert fields["memory"]["usable_cpus"] >= 1
     assert fields["packages"]["numpy"] == np.__version__
+
+
+@pytest.mark.parametrize(("backend", "code"), [("auto", 1), ("cuda", 2)])
+def test_doctor_says_why_a_gpu_that_is_there_cannot_be_opened(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, backend: str, code: int
+) -> None:
+    values: dict[str, Any] = {"cuDeviceGetCount": 1, "cuDeviceGet": 0, "cuDeviceGetName": b"NVIDIA Taken\0"}
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise kvoffload.DriverError("cuDevicePrimaryCtxRetain", "CUDA_ERROR_DEVICE_UNAVAILABLE", 46)
+
+    monkeypatch.setattr("kvoffload.driver.cuda.load", lambda: SimpleNamespace(call=lambda name, *_: values[name]))
+    monkeypatch.setattr("kvoffload.terminal.console.open_device", refuse)
+    fields = run_json(capsys, "doctor", "--backend", backend, code=code)
+    assert (fields["gpus"], fields["simulated"]) == (["NVIDIA Taken"], None)
+    assert any(line.startswith("device: ") for line in fields["advice"])
+    assert main(["doctor", "--backend", backend]) == code
+    out = capsys.readouterr().out
+    assert out.startswith("doctor: no device to use (")
+    assert "cannot be opened: cuDevicePrimaryCtxRetain" in out
 
 
 LOADER = (  # what cuda.load and the bindings say on a machine without a driver

@@ -59,7 +59,7 @@ class Seeded:
 
 
 class Move(NamedTuple):
-    """A transfer, and how it is carried."""
+    """A transfer, how it is carried, and in which parts."""
 
     direction: Direction
     group: int
@@ -67,6 +67,7 @@ class Move(NamedTuple):
     slots: list[int]
     first_sub_block: int
     copier: CopierName
+    parts: list[list[int]] | None = None
 
 
 def store(blocks: Any, slots: Any, copier: CopierName = "pack") -> Move:
@@ -119,7 +120,9 @@ def _group(chance: Chance, allocations: list[int]) -> tuple[PlaneSpec, ...]:
 
 
 def move(chance: Chance, layout: LayoutSpec, copier: CopierName = "pack") -> Move:
-    """A valid transfer, with partial first and last slots, and repeats among its sources."""
+    """A valid transfer, with partial first and last slots, and repeats among its sources; every second load in parts
+    of planes that follow each other.
+    """
     direction = pick(chance, tuple(Direction))
     group = chance.number(0, len(layout.groups) - 1)
     num_blocks, factor = layout.groups[group][0].num_blocks, layout.blocks_per_slot
@@ -133,7 +136,12 @@ def move(chance: Chance, layout: LayoutSpec, copier: CopierName = "pack") -> Mov
         blocks, slots = rng.permutation(num_blocks)[:count], rng.integers(0, NUM_SLOTS, spanned)
     else:
         blocks, slots = rng.integers(0, num_blocks, count), rng.permutation(NUM_SLOTS)[:spanned]
-    return Move(direction, group, blocks.tolist(), slots.tolist(), first, copier)
+    parts, planes = None, len(layout.groups[group])
+    if direction is Direction.LOAD and planes > 1 and chance.number(0, 1):
+        borders = sorted({0, planes, *(chance.number(1, planes - 1) for _ in range(2))})
+        parts = [rng.permutation(range(*each)).tolist() for each in itertools.pairwise(borders)]
+        parts = [parts[number] for number in rng.permutation(len(parts))]
+    return Move(direction, group, blocks.tolist(), slots.tolist(), first, copier, parts)
 
 
 def submit(engine: OffloadEngine, each: Move, after: Any = NO_WAIT) -> Job:
@@ -145,6 +153,7 @@ def submit(engine: OffloadEngine, each: Move, after: Any = NO_WAIT) -> Job:
         first_sub_block=each.first_sub_block,
         after=after,
         copier=each.copier,
+        parts=each.parts,
     )
 
 

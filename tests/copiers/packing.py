@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transfers import intercepted
 
 from kvoffload import NO_WAIT, Direction, Job
 from kvoffload.copiers import PackCopier, StagingRing, copier_set, pack
+from kvoffload.copiers.pack import PartOfBlocks
 from kvoffload.kernels import LoadedKernel
 from kvoffload.planning.transfer_plan import BlockPlan
 from kvoffload.tuning import CopierName
@@ -40,18 +42,19 @@ def poison_places(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes[place.address] = nbytes
         return place
 
-    def poisoning(copier: PackCopier, work: BlockPlan, order: Any) -> pack.Piece | None:
+    def poisoning(copier: PackCopier, work: BlockPlan | PartOfBlocks, order: Any) -> pack.Piece | None:
         piece = stage(copier, work, order)
         if piece is None:
             return None
-        name = "copies" if work.direction is Direction.STORE else "kernel"
-        submit, address, table = getattr(piece, name), piece.place.address, -(-16 * len(work) // 256) * 256
+        blocks = work.blocks if isinstance(work, PartOfBlocks) else work
+        name = "copies" if blocks.direction is Direction.STORE else "kernel"
+        submit, address, table = getattr(piece, name), piece.place.address, -(-16 * len(blocks) // 256) * 256
 
         def second(stream: int, start: int | None) -> None:
             submit(stream, start)
             piece.place.ring._driver.fill(address + table, POISON, sizes[address] - table, stream)
 
-        return piece._replace(copies=second) if name == "copies" else piece._replace(kernel=second)
+        return replace(piece, copies=second) if name == "copies" else replace(piece, kernel=second)
 
     monkeypatch.setattr(StagingRing, "take", taking)
     monkeypatch.setattr(PackCopier, "stage", poisoning)

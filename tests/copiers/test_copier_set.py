@@ -23,8 +23,10 @@ from kvoffload import (
     KVLayout,
     OffloadEngine,
 )
-from kvoffload.copiers import check_copier, why_not
+from kvoffload.copiers import StridedCopier, check_copier, why_not
+from kvoffload.driver import SourceOrder
 from kvoffload.errors import KVOffloadWarning
+from kvoffload.planning.transfer_plan import TransferPlan
 from kvoffload.testing import Mirror, SimulatedDriver, scramble
 from kvoffload.tuning import COPIERS, CopierName, default_profile
 
@@ -117,6 +119,7 @@ def test_a_triton_that_is_not_installed_is_named_before_anything_is_loaded(
     reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.2'"
     assert why_not(device.capabilities)["pack"] == reason
     assert why_not(device.capabilities)["strided"] is None
+    check_no_kernels(device, reason, warned=False)  # an extra that is left out is meant so
 
 
 # no memory for a ring
@@ -148,6 +151,7 @@ def test_staging_bytes_is_a_number_of_bytes(device: kvoffload.Device, wrong: Any
         OffloadEngine(layout, device=device, num_slots=4, staging_bytes=wrong)
 
 
+@pytest.mark.kernels
 def test_a_ring_has_room_for_a_block(device: kvoffload.Device) -> None:
     """Of the largest group; a ring of the least size carries any number of them."""
     planes = [device.allocate_planes(3, block_bytes=nbytes, num_blocks=8) for nbytes in (100, 1000)]
@@ -166,6 +170,7 @@ def test_a_ring_has_room_for_a_block(device: kvoffload.Device) -> None:
         mirror.check()
 
 
+@pytest.mark.kernels
 def test_memory_of_the_rings_is_taken_when_they_are_used_and_counted(device: kvoffload.Device) -> None:
     with rig(device, staging_bytes=4096) as bench:
         engine, free = bench.engine, leaks_of(device)["device_allocations"]
@@ -180,6 +185,7 @@ def test_memory_of_the_rings_is_taken_when_they_are_used_and_counted(device: kvo
         assert engine.statistics().staging_bytes == 0
 
 
+@pytest.mark.kernels
 def test_the_default_refuses_no_layout(device: kvoffload.Device) -> None:
     """Blocks that its ring has no room for are carried by the copy engine."""
     planes = device.allocate_planes(2, block_bytes=70 << 20, num_blocks=1)
@@ -226,6 +232,7 @@ def test_prefer_is_checked(device: kvoffload.Device) -> None:
     assert leaks_of(device) == before
 
 
+@pytest.mark.kernels
 def test_a_job_says_what_carries_it_and_why(device: kvoffload.Device) -> None:
     with rig(device, staging_bytes=STAGING, prefer="latency") as bench:
         engine = bench.engine
@@ -279,6 +286,7 @@ def test_a_gpu_without_room_for_the_rows_gets_no_kernel(device: kvoffload.Device
         use_every_copier(engine, list(engine.layout.groups[0].planes))
 
 
+@pytest.mark.kernels
 def test_a_gpu_without_room_for_the_prelude_copies_without(device: kvoffload.Device) -> None:
     engine = failing_allocation(device, 1)()
     simulator: Any = device.simulator
@@ -307,3 +315,26 @@ def test_every_call_of_making_and_closing_an_engine_with_kernels_fails_once() ->
             assert left == letting_go, (name, nth, simulator.leaks())
             before = simulator.leaks()
         assert simulator.violations == []
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_columns_that_stay_are_written_once_for_as_many_rows_as_were_filled(direction: Direction) -> None:
+    """A transfer of few blocks comes first; the next one has the same arrays, and more rows than have their values."""
+    copier, address = StridedCopier(None, batched=True), np.arange(8, dtype=np.uint64)  # type: ignore[arg-type]
+    column = {value: np.array([value], np.uint64) for value in (300, 400, 100, 200, 7, 9)}
+    other = Direction.LOAD if direction is Direction.STORE else Direction.STORE
+    ends = ("source", "target") if direction is Direction.STORE else ("target", "source")
+    given = [
+        *((2, 1, 300, 400, 100, 7), (5, 1, 300, 400, 100, 7), (3, 3, 300, 400, 100, 7), (4, 3, 400, 400, 100, 7)),
+        *((1, 3, 400, 300, 100, 7), (2, 3, 400, 300, 200, 7), (3, 3, 400, 300, 200, 9), (2, 3, 400, 300, 200, 9)),
+    ]
+    for count, order, device_pitch, host_pitch, width, height in given:
+        device, host = address[:count] + np.uint64(count), address[:count]
+        columns = [column[each] for each in (width, height, device_pitch, host_pitch)]
+        table: Any = copier.stage(TransferPlan(direction, device, host, *columns), SourceOrder(order)).args[0]  # type: ignore[attr-defined]
+        copier.stage(TransferPlan(other, host, device, *reversed(columns)), SourceOrder.STREAM)
+        rows = table.rows[:count]
+        assert [rows[end].tolist() for end in ends] == [device.tolist(), host.tolist()]
+        names = [*(f"{end}_pitch" for end in ends), "width", "height", "order"]
+        for name, value in zip(names, (device_pitch, host_pitch, width, height, order), strict=True):
+            assert rows[name].tolist() == [value] * count

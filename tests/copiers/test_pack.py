@@ -230,14 +230,14 @@ def test_a_block_that_is_larger_than_the_ring_goes_another_way(
 
 
 @pytest.mark.parametrize("asked", ["pack", PACK])
-def test_a_load_in_parts_goes_another_way(
+def test_a_load_in_parts_that_are_no_ranges_goes_another_way(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, asked: Any
 ) -> None:
     choose_kernels_too(monkeypatch)
     with rig(device, staging_bytes=STAGING) as bench:
-        with pytest.raises(ValueError, match="cannot copy a load in parts: it copies whole blocks"):
-            bench.engine.load([1], [1], copier=asked, parts=2)
-        job = bench.engine.load([1], [1], after=NO_WAIT, parts=2)
+        with pytest.raises(ValueError, match="copies parts whose planes follow each other"):
+            bench.engine.load([1], [1], copier=asked, parts=[[0, 2], [1, 3]])
+        job = bench.engine.load([1], [1], after=NO_WAIT, parts=[[0, 2], [1, 3]])
         assert job.copier != "pack"
         job.wait(10)
         assert bench.engine.load([1], [1], after=NO_WAIT, copier=asked, parts=1).wait(10).copier == "pack"

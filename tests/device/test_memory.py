@@ -174,6 +174,7 @@ def test_pitfall_19_a_progress_callback_that_raises_rolls_back_too(device: kvoff
     ("slot_pages", "staging_bytes"),
     [(1, 0), (3, 0), (5, 0), (7, 0), (16, 0), (17, 0), (40, 0), (1, STAGING), (7, STAGING), (17, STAGING)],
 )
+@pytest.mark.kernels
 def test_pitfall_20_no_slot_spans_two_registered_ranges(
     device: kvoffload.Device, slot_pages: int, staging_bytes: int
 ) -> None:

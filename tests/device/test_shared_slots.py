@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from helpers import COPY_ENGINE_ONLY
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine
+from kvoffload.device import shared_slots
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.testing import scramble
 
@@ -150,3 +152,25 @@ def test_an_engine_over_them(device: kvoffload.Device) -> None:
             engine.store([5], [0], after=NO_WAIT).wait(20)
         assert stored.any()
         assert slots.array[0, : 2 * 64].tolist() == stored.tolist()
+
+
+def test_an_offer_that_answers_nobody_is_not_waited_for_for_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many wait as it keeps waiting; each further call would wait until one of them is answered."""
+    monkeypatch.setattr(shared_slots, "ANSWER_SECONDS", 0.1)
+    waiting: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(shared_slots._address(name))
+        silent.listen(0)
+        with pytest.raises(TimeoutError):
+            SharedSlots.receive(name)
+        try:
+            for _ in range(3):
+                waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(shared_slots._address(name))
+        except BlockingIOError:
+            pass
+        with pytest.raises(TimeoutError, match="answers nobody"):
+            SharedSlots.receive(name, timeout=60.0)
+        for each in waiting:
+            each.close()

@@ -331,6 +331,7 @@ def test_pitfall_07_negative_handles_are_refused(engine: OffloadEngine) -> None:
 
 
 @pytest.mark.parametrize("after", [None, 0, LEGACY, PER_THREAD, WithMethod(0), "own", NO_WAIT])
+@pytest.mark.kernels
 def test_pitfall_07_no_copy_call_ever_gets_a_default_stream(any_device: kvoffload.Device, after: Any) -> None:
     layout = KVLayout([any_device.allocate_planes(6, block_bytes=64, num_blocks=8)])
     calls = any_device.simulator.faults.calls = []

@@ -121,6 +121,7 @@ def entry_points(device: kvoffload.Device, engine: OffloadEngine) -> dict[str, C
 
 
 @pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
+@pytest.mark.kernels
 def test_every_entry_point_is_relaxed_inside_and_restores_the_callers_mode(device: kvoffload.Device, mode: Any) -> None:
     exchange(device, mode)
     try:

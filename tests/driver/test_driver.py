@@ -163,6 +163,7 @@ EXPECTED = {  # level: (flat and strided batch, raw addresses)
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.kernels
 def test_pitfall_14_capabilities_at_every_level(level: str) -> None:
     driver_version, bindings_version = LEVELS[level]
     device = kvoffload.open_device(

@@ -11,6 +11,7 @@ from leaks import PAIRS, count_held, leaked
 import kvoffload
 
 
+@pytest.mark.kernels
 def test_what_is_counted_is_what_exists(device: kvoffload.Device) -> None:
     simulator: Any = device.simulator
 

@@ -112,13 +112,24 @@ def test_a_named_copier_is_no_choice_and_a_plan_is_no_try(monkeypatch: pytest.Mo
 
 
 def test_where_one_copier_could_carry_it_nothing_is_compared(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
-    """Small transfers, loads in parts, and an engine without kernels."""
+    """Small transfers, loads in parts that are no ranges of a slot, and an engine without kernels."""
     with choosing(times, monkeypatch) as bench:
         bench.engine.store([1], [1], after=NO_WAIT).wait(60)
-        bench.engine.load(IDS, IDS, after=NO_WAIT, parts=2).wait(60)
+        bench.engine.load(IDS, IDS, after=NO_WAIT, parts=[[0, 2], [1, 3]]).wait(60)
     with choosing(times, monkeypatch, staging_bytes=0) as bench:
         stores(bench, 6)
     assert times.told == []
+
+
+def test_loads_in_parts_are_compared_among_themselves(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
+    with choosing(times, monkeypatch) as bench:
+        for parts in (1, 2):
+            jobs = []
+            for _ in range(5):
+                jobs.append(bench.engine.load(IDS, IDS, after=NO_WAIT, parts=parts))
+                jobs[-1].wait(60)
+            assert [job.copier == "pack" for job in jobs] == [False, False, False, True, False]
+        assert [copier == "pack" for copier, _ in times.told] == 2 * [False, False, False, True, False]
 
 
 def test_a_transfer_that_waited_for_the_host_is_not_told(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:

@@ -50,6 +50,7 @@ from kvoffload import (
     OffloadEngine,
     TransferError,
 )
+from kvoffload.copiers.pack import is_range
 from kvoffload.engine import launcher, shard
 from kvoffload.engine.job import Job
 from kvoffload.layout.fold import fold_group
@@ -130,14 +131,16 @@ def test_stores_have_no_parts(bench: Rig, parts: Any) -> None:
     whole(bench.engine)
 
 
-def test_pack_carries_no_parts(device: kvoffload.Device) -> None:
+def test_pack_refuses_parts_that_are_no_range_of_a_slot(device: kvoffload.Device) -> None:
     with rig(device, planes=PLANES, staging_bytes=STAGING) as bench:
-        with pytest.raises(ValueError, match=r"copier=.pack. cannot copy a load in parts: .*; ask for strided, batch,"):
-            bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=2)
+        mixed = [[0, 2], [1, *range(3, PLANES)]]
+        with pytest.raises(ValueError, match=r"copies parts whose .*, and parts\[0\] has .* \[0, 2\]; ask"):
+            bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=mixed)
         whole(bench.engine)
         assert all_are(bench.block(0), 1)
-        job = bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=1)
-        assert (job.num_parts, job.wait(10).copier) == (1, "pack")
+        for parts in (1, 2, [[2, 1, 0], range(3, PLANES)]):
+            job = bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=parts)
+            assert job.wait(10).copier == "pack"
 
 
 def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> None:
@@ -153,8 +156,9 @@ def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkey
         device, planes=PLANES, staging_bytes=STAGING, prefer="latency", profile=replace(known, costs=slow)
     ) as bench:
         assert load(bench, range(8), range(8), parts=None).copier == "pack"
-        for parts in (2, PLANES):
-            assert load(bench, range(8), range(8), parts=parts).copier in BY_ENGINE
+        assert load(bench, range(8), range(8), parts=2).copier == "pack"
+        mixed = [[0, 2], [1, *range(3, PLANES)]]
+        assert load(bench, range(8), range(8), parts=mixed).copier in BY_ENGINE
         assert load(bench, range(8), range(8), parts=None).copier == "pack"
 
 
@@ -173,10 +177,10 @@ def random_parts(random: np.random.Generator, num_planes: int) -> Any:
 
 def check_loads(device: kvoffload.Device, spec: LayoutSpec, random: np.random.Generator) -> None:
     layout, buffers = place(device, spec, int(random.integers(1 << 16)))
-    with OffloadEngine(layout, device=device, num_slots=NUM_SLOTS, **COPY_ENGINE_ONLY) as engine:
+    with OffloadEngine(layout, device=device, num_slots=NUM_SLOTS, staging_bytes=STAGING) as engine:
         engine.slots[:] = random.integers(0, 256, engine.slots.shape, dtype=np.uint8)
         mirror = Mirror(engine, buffers)
-        copiers = [name for name in (*BY_ENGINE, None) if name is None or name in copiers_in(engine)]
+        copiers = [name for name in (*BY_ENGINE, "pack", None) if name is None or name in copiers_in(engine)]
         for _ in range(4):
             group, first = int(random.integers(layout.num_groups)), int(random.integers(layout.blocks_per_slot))
             num_blocks, num_planes = layout.groups[group].num_blocks, len(layout.groups[group].planes)
@@ -185,6 +189,8 @@ def check_loads(device: kvoffload.Device, spec: LayoutSpec, random: np.random.Ge
             slots = random.integers(0, NUM_SLOTS, layout.slots_for(len(blocks), first_sub_block=first))
             parts, copier = random_parts(random, num_planes), copiers[int(random.integers(len(copiers)))]
             options: dict[str, Any] = {"group": group, "first_sub_block": first}
+            if copier == "pack" and not all(map(is_range, as_parts(parts, num_planes) or ())):
+                copier = None
             job = engine.load(slots, blocks, **options, after=NO_WAIT, copier=copier, parts=parts)
             assert job.num_parts == (parts if isinstance(parts, int) else len(parts))
             mirror.expect(Direction.LOAD, blocks.tolist(), slots.tolist(), **options)

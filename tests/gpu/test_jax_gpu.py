@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from random_programs import ELEMENTS, PLANES, SHAPE, JaxProgram, JaxTreeProgram, jax_on, run_random_program
+from sharded_jax import FORMS, cache_in_form, planes_of
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
@@ -67,26 +69,111 @@ def test_after_none_is_refused_and_says_what_to_pass(jax: Any, gpu_device: kvoff
         assert engine.submitted == 0
 
 
-def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvoffload.Device) -> None:
-    jnp = jax.numpy
-    slow = jax.jit(
-        lambda c, a: c.at[:].set(jax.lax.fori_loop(0, 60, lambda _, x: x @ x * 1e-4, a)[0, 0] * 0 + 3), donate_argnums=0
-    )
-    burn = jnp.ones((6144, 6144), jnp.bfloat16)
-    cache = OwnedCache(gpu_device, SHAPE, np.float32, plane_axis=0, block_axis=1)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvoffload.Device, form: str) -> None:
+    """It follows all arrays, also if each is computed by a step of its own."""
+    slow = slow_step(jax)
+    cache = cache_in_form(jax, form, gpu_device, SHAPE, "float32")
+    engine = OffloadEngine(cache.layout, device=gpu_device, num_slots=2)
+    with engine:
+        for layer in (None, *range(PLANES if form != "array" else 0)):
+            for value in (2, 3):
+                arrays = cache.arrays
+                if layer is None:
+                    arrays = jax.tree.map(lambda array, value=value: slow(array, value), arrays)
+                else:
+                    arrays[layer] = slow(arrays[layer], value)
+                if value == 2:
+                    jax.block_until_ready(arrays)
+                    engine.slots[:] = 0
+                cache.arrays = arrays  # the second takes about 35 ms
+                if value == 2:
+                    cache.after()  # compiled
+            job = engine.store([5], [0], after=cache)
+            assert not job.done, "the call has returned before JAX's computation ended"
+            job.wait(30)
+            assert bool((engine.slots[0].view(np.float32)[: PLANES * ELEMENTS] == 3).all())
+
+
+def slow_step(jax: Any) -> Any:
+    """A jitted step that fills its array with a number, after some 35 ms."""
+    burn = jax.numpy.ones((6144, 6144), jax.numpy.bfloat16)
+
+    def fill(array: Any, value: Any, burn: Any) -> Any:
+        burned = jax.lax.fori_loop(0, 60, lambda _, x: x @ x * 1e-4, burn)[0, 0] * 0
+        return array.at[:].set((burned + value).astype(array.dtype))
+
+    jitted = jax.jit(fill, donate_argnums=0)
+    return lambda array, value: jitted(array, jax.numpy.float32(value), burn)
+
+
+def test_a_step_of_any_single_array_follows_a_load(jax: Any, gpu_device: kvoffload.Device) -> None:
+    """The load follows a slow computation, so it has not ended when the steps are dispatched."""
+    slow, read = slow_step(jax), jax.jit(lambda array: array[7, 0] + 0)
+    cache = cache_in_form(jax, "tree", gpu_device, SHAPE, "float32")
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
-        cache.arrays = slow(cache.arrays, burn)
-        cache.arrays.block_until_ready()
-        engine.slots[:] = 0
-        cache.arrays = slow(cache.arrays, burn)  # about 35 ms
-        job = engine.store([5], [0], after=cache)
-        assert not job.done, "the call has returned before JAX's computation ended"
-        job.wait(30)
-        assert bool((engine.slots[0].view(np.float32)[: PLANES * ELEMENTS] == 3).all())
+        engine.load([0], [7], after=cache.after(slow(jax.numpy.zeros(8), 1))).wait(30)
+        read(cache.arrays[0]).block_until_ready()  # all is compiled
+        for layer in range(PLANES):
+            engine.slots[0].view(np.float32)[:] = 10 + layer
+            job = engine.load([0], [7], after=cache.after(slow(jax.numpy.zeros(8), 1)))
+            arrays = cache.arrays
+            found = read(arrays[layer])
+            assert not job.done
+            assert float(found) == 10 + layer
 
 
-def test_two_thousand_random_steps_of_a_tree(jax: Any, gpu_device: kvoffload.Device, seed: int) -> None:
-    assert run_random_program(JaxTreeProgram(jax, gpu_device), 2000, seed) == 0
+def test_engines_over_some_of_the_arrays_are_followed(jax: Any, gpu_device: kvoffload.Device) -> None:
+    """Also one that does not touch the first array, which alone is imported again."""
+    slow, read = slow_step(jax), jax.jit(lambda array: array[7, 0] + 0)
+    cache = cache_in_form(jax, "tree", gpu_device, SHAPE, "float32")
+    some = KVLayout([cache.layout.groups[0].planes[2:]], on_default_stream=False)
+    with OffloadEngine(some, device=gpu_device, num_slots=2) as engine:
+        for value in (5, 6):
+            engine.slots[0].view(np.float32)[:] = value
+            engine.load([0], [7], after=cache.after(slow(jax.numpy.zeros(8), 1)))
+            assert float(read(cache.arrays[PLANES - 1])) == value
+            assert float(read(cache.arrays[0])) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_arrays_of_jax_become_a_cache_where_they_are(jax: Any, gpu_device: kvoffload.Device, dtype: str) -> None:
+    given = [jax.numpy.full((24, 16, 128), value, dtype) for value in range(8)]
+    where = [each.unsafe_buffer_pointer() for each in given]
+    cache = OwnedCache(gpu_device, given, adopt=True, **PAGED)
+    fill = jax.jit(lambda arrays: [each.at[3].set(2) for each in arrays], donate_argnums=0)
+    with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
+        assert [plane.address for plane in cache.layout.groups[0].planes] == where
+        for turn in range(5):
+            engine.store([5], [0], after=cache)
+            engine.load([0], [20], after=cache)
+            assert [float(each[20, 0, 0]) for each in cache.arrays] == list(range(8))
+            cache.arrays = fill(cache.arrays)
+            assert [each.unsafe_buffer_pointer() for each in cache.arrays] == where, turn
+        fill(cache.arrays)
+        with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
+            arrays = cache.arrays
+        assert [float(each[3, 0, 0]) for each in arrays] == [2.0] * 8
+        with contextlib.suppress(Exception):  # JAX's own
+            fill(given)
+        assert not any(each.is_deleted() for each in given), "they cannot be donated"
+        cache.arrays = fill(cache.arrays)
+        assert [each.unsafe_buffer_pointer() for each in cache.arrays] == where
+
+
+def test_arrays_to_adopt_are_on_the_gpu(jax: Any, gpu_device: kvoffload.Device) -> None:
+    with jax.default_device(jax.devices("cpu")[0]):
+        given = [jax.numpy.zeros((24, 16, 128))]
+    with pytest.raises(kvoffload.LayoutError, match=r"arrays\[0\] is on .*, and the cache on the GPU"):
+        OwnedCache(gpu_device, given, adopt=True, **PAGED)
+
+
+@pytest.mark.parametrize(("by_layer", "adopt"), [(False, False), (True, False), (False, True), (True, True)])
+def test_two_thousand_random_steps_of_a_tree(
+    jax: Any, gpu_device: kvoffload.Device, seed: int, by_layer: bool, adopt: bool
+) -> None:
+    program = JaxTreeProgram(jax, gpu_device, by_layer=by_layer, adopt=adopt)
+    assert run_random_program(program, 2000, seed) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
@@ -103,10 +190,13 @@ def test_a_layer_for_each_array_is_updated_in_place_and_moved(
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
         for turn in range(5):
             cache.arrays = fill(cache.arrays, turn, jax.numpy.float32(turn))
-            assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.arrays)] == addresses
+            before = jax.tree.leaves(cache.arrays)
+            assert [leaf.unsafe_buffer_pointer() for leaf in before] == addresses
             engine.store([turn], [0], after=cache)
             engine.load([0], [20], after=cache)
             assert all(bool((leaf[20].astype("float32") == turn).all()) for leaf in jax.tree.leaves(cache.arrays))
+            assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.arrays)] == addresses
+            assert all(leaf.is_deleted() for leaf in before)
 
 
 @pytest.mark.parametrize("factor", [1, 2])
@@ -158,13 +248,14 @@ def test_an_array_from_before_a_transfer_is_deleted(gpu_device: kvoffload.Device
         assert bool((cache.arrays[:, 0] == 0).all())
 
 
-def test_a_stale_host_copy_is_not_seen(gpu_device: kvoffload.Device) -> None:
-    cache = OwnedCache(gpu_device, SHAPE, np.float32, plane_axis=0, block_axis=1)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stale_host_copy_is_not_seen(jax: Any, gpu_device: kvoffload.Device, form: str) -> None:
+    cache = cache_in_form(jax, form, gpu_device, SHAPE, "float32")
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
-        assert (np.asarray(cache.arrays) == 0).all()  # remembered on the array
+        assert (planes_of(cache) == 0).all()  # remembered on the arrays
         engine.slots[0].view(np.float32)[:] = 9
         engine.load([0], [7], after=cache)
-        assert (np.asarray(cache.arrays)[:, 7] == 9).all()
+        assert (planes_of(cache)[:, 7] == 9).all()
 
 
 def test_our_memory_as_an_array_of_jax(gpu_device: kvoffload.Device) -> None:

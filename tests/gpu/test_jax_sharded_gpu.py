@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from random_programs import jax_on, run_random_program
-from sharded_jax import JaxDevices, ShardedProgram, Spec
+from sharded_jax import PROGRAMS, JaxDevices, ShardedProgram, Spec
 
 import kvoffload
 from kvoffload import BlockCache
@@ -67,8 +67,9 @@ def addresses(cache: OwnedCache) -> dict[int, int]:
 # the random programs
 
 
-def test_two_thousand_random_steps(two: JaxDevices, seed: int) -> None:
-    assert run_random_program(ShardedProgram(two), 2000, seed) == 0
+@pytest.mark.parametrize(("form", "by_layer"), PROGRAMS)
+def test_two_thousand_random_steps(two: JaxDevices, seed: int, form: str, by_layer: bool) -> None:
+    assert run_random_program(ShardedProgram(two, form=form, by_layer=by_layer), 2000, seed) == 0
 
 
 def test_without_the_ordering_calls_these_steps_go_wrong(two: JaxDevices, seed: int) -> None:

@@ -398,6 +398,63 @@ def promotion_ended(w: TieredWorld) -> Any:
     return promotion
 
 
+def fetch(w: World) -> None:
+    w.cache.fetch(keys([0, 1]), [40, 41], after=NO_WAIT).wait(SECONDS)
+
+
+def fetching(w: TieredWorld) -> Any:
+    w.cache.clear(below=False)
+    w.kept.append(w.cache.fetch(keys([0, 1]), [40, 41], after=NO_WAIT))
+    return w.kept[0]
+
+
+def order_fetched(w: TieredWorld) -> None:
+    job, stream = w.made
+    job.order_before(stream)
+    job.wait(SECONDS)
+
+
+def fetch_and_keep(w: CacheWorld) -> None:
+    """A request by its handle, as a host serves it."""
+    w.cache.fetch(keys([0, 1, 4]), [40, 41, 42], after=NO_WAIT, request=w.made).wait(SECONDS)
+    w.cache.keep(keys([0, 1, 4]), [0, 1, 4], after=NO_WAIT, request=w.made).wait(SECONDS)
+
+
+def open_cache(w: World, **options: Any) -> Any:
+    """A cache over an engine of its own, which the world closes if it is kept."""
+    described: dict[str, Any] = {"dtype": "uint8", "tokens_per_block": 4, "block_axes": ("tokens", "x")}
+    layouts = [KVLayout([planes], **described) for planes in w.planes]
+    layout = layouts[0] if len(layouts) == 1 else kvoffload.ShardedLayout(layouts)
+    return kvoffload.open_cache(layout, device=w.devices, pool_bytes=2 * 4096 * len(w.devices), **options)
+
+
+def open_and_use(w: World, **options: Any) -> None:
+    with open_cache(w, **options) as cache:
+        cache.keep(keys([4]), [4], after=NO_WAIT)
+        cache.fetch(keys([4]), [40], after=NO_WAIT).wait(SECONDS)
+
+
+def open_and_keep(w: World, **options: Any) -> None:
+    w.kept.append(open_cache(w, **options))
+
+
+def opened(w: World, **options: Any) -> Any:
+    open_and_keep(w, **options)
+    w.kept[0].keep(keys([4]), [4], after=NO_WAIT)
+    return w.kept[0]
+
+
+def disk(w: World) -> dict[str, Any]:
+    return {"disk": f"{w.folder()}/kv", "disk_bytes": 1 << 16, "identity": "model"}
+
+
+def disk_used(w: World) -> dict[str, Any]:
+    """The files are there already."""
+    options = disk(w)
+    open_and_use(w, **options)
+    return options
+
+
 # the table ------------------------------------------------------------------------------------------------------------
 
 ENGINES, CACHES, KEYS = "one, two", "cache, two cache", "index, cache"
@@ -436,6 +493,13 @@ TABLE: tuple[Row, ...] = (
     Row("engine.store.after_array", ENGINES, array, lambda w: transfer(w, "store")),
     Row("engine.store.after_several", ENGINES, several_streams, lambda w: transfer(w, "store")),
     Row("engine.load.parts", "one", None, lambda w: transfer(w, "load", parts=PLANES)),
+    Row(
+        "engine.load.pack.parts",
+        "one",
+        None,
+        lambda w: transfer(w, "load", copier="pack", parts=PLANES),
+        options=PIECES,
+    ),
     Row("engine.load.parts_listed", "one", None, lambda w: transfer(w, "load", parts=[[0, 2], [1]])),
     Row("engine.load.source_order", "one", None, lambda w: transfer(w, "load", source_order="stream")),
     Row("engine.plan", ENGINES, None, lambda w: w.engine.plan("load", TARGETS[:3], [0, 1, 2])),
@@ -589,6 +653,22 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("promotion.release", "tiers", promotion_ended, lambda w: w.made.release()),
     Row("promotion.cancel", "tiers", promotion_ended, lambda w: w.made.cancel()),
+    Row("fetch.present", "cache, two cache, tiers", None, fetch),
+    Row("fetch", "tiers", lambda w: w.cache.clear(below=False), fetch),
+    Row("fetch.hits", "tiers", fetching, lambda w: w.made.hits),
+    Row("fetch.cancel", "tiers", fetching, lambda w: w.made.cancel()),
+    Row("fetch.wait", "tiers", fetching, lambda w: w.made.wait(SECONDS)),
+    Row("fetch.order_before", "tiers", lambda w: (fetching(w), w.stream()), order_fetched),
+    Row("request.fetch", "cache, two cache, tiers", lambda w: w.cache.open_request(), fetch_and_keep),
+    Row("open_cache", ENGINES, None, open_and_keep),
+    Row("open_cache.used", ENGINES, None, open_and_use),
+    Row("open_cache.disk", "one", disk, lambda w: open_and_keep(w, **w.made)),
+    Row("open_cache.disk.again", "one", disk_used, lambda w: open_and_keep(w, **w.made)),
+    Row("open_cache.close", ENGINES, opened, lambda w: w.made.close(SECONDS)),
+    Row("open_cache.close.disk", "one", lambda w: opened(w, **disk(w)), lambda w: w.made.close(SECONDS)),
+    Row("close", "tiers", lambda w: w.store(4), lambda w: w.cache.close(SECONDS), "closed"),
+    Row("close.fetching", "tiers", fetching, lambda w: w.cache.close(SECONDS), "closed"),
+    Row("keep", "cache, tiers", None, lambda w: w.cache.keep(keys([0, 4]), [0, 4], after=NO_WAIT).wait(SECONDS)),
     Row("locate", "tiers", None, lambda w: (w.cache.locate(keys(range(6))), w.cache.tier_statistics())),
     Row("drain", "tiers", lambda w: w.store(4).wait(SECONDS), lambda w: w.cache.drain(SECONDS)),
 )

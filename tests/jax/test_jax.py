@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from random_programs import JaxProgram, run_random_program
+from sharded_jax import FORMS, cache_in_form, planes_of
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
@@ -66,61 +68,92 @@ def test_a_block_major_cache_is_addressed_by_block_and_plane(jax: Any, device: k
         assert (engine.slots[1].view(np.float32).reshape(2, 4, 8, 32)[:, 3] == np.asarray(values)).all()
 
 
-def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
-    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
+Make = Callable[[], OwnedCache]
+
+
+@pytest.fixture(params=FORMS)
+def make(request: pytest.FixtureRequest, jax: Any, device: kvoffload.Device) -> Make:
+    """Makes a cache of zeros, (2, 4, 8) float32, as one array, as a list of arrays, or of arrays of JAX's."""
+    return lambda: cache_in_form(jax, request.param, device, (2, 4, 8), "float32")
+
+
+def leaves(arrays: Any) -> list[Any]:
+    return arrays if isinstance(arrays, list) else [arrays]
+
+
+def add_one(jax: Any, **options: Any) -> Any:
+    return jax.jit(lambda arrays: jax.tree.map(lambda array: array + 1, arrays), **options)
+
+
+def test_arrays_from_before_a_transfer_are_deleted(make: Make, device: kvoffload.Device) -> None:
+    cache = make()
     with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
         old = cache.arrays
-        assert cache.arrays is old
+        assert all(one is other for one, other in zip(leaves(cache.arrays), leaves(old), strict=True))
         engine.load([0], [1], after=cache)
-        assert cache.arrays is not old
-        with pytest.raises(ValueError, match="after was deleted"):
-            engine.load([0], [1], after=old)
+        assert not any(one is other for one, other in zip(leaves(cache.arrays), leaves(old), strict=True))
+        for each in leaves(old):
+            with pytest.raises(ValueError, match="after was deleted"):
+                engine.load([0], [1], after=each)
 
 
 def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulated_device(
-    jax: Any, device: kvoffload.Device
+    make: Make, jax: Any, device: kvoffload.Device
 ) -> None:
     """It would be copied back over what was loaded meanwhile."""
-    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
+    cache = make()
     with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
         engine.slots[0].view(np.float32)[:] = 5
         before = cache.arrays
         engine.load([0], [1], after=cache)
-        computed = jax.jit(lambda array: array + 1, donate_argnums=0)(before)
+        computed = add_one(jax, donate_argnums=0)(before)
         with pytest.raises(
             kvoffload.TransferError, match="concurrently with transfers, which a simulated device cannot do"
         ):
             cache.arrays = computed
         with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
-            assert (np.asarray(cache.arrays)[:, 1] == 5).all()
+            assert (planes_of(cache)[:, 1] == 5).all()
 
 
-def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
+def test_transfers_of_a_later_engine_are_followed_too(make: Make, device: kvoffload.Device) -> None:
     """As many as the first engine's, which is gone."""
-    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
+    cache = make()
     for value in (1, 2):
         before = cache.arrays
         with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
             engine.slots[0].view(np.float32)[:] = value
             engine.load([0], [1], after=cache)
             assert cache.arrays is not before
-            assert (np.asarray(cache.arrays)[:, 1] == value).all()
+            assert (planes_of(cache)[:, 1] == value).all()
         del engine
         gc.collect()
         before = cache.arrays
 
 
-def test_an_update_that_was_not_donated_is_refused_as_on_a_gpu(jax: Any, device: kvoffload.Device) -> None:
-    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
+def test_an_update_that_was_not_donated_is_refused_as_on_a_gpu(make: Make, jax: Any) -> None:
+    cache = make()
     before = cache.arrays
-    for not_donated in (jax.jit(lambda array: array + 1)(before), before.at[0].set(1), jax.numpy.zeros((2, 4, 8))):
+    zeros = jax.tree.map(jax.numpy.zeros_like, before)
+    for not_donated in (add_one(jax)(before), zeros):
         with pytest.raises(kvoffload.LayoutError, match=r"was not donated to it, which makes a copy on a GPU\. Donate"):
             cache.arrays = not_donated
-        assert cache.arrays is before
+        assert all(one is other for one, other in zip(leaves(cache.arrays), leaves(before), strict=True))
     assert (cache.memories[0].to_numpy() == 0).all()
     cache.arrays = before
-    cache.arrays = jax.jit(lambda array: array + 1, donate_argnums=0)(before)
-    assert (cache.memories[0].to_numpy().view(np.float32) == 1).all()
+    cache.arrays = add_one(jax, donate_argnums=0)(before)
+    assert (planes_of(cache) == 1).all()
+    first = leaves(cache.arrays)[0]
+    copied = cache.memories[0].to_numpy()[: first.nbytes]
+    assert (copied.view(np.float32) == 1).all()
+
+
+def test_a_host_copy_from_before_a_load_is_not_seen(make: Make, device: kvoffload.Device) -> None:
+    cache = make()
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
+        for value in (3, 4):
+            engine.slots[0].view(np.float32)[:] = value
+            engine.load([0], [1], after=cache)
+            assert (planes_of(cache)[:, 1] == value).all()  # JAX remembers it on the array
 
 
 @pytest.mark.usefixtures("jax")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from interrupts import interrupted_everywhere
 from random_programs import jax_on
-from sharded_jax import simulated_devices
+from sharded_jax import FORMS, cache_in_form, planes_of, simulated_devices
 
 import kvoffload
 from kvoffload import OffloadEngine
@@ -35,31 +35,38 @@ class Owned(NamedTuple):
             pool[0].view(np.float32)[:] = value
 
 
-@pytest.fixture(params=[1, 2], ids=["one", "two"])
+@pytest.fixture(params=[(count, form) for count in (1, 2) for form in FORMS], ids="{0[0]}-{0[1]}".format)
 def owned(request: pytest.FixtureRequest, seed: int) -> Iterator[Owned]:
-    with simulated_devices(request.param, seed) as on:
-        shape, several = (PLANES, BLOCKS, WIDTH), request.param > 1
-        axes: dict[str, Any] = {"plane_axis": 0, "block_axis": 1}
-        cache = (
-            on.cache(shape, "float32", None, None, "heads", **axes)
-            if several
-            else OwnedCache(on.devices[0], shape, "float32", **axes)
-        )
+    count, form = request.param
+    with simulated_devices(count, seed) as on:
+        several = count > 1
+        devices, sharding = (on.devices, on.sharding(None, "heads")) if several else (on.devices[0], None)
+        cache = cache_in_form(on.jax, form, devices, (PLANES, BLOCKS, WIDTH), "float32", sharding)
+
+        def update(arrays: Any, value: float) -> Any:
+            if form == "array":
+                return arrays.at[:, 2].set(value)
+            return [array.at[2].set(value) for array in arrays]
+
         placed = {"out_shardings": cache.sharding} if several else {}
-        update = on.jax.jit(lambda array, value: array.at[:, 2].set(value), donate_argnums=0, **placed)
         opened: Any = (
             on.engine(cache, 2)
             if several
             else OffloadEngine(cache.layout, device=on.devices[0], num_slots=2, staging_bytes=0)
         )
         with opened as engine:
-            yield Owned(cache, engine, list(engine.slots) if several else [engine.slots], update)
+            pools = list(engine.slots) if several else [engine.slots]
+            yield Owned(cache, engine, pools, on.jax.jit(update, donate_argnums=0, **placed))
 
 
 @pytest.fixture
 def gpu_jax(gpu_device: kvoffload.Device) -> Iterator[Any]:
     with jax_on(gpu_device) as module:
         yield module
+
+
+def leaves(arrays: Any) -> list[Any]:
+    return arrays if isinstance(arrays, list) else [arrays]
 
 
 def test_reading_it_after_a_load(owned: Owned) -> None:
@@ -72,9 +79,10 @@ def test_reading_it_after_a_load(owned: Owned) -> None:
 
     for value, _ in interrupted_everywhere(read_after_load):
         before = cache.unordered
-        assert (np.asarray(cache.arrays)[:, 1] == value).all()
-        assert cache.arrays is cache.arrays
-        assert before.is_deleted() or before is cache.arrays
+        assert (planes_of(cache)[:, 1] == value).all()
+        now = cache.arrays
+        assert all(one is other for one, other in zip(leaves(now), leaves(cache.arrays), strict=True))
+        assert all(old.is_deleted() or old is new for old, new in zip(leaves(before), leaves(now), strict=True))
 
 
 def test_setting_it(owned: Owned) -> None:
@@ -87,13 +95,13 @@ def test_setting_it(owned: Owned) -> None:
     for value, raised in interrupted_everywhere(set_result):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", kvoffload.KVOffloadWarning)
-            found = set(np.asarray(cache.arrays)[:, 2].ravel().tolist())
+            found = set(planes_of(cache)[:, 2].ravel().tolist())
         assert found <= {float(value - 1), float(value)}
         assert raised or found == {float(value)}
         cache.arrays = owned.update(cache.arrays, float(value))
         owned.engine.store([2], [0], after=cache)
         owned.engine.load([0], [3], after=cache)
-        assert (np.asarray(cache.arrays)[:, 2:4] == value).all()
+        assert (planes_of(cache)[:, 2:4] == value).all()
 
 
 def test_following_it(owned: Owned) -> None:
@@ -101,7 +109,7 @@ def test_following_it(owned: Owned) -> None:
     cache, engine = owned.cache, owned.engine
     owned.fill(9)
     engine.load([0], [1], after=cache)
-    assert (np.asarray(cache.arrays)[:, 1] == 9).all()
+    assert (planes_of(cache)[:, 1] == 9).all()
     for _ in interrupted_everywhere(lambda _: cache.after):
         engine.store([1], [1], after=cache).wait(10)
         nbytes = 4 * PLANES * WIDTH // len(owned.pools)
@@ -120,11 +128,11 @@ def test_it_recovers_when_the_result_of_a_step_is_lost(owned: Owned) -> None:
     with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set") as caught:
         array = cache.arrays
     assert [each.filename for each in caught] == [__file__]
-    assert not array.is_deleted()
+    assert not any(each.is_deleted() for each in leaves(array))
     cache.arrays = owned.update(array, 5.0)
     engine.store([2], [0], after=cache)
     engine.load([0], [3], after=cache)
-    assert (np.asarray(cache.arrays)[:, 3] == 5).all()
+    assert (planes_of(cache)[:, 3] == 5).all()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from random_programs import run_random_program
-from sharded_jax import JaxDevices, ShardedProgram, Spec, simulated_devices, two_devices
+from sharded_jax import PROGRAMS, JaxDevices, ShardedProgram, Spec, simulated_devices, two_devices
 
 import kvoffload
 from kvoffload import BlockCache, LayoutError, OffloadEngine
@@ -118,8 +118,9 @@ def test_devices_may_be_in_another_order_than_those_of_the_sharding(four: JaxDev
             assert (memory.to_numpy() == np.ascontiguousarray(there).view(np.uint8).ravel()).all()
 
 
-def test_random_steps(two: JaxDevices, seed: int) -> None:
-    assert run_random_program(ShardedProgram(two), 100, seed) == 0
+@pytest.mark.parametrize(("form", "by_layer"), PROGRAMS)
+def test_random_steps(two: JaxDevices, seed: int, form: str, by_layer: bool) -> None:
+    assert run_random_program(ShardedProgram(two, form=form, by_layer=by_layer), 100, seed) == 0
 
 
 def test_a_block_cache_on_it(two: JaxDevices) -> None:

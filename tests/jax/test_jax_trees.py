@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from interrupts import interrupted_everywhere
 from random_programs import JaxTreeProgram, run_random_program
 from sharded_jax import JaxDevices, two_devices
 
 import kvoffload
 from kvoffload import BlockCache, LayoutError, OffloadEngine, ShardedEngine
 from kvoffload.jax import OwnedCache
+from kvoffload.jax.imports import import_memory
 
 PAGES, TOKENS, HEADS, DIM = 8, 4, 2, 8
 PAGE = (PAGES, TOKENS, HEADS, DIM)
@@ -39,8 +38,9 @@ def block_of(jax: Any, cache: OwnedCache, block: int) -> list[set[float]]:
     return [set(np.asarray(leaf[block], np.float32).ravel().tolist()) for leaf in jax.tree.leaves(cache.arrays)]
 
 
-def test_random_steps(jax: Any, device: kvoffload.Device, seed: int) -> None:
-    assert run_random_program(JaxTreeProgram(jax, device), 100, seed) == 0
+@pytest.mark.parametrize(("by_layer", "adopt"), [(False, False), (True, False), (False, True), (True, True)])
+def test_random_steps(jax: Any, device: kvoffload.Device, seed: int, by_layer: bool, adopt: bool) -> None:
+    assert run_random_program(JaxTreeProgram(jax, device, by_layer=by_layer, adopt=adopt), 100, seed) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
@@ -100,6 +100,146 @@ def test_keys_find_pages_of_all_layers(jax: Any, device: kvoffload.Device) -> No
         OwnedCache(device, [PAGE] * 4, "bfloat16", **PAGED, **described | {"tokens_per_block": 8})
 
 
+def test_steps_may_take_single_arrays(jax: Any, device: kvoffload.Device) -> None:
+    """Each follows the transfers, and a transfer follows each."""
+    cache = OwnedCache(device, [PAGE] * 3, "float32", **PAGED)
+    step = jax.jit(lambda array, block, value: array.at[block].set(value), donate_argnums=0)
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
+        for turn in range(3):
+            arrays = list(cache.arrays)
+            for layer in (2, 0, 1):
+                assert turn == 0 or set(np.asarray(arrays[layer][5]).ravel().tolist()) == {10.0 * turn + layer}
+                arrays[layer] = step(arrays[layer], 3, 10.0 * (turn + 1) + layer)
+            with pytest.raises(ValueError, match="after was deleted, or donated"):
+                engine.store([3], [1], after=cache)
+            cache.arrays = arrays
+            engine.store([3], [1], after=cache)
+            engine.load([1], [5], after=cache)
+
+
+def test_engines_over_some_of_the_arrays_are_followed(jax: Any, device: kvoffload.Device) -> None:
+    cache = OwnedCache(device, [PAGE] * 3, "float32", **PAGED)
+    some = kvoffload.KVLayout([cache.layout.groups[0].planes[2:]], on_default_stream=False)
+    with OffloadEngine(some, device=device, num_slots=2, staging_bytes=0) as engine:
+        engine.slots[0].view(np.float32)[:] = 5
+        engine.load([0], [7], after=cache)
+        assert block_of(jax, cache, 7) == [{0.0}, {0.0}, {5.0}]
+
+
+@pytest.mark.usefixtures("jax")
+def test_an_import_follows_the_engines_that_are_named(device: kvoffload.Device) -> None:
+    """One array is imported for all, so it follows engines that do not touch it."""
+    asked: list[int] = []
+    engine: Any = SimpleNamespace(order_all_before=asked.append)
+    import_memory(device.empty((8, 4), "float32"), None, [engine, engine])
+    assert asked == [1, 1], "on the CPU JAX names no stream, which stands for the legacy default stream"
+
+
+def test_groups_have_block_tables_of_their_own(jax: Any, device: kvoffload.Device) -> None:
+    """Full attention and windows: other numbers of blocks, and blocks of other sizes."""
+    shapes = {"full": {"k": [PAGE] * 2, "v": [PAGE] * 2}, "window": [(5, TOKENS, HEADS, DIM // 2)] * 3}
+    cache = OwnedCache(device, shapes, "float32", groups={"full": 0, "window": 1}, **PAGED)
+    assert [(len(group.planes), group.num_blocks) for group in cache.layout.groups] == [(4, 8), (3, 5)]
+    step = fill(jax)
+    with OffloadEngine(cache.layout, device=device, num_slots=4, staging_bytes=0) as engine:
+        cache.arrays = step(cache.arrays, 3, 1.0)
+        engine.store([3], [1], group=0, after=cache)
+        engine.store([3], [2], group=1, after=cache)
+        engine.load([1], [7], group=0, after=cache)
+        engine.load([2], [4], group=1, after=cache)
+        arrays = cache.arrays
+        assert [float(each[7, 0, 0, 0]) for each in jax.tree.leaves(arrays["full"])] == [1.0, 2.0, 3.0, 4.0]
+        assert [float(each[4, 0, 0, 0]) for each in arrays["window"]] == [5.0, 6.0, 7.0]
+    alternating = OwnedCache(device, [PAGE, (5, 9), PAGE], "float32", groups=[0, 1, 0], **PAGED)
+    assert [len(group.planes) for group in alternating.layout.groups] == [2, 1]
+    for wrong in (1, -1, 0.5, [0, 2, 0], [0, 0], {"k": 0}, "full"):
+        with pytest.raises(LayoutError, match=r"groups must be a group number for each array, .*, got"):
+            OwnedCache(device, [PAGE, (5, 9), PAGE], "float32", groups=wrong, **PAGED)
+
+
+def test_keys_find_pages_of_all_groups(jax: Any, device: kvoffload.Device) -> None:
+    shapes = {"full": [PAGE] * 2, "window": [(5, TOKENS, HEADS, DIM // 2)] * 3}
+    described: dict[str, Any] = {"tokens_per_block": TOKENS, "block_axes": ("tokens", "heads", "dim")}
+    cache = OwnedCache(device, shapes, "float32", groups={"full": 0, "window": 1}, **PAGED, **described)
+    keys = kvoffload.chain_keys(range(2 * TOKENS), layout=cache.layout, salt="")
+    step = fill(jax)
+    with OffloadEngine(cache.layout, device=device, num_slots=4, staging_bytes=0) as engine:
+        blocks = BlockCache(engine)
+        cache.arrays = step(step(cache.arrays, 1, 1.0), 2, 11.0)
+        blocks.store(keys, [[1, 2], [2, 1]], after=cache).wait(10)
+        blocks.load(keys, [[6, 7], [3, 4]], after=cache)
+        arrays = cache.arrays
+        assert [float(each[6, 0, 0, 0]) for each in arrays["full"]] == [1.0, 2.0]
+        assert [float(each[3, 0, 0, 0]) for each in arrays["window"]] == [13.0, 14.0, 15.0]
+
+
+def test_a_sharding_divides_blocks_of_no_group(two: JaxDevices) -> None:
+    heads, pages = two.sharding(None, None, "heads"), two.sharding("heads")
+    shapes = [two.jax.ShapeDtypeStruct(PAGE, "float32", sharding=each) for each in (heads, pages)]
+    with pytest.raises(LayoutError, match=r"sharding .*'heads'.* divides the 8 blocks of block_axis=0"):
+        OwnedCache(two.devices, shapes, groups=[0, 1], **PAGED)
+
+
+# adopted arrays
+
+
+def test_arrays_that_jax_has_allocated_become_the_cache(jax: Any, device: kvoffload.Device) -> None:
+    """With what they hold."""
+    given = {"k": [jax.numpy.full(PAGE, 7, "bfloat16")], "v": [jax.numpy.zeros(PAGE, "bfloat16")]}
+    cache = OwnedCache(device, given, adopt=True, **PAGED)
+    assert (jax.tree.structure(cache.arrays), cache.layout.dtype) == (jax.tree.structure(given), "bfloat16")
+    assert block_of(jax, cache, 3) == [{7.0}, {0.0}]
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
+        engine.store([3], [1], after=cache)
+        cache.arrays = fill(jax)(cache.arrays, 3, 1.0)
+        engine.load([1], [5], after=cache)
+        assert block_of(jax, cache, 5) == [{7.0}, {0.0}]
+        assert block_of(jax, cache, 3) == [{1.0}, {2.0}]
+
+
+def test_arrays_of_two_devices_become_the_cache(two: JaxDevices) -> None:
+    sharding = two.sharding(None, None, "heads")
+    given = [two.jax.device_put(np.full(PAGE, value, "float32"), sharding) for value in (3, 4)]
+    cache = OwnedCache(two.devices, given, adopt=True, **PAGED)
+    with ShardedEngine(cache.layout, devices=two.devices, num_slots=2, staging_bytes=0) as engine:
+        engine.store([3], [1], after=cache)
+        cache.arrays = fill(two.jax, out_shardings=cache.sharding)(cache.arrays, 3, 1.0)
+        engine.load([1], [5], after=cache)
+        assert block_of(two.jax, cache, 5) == [{3.0}, {4.0}]
+
+
+def test_what_cannot_be_adopted(jax: Any, device: kvoffload.Device) -> None:
+    deleted = jax.numpy.zeros(PAGE)
+    deleted.delete()
+    for wrong, said in [
+        (PAGE, r"arrays\[1\] must be a jax.Array, got tuple: adopt=True takes the arrays of your cache"),
+        (np.zeros(PAGE, "float32"), r"arrays\[1\] must be a jax.Array, got ndarray: adopt=True takes"),
+        (deleted, r"arrays\[1\] was deleted, or donated"),
+    ]:
+        with pytest.raises(LayoutError, match=said):
+            OwnedCache(device, [jax.numpy.zeros(PAGE), wrong], "float32", adopt=True, **PAGED)
+    with pytest.raises(ValueError, match="adopt must be True or False"):
+        OwnedCache(device, [PAGE], "float32", adopt=1, **PAGED)  # type: ignore[arg-type]
+
+
+def test_meshes_in_another_order_are_ordered_array_by_array(two: JaxDevices) -> None:
+    """No jitted function takes arrays of both."""
+    sharding = two.sharding(None, None, "heads")
+    mesh = two.jax.sharding.Mesh(np.array(two.of_jax)[::-1], ("heads",))
+    other = two.jax.sharding.NamedSharding(mesh, sharding.spec)
+    shapes = [two.jax.ShapeDtypeStruct(PAGE, "float32", sharding=each) for each in (sharding, other)]
+    cache = OwnedCache(two.devices, shapes, **PAGED)
+    steps = [
+        two.jax.jit(lambda array: array.at[3].set(5), donate_argnums=0, out_shardings=each)
+        for each in (sharding, other)
+    ]
+    with ShardedEngine(cache.layout, devices=two.devices, num_slots=2, staging_bytes=0) as engine:
+        cache.arrays = [step(array) for step, array in zip(steps, cache.arrays, strict=True)]
+        engine.store([3], [1], after=cache)
+        engine.load([1], [5], after=cache)
+        assert block_of(two.jax, cache, 5) == [{5.0}, {5.0}]
+
+
 def test_layers_on_two_devices(two: JaxDevices) -> None:
     jax = two.jax
     sharding = two.sharding(None, None, "heads")
@@ -112,7 +252,7 @@ def test_layers_on_two_devices(two: JaxDevices) -> None:
         engine.store([3], [1], after=cache)
         engine.load([1], [5], after=cache.after(jax.device_put(np.ones(3), two.sharding())))
         assert block_of(jax, cache, 5) == [{1.0}, {2.0}, {3.0}]
-        assert [[len(each) for each in cache.after()], len(cache.after())] == [[3, 3], 2]
+        assert [len(each) for each in cache.after()] == [1, 1], "one array on each device stands for all three"
 
 
 def test_one_device_may_have_a_mesh(two: JaxDevices) -> None:
@@ -135,6 +275,17 @@ def test_a_cache_on_two_devices_is_not_followed_by_one(two: JaxDevices) -> None:
         pytest.raises(BufferError, match=r"the cache is on 2 devices, .* pass after=cache to a ShardedEngine, or"),
     ):
         engine.store([0], [0], after=cache)
+
+
+def test_large_arrays_are_computed_in_threads_of_jax(jax: Any, device: kvoffload.Device) -> None:
+    """On the CPU, which frees what was imported there: it needs the GIL, so nothing may wait for it with the GIL."""
+    cache = OwnedCache(device, [(64, 16, 8, 128)] * 8, "bfloat16", **PAGED)
+    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
+        for turn in range(5):
+            cache.arrays = fill(jax)(cache.arrays, 3, float(turn))
+            engine.store([3], [1], after=cache)
+            engine.load([1], [5], after=cache)
+        assert block_of(jax, cache, 5) == [{4.0 + layer} for layer in range(8)]
 
 
 # what is refused
@@ -176,31 +327,6 @@ def test_trees_that_are_no_caches(
 
 
 # interrupts
-
-
-def test_reading_and_setting_are_interrupted(jax: Any, device: kvoffload.Device) -> None:
-    cache = OwnedCache(device, [PAGE] * 2, "float32", **PAGED)
-    step = fill(jax)
-    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
-
-        def load_and_update(value: int) -> Callable[[], object]:
-            engine.slots[0].view(np.float32)[:] = value
-            engine.load([0], [1], after=cache).wait(10)
-
-            def change() -> None:
-                cache.arrays = step(cache.arrays, 2, float(value))
-
-            return change
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", kvoffload.KVOffloadWarning)
-            for value, raised in interrupted_everywhere(load_and_update):
-                before = cache.unordered
-                assert block_of(jax, cache, 1) == [{float(value)}] * 2
-                assert raised or block_of(jax, cache, 2) == [{float(value)}, {float(value + 1)}]
-                now = cache.arrays
-                assert all(b.is_deleted() or b is n for b, n in zip(before, now, strict=True))
-                assert all(a is b for a, b in zip(now, cache.arrays, strict=True))
 
 
 def test_a_step_that_lost_one_array_of_the_tree_is_recovered(jax: Any, device: kvoffload.Device) -> None:

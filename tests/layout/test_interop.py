@@ -228,6 +228,7 @@ def test_pitfall_32_no_arrays_are_refused() -> None:
         KVLayout.from_arrays([])
 
 
+@pytest.mark.kernels
 def test_pitfall_32_an_array_of_memory_that_is_gone_is_refused_by_the_engine(device: kvoffload.Device) -> None:
     buffer = device.allocate(64)
     layout = KVLayout.from_arrays([buffer])

@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("cache",),
     ("tiers",),
+    ("door",),
     ("jax", "observability", "testing", "vllm"),
     ("__init__",),
     ("calibration", "terminal"),
@@ -35,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("commands",),
     ("__main__",),
 )
-LOOSE_FILES = {"__init__", "__main__", "errors"}  # in no folder
+LOOSE_FILES = {"__init__", "__main__", "door", "errors"}  # in no folder
 
 
 class Import(NamedTuple):

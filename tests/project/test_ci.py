@@ -114,8 +114,9 @@ def test_what_plain_pytest_leaves_out_is_a_session(called: Sessions) -> None:
 
 
 def test_the_script_calls_all_sessions_but_the_matrix_and_those_of_a_gpu(called: Sessions, sessions: Sessions) -> None:
-    """The suite itself is run by README's command."""
-    assert set(sessions) - set(called) == {"tests", "matrix", "gpu"}
+    """The suite itself is run by README's command. And `esurge` tests an example, with 1 GB of packages of its own."""
+    assert set(sessions) - set(called) == {"tests", "matrix", "gpu", "esurge"}
+    assert sessions["esurge"].tests == [["-n", "0", "tests/easydel"]]
 
 
 def test_the_script_deletes_nothing_of_a_developer() -> None:
@@ -148,8 +149,8 @@ def test_the_benchmarks_are_installed_and_tested_by_a_session_of_their_own(calle
     assert called["benchmarks"].tests == [["tests/benchmarks"], ["-m", "servers", "tests/benchmarks"]]
 
 
-def test_markers_are_those_that_are_left_out_and_gpu() -> None:
-    assert [each.partition(":")[0] for each in PYTEST["markers"]] == ["gpu", *left_out()]
+def test_markers_are_those_that_are_left_out_and_those_of_what_may_be_missing() -> None:
+    assert [each.partition(":")[0] for each in PYTEST["markers"]] == ["gpu", "kernels", *left_out()]
 
 
 def test_what_starts_a_server_is_marked() -> None:

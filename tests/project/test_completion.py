@@ -26,16 +26,16 @@ SHOWN = {
     ),
     "Stream": "close device done handle synchronize",
     "KVLayout": (
-        "block_axes blocks_per_slot dtype fingerprint from_arrays from_stacked groups num_groups on_default_stream "
-        "slot_bytes slots_for tokens_per_block"
+        "block_axes blocks_per_slot dtype fingerprint from_arrays from_stacked from_tree groups num_groups "
+        "on_default_stream slot_bytes slots_for tokens_per_block"
     ),
     "OffloadEngine": f"{ENGINE} device prefer profile staging_bytes",
     "ShardedEngine": f"{ENGINE} devices",
     "Job": JOB,
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
     "BlockCache": (
-        "acquire capacity check clear close drain engine load locate lookup lookup_many open_request promote remove "
-        "reserve statistics status status_of store tier_statistics touch"
+        "acquire capacity check clear close drain engine fetch keep keys load locate lookup lookup_many open_request "
+        "promote remove reserve statistics status status_of store tier_statistics touch"
     ),
     "CacheIndex": (
         "acquire capacity check clear close describe drain keys load locate lock lookup lookup_many max_load_blocks "
@@ -45,6 +45,7 @@ SHOWN = {
     "SharedSlots": "array close host_memory note offer receive",
     "Promotion": "add_done_callback cancel done finished keys load ready release result wait",
     "ChainedLoad": "add_done_callback done error finished job result submitted wait",
+    "FetchJob": "add_done_callback cancel done error finished hits keys order_before result submitted wait",
     "CacheRequest": "end ended keys tenant",
     "CacheJob": "add_done_callback done error finished jobs keys num_parts order_before outcome result wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
@@ -71,6 +72,7 @@ def objects() -> Iterator[dict[str, Any]]:
         tiered = BlockCache(lower, tiers=[MemoryTier(1 << 16)])
         promotion = tiered.promote([b"a"])
         chained = promotion.load([0])
+        fetched = cache.fetch([b"a"], [0])
         both = sharded.store([1], [0])
         shared = SharedSlots(1, 4096)
         index = CacheIndex(1, pools=[shared.array], tiers=[MemoryTier(1 << 16)], layout=None)
@@ -85,6 +87,7 @@ def objects() -> Iterator[dict[str, Any]]:
                 shared,
                 promotion,
                 chained,
+                fetched,
                 device,
                 stream,
                 layout,

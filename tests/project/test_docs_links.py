@@ -9,7 +9,7 @@ import pytest
 from documents import DOCUMENTS, ROOT, anchors, links, objects, title
 
 NAVIGATION = re.findall(r"^ +- (?:[\w ]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-OF_THE_ROOT = {"index.md": "README.md"} | {
+OF_THE_ROOT = {"index.md": "README.md", "guides/chat-server.md": "examples/chat_server/README.md"} | {
     f"{name.lower()}.md": f"{name}.md" for name in ("ARCHITECTURE", "GLOSSARY", "CONTRIBUTING", "CHANGELOG")
 }
 
@@ -60,3 +60,9 @@ def test_anchors_are_those_of_github(title_line: str, anchor: str) -> None:
 
 def test_links_in_code_are_none() -> None:
     assert links("[a](b.md#c) and [d](https://e)\n```\n[f](g)\n```\n[h]: i.md\n") == ["b.md#c", "i.md"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=title)
+def test_everything_is_installed_from_a_clone(document: Path) -> None:
+    """The name is not published. (Installed, pip adds 'kvoffload[disk]' to it: so messages may say that.)"""
+    assert not re.search(r"pip install '?kvoffload\[", document.read_text())

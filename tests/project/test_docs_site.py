@@ -1,13 +1,15 @@
-"""The site: how links are rewritten for it, what becomes of docstrings, and that it needs no other host."""
+"""The site: links rewritten for it, what becomes of docstrings, what its search finds; it needs no other host."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from documents import ROOT
@@ -60,30 +62,168 @@ def test_sentences_of_raises_are_kept() -> None:
     assert split("Raises:\n    As `store`.\n") == "Raises: As `store`.\n"
 
 
-@pytest.mark.filterwarnings("default")
-def test_the_site_is_built_and_needs_no_other_host(tmp_path: Path) -> None:
+# the built site -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    pages = list(tmp_path.rglob("*.html"))
+    return folder
+
+
+def test_the_site_needs_no_other_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
     assert len(pages) > 20
-    engine = (tmp_path / "reference" / "engine.html").read_text()
-    assert 'id="kvoffload.OffloadEngine.store"' in engine
-    assert 'id="kvoffload.OffloadEngine.check_room"' not in engine, "`dir()` does not show it"
-    jax = (tmp_path / "reference" / "jax.html").read_text()
-    assert 'id="kvoffload.jax.OwnedCache.unordered"' in jax, "its docstring is that of the base class"
     for page in pages:
         text = page.read_text()
         fetched = re.findall(r"<(?:script|img|iframe)[^>]*src=\"?(https?:[^\" >]+)", text)
         fetched += re.findall(r"<link[^>]*rel=\"?(?:stylesheet|preconnect|preload)[^>]*href=\"?(https?:[^\" >]+)", text)
         assert not fetched, page
-    assert not [
-        path for path in tmp_path.rglob("*.css") if re.search(r"(?:@import|url\()[^;]{0,8}http", path.read_text())
-    ]
+    assert not [path for path in site.rglob("*.css") if re.search(r"(?:@import|url\()[^;]{0,8}http", path.read_text())]
+
+
+def test_the_reference_shows_what_users_may_call_once(site: Path) -> None:
+    engine = (site / "reference" / "engine.html").read_text()
+    assert 'id="kvoffload.OffloadEngine.store"' in engine
+    assert 'id="kvoffload.OffloadEngine.check_room"' not in engine, "`dir()` does not show it"
+    jax = (site / "reference" / "jax.html").read_text()
+    assert 'id="kvoffload.jax.OwnedCache.unordered"' in jax, "its docstring is that of the base class"
+    tiers = (site / "reference" / "tiers.html").read_text()
+    assert 'id="kvoffload.tiers.ThreadedTier.attach"' in tiers
+    assert 'id="kvoffload.tiers.DiskTier.attach"' not in tiers, "it is inherited, and named with a link"
+    named = re.search(r'id="kvoffload.tiers.DiskTier".*?The same as in.*?</p>', tiers, re.DOTALL)
+    assert named is not None
+    assert 'href="#kvoffload.tiers.ThreadedTier"' in named[0]
+    assert "<code>attach</code>" in named[0]
+
+
+def test_signatures_of_the_reference_are_broken_into_lines(site: Path) -> None:
+    text = re.sub(r"<[^>]*>", "", (site / "reference" / "engine.html").read_text())
+    signature = text[text.index("OffloadEngine(\n") :].partition(")\n")[0]
+    assert "\n    device: Device,\n    num_slots: int | None = None,\n" in signature
+
+
+# the search -----------------------------------------------------------------------------------------------------------
+
+FOUND = {  # what somebody types: the page that comes first, and the heading of an answer where it is one of many
+    "FAQ": "faq",
+    "asyncio": "guides/asyncio",
+    "await": "guides/asyncio",
+    "container": "faq#how-do-i-run-it-in-a-container-docker-kubernetes",
+    "Ctrl-C": "how/interrupts",
+    "CUDA graphs": "limits",
+    "corruption": "faq#can-a-hit-load-wrong-bytes-how-do-i-notice-corruption",
+    "crash": "faq#what-if-the-process-crashes-or-is-killed-kill--9",
+    "CuPy": "start/cupy",
+    "delete": "security",
+    "disk": "guides/add-a-disk",
+    "docker": "faq#how-do-i-run-it-in-a-container-docker-kubernetes",
+    "encryption": "security",
+    "eviction": "cache",
+    "exceptions": "how/interrupts",
+    "fork": "faq#can-i-fork-or-use-multiprocessing",
+    "fp8": "guides/quantized-caches",
+    "grafana": "guides/metrics",
+    "install": "faq#how-do-i-install-it-why-is-there-no-pip-install-kvoffload",
+    "int8": "guides/quantized-caches",
+    "JAX": "start/jax",
+    "kubernetes": "faq#how-do-i-run-it-in-a-container-docker-kubernetes",
+    "latency": "benchmarks/time-to-first-token",
+    "lora": "faq#the-model-changes-new-weights-a-lora-adapter-a-fine-tune-what-about-old-blocks",
+    "macos": "limits",
+    "memlock": "guides/size-a-pool",
+    "monitor": "guides/metrics",
+    "multi-gpu": "start/several-gpus",
+    "OOM": "guides/size-a-pool",
+    "opentelemetry": "guides/tracing",
+    "out of memory": "guides/size-a-pool",
+    "prometheus": "guides/metrics",
+    "pytorch": "faq#does-it-need-pytorch-or-work-with-torch-tensors",
+    "quantized": "guides/quantized-caches",
+    "quickstart": "guides/one-call",
+    "redis": "guides/share-a-store",
+    "restart": "guides/add-a-disk",
+    "s3": "guides/share-a-store",
+    "scales": "guides/quantized-caches",
+    "sglang": "faq#does-it-work-with-vllm-sglang-or-tensorrt-llm",
+    "sliding window": "guides/inside-a-server",
+    "slow": "guides/tune-a-machine",
+    "synchronize": "how/ordering",
+    "tensor parallel": "start/several-gpus",
+    "threads": "faq#is-it-safe-to-use-from-several-threads",
+    "timeout": "faq#how-do-i-set-a-timeout-or-cancel",
+    "triton": "faq#do-i-need-triton",
+    "TTFT": "benchmarks/time-to-first-token",
+    "vllm": "guides/vllm",
+}
+
+
+class Search:
+    """The search of mkdocs-material over a built site: its fields and weights, every word as the beginning of one, no
+    stemming; pages count more than their sections, and so do results with all words.
+    """
+
+    def __init__(self, site: Path) -> None:
+        builder_module = pytest.importorskip("lunr.builder")
+        stop_words = pytest.importorskip("lunr.stop_word_filter")
+        index = json.loads((site / "search" / "search_index.json").read_text())
+        assert index["config"]["pipeline"] == ["stopWordFilter"]
+        self._separator = re.compile(index["config"]["separator"])
+        builder = builder_module.Builder()
+        builder.b(0)
+        builder.pipeline.add(stop_words.stop_word_filter)
+        builder.ref("location")
+        for name, field in index["config"]["fields"].items():
+            builder.field(name, boost=field["boost"])
+        for each in index["docs"]:
+            texts = {name: re.sub("<[^>]*>", " ", each[name]) for name in ("title", "text")}
+            builder.add({"location": each["location"], "tags": " ".join(each.get("tags", [])), **texts})
+        self._index: Any = builder.build()
+
+    def first(self, query: str) -> str:
+        words = self._separator.split(query.lower())
+        scores = []
+        for found in self._index.search(" ".join(f"{word}*" for word in words)):
+            terms, place = found["match_data"].metadata, found["ref"]
+            matched = sum(any(term.startswith(word) for term in terms) for word in words)
+            scores.append((found["score"] * (1 + (("#" not in place) + matched / len(words)) ** 2), place))
+        return max(scores)[1] if scores else ""
+
+
+@pytest.fixture(scope="module")
+def search(site: Path) -> Search:
+    return Search(site)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("query", FOUND)
+def test_the_search_finds_the_page_that_answers(search: Search, query: str) -> None:
+    page, _, heading = FOUND[query].partition("#")
+    assert search.first(query) == f"{page}.html" + (f"#{heading}" if heading else "")
+
+
+def test_words_for_the_search_are_of_pages_that_there_are() -> None:
+    pages, of_the_root = loaded("hooks").SEARCH, loaded("hooks").PAGES.values()
+    assert [page for page in pages if page not in of_the_root and not (ROOT / "docs" / page).exists()] == []
+    words = [word.lower() for each in pages.values() for word in each]
+    assert sorted(words) == sorted(set(words)), "a word leads to one page"
+
+
+def test_questions_have_short_answers_with_links() -> None:
+    answers = re.split(r"^### ", (ROOT / "docs" / "faq.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(answers) >= 20
+    for answer in answers:
+        question, _, text = re.sub(r"\n## .*", "", answer, flags=re.DOTALL).partition("\n")
+        lines = text.strip().splitlines()
+        assert 1 <= len(lines) <= 5, question
+        assert "](" in text, f"no link: {question}"

@@ -19,6 +19,8 @@ from kvoffload import BlockCache
 
 POSITIONAL = {
     # the data of a transfer, in the direction in which it moves
+    "BlockCache.fetch": "keys blocks",
+    "BlockCache.keep": "keys blocks",
     "BlockCache.load": "keys blocks",
     "BlockCache.store": "keys blocks",
     "CacheIndex.restore": "keys entries requests",

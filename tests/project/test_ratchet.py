@@ -25,8 +25,8 @@ class Limit(NamedTuple):
 
 
 WEIGHT = {
-    "code lines": Limit(24_900, "what one person can hold: it was 36,248 with the benchmarks"),
-    "files": Limit(193, "a class and its records are one file, and so is what is read together"),
+    "code lines": Limit(25_430, "it was 36,248; `open_cache` has 340, trees of arrays 110, packed loads in parts 60"),
+    "files": Limit(194, "a class and its records are one file, and so is what is read together"),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
     "pages": Limit(1, "`Tier`, which is for users to derive from; no class is cut over files by inheritance"),
     "wide signatures": Limit(0, "options that go together are one object"),

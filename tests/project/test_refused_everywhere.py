@@ -31,7 +31,7 @@ from kvoffload import (
     ShardedEngine,
     SharedSlots,
 )
-from kvoffload.cache.tiering import ChainedLoad, Promotion
+from kvoffload.cache.tiering import ChainedLoad, FetchJob, Promotion
 from kvoffload.testing import TierFaults, check_clean_close, check_tier, fuzz_tier
 from kvoffload.tiers import DiskTier, MemoryTier, TierJob, ValkeyConnection
 
@@ -49,6 +49,7 @@ class World:
     below: CacheIndex
     promotion: Promotion
     chained: ChainedLoad
+    fetched: FetchJob
 
     @property
     def engine(self) -> OffloadEngine:
@@ -77,7 +78,9 @@ def world(device: kvoffload.Device) -> Iterator[World]:
         promotion = stack.enter_context(tiered.promote(keys([0])))
         chained = promotion.load([1], after=NO_WAIT)
         chained.wait(10)
-        made = World(device, layout, cache, tiered, sharded, index, below, promotion, chained)
+        fetched = cache.fetch(keys([0]), [1], after=NO_WAIT)
+        fetched.wait(10)
+        made = World(device, layout, cache, tiered, sharded, index, below, promotion, chained, fetched)
         for entries in (index, below):
             entries.reserve(keys([0])).commit()
         yield made
@@ -127,6 +130,11 @@ SECONDS: dict[str, Call] = {
     ),
     "BlockCache.close timeout": lambda world, value: world.tiered.close(value),
     "BlockCache.drain timeout": lambda world, value: world.tiered.drain(value),
+    "BlockCache.fetch deadline": lambda world, value: world.tiered.fetch(keys([0]), [0], after=NO_WAIT, deadline=value),
+    "FetchJob.wait timeout": lambda world, value: world.fetched.wait(value),
+    "open_cache prefill_tokens_per_second": lambda world, value: kvoffload.open_cache(
+        world.layout, pool_bytes=1 << 14, tiers=[tier()], prefill_tokens_per_second=value
+    ),
     "BlockCache.promote deadline": lambda world, value: world.tiered.promote(keys([0]), deadline=value),
     "CacheIndex hung": lambda _, value: CacheIndex(4, pools=[aligned(4)], tiers=[tier()], layout=None, hung=value),
     "CacheIndex seconds_per_key": lambda _, value: CacheIndex(
@@ -211,6 +219,7 @@ FLAGS: dict[str, Call] = {
     "CacheIndex.promote counted": lambda world, value: world.below.promote(keys([0]), counted=value),
     "BlockCache.clear below": lambda world, value: world.tiered.clear(below=value),
     "BlockCache.promote counted": lambda world, value: world.tiered.promote(keys([0]), counted=value),
+    "BlockCache.fetch counted": lambda world, value: world.tiered.fetch(keys([0]), [0], counted=value),
     "BlockCache.remove below": lambda world, value: world.tiered.remove(keys([0]), below=value),
     "CacheIndex.clear below": lambda world, value: world.below.clear(below=value),
     "CacheIndex.remove below": lambda world, value: world.below.remove(keys([0]), below=value),
@@ -219,6 +228,7 @@ NOT_CHECKED = {  # between the library's own classes, said by who implements a t
     *("RemoteTier durable", "TierCapabilities durable", "TierCapabilities local_index", "TierCapabilities shared"),
     *("ValkeyTier cluster", "Prefix declines"),
     *("Faults.fail_call after", "Faults.fail_nth after", "fuzz_tier lossless"),
+    "OwnedCache adopt",  # needs JAX: tests/jax/test_jax_trees.py
 }
 
 

@@ -258,3 +258,12 @@ def test_options_that_do_not_go_together_are_refused(run: Run, options: tuple[st
 def test_a_disk_needs_a_folder_or_a_replay_without_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--workload", "agents", "--disk-slots", "9", "--model", "llama-3.1-8b"]) == 2
     assert "--disk-slots needs --disk-path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("write", ["second", "random", "all"])
+def test_ways_of_writing_that_are_only_counted_need_a_replay_without_bytes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, write: str
+) -> None:
+    disk = ("--disk-slots", "9", "--disk-path", str(tmp_path), "--model", "llama-3.1-8b", "--backend", "simulated")
+    assert main(["replay", "--workload", "agents", "--requests", "9", *disk, "--write", write]) == 2
+    assert f"--write {write} needs --metadata-only: with bytes, admitted, through or none" in capsys.readouterr().err

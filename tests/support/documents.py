@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
 _SNIPPET = re.compile(r"(?:^<!-- (?P<mark>[^\n]+) -->\n)?^```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)

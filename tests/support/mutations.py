@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation(
         "stores-read-their-source-at-any-time",
         "engine/shard.py",
-        "self._source_order(requests) if direction is Direction.LOAD else SourceOrder.STREAM",
+        "self._source_order(requests) if direction is LOAD else _IN_STREAM_ORDER",
         "self._source_order(requests)",
         (ORDERING, "tests/engine/ordering/test_ordering_segments.py"),
     ),

@@ -90,6 +90,24 @@ class Steps:
         self.write = jax.jit(write, donate_argnums=0)
         self.read = jax.jit(read)
 
+    def take_lists(self, jax: Any, *, by_layer: bool = False) -> None:
+        """From now on they take a list with an array for each plane. `by_layer`: each array in a step of its own."""
+        write_stacked, read_stacked = self.write.__wrapped__, self.read.__wrapped__
+
+        def write(array: Any, block: Any, value: Any, burn: Any) -> Any:
+            return write_stacked(array[None], block, value, burn)[0]
+
+        def read(arrays: Any, block: Any, burn: Any) -> Any:
+            return read_stacked(jax.numpy.stack(arrays), block, burn)
+
+        if by_layer:
+            write, read = jax.jit(write, donate_argnums=0), jax.jit(read)
+            self.write = lambda arrays, *rest: [write(each, *rest) for each in arrays]
+            self.read = lambda arrays, *rest: jax.numpy.concatenate([read([each], *rest) for each in arrays])
+        else:
+            self.write = jax.jit(lambda arrays, *rest: [write(each, *rest) for each in arrays], donate_argnums=0)
+            self.read = jax.jit(read)
+
 
 class JaxProgram:
     """On an OwnedCache of one array.
@@ -135,22 +153,28 @@ class JaxProgram:
 
 
 class JaxTreeProgram(JaxProgram):
-    """On an OwnedCache of a list with an array for each plane."""
+    """On an OwnedCache of a list with an array for each plane.
 
-    def __init__(self, jax: Any, device: kvoffload.Device, *, ordered: bool = True) -> None:
+    Args:
+        by_layer: each step takes one array alone.
+        adopt: JAX has allocated the arrays.
+    """
+
+    def __init__(
+        self,
+        jax: Any,
+        device: kvoffload.Device,
+        *,
+        ordered: bool = True,
+        by_layer: bool = False,
+        adopt: bool = False,
+    ) -> None:
         super().__init__(jax, device, ordered=ordered)
         self._engine.close()
-        self._cache = OwnedCache(device, [SHAPE[1:]] * PLANES, np.float32, block_axis=0, plane_axis=None)
+        shapes = [jax.numpy.zeros(SHAPE[1:]) if adopt else SHAPE[1:] for _ in range(PLANES)]
+        self._cache = OwnedCache(device, shapes, np.float32, block_axis=0, plane_axis=None, adopt=adopt)
         self._engine = OffloadEngine(self._cache.layout, device=device, num_slots=SLOTS)
-        write_stacked, read_stacked = self._steps.write.__wrapped__, self._steps.read.__wrapped__
-
-        def write(arrays: Any, block: Any, value: Any, burn: Any) -> Any:
-            return [write_stacked(each[None], block, value, burn)[0] for each in arrays]
-
-        def read(arrays: Any, block: Any, burn: Any) -> Any:
-            return read_stacked(jax.numpy.stack(arrays), block, burn)
-
-        self._steps.write, self._steps.read = jax.jit(write, donate_argnums=0), jax.jit(read)
+        self._steps.take_lists(jax, by_layer=by_layer)
 
 
 @contextmanager

@@ -20,6 +20,30 @@ from kvoffload.testing import SimulatedDriver, check_clean_close
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 
 Spec = tuple[str | None, ...]
+FORMS = ["array", "tree", "adopted"]  # of a cache of planes: one array, a list with an array for each, JAX's own arrays
+PROGRAMS = [("array", False), ("tree", False), ("tree", True), ("adopted", False)]  # form, a step for each array
+
+
+def cache_in_form(
+    jax: Any, form: str, devices: Any, shape: Sequence[int], dtype: Any, sharding: Any = None, **options: Any
+) -> OwnedCache:
+    """A cache of zeros of `shape`, (planes, blocks, ...). A sharding is of one plane."""
+    if form == "array":
+        if sharding is not None:
+            spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+            sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+        return OwnedCache(devices, shape, dtype, sharding=sharding, plane_axis=0, block_axis=1, **options)
+    shapes: list[Any] = [tuple(shape[1:])] * shape[0]
+    if form == "adopted":
+        shapes = [jax.device_put(np.zeros(each, dtype), sharding) for each in shapes]
+    options = {"plane_axis": None, "block_axis": 0, "adopt": form == "adopted", **options}
+    return OwnedCache(devices, shapes, dtype, sharding=sharding, **options)
+
+
+def planes_of(cache: OwnedCache) -> Any:
+    """What a cache holds, as one array (planes, blocks, ...) in numpy."""
+    arrays = cache.arrays
+    return np.stack([np.asarray(each) for each in arrays]) if isinstance(arrays, list) else np.asarray(arrays)
 
 
 class JaxDevices:
@@ -74,13 +98,15 @@ def two_devices(seed: int) -> Iterator[JaxDevices]:
 
 
 class ShardedProgram(JaxProgram):
-    """A random program on a OwnedCache, whose elements are divided among the devices."""
+    """A random program on a OwnedCache, whose elements are divided among the devices; in a form of `FORMS`."""
 
-    def __init__(self, on: JaxDevices, *, ordered: bool = True) -> None:
+    def __init__(self, on: JaxDevices, *, ordered: bool = True, form: str = "array", by_layer: bool = False) -> None:
         jax = on.jax
         self._steps, self._ordered = Steps(jax, 16 if on.devices[0].simulated else 2048), ordered
         self._recent: list[Any] = []
         self._seen: list[Any] = []
-        self._cache = on.cache(SHAPE, np.float32, None, None, "parts", plane_axis=0, block_axis=1)
+        self._cache = cache_in_form(jax, form, on.devices, SHAPE, "float32", on.sharding(None, "parts"))
+        if form != "array":
+            self._steps.take_lists(jax, by_layer=by_layer)
         self._engine: Any = on.engine(self._cache, SLOTS)
         assert SHAPE[:2] == (PLANES, BLOCKS)

@@ -9,6 +9,7 @@ from tiering import SECONDS, until
 
 from kvoffload import CacheIndex
 from kvoffload.cache.tiering import manager as module
+from kvoffload.cache.tiering.below import ComputeTime
 from kvoffload.cache.tiering.manager import Waker
 from kvoffload.cache.tiering.promoter import Promoter
 from kvoffload.cache.tiering.promotion import PromotionRecord
@@ -67,7 +68,7 @@ def test_it_sleeps_no_longer_than_it_was_asked_to(monkeypatch: pytest.MonkeyPatc
 def test_a_look_after_which_no_promotion_waits_for_another_wakes_nothing() -> None:
     """Else the thread would look without end."""
     index, woken = CacheIndex(4), list[bool]()
-    promoter = Promoter(index._records, [], None, 4, lambda: woken.append(True))
+    promoter = Promoter(index._records, [], ComputeTime(None), 4, lambda: woken.append(True))
     promoter.begin(PromotionRecord([b"k"], "", None, lambda _: None))
     assert [record.ready for record in promoter.advance()] == [0]
     assert woken == []

@@ -72,6 +72,7 @@ class Worker:
         calls: dict[Callable[[], None], float] = {
             self.store: 30,
             self.load: 25,
+            self.fetch: 20,
             self.promote: 20,
             self.use_promotion: 15,
             self.forget_promotion: 10,
@@ -109,7 +110,8 @@ class Worker:
         blocks = list(self.store_blocks)[: len(numbers)]
         for block, number in zip(blocks, numbers, strict=True):
             self.bench.write(block, self.content(number))
-        self.storing = self.cache.store([key(number) for number in numbers], self.bench.blocks(blocks), after=NO_WAIT)
+        store = self.random.choice([self.cache.store, self.cache.keep])
+        self.storing = store([key(number) for number in numbers], self.bench.blocks(blocks), after=NO_WAIT)
         if self.random.random() < 0.5:
             self.finish_store()
 
@@ -132,6 +134,23 @@ class Worker:
         job.wait(SECONDS)
         for block, number in zip(blocks, numbers, strict=True):
             assert self.bench.holds(block, self.content(number)), f"wrong bytes: key {number}, {self.version[number]}"
+            self.world.compared += 1
+
+    def fetch(self) -> None:
+        """Fetch, and perhaps cancel it."""
+        numbers = self.some()
+        blocks = list(self.load_blocks)[: len(numbers)]
+        for block in blocks:
+            self.bench.write(block, 1)
+        deadline = self.random.choice([1e-4, 2e-3, 5e-3, 5.0, None])
+        names = [key(number) for number in numbers]
+        job = self.cache.fetch(names, self.bench.blocks(blocks), after=NO_WAIT, deadline=deadline)
+        if self.random.random() < 0.3:
+            time.sleep(self.random.choice([0, 1e-4, 2e-3]))
+            job.cancel()
+        loaded = job.wait(SECONDS)
+        for block, number in list(zip(blocks, numbers, strict=True))[:loaded]:
+            assert self.bench.holds(block, self.content(number)), f"wrong bytes of a fetch: key {number}"
             self.world.compared += 1
 
     def promote(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -143,7 +144,7 @@ class TierPlan:
 
         def submit(chained: ChainedLoad) -> None:
             owner = cache()
-            chained._submit(None if owner is None else owner.load)
+            chained._submit(None if owner is None else owner._load_checked)
 
         slots = engine.slots if isinstance(engine.slots, tuple) else (engine.slots,)
         groups = engine.layout.num_groups
@@ -164,8 +165,9 @@ def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | Non
     """How long computing a key's blocks takes; None if the speed is not known."""
     if tokens_per_second is None:
         return None
-    if not isinstance(tokens_per_second, int | float) or tokens_per_second is True or not tokens_per_second > 0:
-        raise ValueError(f"prefill_tokens_per_second must be above 0, or None, got {tokens_per_second!r:.80}")
+    number = isinstance(tokens_per_second, numbers.Real) and not isinstance(tokens_per_second, bool)
+    if not number or not 0 < tokens_per_second <= 1e15:
+        raise ValueError(f"prefill_tokens_per_second must be above 0, or None, got {shown(tokens_per_second)}")
     if layout.tokens_per_block is None:
         raise LayoutError("prefill_tokens_per_second needs a layout with tokens_per_block: name it")
     return float(layout.tokens_per_block * layout.blocks_per_slot / tokens_per_second)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -314,3 +316,50 @@ class TierSpeed:
         if self.seconds_per_record is None or now - self._measured_at > _VALID:
             return None
         return records * self.seconds_per_record
+
+
+_MOST_MISSED = 1 << 16  # keys
+_FORGOTTEN = 60.0  # seconds after which a key that was missed again counts as missed then
+_FEWEST, _LATEST = 8, 64  # stores that the median is taken of
+
+
+class ComputeTime:
+    """Seconds that the host takes to compute a key: as given, or measured. None until enough was seen.
+
+    A key that a fetch did not find had to be computed afterwards, and it is computed once a store of it has ended. So
+    computing the keys of a store took at most the time from the first such fetch until then. That is too long by
+    everything else the host did meanwhile: other requests of its batch, waiting in its queue, decoding before it called
+    `keep`. A bound that is too long only has tiers bring keys that the host would have computed sooner, as they all do
+    without it. Where a host stores keys that it did not compute (it had them in GPU memory), the time is too short. So
+    the median of the latest 64 stores counts, and nothing before there are 8.
+
+    `missed` is for any thread.
+
+    Attributes:
+        seconds_per_key: the time, or None.
+        clock: seconds; for tests.
+    """
+
+    def __init__(self, given: float | None) -> None:
+        self.seconds_per_key = given
+        self.clock = time.monotonic
+        self._measures = given is None
+        self._missed: dict[bytes, float] = {}
+        self._bounds = deque[float](maxlen=_LATEST)
+
+    def missed(self, keys: Sequence[bytes]) -> None:
+        """A fetch has ended without these keys."""
+        now, missed = self.clock(), self._missed
+        if len(missed) > _MOST_MISSED:
+            missed.clear()
+        for key in keys if self._measures else ():
+            if now - missed.setdefault(key, now) > _FORGOTTEN:
+                missed[key] = now
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """A store of these keys has ended."""
+        begun = [since for key in keys if (since := self._missed.pop(key, None)) is not None]
+        if begun:
+            self._bounds.append((self.clock() - min(begun)) / len(begun))
+            if len(self._bounds) >= _FEWEST:
+                self.seconds_per_key = statistics.median(self._bounds)

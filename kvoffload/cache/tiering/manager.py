@@ -20,7 +20,7 @@ from typing import TypeVar
 from kvoffload.cache.entries import Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, TierBelow, fits
+from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, ComputeTime, TierBelow, fits
 from kvoffload.cache.tiering.promoter import Promoter
 from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
 from kvoffload.cache.tiering.tier import Outcome, Tier, TierJob
@@ -65,6 +65,7 @@ class TierManager:
         submit: submits a chained load.
 
     Attributes:
+        compute: how long the host takes to compute a key.
         when_done: calls a function once a promotion, or a load behind it, has ended, from a thread of its own.
     """
 
@@ -94,7 +95,8 @@ class TierManager:
         self._filled = False  # since the latest look at what is evicted next
         self._ended = deque[tuple[bytes, ...]]()  # requests of which stores may be in flight
         self._tenants: dict[bytes, str] = {}  # of keys in slots, where it is not ""
-        self._promoter = Promoter(records, self.tiers, seconds_per_key, most_occupied, notify)
+        self.compute = ComputeTime(seconds_per_key)
+        self._promoter = Promoter(records, self.tiers, self.compute, most_occupied, notify)
         self._writer = Writer(records, self.tiers, most_leased, notify, choice)
         self._messages = deque[Message]()
         self._lost_events = False
@@ -272,6 +274,7 @@ class TierManager:
     def _heard(self, event: CacheEvent) -> None:
         self._filled |= event.kind in ("stored", "promoted")
         if event.kind == "stored":
+            self.compute.stored(event.keys)
             if event.tenant:
                 self._tenants.update(dict.fromkeys(event.keys, event.tenant))
             self._write(self._choice.stored(event.keys))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.cache.entries import Stage, Status
 from kvoffload.cache.records import Records
-from kvoffload.cache.tiering.below import TierBelow
+from kvoffload.cache.tiering.below import ComputeTime, TierBelow
 from kvoffload.cache.tiering.promotion import Fetch, PromotionRecord, TierIo
 from kvoffload.cache.tiering.tier import Notify, Outcome, TierJob
 from kvoffload.errors import KVOffloadError
@@ -27,18 +27,18 @@ class Promoter:
     """The promotions that are going on.
 
     Args:
-        seconds_per_key: how long computing a key's blocks takes; None: not known, so every promotion is worth it.
+        compute: how long computing a key takes; while that is not known, every promotion is worth it.
         most: entries that promotions may occupy: reserved, holding keys that tiers brought until they are released, or
             kept for calls that have not returned.
         notify: makes the manager's thread call `advance` soon.
     """
 
     def __init__(
-        self, records: Records, tiers: Sequence[TierBelow], seconds_per_key: float | None, most: int, notify: Notify
+        self, records: Records, tiers: Sequence[TierBelow], compute: ComputeTime, most: int, notify: Notify
     ) -> None:
         self._records = records
         self._tiers = tiers
-        self._seconds_per_key = seconds_per_key
+        self._compute = compute
         self._most = most
         self._notify = notify
         self.refused: Callable[[Sequence[bytes]], Collection[bytes]] = lambda _: ()  # those that are being removed
@@ -149,6 +149,7 @@ class Promoter:
         """End all promotions now, keeping entries whose calls have not returned."""
         for record in self.going_on:
             self._stop(record, time.monotonic(), at_once=True, blame=False)
+            self._count(record)
         ended, self.going_on = self.going_on, []
         return ended
 
@@ -231,10 +232,11 @@ class Promoter:
         return chosen
 
     def _worth_it(self, below: TierBelow) -> bool:
-        if self._seconds_per_key is None:
+        seconds = self._compute.seconds_per_key
+        if seconds is None:
             return True
         expected = below.speed.expected(1, time.monotonic())
-        return expected is None or expected < self._seconds_per_key
+        return expected is None or expected < seconds
 
     def _fetch(
         self, record: PromotionRecord, below: TierBelow, positions: list[int], others: Sequence[TierBelow]

@@ -12,10 +12,10 @@ from typing import Any, Protocol, Self
 from kvoffload.cache.entries import ReservationRecord, Status
 from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import CacheJob, Lease
-from kvoffload.cache.tiering.below import TierBelow
+from kvoffload.cache.tiering.below import ComputeTime, TierBelow
 from kvoffload.cache.tiering.tier import TierJob
 from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
-from kvoffload.errors import ClosedError
+from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 
@@ -268,11 +268,21 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
     """
 
     def __init__(
-        self, promotion: PromotionRecord, blocks: list[Int64Array], after: Any, parts: Any, when_done: WhenDone
+        self,
+        promotion: PromotionRecord,
+        load: tuple[list[Int64Array], Any, Any, Any],
+        when_done: WhenDone,
+        *,
+        owns: bool = False,
+        compute: ComputeTime | None = None,
     ) -> None:
+        """`load`: the blocks of each group, after, parts, request. `owns`: nothing else refers to the promotion; cancel
+        the load with it, and release it after. `compute` is then told which keys did not come.
+        """
         self._promotion: PromotionRecord | None = promotion
         self._when_done = when_done
-        self._load = blocks, after, parts
+        self._load = load
+        self._owns, self._compute = owns, compute
         self.job: CacheJob | None = None
         self.submitted = False
         self.error: BaseException | None = None
@@ -297,8 +307,9 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
             RuntimeError: called inside another call in the same thread.
             The errors of `BlockCache.load`, if it could not be submitted.
         """
-        if self._promotion is not None:
-            self._promotion.refuse_nested("wait")
+        promotion = self._promotion  # read once: the thread that submits clears it
+        if promotion is not None:
+            promotion.refuse_nested("wait")
         wait_until(lambda: self.submitted, timeout, "a promotion with a load behind it")
         if self.error is not None:
             raise self.error
@@ -314,18 +325,123 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
         return self._promotion is None or self._promotion.ended
 
     def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """Load the keys that came by `load(keys, blocks, after=, parts=)`; None: the cache is gone."""
-        record, (per_group, after, parts) = self._promotion, self._load
+        """Load the keys that came by `load(keys, blocks of each group, after, parts, request)`; None: the cache is
+        gone.
+        """
+        record, (per_group, *options) = self._promotion, self._load
         if record is None:
             return
         try:
-            if record.ready and load is not None:
-                blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
-                keys = record.keys[: record.ready]
-                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after=after, parts=parts)
+            if self._owns and self._compute is not None:
+                self._compute.missed(record.keys[record.ready :])
+            if record.ready and load is not None and not (self._owns and record.cancelled):
+                found = record.ready
+                self.job = load(record.keys[:found], [ids[:found] for ids in per_group], *options)
         except BaseException as error:  # noqa: BLE001  # `wait` raises it
-            self.error = error
-        self._promotion, self._load = None, ([], None, None)
+            if not (self._owns and isinstance(error, MissingKeyError)):  # removed since: a fetch then has no hits
+                self.error = error
+        self._promotion, self._load = None, ([], None, None, None)
         self.submitted = True
         record.loads.discard(self)
+        record.released |= self._owns
         record.release_leases()
+
+
+class FetchJob(Waitable[int]):
+    """Keys on their way to blocks, from wherever they are. Made by `BlockCache.fetch`. Usable from any thread, and
+    awaitable: `await job` is `wait()` in an asyncio task.
+
+    The blocks of the first `hits` keys hold their bytes once `wait` has returned, or for work on a stream after
+    `order_before`. What is in the other blocks is undefined, and in all of them if `wait` raises.
+
+    If you drop it, it goes on. Do not use its blocks before `done`.
+
+    Attributes:
+        keys: as given.
+    """
+
+    def __init__(self, promotion: Promotion, load: ChainedLoad) -> None:
+        self.keys = promotion.keys
+        self._promotion, self._load, self._when_done = promotion, load, load._when_done
+
+    @property
+    def submitted(self) -> bool:
+        """Whether `hits` is known, so that neither it nor `order_before` waits for a tier."""
+        return self._load.submitted
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not: nothing touches the blocks any more. Asks the GPU, and does not wait."""
+        return self._load.done
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is known to have ended. Does not ask the GPU."""
+        return self._load.finished
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the load could not be submitted, or failed. None: no failure is known yet. `wait` raises it."""
+        job = self._load.job
+        return self._load.error if job is None else job.error
+
+    @property
+    def hits(self) -> int:
+        """How many leading keys were found, and are being loaded. Waits until that is known: until the deadline at
+        most, and not at all if no tier was asked. Compute the rest.
+
+        Raises:
+            The errors of `wait`, as far as they are known.
+            RuntimeError: called inside another call in the same thread while it would wait.
+        """
+        job = self._submitted("hits")
+        return 0 if job is None else len(job.keys)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the keys are loaded, and return `hits`.
+
+        Raises:
+            TransferError: the load failed: all blocks are undefined.
+            TimeoutError: it took more than `timeout` seconds, for the tiers or then for the load; it goes on.
+            RuntimeError: called inside another call in the same thread.
+            The errors of `BlockCache.load`, if it could not be submitted.
+        """
+        return len(self._load.wait(timeout))
+
+    def order_before(self, stream: Any, *, part: int | None = None) -> None:
+        """Work queued on `stream` from now on starts after the load. Like `hits`, it waits on the host until the load
+        is submitted: no stream ever waits for a tier. Then as `CacheJob.order_before`.
+
+        For JAX, which shows no streams, `stream` is the `kvoffload.jax.OwnedCache`. Its `arrays` follow the whole load
+        from now on; if you read them before, those are deleted, so a step that would not wait for the load raises.
+        """
+        job = self._submitted("order_before")
+        if job is not None and hasattr(stream, "_follow_transfers"):
+            stream._follow_transfers()
+        elif job is not None:
+            job.order_before(stream, part=part)
+
+    def cancel(self) -> None:
+        """Load nothing that is not being loaded already: for a request that has gone. Once it is `done`, which does not
+        wait for a tier, the blocks are yours again. Keys that came from a tier stay in the cache.
+        """
+        self._promotion.cancel()
+
+    def _call_when_done(self, callback: Callable[[Any], object]) -> None:
+        job = self._load.job
+        if job is None:
+            self._when_done(self, callback)
+        else:  # no thread of its own, where there are no tiers
+            job.jobs[0]._engine.when_done(self, callback)
+
+    def _submitted(self, call: str) -> CacheJob | None:
+        if not self._load.submitted:
+            self._promotion._record.refuse_nested(call)
+            wait_until(lambda: self._load.submitted, None, "a fetch")
+        if self.error is not None:
+            raise self.error
+        return self._load.job
+
+    def __repr__(self) -> str:
+        state = "done" if self.finished else "loading" if self.submitted else f"{self._promotion.ready} ready"
+        return f"FetchJob({len(self.keys)} keys, {state})"

@@ -79,6 +79,11 @@ def _interop(fields: Fields, random: Random) -> None:
         record["median_us"] = {"store": 98765.4, "load": 1234.5}
     comparisons = list(interop._comparisons(records))
     fields |= {"methods": records, "comparisons": comparisons, "ratios": list(interop._lowest(comparisons))}
+    timed = ("step", "no transfer", "after transfers", "after=cache")
+    fields["trees"] = [
+        {"leaves": leaves, "wrong": 0, "median_us": {name: 10 ** random.uniform(0, 3) for name in timed}}
+        for leaves in (1, 8, 64)
+    ]
 
 
 def _submissions(fields: Fields, random: Random) -> None:

@@ -1,0 +1,255 @@
+"""What offloading saves: the time to the first token, on a recorded trace, with and without it.
+
+    python -m chat_server.measure conversation_trace.jsonl --model llama-8b --conversations 150 --pace 50
+
+It serves the same requests at the same times with four caches: blocks on the device alone; with a pool in host memory
+below; with a disk below that; and with a device that has room for all. The device has room for all blocks that are
+live at once (a request has used them, and another one will), or for a half, a quarter, ... of them: `--oversubscribed`.
+All four must give the same answers: the exit status is 1 if one differs.
+
+A trace has JSON lines with "timestamp" (ms), "hash_ids", one for each stretch of a prompt, and "output_length".
+Requests with equal leading ids share that prefix, as in the Mooncake traces. A stretch becomes `--tokens` tokens, the
+same ones for the same id, and an answer is shortened as much as its prompt. Of the conversations of a trace some are
+drawn, with all their requests: those with the same "session", or, where there are none, the same first id that less
+than a twentieth of all requests have. Requests that do not fit into `--context` are left out, and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from paged_decode.backend import ONE_ALGORITHM
+from paged_decode.model import BLOCK_TOKENS
+
+CACHES = ("device", "host", "disk", "unbounded")
+_STRETCH = 512  # tokens of the recorded prompts that a hash id stands for
+_LEAST_DEVICE = 1  # context, however much is oversubscribed
+_ROOM = 1.02  # of a pool or disk, beyond the blocks that it is to hold
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A request of the trace: when it comes, in seconds, its prompt's ids, and how many tokens it generates."""
+
+    seconds: float
+    ids: tuple[int, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """How the requests of a trace were served by one cache. Times are in milliseconds.
+
+    Attributes:
+        first_p50, first_p95: from the arrival of a request to its first token.
+        tokens_per_second: generated, from the first arrival to the last token.
+        computed: tokens of prompts that were computed. After a preemption they count again.
+        device, host, disk: tokens of prompts that were found there.
+    """
+
+    cache: str
+    oversubscribed: float
+    first_p50: float
+    first_p95: float
+    tokens_per_second: float
+    computed: int
+    device: int
+    host: int
+    disk: int
+
+
+def read(chosen: argparse.Namespace) -> tuple[list[Recorded], int]:
+    """The requests of some conversations in the order of their times, and how many of them do not fit."""
+    with chosen.trace.open() as lines:
+        rows = [row for row in map(json.loads, lines) if row["hash_ids"]]
+    users = Counter(number for row in rows for number in set(row["hash_ids"]))
+    of: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        own = (number for number in row["hash_ids"] if users[number] <= len(rows) / 20)
+        of.setdefault(row.get("session", next(own, None)), []).append(row)
+    drawn = random.Random(chosen.seed).sample(list(of), min(chosen.conversations, len(of)))
+    found, left_out = list[Recorded](), 0
+    for row in sorted((row for each in drawn for row in of[each]), key=lambda row: row["timestamp"]):
+        answer = max(1, min(chosen.most_answer, row["output_length"] * chosen.tokens // _STRETCH))
+        if len(row["hash_ids"]) * chosen.tokens + answer > chosen.context:
+            left_out += 1
+        else:
+            found.append(Recorded(row["timestamp"] / 1e3, tuple(row["hash_ids"]), answer))
+    return found[: chosen.requests], left_out
+
+
+def live_at_once(requests: list[Recorded]) -> int:
+    """The most hash ids that had been used, and would be again. The best cache that there could be needs so many."""
+    first, last = dict[int, int](), dict[int, int]()
+    for place, request in enumerate(requests):
+        for number in request.ids:
+            first.setdefault(number, place)
+            last[number] = place
+    change = np.zeros(len(requests), dtype=int)
+    for number, place in last.items():
+        if place > first[number]:
+            change[first[number]] += 1
+            change[place] -= 1
+    return int(change.cumsum().max())
+
+
+def prompt_of(recorded: Recorded, tokens: int, vocabulary: int) -> list[int]:
+    stretches = [np.random.default_rng([each]).integers(vocabulary, size=tokens) for each in recorded.ids]
+    return [int(token) for token in np.concatenate(stretches)]
+
+
+def serve(engine: Any, requests: list[Recorded], prompts: list[list[int]], pace: float) -> tuple[list[Any], float]:
+    """Submit each at its time, and wait for all; the engine's requests, and the seconds that it took."""
+    from chat_server.requests import Wanted
+
+    served, ended = [], threading.Semaphore(0)
+    begin, first = time.monotonic(), requests[0].seconds
+
+    def deliver(token: int | None) -> None:
+        if token is None:
+            ended.release()
+
+    for recorded, prompt in zip(requests, prompts, strict=True):
+        time.sleep(max(0.0, begin + (recorded.seconds - first) / pace - time.monotonic()))
+        served.append(engine.submit(prompt, Wanted(max_tokens=recorded.answer), deliver))
+    for _ in served:
+        while not ended.acquire(timeout=1.0):
+            if engine.error is not None:
+                raise RuntimeError("the engine has ended") from engine.error
+    return served, max(each.finished for each in served) - begin
+
+
+def engine_options(
+    chosen: argparse.Namespace, cache: str, blocks: int, live: float, block_bytes: int
+) -> dict[str, Any]:
+    """What an engine may use, if there are so many different blocks, and so many of the live ones fit on the device."""
+    context = chosen.context // BLOCK_TOKENS
+    device = blocks + chosen.batch * context
+    if cache != "unbounded":
+        answers = chosen.batch * (1 + -(-chosen.most_answer // BLOCK_TOKENS))
+        device = max(int(live) + answers, _LEAST_DEVICE * context)
+    pool = int(blocks * block_bytes * _ROOM * (chosen.pool if cache == "disk" else 1.0))
+    return {
+        "device_blocks": device + 1,
+        "offload": cache in ("host", "disk"),
+        "pool_bytes": max(pool, 2 * block_bytes * context),
+        "disk_bytes": int(2 * blocks * block_bytes * _ROOM) + (64 << 20) if cache == "disk" else 0,
+    }
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    from chat_server import models
+    from chat_server.engine import Engine, EngineOptions
+
+    requests, left_out = read(chosen)
+    if not requests:
+        raise SystemExit(f"{chosen.trace} has no request that fits into --context {chosen.context}")
+    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    model = models.load(chosen.model, dtype)
+    prompts = [prompt_of(each, chosen.tokens, model.size.vocabulary) for each in requests]
+    blocks = len({number for each in requests for number in each.ids}) * chosen.tokens // BLOCK_TOKENS
+    live = live_at_once(requests) * chosen.tokens // BLOCK_TOKENS
+    size = model.size
+    block_bytes = 2 * size.layers * BLOCK_TOKENS * size.kv_heads * size.head_size * (2 if dtype == "bfloat16" else 4)
+    table, answers, differ = list[Served](), list[list[int]](), 0
+    cells = [("unbounded", 1.0), *((cache, over) for over in chosen.oversubscribed for cache in CACHES[:3])]
+    for cache, over in cells:
+        options = engine_options(chosen, cache, blocks, live / over, block_bytes)
+        with tempfile.TemporaryDirectory(dir=chosen.disk) as folder:
+            options["disk"] = Path(folder, "blocks") if cache == "disk" else None
+            given = EngineOptions(
+                identity=model.identity,
+                dtype=dtype,
+                context_tokens=chosen.context,
+                chunk_tokens=chosen.chunk,
+                batch=chosen.batch,
+                most_waiting=len(requests),
+                prefill_tokens_per_second=chosen.prefill,
+                **options,
+            )
+            with Engine(model.size, model.weights, given) as engine:
+                engine.warm_up()
+                engine.start()
+                served, seconds = serve(engine, requests, prompts, chosen.pace)
+        answers = answers or [each.generated for each in served]
+        differ += sum(each.generated != answer for each, answer in zip(served, answers, strict=True))
+        first = np.array([each.first_token - each.submitted for each in served]) * 1e3
+        hits = {name: sum(each.hits[name] for each in served) for name in CACHES[:3]}
+        generated, computed = sum(len(each.generated) for each in served), sum(each.prompt_computed for each in served)
+        p50, p95 = (round(float(value), 1) for value in np.percentile(first, (50, 95)))
+        table.append(Served(cache, over, p50, p95, round(generated / seconds, 1), computed, **hits))
+        show(table[-1], len(table) == 1)
+    return {
+        "trace": chosen.trace.name,
+        "model": chosen.model,
+        "device": jax.devices()[0].device_kind,
+        "requests": len(requests),
+        "left_out": left_out,
+        "prompt_tokens": sum(map(len, prompts)),
+        "different_bytes": blocks * block_bytes,
+        "live_bytes": live * block_bytes,
+        "different_answers": differ,
+        "served": [asdict(each) for each in table],
+    }
+
+
+def show(served: Served, heading: bool) -> None:
+    if heading:
+        print("cache      device has  first token: p50  p95 (ms)  tokens/s  prompts: computed  from device, host, disk")
+    tokens = served.computed + served.device + served.host + served.disk
+    computed, *found = (f"{getattr(served, name) / tokens:.0%}" for name in ("computed", *CACHES[:3]))
+    share = "all" if served.cache == "unbounded" else f"1/{served.oversubscribed:g}"
+    times = f"{served.first_p50:17.1f} {served.first_p95:9.1f} {served.tokens_per_second:9.1f}"
+    print(f"{served.cache:10} {share:>10} {times} {computed:>18}  {', '.join(found):>23}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="chat_server.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("trace", type=Path)
+    add("--model", default="smollm2", help="smollm2, or with random weights tiny, llama-1b, llama-8b")
+    add("--conversations", type=int, default=100, help="of the trace (%(default)s)")
+    add("--seed", type=int, default=0, help="for drawing them (%(default)s)")
+    add("--requests", type=int, help="of theirs, at most (default: all)")
+    add("--pace", type=float, default=1.0, help="how many times as fast as recorded (%(default)s)")
+    add("--tokens", type=int, default=64, help=f"for each {_STRETCH} recorded tokens; a multiple of 16 (%(default)s)")
+    add("--most-answer", type=int, default=32, help="tokens of an answer, at most (%(default)s)")
+    add("--context", type=int, default=4096, help="tokens of prompt and answer together, at most (%(default)s)")
+    add("--batch", type=int, default=16, help="requests that are served at the same time (%(default)s)")
+    add("--chunk", type=int, default=256, help="tokens of a prompt that a step computes (%(default)s)")
+    add("--oversubscribed", type=lambda text: [float(each) for each in text.split(",")], default=[1.0, 2.0, 4.0, 8.0])
+    add("--pool", type=float, default=0.5, help="what the pool above a disk holds of all blocks (%(default)s)")
+    add("--prefill", type=float, help="tokens per second, for what is worth reading from a disk (default: measured)")
+    add("--disk", type=Path, help="the folder of the disk's file (default: the system's for temporary files)")
+    add("--json", type=Path, help="write the figures to this file")
+    chosen = parser.parse_args(arguments)
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_ALGORITHM}"
+    found = measure(chosen)
+    requests = f"{found['requests']} requests of {found['trace']} ({found['left_out']} longer ones left out)"
+    where = f"{found['model']} on {found['device']}"
+    blocks, live = (f"{found[name] / 1e9:.2f} GB" for name in ("different_bytes", "live_bytes"))
+    amount = f"{found['prompt_tokens']:,} tokens of prompts, {blocks} of different blocks, {live} live at once"
+    print(f"{requests}, {where}: {amount}; {found['different_answers']} answers differ")
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(found, indent=1))
+    return int(found["different_answers"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

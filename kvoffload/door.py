@@ -1,0 +1,158 @@
+"""open_cache: a cache over your arrays in one call, which owns all that is below it.
+
+    with kvoffload.open_cache(arrays, axes=AXES, pool_bytes=64 << 30, disk=path, ...) as cache:
+        keys = cache.keys(tokens, salt="tenant")
+        job = cache.fetch(keys, blocks, after=stream)       # leading keys that are worth it, from wherever they are
+        job.order_before(stream)                            # compute what is after the first job.hits
+        cache.keep(keys, blocks, after=stream)              # once the rest is computed
+
+There is no second cache: `open_cache` makes the objects that you could make yourself, and returns the `BlockCache`.
+`fetch`, `keep` and `keys` are methods of every BlockCache. `fetch` is a `promote` with a load behind it, and `FetchJob`
+is the handle on both. So what holds for these holds here: no key is visible without its bytes, a tier that fails or
+hangs shortens a fetch, and dropped handles release their leases.
+
+    open_cache      makes, from below:    layout   device   engine   cache (which attaches the tiers)
+    cache.close     closes, from above:   tiers (their thread ends; loads of fetches are submitted)   engine   device
+
+The engine is closed even if a call of a tier hangs: the pool's memory stays mapped as long as the tier refers to it. If
+`open_cache` raises or is interrupted, it closes what it has made, from above. If an interrupt loses the engine that a
+constructor has returned, the device's close frees it, or the next call of a device that is not ours.
+
+Only what you name is made: a device that you pass, or that an array or `OwnedCache` comes from, stays yours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from kvoffload.cache.block_cache import BlockCache, Closing
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.pools import Tenant
+from kvoffload.device.device import Device, checked_devices, open_device
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.sharded import ShardedEngine
+from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.teardown import run_all
+from kvoffload.layout.layout import KVLayout, ShardedLayout
+
+if TYPE_CHECKING:  # what is imported where there are tiers
+    from kvoffload.cache.tiering.tier import Tier
+
+
+def open_cache(
+    arrays: Any,
+    *,
+    pool_bytes: int,
+    axes: Sequence[str] | None = None,
+    blocks_per_slot: SupportsIndex = 1,
+    device: Device | Sequence[Device] | int | None = None,
+    disk: str | Path | Sequence[str | Path] | None = None,
+    disk_bytes: int = 0,
+    identity: str | None = None,
+    tiers: Sequence[Tier] = (),
+    policy: PolicyChoice = DEFAULT_POLICY,
+    tenants: Mapping[str, Tenant] | None = None,
+    prefill_tokens_per_second: float | None = None,
+) -> BlockCache[Any]:
+    """A cache of the blocks of your KV cache in pinned host memory, and on a disk. Close it, or use it in `with`.
+
+    `fetch` loads what it has, `keep` stores, `keys` computes keys. What is below stays within reach: `cache.engine`,
+    `cache.engine.devices`, `cache.engine.layout`. For options that are not here, make those yourself, as `BlockCache`
+    says.
+
+    Args:
+        arrays: an array in GPU memory, or a tree of them: lists, tuples and dicts, with an array a layer, say (CuPy,
+            Numba, PyTorch, `DeviceArray`). All share one block table. Or a `KVLayout` or `ShardedLayout`, with as many
+            groups as you like; or an object that has a `layout` and `devices`, such as `kvoffload.jax.OwnedCache`. The
+            memory must stay where it is until the cache is closed.
+        pool_bytes: bytes of pinned host memory, on all devices together. A key takes a slot for each group: see
+            `layout.slot_bytes`.
+        axes: for arrays, what each axis counts: "blocks", and where there are such axes "planes" (K and V, layers) and
+            "tokens". The others are the axes of a block; call them what you like, but the same in all programs that
+            share stored bytes: `("planes", "blocks", "tokens", "heads", "dim")`. Keys need "tokens".
+        blocks_per_slot: for arrays, how many blocks a key stands for.
+        device: the open device of the arrays, or a list of devices; it stays yours. A number: that GPU is opened. None:
+            the device that the arrays say they are on.
+        disk: a file, or several on different disks, see `DiskTier`; created if missing. It needs the next two.
+        disk_bytes: size of all files together.
+        identity: a text for everything but the layout that the bytes depend on, such as model and revision. A disk with
+            another identity is refused: its keys would give the bytes of another model.
+        tiers: more tiers, below the disk. The cache closes them; if this call raises, close them yourself.
+        policy, tenants: as for `BlockCache`.
+        prefill_tokens_per_second: how fast the model computes. `fetch` then loads keys from tiers only where that is
+            faster. None: measured, see `BlockCache`.
+
+    Raises:
+        LayoutError: an array is not in GPU memory, or does not have these axes; or as for `KVLayout` and `DiskTier`.
+        CapacityError: `pool_bytes` holds no key, or cannot be pinned; or there is too little disk.
+        ValueError, TypeError: an argument.
+        The other errors of `open_device`, `OffloadEngine`, `DiskTier` and `BlockCache`. Nothing stays open then.
+    """
+    layout = arrays if isinstance(arrays, KVLayout | ShardedLayout) else getattr(arrays, "layout", None)
+    if not isinstance(layout, KVLayout | ShardedLayout):
+        layout = KVLayout.from_tree(arrays, axes=() if axes is None else axes, blocks_per_slot=blocks_per_slot)
+    elif axes is not None or blocks_per_slot != 1:
+        raise ValueError(f"axes and blocks_per_slot are for arrays, and arrays={shown(arrays)} has a layout")
+    devices = _devices_of(arrays, layout, device)
+    options = {"policy": policy, "tenants": tenants, "prefill_tokens_per_second": prefill_tokens_per_second}
+    return _make(layout, devices, pool_bytes, (disk, disk_bytes, identity), tiers=tiers, **options)
+
+
+def _make(
+    layout: KVLayout | ShardedLayout,
+    devices: tuple[Device, ...] | int,
+    pool_bytes: int,
+    files: tuple[Any, int, Any],
+    *,
+    tiers: Sequence[Tier],
+    **options: Any,
+) -> BlockCache[Any]:
+    (disk, disk_bytes, identity), opened = files, list[Closing]()
+    at_least("pool_bytes", pool_bytes, 0)
+    if (disk is None) == bool(at_least("disk_bytes", disk_bytes, 0)) or (disk is None) != (identity is None):
+        raise ValueError(
+            "disk needs disk_bytes, the size of its files, and identity, which names the model, and these need disk, "
+            f'a path: disk_bytes=1 << 40, identity="llama-3.1-8b@0e9e39f"; got disk={shown(disk)}, '
+            f"disk_bytes={shown(disk_bytes)}, identity={shown(identity)}"
+        )
+    if disk is not None:
+        from kvoffload.tiers.disk import DiskTier
+
+        opened.append(below := DiskTier(disk, nbytes=disk_bytes, identity=identity))
+        tiers = [below, *tiers]
+    try:
+        if isinstance(devices, int):
+            opened.append(open_device(devices))
+            devices = tuple[Any, ...](opened[-1:])
+        engine: Any
+        if isinstance(layout, ShardedLayout):
+            engine = ShardedEngine(layout, devices=devices, pool_bytes=pool_bytes)
+        else:
+            engine = OffloadEngine(layout, device=devices[0], pool_bytes=pool_bytes)
+        opened.append(engine)
+        cache = BlockCache(engine, tiers=tiers, **options)
+        cache._owned = tuple(reversed(opened))
+    except BaseException:
+        run_all(each.close for each in reversed(opened))
+        raise
+    return cache
+
+
+def _devices_of(arrays: Any, layout: KVLayout | ShardedLayout, device: Any) -> tuple[Device, ...] | int:
+    """Open devices of the caller's, or the number of the one to open."""
+    if device is None and getattr(arrays, "layout", None) is layout:
+        device = arrays.devices
+    elif device is None and isinstance(layout, KVLayout):
+        owner = layout.groups[0].planes[0].owner  # memory of ours knows its device, and so does an array with DLPack
+        device = getattr(getattr(owner, "buffer", owner), "device", None)
+        if not isinstance(device, Device):
+            device = int(owner.__dlpack_device__()[1]) if hasattr(owner, "__dlpack_device__") else 0
+    if isinstance(layout, KVLayout) and isinstance(device, int) and not isinstance(device, bool):
+        return device
+    devices = checked_devices((device,) if isinstance(device, Device) else device)
+    wanted = len(layout.layouts) if isinstance(layout, ShardedLayout) else 1
+    if len(devices) != wanted:
+        raise ValueError(f"device must be {wanted} open devices, as the layout is over so many, got {shown(device)}")
+    return devices
