@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from paged_decode import jax_layers, model
-from paged_decode.model import BLOCK_TOKENS, ModelSize, Step
+from paged_decode.model import BLOCK_TOKENS, NULL_BLOCK, ModelSize, Step
 
 from chat_server.gguf import GgufFile
 
@@ -89,13 +89,15 @@ def compute_step(
     The cache is donated.
     """
     rotation = model.rotary(jnp, size, step)
-    place = step.rows // BLOCK_TOKENS, step.rows % BLOCK_TOKENS
+    blocks = step.rows // BLOCK_TOKENS
+    outside = len(cache[0]) + jnp.arange(blocks.size).reshape(blocks.shape)  # padding is not written
+    place = jnp.where(blocks == NULL_BLOCK, outside, blocks), step.rows % BLOCK_TOKENS
     new, x = list(cache), model.embed(weights, step)
     for number, layer in enumerate(weights["layers"]):
 
         def keep(keys: Any, values: Any, planes: slice = slice(2 * number, 2 * number + 2)) -> tuple[Any, Any]:
             pairs = zip(cache[planes], (keys, values), strict=True)
-            new[planes] = [jax_layers.write(array, place, each) for array, each in pairs]
+            new[planes] = [jax_layers.write(array, place, each, unique=True) for array, each in pairs]
             return new, tuple(jax_layers.read(array, (step.tables,), keys.dtype) for array in new[planes])
 
         x, _ = jax_layers.compute_layer(size, layer, x, step, rotation, keep, attend=attend)

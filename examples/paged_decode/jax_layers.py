@@ -39,13 +39,18 @@ def compute_layer(
     return model.feed_forward(jnp, size, layer, x, reduce), cache
 
 
-def write(array: Any, place: tuple[Any, ...], values: Any) -> Any:
+def write(array: Any, place: tuple[Any, ...], values: Any, *, unique: bool = False) -> Any:
     """An array of the cache with `values` in it, in the same memory if it was donated.
 
     Keep bfloat16 in an array of uint16. XLA may compute an update of bfloat16 in float32, and convert the whole array
     before and after. That is slow, and would overwrite blocks that are loaded meanwhile.
+
+    Args:
+        unique: no two places are equal, and what lies outside of the array is not written. Else XLA writes with atomic
+            operations, on a GPU, and all rows of padding, which have one place, wait for each other.
     """
-    return array.at[place].set(jax.lax.bitcast_convert_type(values, array.dtype))
+    bits, mode = jax.lax.bitcast_convert_type(values, array.dtype), "drop" if unique else None
+    return array.at[place].set(bits, mode=mode, unique_indices=unique)
 
 
 def read(array: Any, place: tuple[Any, ...], dtype: Any) -> Any:
