@@ -296,9 +296,10 @@ class FieldMethods:
     def _flat_queues(self) -> Callable[[Direction, int, Sequence[GroupBlocks]], Queue]:
         setup, driver = self._apart.setup, self._apart.lab.driver
         sizes = np.array([setup.row_bytes], dtype=np.uint64)
-        table = FlatTable(min(self._copies, _FLAT_COPIES))
+        capacity = min(self._copies, _FLAT_COPIES)
+        table = FlatTable(capacity)
         if not driver.use_raw:
-            table.lists(0, table.capacity)  # makes the objects that the bindings take
+            table.lists(0, capacity)  # makes the objects that the bindings take
 
         def make(direction: Direction, _: int, groups: Sequence[GroupBlocks]) -> Queue:
             def queue(stream: int) -> None:
