@@ -34,6 +34,8 @@ FAMILIES = (
     ("cache.l", "cache.job", "cache.open", "cache.touch", "cache.statistics", "cache.status_of"),
     ("cache.re", "cache.a", "cache.clear"),
     ("cache.engine", "cache.device"),
+    ("cache.fetch", "cache.keep"),
+    ("open_cache", "sharded.open_cache"),
     ("sharded.engine.store", "sharded.engine.load"),
     ("sharded.engine.p", "sharded.engine.d", "sharded.engine.a", "sharded.engine.statistics", "sharded.engine.close"),
     ("sharded.engine.open", "sharded.job", "sharded.device", "sharded.cache"),
