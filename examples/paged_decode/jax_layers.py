@@ -46,8 +46,8 @@ def write(array: Any, place: tuple[Any, ...], values: Any, *, unique: bool = Fal
     before and after. That is slow, and would overwrite blocks that are loaded meanwhile.
 
     Args:
-        unique: no two places are equal, and what lies outside of the array is not written. Else XLA writes with atomic
-            operations, on a GPU, and all rows of padding, which have one place, wait for each other.
+        unique: no two places are equal, and what lies outside of the array is not written. So XLA need not care for
+            equal places.
     """
     bits, mode = jax.lax.bitcast_convert_type(values, array.dtype), "drop" if unique else None
     return array.at[place].set(bits, mode=mode, unique_indices=unique)

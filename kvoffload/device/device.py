@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvoffload.device.allocations import AllocationFinder
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer, check_shape
-from kvoffload.device.ownership import DeviceResources, DeviceUser, Resource, Watch, warn_unreleased
+from kvoffload.device.ownership import FORKS, DeviceResources, DeviceUser, Resource, Watch, warn_unreleased
 from kvoffload.device.streams import Stream
 from kvoffload.driver import Capabilities, Current, Driver, cuda, probe
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, KVOffloadWarning
@@ -145,7 +145,7 @@ class Device:
         self._users: list[weakref.ref[DeviceUser]] = []
         handle = int(driver.call("cuDeviceGet", index))
         self._resources = resources = DeviceResources(driver, handle)
-        self._process = resources.process
+        self._process, self._forks = resources.process, resources.forks
         self._watch = Watch(self, _garbage.append)
         self._watch.target = resources
         try:
@@ -335,7 +335,7 @@ class Device:
         Raises:
             ClosedError: the device is closed, or this is a forked child.
         """
-        if self.closed or self._resources.foreign:
+        if self.closed or len(FORKS) != self._forks:
             self.check_open()
         current = Current()  # `make_current`, without the call: this is on the path of every transfer
         current.driver = self.driver

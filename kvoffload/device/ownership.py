@@ -143,7 +143,7 @@ class DeviceResources:
     def __init__(self, driver: Driver, device_handle: int) -> None:
         self.driver = driver
         self.context = 0
-        self.process, self._forks = os.getpid(), len(FORKS)
+        self.process, self.forks = os.getpid(), len(FORKS)
         self.retained: list[Any] = []
         self.registered: dict[Resource, None] = {}
         self.garbage: deque[Watch] = deque()
@@ -152,7 +152,7 @@ class DeviceResources:
     @property
     def foreign(self) -> bool:
         """Whether this process is a forked child of the one that opened the device, so it must touch nothing."""
-        return len(FORKS) != self._forks
+        return len(FORKS) != self.forks
 
     def current(self) -> Current:
         return make_current(self.driver, self.context)

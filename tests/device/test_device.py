@@ -314,12 +314,9 @@ def test_current_is_reentrant_and_restores_after_an_exception(device: kvoffload.
     assert current_context(device.simulator) == 0
 
 
-@pytest.mark.parametrize(("pushed", "most"), [(False, 7), (True, 9)])
+@pytest.mark.parametrize(("pushed", "most"), [(False, 6), (True, 8)])
 def test_making_the_context_current_costs_few_python_calls(device: kvoffload.Device, pushed: bool, most: int) -> None:
-    """It is on the path of every transfer. The simulator is not counted, nor is `Driver.call`.
-
-    `foreign` is one of them: it takes less time than to ask the kernel for the process's number.
-    """
+    """It is on the path of every transfer. The simulator is not counted, nor is `Driver.call`."""
     calls: list[str] = []
 
     def count(frame: Any, event: str, _: Any) -> None:
