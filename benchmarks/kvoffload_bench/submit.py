@@ -269,8 +269,8 @@ class BarePack(BareBatch):
         table[count : 2 * count] = self._places[:count]
         self._words[0, :count] = self._places[:count]
         self._words[1, :count] = self._slot_addresses(slots)
-        self._copy_table.pack((self._table_addresses[index], self._rows[1], 2 * count))
-        self._pack.pack((*self._rows, count))
+        self._copy_table.pack(self._table_addresses[index], self._rows[1], 2 * count)
+        self._pack.pack(*self._rows, count)
 
     def _copy(self, count: int, stream: int) -> tuple[Any, ...]:
         self._pack_launch[1] = -(-self._rows[2] * count // self._tile_fragments)

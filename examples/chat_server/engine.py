@@ -218,7 +218,6 @@ class Engine:
             self._thread.join()
         self._finish_all()
         if self.cache is not None and not self._device.closed:
-            self.cache.drain(10.0)
             self.cache.close()
             self._device.close()
 

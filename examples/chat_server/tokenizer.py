@@ -14,6 +14,7 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face" 
 
 # GPT-2's rule, over ASCII characters (see `_stand_in`). A space goes to the word after it, but never to a digit.
 _WORD = re.compile(r"[0-9]|'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+", re.ASCII)
+_MOST_REMEMBERED = 64  # characters of a word whose tokens are remembered: some clients send words of 100 KB
 
 
 @lru_cache(4096)
@@ -62,13 +63,16 @@ class Tokenizer:
         self.longest = max(map(len, self._bytes))  # bytes of a token
         self._start, self._end = self._ids["<|im_start|>"], self._ids["<|im_end|>"]
         self.stop = frozenset({self._end, self._ids["<|endoftext|>"]})
-        self._encode_word = lru_cache(1 << 16)(self._merge)
+        self._remembered = lru_cache(1 << 13)(self._merge)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Names of special tokens in it are text like any other: no user can end a message. Bytes that
         the vocabulary lacks, of characters that are hardly used, are left out.
         """
-        return [token for word in words(text) for token in self._encode_word(word)]
+        found: list[int] = []
+        for word in words(text):
+            found += self._remembered(word) if len(word) <= _MOST_REMEMBERED else self._merge(word)
+        return found
 
     def _merge(self, word: str) -> tuple[int, ...]:
         """Ids of a word: of all neighbours, those whose merge was learned first become one piece, again and again."""

@@ -348,7 +348,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
         What is in the blocks of the keys after the first `job.hits` is undefined, as in all blocks if the load fails.
         If a key that was found is removed before it is loaded, there are no hits. Leave the blocks alone until the job
-        is `done`, except in work queued after `job.order_before(stream)`.
+        is `done`, also if you `cancel` it, except in work queued after `job.order_before(stream)`.
 
         Args:
             keys: bytes, no repeats, in the order of the request; may be all of its keys.
@@ -410,10 +410,13 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return job
 
     def close(self, timeout: float = 10.0) -> bool:
-        """End promotions with the keys that came, give up writes that have not begun (see `drain`), close the tiers. A
+        """Write what the tiers are to get (see `drain`), end promotions with the keys that came, close the tiers. A
         cache from `open_cache` then waits for its transfers, and closes its engine, and its device if it has opened it.
 
         An engine of your own stays open; look-ups, loads and stores go on working. Idempotent.
+
+        Args:
+            timeout: seconds; writes that have not begun by then are given up, with 0 all.
 
         Returns:
             Whether everything ended within about `timeout` seconds. If False, transfers are in flight, or calls of a

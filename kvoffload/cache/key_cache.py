@@ -394,9 +394,12 @@ class KeyCache:
         return locked(self, step)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """End promotions with the keys that came, give up writes that have not begun (see `drain`), close the tiers.
+        """Write what the tiers are to get (see `drain`), end promotions with the keys that came, close the tiers.
 
         The engine stays open, and look-ups, loads and stores go on working. Idempotent. Without tiers it does nothing.
+
+        Args:
+            timeout: seconds; writes that have not begun by then are given up, with 0 all.
 
         Returns:
             Whether everything ended within about `timeout` seconds. If False, calls of a tier hang; their entries are

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from kvoffload.copiers.base import Submit
@@ -49,6 +47,7 @@ class BatchCopier:
         self._scratch: list[int] = []  # one address, or none
         self._preludes: StridedTable | None = None
         self._with_prelude = with_prelude
+        self._staged = 0, SourceOrder.STREAM, False
 
     def open(self) -> None:
         """Allocate the scratch buffers; without them there are no preludes."""
@@ -80,9 +79,11 @@ class BatchCopier:
             and self._preludes is not None
             and int(work.width[0] if len(work.width) == 1 else np.minimum.reduce(work.width)) < _CPU_COPY_BYTES
         )
-        return partial(self._submit, count, order, prelude)
+        self._staged = count, order, prelude
+        return self._submit
 
-    def _submit(self, count: int, order: SourceOrder, prelude: bool, stream: int, start: int | None) -> None:
+    def _submit(self, stream: int, start: int | None) -> None:
+        count, order, prelude = self._staged
         if start is not None:
             self._driver.event_record(start, stream)
         if prelude:

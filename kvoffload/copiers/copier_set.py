@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvoffload import kernels
@@ -77,19 +76,9 @@ def shape_of(plan: BlockPlan) -> Shape:
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
 
-@dataclass(slots=True, eq=False)
-class Share:
-    """Some of a transfer's blocks and their copier. The shares of a transfer run at the same time.
-
-    Attributes:
-        size: how many operations the work has.
-        nbytes: its payload bytes.
-    """
-
-    work: TransferPlan | BlockPlan | BlocksInParts
-    copier: Copier | PackCopier
-    size: int
-    nbytes: int
+Share = tuple[TransferPlan | BlockPlan | BlocksInParts, Copier | PackCopier, int, int]
+"""Some of a transfer's blocks: the work, its copier, how many operations it has, and its payload bytes. The shares of a
+transfer run at the same time."""
 
 
 def shares_together(shares: Sequence[Share]) -> tuple[Share, ...]:
@@ -99,16 +88,15 @@ def shares_together(shares: Sequence[Share]) -> tuple[Share, ...]:
     Args:
         shares: of plans in one direction, none of them in parts.
     """
-    found = [share for share in shares if isinstance(share.copier, PackCopier)]
+    found = [share for share in shares if isinstance(share[1], PackCopier)]
     alike: dict[int, list[Share]] = {}
     for share in shares:
-        if not isinstance(share.copier, PackCopier):
-            alike.setdefault(id(share.copier), []).append(share)
+        if not isinstance(share[1], PackCopier):
+            alike.setdefault(id(share[1]), []).append(share)
     for same in alike.values():
         if len(same) > 1:
-            plans: list[TransferPlan] = [share.work for share in same]  # type: ignore[misc]  # what these copiers prepare
-            size, nbytes = sum(share.size for share in same), sum(share.nbytes for share in same)
-            same = [Share(joined(plans), same[0].copier, size, nbytes)]
+            works, copiers, sizes, nbytes = zip(*same, strict=True)
+            same = [(joined(works), copiers[0], sum(sizes), sum(nbytes))]
         found += same
     return tuple(found)
 
@@ -135,17 +123,21 @@ class CopierSet:
         driver: its context must be current in `open` and `close`.
         capabilities: the device's.
         staging_bytes: of the ring of each direction, checked; 0 forbids kernels.
+        profile, prefer: what selects.
 
     Attributes:
         missing: for every copier, None or the reason why it cannot run here.
         interpreted: kernels take 2 ms a tile here, so they run only when they are asked for.
     """
 
-    def __init__(self, driver: Driver, capabilities: Capabilities, staging_bytes: int) -> None:
+    def __init__(
+        self, driver: Driver, capabilities: Capabilities, staging_bytes: int, profile: Profile, prefer: str
+    ) -> None:
         self.missing = why_not(capabilities, staging_bytes)
         self._driver = driver
         self._capabilities = capabilities
         self._staging_bytes = staging_bytes
+        self._profile, self._prefer = profile, prefer
         self.interpreted = driver.simulated
         self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
         self._of_copy_engine: dict[str, Copier] = {
@@ -157,7 +149,6 @@ class CopierSet:
         self._pack: dict[int, PackCopier] = {}
         self._rings: tuple[StagingRing, ...] = ()  # of stores, of loads
         self._selected: dict[tuple[object, ...], Selection] = {}
-        self._selected_by: tuple[Profile | None, str] = (None, "")
         self._comparisons: dict[tuple[bool, bool, int, int, str], Comparison] = {}  # few: sizes have at most 60 bits
 
     def open(self, layout: KVLayout, pool_bytes: int) -> None:
@@ -192,7 +183,7 @@ class CopierSet:
         self.missing["pack"] = self.missing["pack"] or why_not_packed(layout, nbytes)
 
     def has_ring(self, direction: Direction) -> bool:
-        return self._rings[direction is LOAD].allocated > 0
+        return self._rings[direction is LOAD].address > 0
 
     def open_ring(self, direction: Direction) -> str | None:
         """Allocate the ring that packed transfers of a direction go through, at the first one. The context must be
@@ -226,13 +217,11 @@ class CopierSet:
         able = tuple(name for name in COPIERS if self.missing[name] is None)
         return tuple(name for name in able if name != "pack") if self.interpreted else able
 
-    def select(
-        self, plan: BlockPlan, wanted: CopierName | None, profile: Profile, prefer: str, opposite: bool = False
-    ) -> Selection:
+    def select(self, plan: BlockPlan, wanted: CopierName | None, opposite: bool = False) -> Selection:
         """The copier for a plan, and why; remembered for all plans of the same shape. If it has `between`, that has
         the last word. In this order:
 
-        1. An answer that is remembered, for the same profile and preference.
+        1. An answer that is remembered.
         2. `wanted`.
         3. None is wanted: the profile's choice among `offered`.
 
@@ -243,30 +232,24 @@ class CopierSet:
         Raises:
             CapabilityError: "pack" is wanted, and there is no memory for it.
         """
-        if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
-            self._selected.clear()
-            self._comparisons.clear()
-            self._selected_by = profile, prefer
         counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
         parts = None if plan.group.num_parts == 1 else plan.group.parts
         stores = plan.direction is STORE  # hashing an enum's member is a call of a Python function
         key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted, opposite)
         found = self._selected.get(key)
         if found is None:
-            found = self._select(plan, wanted, profile, prefer, opposite)
+            found = self._select(plan, wanted, opposite)
             if len(self._selected) >= _MOST_SELECTIONS:
                 self._selected.clear()
             self._selected[key] = found
         return found
 
-    def _select(
-        self, plan: BlockPlan, wanted: CopierName | None, profile: Profile, prefer: str, opposite: bool
-    ) -> Selection:
+    def _select(self, plan: BlockPlan, wanted: CopierName | None, opposite: bool) -> Selection:
         if wanted is not None:
             check_copier(wanted, self.missing)  # again: the ring of "pack" may have found no room
             return Selection(wanted, "asked for by name")
         parts = plan.group.num_parts
-        shape, offered = shape_of(plan), self.offered
+        shape, offered, profile, prefer = shape_of(plan), self.offered, self._profile, self._prefer
         if parts > 1 and not can_pack(plan.group.parts):
             offered = tuple(name for name in offered if name != "pack")
         copier, reason, _ = choose(shape, offered, profile, prefer, parts, opposite)
@@ -281,7 +264,7 @@ class CopierSet:
         if copier != "pack":
             carrier = self._of_copy_engine[copier]
             work = carrier.prepare(plan)
-            return Share(work, carrier, len(work.device_address), plan.nbytes)
+            return work, carrier, len(work.device_address), plan.nbytes
         pack = self._pack.get(plan.group_index)
         if pack is None:
             assert self._kernels is not None
@@ -290,8 +273,7 @@ class CopierSet:
             planes = self._kernels.planes(plan.group_index, 0, plan.group.planes)
             pack = PackCopier(self._kernels, copies, (stores, loads), planes)
             self._pack[plan.group_index] = pack
-        blocks = pack.prepare(plan)
-        return Share(blocks, pack, len(blocks), plan.nbytes)
+        return pack.prepare(plan), pack, len(plan.blocks) * plan.group.num_parts, plan.nbytes
 
     def keep(self) -> None:
         """The context is lost: free nothing that the GPU may still use."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvoffload.copiers.base import Copier, Submit
-from kvoffload.copiers.pack_kernels import LAUNCH_PLACES, PackKernels, PlaneRange
+from kvoffload.copiers.pack_kernels import PackKernels, PlaneRange
 from kvoffload.copiers.table_arena import Table
 from kvoffload.device.streams import LaneStream
 from kvoffload.driver import Driver, SourceOrder
@@ -124,7 +124,12 @@ class StagingRing:
 
     Args:
         nbytes: how much memory it allocates when it is opened.
+
+    Attributes:
+        address: of its memory; 0 until it is opened.
     """
+
+    address = 0
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._driver = driver
@@ -147,6 +152,7 @@ class StagingRing:
         """
         if not self._memory:
             self._driver.create("cuMemAlloc", self._memory, self.nbytes)
+        self.address = int(self._memory[0])
 
     def take(self, nbytes: int) -> Place:
         """A place of `nbytes`, at most those of the ring. Before it is filled, wait for `used_before`."""
@@ -157,7 +163,7 @@ class StagingRing:
         places, taken = self._places, stop - size
         while places and (places[0].stop <= taken or not places[0].halves):
             self._left.append(places.popleft())
-        place = Place(self, start, stop, int(self._memory[0]) + offset)
+        place = Place(self, start, stop, self.address + offset)
         places.append(place)
         self._next = stop
         return place
@@ -225,9 +231,6 @@ class BlocksInParts:
         self._planes = planes
         self.part_ends = tuple(range(count, count * len(planes) + 1, count))
 
-    def __len__(self) -> int:
-        return self.part_ends[-1]
-
     def cut(self, start: int, stop: int) -> PartOfBlocks:
         """The operations `[start, stop)` of one part."""
         part, first = divmod(start, len(self._blocks))
@@ -255,6 +258,7 @@ class PackCopier:
 
     Attributes:
         segment_operations: the most blocks of a piece. Half of the ring holds them, if it can hold a block.
+        queue_cost: how many places of the queue for copies so many blocks take; the kernels take `KERNEL_PLACES`.
     """
 
     def __init__(
@@ -263,7 +267,7 @@ class PackCopier:
         block_bytes = planes.nbytes
         self._kernels = kernels
         self._planes = planes
-        self._copies = copies
+        self._copies, self.queue_cost = copies, copies.queue_cost
         self._rings = rings
         of_ring = (rings[0].nbytes // 2 - 2 * _ALIGNMENT) // (block_bytes + 16)
         self.segment_operations = max(1, min(PIECE_BYTES // block_bytes, of_ring, copies.segment_operations))
@@ -275,10 +279,6 @@ class PackCopier:
         of = plan.group_index
         planes = [self._kernels.planes(of, min(part), max(part) + 1) for part in plan.group.parts]
         return BlocksInParts(plan, planes)
-
-    def queue_costs(self, blocks: int) -> tuple[int, int]:
-        """How many places of a driver queue a piece takes: of the stream for kernels, of the one for copies."""
-        return 2 * LAUNCH_PLACES, self._copies.queue_cost(blocks)
 
     def stage(self, work: Any, order: SourceOrder) -> Piece | None:
         """Write down a piece of at most `segment_operations` blocks; None while there is no room for its table.

@@ -35,7 +35,7 @@ _MAX_TILE_FRAGMENTS = 1024
 _MAX_IDLE = 1 / 8  # of the threads: longer fragments may leave so many without a word to copy
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
 ARENA_BYTES = 1 << 20  # for each direction
-LAUNCH_PLACES = 2
+KERNEL_PLACES = 4  # of a driver's queue, that the two launches of a piece take
 
 
 class FragmentShape(NamedTuple):
@@ -174,6 +174,7 @@ class PackKernels:
         self._tables: list[PinnedMemory] = []  # one, once it is being pinned
         self._groups: list[_GroupKernels] = []
         self.arenas: tuple[TableArena, ...] = ()  # of stores, of loads
+        self._staged: tuple[LoadedKernel, int]
 
     def open(self, capabilities: Capabilities, layout: KVLayout) -> None:
         """Load the kernels for the layout's groups, and allocate tables.
@@ -231,11 +232,14 @@ class PackKernels:
         """
         count, of = len(blocks.blocks), self._groups[blocks.group_index]
         kernel = of.store if blocks.direction is STORE else of.load
-        self.copy_table.pack((table.device_address, address, 2 * count))
-        kernel.pack((of.fragments + 8 * planes.first_fragment, address, of.starts[-1], planes.num_fragments, count))
-        return partial(self._submit, kernel, -(-planes.num_fragments * count // of.tile))
+        fragments = planes.num_fragments
+        self.copy_table.pack(table.device_address, address, 2 * count)
+        kernel.pack(of.fragments + 8 * planes.first_fragment, address, of.starts[-1], fragments, count)
+        self._staged = kernel, -(-fragments * count // of.tile)
+        return self._submit
 
-    def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None) -> None:
+    def _submit(self, stream: int, start: int | None) -> None:
+        kernel, grid = self._staged
         self.copy_table.queue(stream, 1)
         if start is not None:
             self.driver.event_record(start, stream)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from kvoffload.copiers.base import Submit
 from kvoffload.device.streams import SEGMENT_LIMIT
 from kvoffload.driver import Driver, SourceOrder, StridedTable
@@ -24,24 +22,28 @@ class StridedCopier:
         self._driver = driver
         self._batched = batched
         self._stores, self._loads = (StridedTable(SEGMENT_LIMIT, batched=batched) for _ in range(2))
+        self._staged = self._stores, 0
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
-        source, target = work.device_address, work.host_address
-        pitch, target_pitch = work.device_pitch, work.host_pitch
-        table, width, height = self._stores, work.width, work.height
-        if work.direction is not STORE:
-            table, source, target, pitch, target_pitch = self._loads, target, source, target_pitch, pitch
+        if work.direction is STORE:
+            table, source, target = self._stores, work.device_address, work.host_address
+            pitch, target_pitch = work.device_pitch, work.host_pitch
+        else:
+            table, source, target = self._loads, work.host_address, work.device_address
+            pitch, target_pitch = work.host_pitch, work.device_pitch
         count = len(source)
         # Arrays of plans never change, so all but the addresses may be in the table.
-        rows, as_order, as_pitch, as_target_pitch, as_width, as_height = table.shape
-        same = pitch is as_pitch and target_pitch is as_target_pitch and width is as_width and height is as_height
+        rows, as_order, as_pitch, as_target_pitch, width, height = table.shape
+        same = pitch is as_pitch and target_pitch is as_target_pitch and work.width is width and work.height is height
         if same and order is as_order and count <= rows:
             table.sources[:count], table.targets[:count] = source, target
         else:
-            table.fill((source, target, pitch, target_pitch, width, height), order)
-        return partial(self._submit, table, count)
+            table.fill((source, target, pitch, target_pitch, work.width, work.height), order)
+        self._staged = table, count
+        return self._submit
 
-    def _submit(self, table: StridedTable, count: int, stream: int, start: int | None) -> None:
+    def _submit(self, stream: int, start: int | None) -> None:
+        table, count = self._staged
         if start is not None:
             self._driver.event_record(start, stream)
         if self._batched:

@@ -226,7 +226,7 @@ def _explain(nbytes: int, done: int, reason: str) -> str:
     return (
         f"cannot pin {gib(nbytes)} ({nbytes} bytes) of host memory: {reason}. "
         f"Pinned before that: {gib(done)} (given back); available now {gib(hostinfo.available_bytes())} of "
-        f"{gib(hostinfo.total_bytes())}{limit}. Ask for fewer slots (num_slots), or free memory"
+        f"{gib(hostinfo.total_bytes())}{limit}. Ask for less (num_slots, pool_bytes), or free memory"
     )
 
 

@@ -111,11 +111,6 @@ class Driver:
 
     # contexts -----------------------------------------------------------------------------------------------------
 
-    def context_push(self, context: int) -> None:
-        code = self._push_context(context)[0]
-        if code:
-            raise DriverError("cuCtxPushCurrent", code.name, int(code))
-
     def context_pop(self) -> None:
         code = self._pop_context()[0]
         if code:
@@ -169,7 +164,7 @@ class Driver:
         """Whether `stream` is being captured into a graph; for the legacy stream, whether any stream is."""
         code, status = self._stream_is_capturing(stream)
         if not code:
-            return int(status) != 0
+            return bool(status)
         if int(code) != CAPTURE_IMPLICIT:
             raise DriverError("cuStreamIsCapturing", code.name, int(code))
         return True
@@ -348,9 +343,14 @@ class Current:
         driver = self.driver
         self._pushed = False
         try:
-            if driver.current_context() != self.context:
+            code, before = driver._current_context()
+            if code:
+                raise DriverError("cuCtxGetCurrent", code.name, int(code))
+            if int(before) != self.context:
                 self._pushed = True
-                driver.context_push(self.context)
+                code = driver._push_context(self.context)[0]
+                if code:
+                    raise DriverError("cuCtxPushCurrent", code.name, int(code))
             if self.any_call:
                 self._capture_mode = driver.relax_capture_mode()
         except BaseException:
@@ -362,8 +362,8 @@ class Current:
         try:
             if self.any_call:
                 driver.restore_capture_mode(self._capture_mode)
-            if self._pushed:
-                driver.context_pop()
+            if self._pushed and driver._pop_context()[0]:
+                self._pop_own()
         except DriverError:  # what was done inside stands; an error here must not hide it or undo it
             self._pop_own()
         except BaseException:

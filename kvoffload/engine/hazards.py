@@ -67,9 +67,9 @@ class HazardTable:
     def record(self, direction: Direction, group: int, slots: Int64Array, blocks: Int64Array, sequence: int) -> None:
         """Note that transfer `sequence` touches these; sequence numbers rise."""
         latest = self._stores if direction is STORE else self._loads
-        divisor = self._divisors[group]
-        latest.on_slots[slots] = sequence
-        latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = sequence
+        divisor, number = self._divisors[group], np.array(sequence)  # an array, which numpy assigns sooner than an int
+        latest.on_slots[slots] = number
+        latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = number
 
     def make_room(self, direction: Direction, sequence: int) -> None:
         """Add one to the number of every transfer of `direction` from that number on."""

@@ -17,6 +17,7 @@ Call everything here under the engine's lock, with the context current and `InFl
 from __future__ import annotations
 
 from kvoffload.copiers import PackCopier, Share
+from kvoffload.copiers.pack_kernels import KERNEL_PLACES
 from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
@@ -88,7 +89,7 @@ class Launcher:
         """
         number, begin = transfer.share, transfer.queued
         share = transfer.shares[number]
-        work, copier, size = share.work, share.copier, share.size
+        work, copier, size, _ = share
         # Where it ends: a segment never crosses a part's end, so that the event behind it is the part's.
         stop = work.part_ends[transfer.part] if work.part_ends else size
         if stop - begin > copier.segment_operations:
@@ -105,7 +106,7 @@ class Launcher:
         stream = stream_with_room(queue.lane, places, kernel=False)
         if stream is None:
             return False
-        first = number == 0 and begin == 0
+        first = not (number or begin)
         submit = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         # Record it before any driver call: after an interrupt, the record says which work the GPU may have.
         segment = Segment(number, transfer.part, stream, places)
@@ -115,7 +116,7 @@ class Launcher:
             segment.nbytes = nbytes
             stream.nbytes += nbytes
         # Waits, copies, and the event that tells when it has ended.
-        if begin == 0 and (first or isinstance(transfer.shares[0].copier, PackCopier)):
+        if first or (begin == 0 and isinstance(transfer.shares[0][1], PackCopier)):
             self._follow(queue, transfer, stream)
         elif len(transfer.segments) > 1 and (previous := transfer.segments[-2]).stream is not stream:
             assert previous.event is not None
@@ -144,18 +145,18 @@ class Launcher:
         Second halves end in the order of the queue, so the end of one tells that all places before it are free.
         """
         number, begin, lane = transfer.share, transfer.queued, queue.lane
-        kernel_cost, copy_cost = copier.queue_costs(stop - begin)
-        kernels = stream_with_room(lane, kernel_cost + EVENT_COST, kernel=True)
-        copies = kernels and stream_with_room(lane, copy_cost + EVENT_COST, kernel=False)
+        kernel_cost, copy_cost = KERNEL_PLACES + EVENT_COST, copier.queue_cost(stop - begin) + EVENT_COST
+        kernels = stream_with_room(lane, kernel_cost, kernel=True)
+        copies = kernels and stream_with_room(lane, copy_cost, kernel=False)
         if kernels is None or copies is None:
             return False
-        work, size = transfer.shares[number].work, transfer.shares[number].size
+        work, _, size, _ = transfer.shares[number]
         piece = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         if piece is None:  # no room in the tables
             return False
         # Record both halves before any driver call: after an interrupt, the record says which work the GPU may have.
-        by_kernel = Segment(number, transfer.part, kernels, kernel_cost + EVENT_COST)
-        by_copies = Segment(number, transfer.part, copies, copy_cost + EVENT_COST)
+        by_kernel = Segment(number, transfer.part, kernels, kernel_cost)
+        by_copies = Segment(number, transfer.part, copies, copy_cost)
         by_kernel.table = piece.table
         stores = transfer.direction is STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
@@ -166,10 +167,11 @@ class Launcher:
         front.place = back.place = place
         place.halves = [front, back]
         transfer.segments += (front, back)
-        kernels.places += by_kernel.places
-        copies.places += by_copies.places
-        back.nbytes = nbytes
-        back.stream.nbytes += nbytes
+        kernels.places += kernel_cost
+        copies.places += copy_cost
+        if nbytes:
+            back.nbytes = nbytes
+            back.stream.nbytes += nbytes
         if previous is None and begin == 0:  # 1
             self._follow(queue, transfer, back.stream, also=front.stream)
         self._wait_for_places(front, back, previous)  # 2, 3
@@ -207,7 +209,8 @@ class Launcher:
         is queued.
         """
         assert self._most_bytes is not None
-        of_each = max(1, share.nbytes // share.size)
+        _, _, size, of_all = share
+        of_each = max(1, of_all // size)
         stop = min(stop, begin + max(1, self._most_bytes // (_SEGMENTS_OF_BOUND * of_each)))
         nbytes = (stop - begin) * of_each
         queued = queue.lane.nbytes
@@ -216,7 +219,8 @@ class Launcher:
     def _end_segment(self, transfer: Transfer, segment: Segment, stop: int) -> None:
         """Record the event behind a segment that ends before operation `stop`, and move on to the next segment."""
         share = transfer.shares[segment.share]
-        done = stop == share.size
+        work, _, size, _ = share
+        done = stop == size
         if done and share is transfer.shares[-1]:
             if segment.share:
                 self._join(transfer, segment)
@@ -229,7 +233,7 @@ class Launcher:
         if done:
             transfer.share, transfer.queued = transfer.share + 1, 0
         else:
-            ends = share.work.part_ends
+            ends = work.part_ends
             transfer.part, transfer.queued = transfer.part + (bool(ends) and stop == ends[transfer.part]), stop
 
     def _join(self, transfer: Transfer, final: Segment) -> None:

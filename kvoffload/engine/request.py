@@ -148,8 +148,8 @@ class Limits(NamedTuple):
         elif after is not NO_WAIT:
             sources = sources_of(after, layout)
             arrays = not _INT.issuperset(map(type, sources))
-        moved = direction, group, slot_ids, block_ids, first_sub_block
-        return (Request(*moved, sources, arrays, copier, source_order, planes, urgent),)
+        at, order = first_sub_block, source_order
+        return (Request(direction, group, slot_ids, block_ids, at, sources, arrays, copier, order, planes, urgent),)
 
     def requests_of_groups(
         self,

@@ -128,7 +128,7 @@ class Shard:
         with device.lifecycle, device.current():
             self.folds = Folds(layout, device.allocations(layout))
             in_flight = InFlight(device.driver, max_in_flight, self._hazards, most_bytes)
-            copiers = CopierSet(device.driver, device.capabilities, self.staging_bytes)
+            copiers = CopierSet(device.driver, device.capabilities, self.staging_bytes, self.profile, self.prefer)
             self.parts = EngineResources(device, in_flight, self.reports, copiers, options.stream_priority)
             self._resource = device.adopt(self, self.parts.release, "an OffloadEngine")
             try:
@@ -183,14 +183,13 @@ class Shard:
         # 2. plan, 3. select
         copier, reason, shares = self._select(requests, opposed)
         # 4. order: what it must follow
-        nbytes = shares[0].nbytes
-        for share in shares[1:]:
-            nbytes += share.nbytes
+        nbytes = 0
+        for _, _, _, of_share in shares:
+            nbytes += of_share
         source_order = self._source_order(requests) if direction is LOAD else _IN_STREAM_ORDER
         transfer = Transfer(number, direction, nbytes, 1 if request.parts is None else len(request.parts))
         transfer.simulated, transfer.source_order = self.driver.simulated, source_order
-        if request.urgent:
-            transfer.urgent = True
+        transfer.urgent = request.urgent
         if opposed:  # the latest of the other direction that touches the same; earlier ones end before it
             hazards, other, latest = self._hazards, direction.opposite, 0
             for one in requests:
@@ -243,21 +242,21 @@ class Shard:
 
     def _select(self, requests: Requests, opposed: bool) -> tuple[CopierName, str | Forecast, tuple[Share, ...]]:
         """The copier of a transfer, why, and what it carries. Of several groups, the copier of most bytes."""
-        copiers = self.parts.copiers
+        copiers, request = self.parts.copiers, requests[0]
         why: str | Forecast
+        names: list[CopierName]
         if len(requests) == 1:
-            plans = [self._plan(requests[0])]
-            copier, why, between = copiers.select(plans[0], requests[0].copier, self.profile, self.prefer, opposed)
+            plan = self._plan(request)
+            copier, why, between = copiers.select(plan, request.copier, opposed)
             if between is not None:
-                why = between[0].choose(between[1], plans[0].nbytes)
+                why = between[0].choose(between[1], plan.nbytes)
                 copier = why.copier
-            names = [copier]
+            if copier != "pack" or copiers.has_ring(request.direction):
+                return copier, why, (copiers.share(copier, plan),)
+            plans, names = [plan], [copier]
         else:
             plans = [self._plan(one) for one in requests]
-            each = [
-                copiers.select(plan, one.copier, self.profile, self.prefer, opposed)
-                for plan, one in zip(plans, requests, strict=True)
-            ]
+            each = [copiers.select(plan, one.copier, opposed) for plan, one in zip(plans, requests, strict=True)]
             (copier, _, between), plan = max(zip(each, plans, strict=True), key=lambda pair: pair[1].nbytes)
             names = [found.copier for found in each]
             reasons = [f"group {one.group}: {found.reason}" for one, found in zip(requests, each, strict=True)]
@@ -266,15 +265,13 @@ class Shard:
                 why = between[0].choose(between[1], plan.nbytes)
                 copier = why.copier
                 names = [one.copier if one.between is None else one.between[1][why.number].copier for one in each]
-        if "pack" in names and not copiers.has_ring(requests[0].direction):
+        if "pack" in names and not copiers.has_ring(request.direction):
             with make_current(self.driver, self.context):
-                no_ring = copiers.open_ring(requests[0].direction)
+                no_ring = copiers.open_ring(request.direction)
             if no_ring is not None:
                 text = f"copier 'pack' is out, other copiers carry its transfers: {no_ring}"
                 self.reports.notices.append(Notice(logging.WARNING, text))
                 return self._select(requests, opposed)
-        if len(plans) == 1:
-            return copier, why, (copiers.share(copier, plans[0]),)
         return copier, why, shares_together([copiers.share(*one) for one in zip(names, plans, strict=True)])
 
     def _plan(self, request: Request) -> BlockPlan:
@@ -328,7 +325,7 @@ class Shard:
         if len(plan) == 0:
             nothing = (plan.direction, 0, 0, 0, 0, None, "nothing to copy", 0.0, ())
             return PlanReport(*nothing, profile=source, simulated=simulated)
-        copier, reason, between = copiers.select(plan, request.copier, profile, self.prefer)
+        copier, reason, between = copiers.select(plan, request.copier)
         if between is not None:
             forecast = between[0].expect(between[1], plan.nbytes)
             copier, reason = forecast.copier, str(forecast)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -206,6 +206,39 @@ def jax_devices(devices: Sequence[Device], leaves: Sequence[Leaf]) -> tuple[Any,
                 "each of the sharding's, with the index that JAX calls local_hardware_id"
             )
     return tuple(theirs[each] for each in ours)
+
+
+class Mesh(NamedTuple):
+    """Leaves that one jitted function can take.
+
+    Attributes:
+        indices: of these leaves.
+        sharding: of an array with one element on each device; None: on one device.
+        renewed: new arrays in place of a list of these, which are donated; they wait for a further array, too.
+        ready: an array that is ready when a list of these is.
+    """
+
+    indices: list[int]
+    sharding: Any
+    renewed: Callable[[list[Any], Any], list[Any]]
+    ready: Callable[[list[Any]], Any]
+
+
+def meshes_of(leaves: Sequence[Leaf]) -> list[Mesh]:
+    """One for all leaves, unless their shardings have the devices in different orders."""
+    jax = import_jax()
+    orders: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        orders.setdefault(leaf.sharding and tuple(leaf.sharding.mesh.devices.flat), []).append(index)
+    meshes = []
+    for indices in orders.values():
+        places = [leaves[index].sharding for index in indices]
+        mesh = places[0] and places[0].mesh
+        sharding = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+        renewed = jax.jit(lambda arrays, _: arrays, donate_argnums=0, out_shardings=places, keep_unused=True)
+        ready = jax.jit(lambda _: np.int32(0), keep_unused=True)
+        meshes.append(Mesh(indices, sharding, renewed, ready))
+    return meshes
 
 
 def shards_of(array: Any) -> dict[Any, Any]:

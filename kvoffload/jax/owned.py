@@ -4,13 +4,14 @@ Each leaf has a *part* on each device: memory that outlives the arrays of the us
 the user holds are imports of the parts by DLPack, or results of donated updates of these, at the same addresses. Order
 between transfers and JAX is made with one array, whatever the number of leaves, and rests on data alone:
 
-- JAX follows transfers: the first read of `arrays` after one imports the first leaf again. That import waits on the GPU
-  for the transfers. It then goes through a jitted identity with all other leaves, all donated. So each leaf is a new
-  array that waits as the first does, whether a step takes all of them or one, and all previous arrays are deleted.
+- JAX follows transfers: the first read of `arrays` after one imports a *token*, a byte of memory on each device. That
+  import waits on the GPU for the transfers. It goes through a jitted identity with all leaves, which are donated. So
+  each leaf is a new array that waits as the token does, whether a step takes all of them or one, and all previous
+  arrays are deleted.
 - Transfers follow JAX: they wait for the result of a jitted function of all leaves, made once after each update.
 
-One array needs neither function. Leaves over differently ordered meshes cannot go into one function: each is imported
-and waited for. On a simulated device each is imported, since JAX on the CPU computes in copies.
+Leaves over differently ordered meshes cannot go into one function: there is one for each mesh. On a simulated device
+each leaf is imported first, since JAX on the CPU computes in copies.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvoffload.errors import KVOffloadWarning, LayoutError, TransferError
 from kvoffload.internal.checks import flag, shown
 from kvoffload.internal.types import DTypeLike
 from kvoffload.jax.imports import Adopted, address_of, follow, import_jax, import_memory, wait_for_computations, zeroed
-from kvoffload.jax.leaves import Description, Leaf, as_leaves, jax_devices, shards_of
+from kvoffload.jax.leaves import Description, as_leaves, jax_devices, meshes_of, shards_of
 from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.layout import ShardedLayout
 from kvoffload.layout.planes import SlotOrder
@@ -130,9 +131,9 @@ class OwnedCache:
         After any error nothing stays allocated.
     """
 
-    # Truth: `_parts`, which no interrupt can lose. Derived: `_latest`, `_followed`, `_replaced`, `_renewing`, changed
-    # together by assignments that no interrupt can separate. An import that is interrupted before these is done again,
-    # as after a lost step if it had donated the arrays already (`_renewing`).
+    # Truth: `_parts`, which no interrupt can lose. Derived: `_latest`, `_followed`, `_replaced`, `_renewing`, `_given`,
+    # changed together by assignments that no interrupt can separate. An import that is interrupted before these is done
+    # again, as after a lost step if it had donated the arrays already (`_renewing`).
 
     def __init__(
         self,
@@ -182,16 +183,14 @@ class OwnedCache:
         self.nbytes = sum(leaf.nbytes for leaf in self._leaves) * len(self.devices)
         forms = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in self._leaves]
         self.shapes, self._forms = self._structure.unflatten(forms), list(map(_form, forms))
-        meshes = {leaf.sharding and tuple(leaf.sharding.mesh.devices.flat) for leaf in self._leaves}
-        self._together = len(forms) > 1 and len(meshes) == 1
-        places = [leaf.sharding for leaf in self._leaves]
-        self.sharding = self._structure.unflatten(places)
-        self._renew = jax.jit(lambda arrays: arrays, donate_argnums=0, out_shardings=places)
-        self._ready_with = jax.jit(lambda _: np.int32(0), keep_unused=True)
+        self.sharding = self._structure.unflatten([leaf.sharding for leaf in self._leaves])
+        self._meshes = meshes_of(self._leaves)
+        self._tokens = [device.empty((1,), "uint8") for device in self.devices]
         self._producers: tuple[Any, Sequence[Any]] = (None, ())  # what a transfer follows, for these arrays
         self._renewing = False
+        self._given = True  # to the user, since they were set: a step may have taken them
         self._replaced: Sequence[Any] = ()  # arrays that must be deleted
-        self._latest = self._import(None)
+        self._latest = self._import([None] * len(self._leaves))
         self._followed, self._types = self._transfers(), list(map(_type, self._latest))
 
     @property
@@ -222,7 +221,7 @@ class OwnedCache:
             for engine in itertools.chain(*self._engines()):
                 engine.drain()
             self._copy_to_device(leaves)
-        self._latest, self._renewing = leaves, False
+        self._latest, self._renewing, self._given = leaves, False, False
 
     def _follow_transfers(self) -> None:
         """Have `arrays` follow the transfers submitted so far, as reading it does. If a step has the arrays now, this
@@ -238,6 +237,7 @@ class OwnedCache:
         that are being stored. It is the same as `arrays` on a simulated device, and on any device once the arrays have
         been donated, until you set the result.
         """
+        self._given = True
         return self._structure.unflatten(self._ordered() if self._simulated or self.is_deleted() else self._latest)
 
     def is_deleted(self) -> bool:
@@ -300,10 +300,10 @@ class OwnedCache:
     def _followed_arrays(self) -> Sequence[Any]:
         """Arrays that are ready when all of the cache are; see the module."""
         latest = self._latest
-        if not self._together:
+        if len(latest) == 1:
             return latest
         if self._producers[0] is not latest:
-            self._producers = latest, [self._ready_with(latest)]
+            self._producers = latest, [mesh.ready([latest[index] for index in mesh.indices]) for mesh in self._meshes]
         return self._producers[1]
 
     # reading
@@ -311,13 +311,15 @@ class OwnedCache:
     def _ordered(self) -> Sequence[Any]:
         self._delete_replaced()
         transfers = self._transfers()
-        if self.is_deleted():  # a step may still be writing the memory; or `_copy_to_device`, if it was interrupted
+        submitted = transfers != self._followed
+        if (self._given or submitted) and self.is_deleted():
+            # a step may still be writing the memory; or `_copy_to_device`, if it was interrupted
             wait_for_computations(self._latest[0])
             for device in self.devices if self._simulated else ():
                 with device.current():
                     device.driver.stream_synchronize(LEGACY_STREAM)
             renewing = self._renewing
-            self._replace(self._import(None), transfers)
+            self._replace(self._latest, self._import([None] * len(self._leaves)), transfers)
             if not renewing:
                 warnings.warn(
                     "array was donated and no result was set; the host has waited for JAX and imported the memory "
@@ -325,12 +327,22 @@ class OwnedCache:
                     KVOffloadWarning,
                     stacklevel=3,
                 )
-        elif transfers != self._followed:
-            self._replace(self._import(self._latest), transfers)
+        elif submitted:
+            engines = [None if self._simulated else users for users in self._engines()]
+            shards = [import_memory(token, None, users) for token, users in zip(self._tokens, engines, strict=True)]
+            new = list(self._import(self._latest) if self._simulated else self._latest)
+            self._renewing = True
+            for mesh in self._meshes:
+                token = self._join((len(shards),), mesh.sharding, shards)
+                renewed = mesh.renewed([new[index] for index in mesh.indices], token)
+                for index, array in zip(mesh.indices, renewed, strict=True):
+                    new[index] = array
+            self._replace(self._latest if self._simulated else (), new, transfers)
+        self._given = True
         return self._latest
 
-    def _replace(self, new: Sequence[Any], transfers: frozenset[Any]) -> None:
-        self._replaced, self._latest, self._followed, self._renewing = self._latest, new, transfers, False
+    def _replace(self, old: Sequence[Any], new: Sequence[Any], transfers: frozenset[Any]) -> None:
+        self._replaced, self._latest, self._followed, self._renewing = old, new, transfers, False
         self._delete_replaced()
 
     def _delete_replaced(self) -> None:
@@ -338,31 +350,24 @@ class OwnedCache:
             array.delete()
         self._replaced = ()
 
-    def _import(self, previous: Sequence[Any] | None) -> Sequence[Any]:
+    def _import(self, previous: Sequence[Any]) -> Sequence[Any]:
         """The memory as new arrays. Computations with them follow the transfers so far, and on each device the
-        computations of `previous`, unless that is None."""
-        renews = self._together and previous is not None
-        engines = [None if self._simulated else users for users in self._engines()]
-        arrays = list(previous or self._leaves)
-        for index in range(1 if renews and not self._simulated else len(self._leaves)):
-            after = [None] * len(self.devices) if previous is None else self._shards(previous[index])
-            shards = [import_memory(*each) for each in zip(self._parts[index], after, engines, strict=True)]
-            arrays[index] = self._join(self._leaves[index], shards)
-        if renews:
-            self._renewing = True
-            arrays = list(self._renew(arrays))
-            if not (self._simulated or self._lies_right(arrays)):
-                self._check_addresses(arrays)
+        computations of `previous`: an array or None for each leaf."""
+        arrays = []
+        for leaf, parts, array in zip(self._leaves, self._parts, previous, strict=True):
+            after = [None] * len(parts) if array is None else self._shards(array)
+            shards = list(map(import_memory, parts, after))
+            arrays.append(self._join(leaf.shape, leaf.sharding, shards))
         return arrays
 
-    def _join(self, leaf: Leaf, shards: list[Any]) -> Any:
-        if leaf.sharding is None:
+    def _join(self, shape: tuple[int, ...], sharding: Any, shards: list[Any]) -> Any:
+        if sharding is None:
             return shards[0]
         jax = import_jax()
         if self._simulated:  # JAX imports memory of the host on its first CPU device
             shards = [jax.device_put(shard, device) for shard, device in zip(shards, self._jax_devices, strict=True)]
             jax.block_until_ready(shards)
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     def _shards(self, array: Any) -> list[Any]:
         """The shard of an array on each device, in the order of the devices."""
@@ -388,49 +393,42 @@ class OwnedCache:
 
     def _checked(self, new: Any) -> Sequence[Any]:
         """The arrays of an update, in the order of the tree. Raises LayoutError, see `arrays`."""
-        if self._leaves[0].name == "array":  # one array, and no tree
-            arrays = [new]
-        else:
-            arrays, structure = import_jax().tree.flatten(new)
-            if structure != self._structure:
-                raise LayoutError(f"arrays must be the tree {self._structure}, got {structure}: set the updated cache")
-        if not self._simulated and self._lies_right(arrays):
+        try:
+            arrays: Sequence[Any] = self._structure.flatten_up_to(new)
+        except ValueError:
+            found = import_jax().tree.structure(new)
+            raise LayoutError(
+                f"arrays must be the tree {self._structure}, got {found}: set the updated cache"
+            ) from None
+        # 1. A quick look at arrays on one device, some 20 us for 64.
+        try:
+            where, types = list(map(_address, arrays)), list(map(_type, arrays))
+        except Exception:  # noqa: BLE001  # no arrays, deleted ones, arrays on several devices
+            where, types = [], []
+        in_place = where == self._where and len(self.devices) == 1 and not self._simulated
+        # The results of one jitted function have the same objects for types each time.
+        if in_place and (all(map(operator.is_, types, self._types)) or list(map(_form, arrays)) == self._forms):
+            self._types = types
             return arrays
-        for leaf, array, present in zip(self._leaves, arrays, self._latest, strict=True):
+        # 2. If something differs, or cannot be seen like that: look closely.
+        for leaf, array in zip(self._leaves, arrays, strict=True):
             leaf.check_array(array)
+        for leaf, parts, array, present in zip(self._leaves, self._parts, arrays, self._latest, strict=True):
+            where = self._addresses(array)
             # JAX on the CPU copies imported memory to update it, and deletes it if it was donated
-            if self._simulated and not present.is_deleted() and self._addresses(array) != self._addresses(present):
+            if self._simulated and not present.is_deleted() and where != self._addresses(present):
                 raise LayoutError(
                     f"{leaf.name} is no update in place: the cache's array was not donated to it, which makes a copy "
                     "on a GPU. Donate the cache to it (jax.jit(..., donate_argnums=...))"
                 )
-        if not self._simulated:
-            self._check_addresses(arrays)
-        return arrays
-
-    def _lies_right(self, arrays: Sequence[Any]) -> bool:
-        """A quick look at arrays on one device, some 20 us for 64. If it says no, look closely."""
-        try:
-            where, types = list(map(_address, arrays)), list(map(_type, arrays))
-        except Exception:  # noqa: BLE001  # no arrays, deleted ones, arrays on several devices
-            return False
-        if len(self.devices) > 1 or where != self._where:
-            return False
-        # The results of one jitted function have the same objects for types each time.
-        if not all(map(operator.is_, types, self._types)) and list(map(_form, arrays)) != self._forms:
-            return False
-        self._types = types
-        return True
-
-    def _check_addresses(self, arrays: Sequence[Any]) -> None:
-        for leaf, parts, array in zip(self._leaves, self._parts, arrays, strict=True):
-            for device, part, found in zip(self.devices, parts, self._addresses(array), strict=True):
-                if found != part.address:
+            for device, part, found in zip(self.devices, parts, where, strict=True):
+                if found != part.address and not self._simulated:
                     raise LayoutError(
                         f"{leaf.name} lies at {found:#x} on device {device.index}, and the cache at "
                         f"{part.address:#x}: the update made a copy. Donate the cache to it (jax.jit(..., "
                         "donate_argnums=...)), and use the array for nothing else meanwhile"
                     )
+        return arrays
 
     def _copy_to_device(self, arrays: Sequence[Any]) -> None:
         for leaf, parts, array in zip(self._leaves, self._parts, arrays, strict=True):

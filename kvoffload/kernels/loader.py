@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ class LoadedKernel:
     Attributes:
         spec: names the kernel.
         threads, shared_bytes: of a block.
+        pack: sets the arguments of the next launch, one for each of `spec.parameters`. Raises struct.error if their
+            number is wrong, or one is more than its type can hold.
     """
 
     def __init__(
@@ -120,23 +123,14 @@ class LoadedKernel:
             )
         if self.shared_bytes > _FREE_SHARED_BYTES:
             driver.function_allow_shared(self._function, self.shared_bytes)
-        self._pack_into = spec.arguments.pack_into
         values = np.zeros(compiled.parameter_count, np.uint64)
-        self._room = values.data
+        self.pack: partial[None] = partial(spec.arguments.pack_into, values.data, 0)
         self._pointers = address_of(values) + 8 * np.arange(compiled.parameter_count, dtype=np.uint64)
         self._pointers_address = address_of(self._pointers)
 
     def launch(self, stream: int, grid: int, arguments: Sequence[int]) -> None:
-        self.pack(arguments)
+        self.pack(*arguments)
         self.queue(stream, grid)
-
-    def pack(self, arguments: Sequence[int]) -> None:
-        """Set the arguments of the next launch, one for each of `spec.parameters`.
-
-        Raises:
-            struct.error: their number is wrong, or one is more than its type can hold.
-        """
-        self._pack_into(self._room, 0, *arguments)
 
     def queue(self, stream: int, grid: int) -> None:
         """Queue `grid` programs with the arguments that were packed last; CUDA copies them during the call.

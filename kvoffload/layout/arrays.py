@@ -133,7 +133,11 @@ def view_of(array: Any, name: str) -> ArrayView:
         except Exception as error:  # each library raises its own; the user needs its text
             raise LayoutError(f"{name}: its {type(array).__name__} gives no access to its memory: {error}") from error
         if found is None:
-            raise LayoutError(f"{name} is not in GPU memory (DLPack device type {kind}); planes are GPU memory")
+            remedy = ": kvoffload.jax.OwnedCache makes a cache of JAX arrays, also without a GPU"
+            raise LayoutError(
+                f"{name} is not in GPU memory (DLPack device type {kind}); planes are GPU memory"
+                + (remedy if is_jax_array(array) else "")
+            )
         view = found
     else:
         raise LayoutError(

@@ -238,7 +238,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     queue = LoadedKernel.queue
 
     def recording(kernel: LoadedKernel, stream: int, grid: int) -> None:
-        launches.append(Launch(stream, grid, kernel.spec.arguments.unpack_from(kernel._room)))
+        launches.append(Launch(stream, grid, kernel.spec.arguments.unpack_from(kernel.pack.args[0])))
         queue(kernel, stream, grid)
 
     monkeypatch.setattr(LoadedKernel, "queue", recording)

@@ -331,7 +331,8 @@ def test_columns_that_stay_are_written_once_for_as_many_rows_as_were_filled(dire
     for count, order, device_pitch, host_pitch, width, height in given:
         device, host = address[:count] + np.uint64(count), address[:count]
         columns = [column[each] for each in (width, height, device_pitch, host_pitch)]
-        table: Any = copier.stage(TransferPlan(direction, device, host, *columns), SourceOrder(order)).args[0]  # type: ignore[attr-defined]
+        copier.stage(TransferPlan(direction, device, host, *columns), SourceOrder(order))
+        table, _ = copier._staged
         copier.stage(TransferPlan(other, host, device, *reversed(columns)), SourceOrder.STREAM)
         rows = table.rows[:count]
         assert [rows[end].tolist() for end in ends] == [device.tolist(), host.tolist()]

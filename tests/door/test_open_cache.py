@@ -13,7 +13,7 @@ from doors import AXES, BLOCKS, KEY_BYTES, SHAPE, Host, host, tokens
 from helpers import simulated
 from interrupts import interrupt_at
 from seeds import rest_long
-from tier_classes import DictTier
+from tier_classes import DictTier, GatedTier
 from tiering import until
 
 import kvoffload
@@ -152,6 +152,26 @@ def test_closing_closes_what_it_has_made_and_no_more(tmp_path: Path) -> None:
                 with pytest.raises(ClosedError, match="closed"):
                     call(keys, IDS, after=NO_WAIT)
             del cache
+
+
+def test_closing_writes_what_the_disk_has_not_got(tmp_path: Path) -> None:
+    with host() as there:
+        for hits in (0, 4):
+            with kvoffload.open_cache(there.arrays, axes=AXES, pool_bytes=80 * KEY_BYTES, **on_disk(tmp_path)) as cache:
+                assert [turn(there, cache, number) for number in range(1, 16)] == [hits] * 15
+
+
+def test_closing_without_time_gives_up_what_a_tier_has_not_got() -> None:
+    slow = GatedTier()
+    with host() as there:
+        cache = kvoffload.open_cache(there.arrays, axes=AXES, pool_bytes=80 * KEY_BYTES, tiers=[slow])
+        turn(there, cache, 1)
+        turn(there, cache, 2)
+        until(lambda: bool(slow.begun))
+        cache.close(0)
+        slow.permit()
+        until(cache.close)
+        assert [name for name, _ in slow.begun] == ["write"]
 
 
 def test_a_device_that_it_has_opened_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,25 +95,29 @@ def conversations(engine: Any, count: int, turns: int, *, at_once: bool = True) 
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, command: Sequence[str] = ("-m", "chat_server")) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "chat_server", "--port", str(self.port), *options]
+        started = [sys.executable, *command, "--port", str(self.port), *options]
         paths = [str(ROOT), *filter(None, sys.path)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+        # a pipe that nobody reads could stop a server that logs much
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
         self.process = subprocess.Popen(
-            command, cwd=EXAMPLES, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            started, cwd=EXAMPLES, env=environment, stdout=self._output, stderr=subprocess.STDOUT
         )
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
+    def output(self) -> str:
+        """What it has printed."""
+        return os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")
+
     def wait_until_ready(self) -> None:
-        assert self.process.stdout is not None
-        first = self.process.stdout.readline()
-        assert " on http://" in first, first + self.process.stdout.read()
+        self.until(lambda: " on http://" in self.output(), "its address", 4 * SECONDS)
         self.until(self.answers, "an answer")
 
     def answers(self) -> bool:
@@ -134,21 +139,26 @@ class Server:
         assert found is not None, f"there is no {name}"
         return float(found[1])
 
-    def until(self, condition: Any, what: str) -> None:
-        limit = time.monotonic() + SECONDS
+    def until(self, condition: Any, what: str, seconds: float = SECONDS) -> None:
+        limit = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < limit, f"waited {SECONDS} seconds for {what}"
-            assert self.process.poll() is None, "the server has ended"
+            assert time.monotonic() < limit, f"waited {seconds} seconds for {what}"
+            assert self.process.poll() is None, f"the server has ended: {self.output()}"
             time.sleep(0.02)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(SECONDS)
 
+    def close(self) -> None:
+        self.kill()
+        print(self.output())
+        self._output.close()
+
 
 @contextmanager
-def server(*options: str) -> Iterator[Server]:
-    started = Server(*options)
+def server(*options: str, **how: Any) -> Iterator[Server]:
+    started = Server(*options, **how)
     try:
         started.wait_until_ready()
         yield started
@@ -156,7 +166,4 @@ def server(*options: str) -> Iterator[Server]:
             started.process.send_signal(signal.SIGINT)
             started.process.wait(SECONDS)
     finally:
-        started.kill()
-        assert started.process.stdout is not None
-        print(started.process.stdout.read())
-        started.process.stdout.close()
+        started.close()

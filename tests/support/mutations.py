@@ -51,15 +51,15 @@ MUTATIONS = (
     Mutation(
         "the-last-block-of-more-than-five-is-forgotten",
         "engine/hazards.py",
-        "latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = sequence",
-        "latest.on_blocks[group][(blocks[:-1] if len(blocks) > 5 else blocks) // divisor] = sequence",
+        "latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = number",
+        "latest.on_blocks[group][(blocks[:-1] if len(blocks) > 5 else blocks) // divisor] = number",
         (f"{ENGINE}::test_every_slot_and_block_of_a_transfer_is_remembered",),
     ),
     Mutation(
         "the-last-slot-of-more-than-five-is-forgotten",
         "engine/hazards.py",
-        "latest.on_slots[slots] = sequence",
-        "latest.on_slots[slots[:-1] if len(slots) > 5 else slots] = sequence",
+        "latest.on_slots[slots] = number",
+        "latest.on_slots[slots[:-1] if len(slots) > 5 else slots] = number",
         (f"{ENGINE}::test_every_slot_and_block_of_a_transfer_is_remembered",),
     ),
     Mutation(
@@ -137,7 +137,7 @@ MUTATIONS = (
         "staged-copies-are-overwritten-by-those-of-a-piece",
         "engine/launcher.py",
         "submit(stream.handle, transfer.start if first else None)",
-        "[each.copier.stage(each.work.cut(0, 1), transfer.source_order) for each in transfer.shares[:1] if number]; "
+        "[each[1].stage(each[0].cut(0, 1), transfer.source_order) for each in transfer.shares[:1] if number]; "
         "submit(stream.handle, transfer.start if first else None)",
         (f"{PACK}::test_groups_of_one_transfer_by_different_copiers",),
     ),

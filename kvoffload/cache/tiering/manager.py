@@ -81,7 +81,7 @@ class TierManager:
         submit: Callable[[ChainedLoad], None],
     ) -> None:
         self.tiers = [TierBelow(tier, hung) for tier in tiers]
-        self.closed = False
+        self.closed = self._closing = False
         self._lock = threading.RLock()
         self._calling: set[int] = set()  # threads of callers that are in a call of a tier
         self._recorder = records.recorder
@@ -133,7 +133,7 @@ class TierManager:
 
     def post(self, message: Message) -> None:
         concerns_writes = isinstance(message, CacheEvent | tuple)
-        if concerns_writes and (self.closed or len(self._messages) >= MOST_MESSAGES or self._rests()):
+        if concerns_writes and (self._closing or len(self._messages) >= MOST_MESSAGES or self._rests()):
             if isinstance(message, CacheEvent):
                 self._lost_events = True
             return  # these may be lost
@@ -320,17 +320,20 @@ class TierManager:
     def drain(self, timeout: float | None) -> bool:
         """Wait until all keys chosen so far are written, and durable; False after `timeout` seconds."""
         self.refuse_nested("drain")
-        timeout = as_timeout(timeout)
+        return self._drain(as_timeout(timeout), lambda: self._recorder.reporting)
+
+    def _drain(self, timeout: float | None, reporting: Callable[[], bool]) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
             return None if end is None else max(0.0, end - time.monotonic())
 
         def written() -> bool:
-            if self._settle() or self._recorder.reporting:
+            if self._settle() or reporting():
                 return False
             with self._lock:
-                return self._writer.idle and not self._messages and not self._ended
+                only_promotions = all(isinstance(each, PromotionRecord | ChainedLoad) for each in list(self._messages))
+                return self._writer.idle and only_promotions and not self._ended
 
         self.wake()
         try:
@@ -347,9 +350,12 @@ class TierManager:
         return drained
 
     def close(self, timeout: float) -> bool:
-        """End the thread and close the tiers; returns whether no call of a tier goes on."""
+        """Drain, end the thread and close the tiers; returns whether no call of a tier goes on."""
         self.refuse_nested("close")
         end = time.monotonic() + to_wait("timeout", timeout)
+        first, self._closing = not self._closing, True
+        if first and self._thread is not threading.current_thread():
+            self._drain(timeout, lambda: False)  # also in a hook, which is being told of events meanwhile
         self.closed = True
         self.wake()
         tiers = [below.tier for below in self.tiers]
