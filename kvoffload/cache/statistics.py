@@ -282,11 +282,12 @@ class StatisticsRecorder:
             **{kind: sum(each[kind] for each in self._by_tenant.values()) for kind in _BY_TENANT},
         )
 
-    @property
-    def reporting(self) -> bool:
-        """Whether events have not reached the hook yet, or another thread is calling it now."""
+    def reporting(self, thread: int = 0) -> bool:
+        """Whether the hook is being told of events, or will be, other than by this thread (0: the caller's)."""
         notifier = self._notifier.get("now")
-        return bool(self.unreported) or (notifier is not None and notifier[0] != threading.get_ident())
+        if notifier is None:
+            return bool(self.unreported)
+        return notifier[0] != (thread or threading.get_ident())
 
     def notify(self) -> None:
         """Call the hook for every unreported event. An Exception that it raises becomes a warning.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,18 @@ from tier_classes import DictTier, GatedTier
 from tiering import until
 
 import kvoffload
-from kvoffload import NO_WAIT, CapacityError, ClosedError, KVLayout, LayoutError, OffloadEngine, Tenant, door
+from kvoffload import (
+    NO_WAIT,
+    CacheEvent,
+    CapacityError,
+    ClosedError,
+    KVLayout,
+    LayoutError,
+    OffloadEngine,
+    Tenant,
+    door,
+)
+from kvoffload.cache.tiering.manager import TierManager
 from kvoffload.testing import FaultyTier, SimulatedDriver, leak_check
 from kvoffload.tiers import DiskTier
 
@@ -159,6 +171,22 @@ def test_closing_writes_what_the_disk_has_not_got(tmp_path: Path) -> None:
         for hits in (0, 4):
             with kvoffload.open_cache(there.arrays, axes=AXES, pool_bytes=80 * KEY_BYTES, **on_disk(tmp_path)) as cache:
                 assert [turn(there, cache, number) for number in range(1, 16)] == [hits] * 15
+
+
+def test_keys_whose_stores_are_told_late_are_written_no_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = TierManager.post
+
+    def late(manager: TierManager, message: Any) -> None:
+        if isinstance(message, CacheEvent) and message.kind == "stored":
+            time.sleep(0.02)  # its request has ended meanwhile
+        post(manager, message)
+
+    monkeypatch.setattr(TierManager, "post", late)
+    with host() as there:
+        for hits in (0, 4):
+            options = on_disk(tmp_path, prefill_tokens_per_second=1.0)
+            with kvoffload.open_cache(there.arrays, axes=AXES, pool_bytes=80 * KEY_BYTES, **options) as cache:
+                assert [turn(there, cache, number) for number in range(1, 6)] == [hits] * 5
 
 
 def test_closing_without_time_gives_up_what_a_tier_has_not_got() -> None:

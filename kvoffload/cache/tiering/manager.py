@@ -81,7 +81,8 @@ class TierManager:
         submit: Callable[[ChainedLoad], None],
     ) -> None:
         self.tiers = [TierBelow(tier, hung) for tier in tiers]
-        self.closed = self._closing = False
+        self.closed = False
+        self._closer = 0  # the thread that closes
         self._lock = threading.RLock()
         self._calling: set[int] = set()  # threads of callers that are in a call of a tier
         self._recorder = records.recorder
@@ -133,7 +134,7 @@ class TierManager:
 
     def post(self, message: Message) -> None:
         concerns_writes = isinstance(message, CacheEvent | tuple)
-        if concerns_writes and (self._closing or len(self._messages) >= MOST_MESSAGES or self._rests()):
+        if concerns_writes and (self.closed or len(self._messages) >= MOST_MESSAGES or self._rests()):
             if isinstance(message, CacheEvent):
                 self._lost_events = True
             return  # these may be lost
@@ -223,7 +224,7 @@ class TierManager:
         self._recorder.notify()
         for chained in ready:
             self._submit(chained)
-        waits = [_POLL] if in_flight else []
+        waits = [_POLL] if in_flight or self._ended else []
         if next_look is not None:
             waits.append(max(0.0, next_look - time.monotonic()))
         return min(waits, default=None)
@@ -256,12 +257,13 @@ class TierManager:
         return ready
 
     def _choose(self) -> None:
-        """Choose writes among the keys of ended requests, once their stores have ended, and of keys about to be
-        evicted.
+        """Choose writes among the keys of ended requests, once their stores have ended and the events were heard, and of
+        keys about to be evicted.
         """
         while self._ended:
             statuses = self._records.status(list(self._ended[0]))
-            if Status.PENDING in statuses and len(self._ended) < _MOST_ENDED:
+            unheard = Status.PENDING in statuses or self._messages or self._recorder.reporting(self._closer)
+            if unheard and len(self._ended) < _MOST_ENDED:
                 break
             keys = self._ended.popleft()
             if self._choice.learns:
@@ -320,16 +322,16 @@ class TierManager:
     def drain(self, timeout: float | None) -> bool:
         """Wait until all keys chosen so far are written, and durable; False after `timeout` seconds."""
         self.refuse_nested("drain")
-        return self._drain(as_timeout(timeout), lambda: self._recorder.reporting)
+        return self._drain(as_timeout(timeout))
 
-    def _drain(self, timeout: float | None, reporting: Callable[[], bool]) -> bool:
+    def _drain(self, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
             return None if end is None else max(0.0, end - time.monotonic())
 
         def written() -> bool:
-            if self._settle() or reporting():
+            if self._settle() or self._recorder.reporting():
                 return False
             with self._lock:
                 only_promotions = all(isinstance(each, PromotionRecord | ChainedLoad) for each in list(self._messages))
@@ -353,9 +355,9 @@ class TierManager:
         """Drain, end the thread and close the tiers; returns whether no call of a tier goes on."""
         self.refuse_nested("close")
         end = time.monotonic() + to_wait("timeout", timeout)
-        first, self._closing = not self._closing, True
+        first, self._closer = not self._closer, threading.get_ident()
         if first and self._thread is not threading.current_thread():
-            self._drain(timeout, lambda: False)  # also in a hook, which is being told of events meanwhile
+            self._drain(timeout)
         self.closed = True
         self.wake()
         tiers = [below.tier for below in self.tiers]
