@@ -257,7 +257,7 @@ class TierManager:
         return ready
 
     def _choose(self) -> None:
-        """Choose writes among the keys of ended requests, once their stores have ended and the events were heard, and of
+        """Choose writes among the keys of ended requests, once their stores have ended, and were heard of; and among
         keys about to be evicted.
         """
         while self._ended:
