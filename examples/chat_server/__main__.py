@@ -27,7 +27,7 @@ def options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="smollm2", help="smollm2 (the default), or with random weights: tiny, llama-1b, llama-8b")
-    add("--dtype", choices=("float32", "bfloat16"), help="by default float32 on a CPU, bfloat16 on a GPU")
+    add("--dtype", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU, but for smollm2; else float32")
     add("--device-blocks", type=int, default=256, help="blocks of 16 tokens on the device (%(default)s)")
     add("--context", type=int, default=1024, help="tokens of prompt and answer together, at most (%(default)s)")
     add("--batch", type=int, default=8, help="requests that are served at the same time (%(default)s)")
@@ -46,7 +46,6 @@ def main() -> int:
     chosen = options()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_ALGORITHM}"
     try:
-        import jax
         import uvicorn
 
         from chat_server import llama, models
@@ -61,7 +60,7 @@ def main() -> int:
     if chosen.model not in llama.GEOMETRIES:
         print(f"--model must be one of {list(llama.GEOMETRIES)}, got {chosen.model}", file=sys.stderr)
         return 2
-    dtype = chosen.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    dtype = chosen.dtype or models.default_dtype(chosen.model)
     model = models.load(chosen.model, dtype)
     engine_options = EngineOptions(
         identity=model.identity,

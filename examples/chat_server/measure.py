@@ -158,7 +158,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     requests, left_out = read(chosen)
     if not requests:
         raise SystemExit(f"{chosen.trace} has no request that fits into --context {chosen.context}")
-    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    dtype = models.default_dtype(chosen.model)
     model = models.load(chosen.model, dtype)
     prompts = [prompt_of(each, chosen.tokens, model.size.vocabulary) for each in requests]
     blocks = len({number for each in requests for number in each.ids}) * chosen.tokens // BLOCK_TOKENS
