@@ -9,6 +9,11 @@ block that has come so far (Kaplan and Meier, "Nonparametric Estimation from Inc
 still wait count as far as they have waited). A block's *worth* follows: the uses to expect for each block of age that
 it is kept on, if it is kept as long as suits it best. That is the hit density of Beckmann, Chen and Cidon, "LHD:
 Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from survival.
+
+On some traffic, such as agents' sessions that end without notice, a block's past says less than when it was last used.
+So there are two orders of eviction: by what was learned, and by recency, as LRU has it. Each round, before anything new
+is learned, both are judged by the uses of that round, which neither has seen: how many of them would a cache have found
+that keeps the blocks that the order puts last? The better order of the latest rounds is used.
 """
 
 from __future__ import annotations
@@ -25,6 +30,10 @@ _RANGES_PER_DOUBLING = 3
 _DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
 _FADING = 0.8  # what an observation weighs after another round of learning
 _FEWEST = 8.0  # observations below which nothing is concluded
+_JUDGED_FADING = 0.95  # what the uses of one round weigh, by which orders are judged, after another round
+_SCARCE = 1.02, 1.1  # hits per hit of LRU: with fewer, declining hardly pays; with more, the cache is far too small
+_LEAD = 0.05  # how much more LRU's order must find where the cache is far too small: what it declines is not judged
+_CAUTION = 0.5, 0.7  # in LRU's order: decline blocks that are worth less than this share of what they displace
 
 EDGES = (
     0,
@@ -43,6 +52,9 @@ def kind_of(uses: int, is_end: bool) -> int:
 KIND_OF = [(0, 0), *((kind_of(uses, False), kind_of(uses, True)) for uses in range(1, MOST_USES + 1))]
 """`kind_of(uses, is_end)` as a table."""
 
+_CELLS = [(kind, index) for kind in range(KINDS) for index in range(len(EDGES))]
+_RECENCY = [[1 / (1 + age) for age in EDGES]] * KINDS  # chain worths by which the oldest goes first
+
 
 class Survivors(NamedTuple):
     """Blocks that have not been asked for again so far."""
@@ -55,22 +67,33 @@ class Survivors(NamedTuple):
 class ReuseModel:
     """Learns from observations; estimates the worth of blocks. Before it has learned, age and uses alone decide.
 
+    Args:
+        capacity: blocks that the cache has room for.
+
     Attributes:
-        chain_worths: by kind and range of ages: the worth of a block together with all that may need it. Those were
-            last used at the same time or earlier and not more often; so this is the highest worth over its kind and
-            lower ones, at its age and above. A policy that evicts the lowest chain worth, and among equals the lowest
-            kind, evicts a block only after the blocks that need it.
+        caution: decline a block only if it is worth no more than this share of what it would displace.
+        chain_worths: of the order in use, by kind and range of ages: the worth of a block together with all that may
+            need it. Those were last used at the same time or earlier and not more often; so this is the highest worth
+            over its kind and lower ones, at its age and above. A policy that evicts the lowest chain worth, and among
+            equals the lowest kind, evicts a block only after the blocks that need it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._hits = 0.0
+        self._judged = [0.0, 0.0]  # hits that the learned order would have had, and LRU's
+        self._by_recency = False
+        self.caution = 1.0
         self.reused_counts = _table()
+        self._counts_before = _table()
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
         self._known = [False] * KINDS
-        self.chain_worths: list[list[float]] = []
-        self._compute_chain_worths()
+        self._learned = self.chain_worths = _chain_worths(self._worth)
 
-    def reused(self, kind: int, age: int, count: int) -> None:
+    def reused(self, kind: int, age: int, count: int, resident: bool) -> None:
+        """`resident`: the cache still had the blocks."""
+        self._hits += count * resident
         self.reused_counts[kind][bisect_right(EDGES, age) - 1] += count
 
     def lost(self, kind: int, age: int, count: int) -> None:
@@ -89,22 +112,54 @@ class ReuseModel:
         waiting = _table()
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
+        self._judge(waiting)
         for kind in range(KINDS):
             self._known[kind] |= _update(self._worth[kind], self.reused_counts[kind], self._lost[kind], waiting[kind])
             for table in (self.reused_counts, self._lost):
                 table[kind] = [_FADING * count for count in table[kind]]
-        self._compute_chain_worths()
+        self._counts_before = [counts[:] for counts in self.reused_counts]
+        self._learned = _chain_worths(self._worth)
+        self.chain_worths = _RECENCY if self._by_recency else self._learned
 
-    def _compute_chain_worths(self) -> None:
-        self.chain_worths = []
-        below = [0.0] * len(EDGES)
-        for worths in self._worth:
-            chain_worths, highest = below[:], 0.0
-            for index in reversed(range(len(EDGES))):
-                highest = max(highest, worths[index], below[index])
-                chain_worths[index] = highest
-            self.chain_worths.append(chain_worths)
-            below = chain_worths
+    def _judge(self, waiting: list[list[float]]) -> None:
+        """Choose the order, by the uses since the last round, and from how much better than LRU the cache has been."""
+        pairs = zip(self.reused_counts, self._counts_before, strict=True)
+        uses = [[now - before for now, before in zip(*pair, strict=True)] for pair in pairs]
+        for which, order in enumerate((self._learned, _RECENCY)):
+            self._judged[which] += _hits(order, self._capacity, waiting, uses)
+        learned, recent = self._judged
+        ratio, (least, most) = (self._hits + _FEWEST) / (recent + _FEWEST), _SCARCE
+        scarce = min(1.0, max(0.0, (ratio - least) / (most - least)))
+        self._by_recency = learned * (1 + _LEAD * scarce) < recent
+        self.caution = _CAUTION[0] + (_CAUTION[1] - _CAUTION[0]) * scarce if self._by_recency else 1.0
+        self._hits *= _JUDGED_FADING
+        self._judged = [_JUDGED_FADING * hits for hits in self._judged]
+
+
+def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:
+    """See `ReuseModel`."""
+    found = []
+    below = [0.0] * len(EDGES)
+    for worths in worths_of:
+        chain_worths, highest = below[:], 0.0
+        for index in reversed(range(len(EDGES))):
+            highest = max(highest, worths[index], below[index])
+            chain_worths[index] = highest
+        found.append(chain_worths)
+        below = chain_worths
+    return found
+
+
+def _hits(order: list[list[float]], room: float, waiting: list[list[float]], uses: list[list[float]]) -> float:
+    """How many of `uses` a cache with room for so many of the waiting blocks has, if it keeps the last in the order."""
+    found = 0.0
+    for _, kind, index in sorted(((order[kind][index], kind, index) for kind, index in _CELLS), reverse=True):
+        blocks = waiting[kind][index]
+        if blocks > room:
+            return found + uses[kind][index] * room / blocks
+        room -= blocks
+        found += uses[kind][index]
+    return found
 
 
 def _table() -> list[list[float]]:
