@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 
 from policy_oracles import Given, Oracle
 
@@ -45,6 +46,8 @@ class Observation:
     age: int
     reused: bool
     weight: float = 1.0
+    hit: bool = False
+    judged: bool = False
 
 
 @dataclass
@@ -57,6 +60,8 @@ class PrefixOracle(Oracle):
         self.gone: dict[bytes, tuple[int, Record]] = {}  # with the generation that it was remembered in
         self.observations: list[Observation] = []
         self.learned: set[int] = set()
+        self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders
+        self.by_recency, self.caution = False, 1.0
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
         self.now = self.calls = self.generation = 0
         self.due = self.round
@@ -94,7 +99,7 @@ class PrefixOracle(Oracle):
             if not renews:
                 asked += 1
                 if old is not None:
-                    self.observations.append(Observation(old.kind, self.now - old.time, reused=True))
+                    self.observations.append(Observation(old.kind, self.now - old.time, reused=True, hit=resident))
             uses = 1 if old is None else old.uses if renews else min(6, old.uses + 1)
             at_end = ends and place == len(keys) - 1
             record = Record(uses, at_end, self.now, counted, self.calls, place, resident or counted)
@@ -138,7 +143,33 @@ class PrefixOracle(Oracle):
     def range_of(self, age: int) -> int:
         return max(index for index, edge in enumerate(self.settings.edges) if edge <= age)
 
+    def judge(self) -> None:
+        """Which order of eviction has the uses since the last round rather among the last blocks to go."""
+        fresh = [each for each in self.observations if not each.judged]
+        for each in fresh:
+            each.judged = True
+        waiting = [*self.here.values(), *(record for _, record in self.gone.values())]
+        at = Counter((record.kind, self.range_of(self.now - record.time)) for record in waiting)
+        used = Counter((each.kind, self.range_of(each.age)) for each in fresh if each.reused)
+        places = list(product(range(11), range(len(self.settings.edges))))
+        judged = []
+        for claim in (self.learned_claim, self.recent_claim):
+            room, hits = float(self.capacity), 0.0
+            for place in sorted(places, key=lambda place: (claim(*place), place), reverse=True):
+                hits += used[place] * (1.0 if at[place] <= room else room / at[place])
+                room -= at[place]
+                if room < 0:
+                    break
+            judged.append(hits)
+        self.rounds.append([float(sum(each.hit for each in fresh)), *judged])
+        columns = zip(*reversed(self.rounds), strict=True)
+        found, learned, recent = (sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns)
+        scarce = min(1.0, max(0.0, ((found + 8) / (recent + 8) - 1.02) / 0.08))
+        self.by_recency = learned * (1 + 0.05 * scarce) + 1e-6 < recent
+        self.caution = 0.5 + 0.2 * scarce if self.by_recency else 1.0
+
     def learn(self) -> None:
+        self.judge()
         edges = self.settings.edges
         for kind in range(11):
             seen = [
@@ -182,8 +213,15 @@ class PrefixOracle(Oracle):
         return self.worths[record.kind][self.range_of(self.now - record.time)]
 
     def claim(self, record: Record) -> float:
-        at = self.range_of(self.now - record.time)
-        return max(worth for kind in range(record.kind + 1) for worth in self.worths[kind][at:])
+        claim = self.recent_claim if self.by_recency else self.learned_claim
+        return claim(record.kind, self.range_of(self.now - record.time))
+
+    def learned_claim(self, kind: int, place: int) -> float:
+        return max(worth for low in range(kind + 1) for worth in self.worths[low][place:])
+
+    def recent_claim(self, kind: int, place: int) -> float:
+        del kind
+        return 1 / (1 + self.settings.edges[place])
 
     # giving up
 
@@ -199,7 +237,11 @@ class PrefixOracle(Oracle):
     def give_up_for(self, newcomers: Sequence[bytes], room: int, protected: Collection[bytes]) -> Given | None:
         going, victims, admitted = self.order(protected), list[bytes](), len(newcomers)
         while admitted - room > len(victims):
-            if admitted and going and self.arriving(newcomers, admitted - 1) <= self.worth(self.here[going[0]]):
+            if (
+                admitted
+                and going
+                and self.arriving(newcomers, admitted - 1) <= self.caution * self.worth(self.here[going[0]])
+            ):
                 admitted -= 1
             elif going:
                 victims.append(going.pop(0))

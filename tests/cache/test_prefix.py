@@ -145,7 +145,7 @@ def test_requests_need_not_be_touched() -> None:
 
 
 def model_of(make: Callable[[ReuseModel], object]) -> ReuseModel:
-    model = ReuseModel()
+    model = ReuseModel(100)
     make(model)
     return model
 
@@ -155,8 +155,8 @@ def test_worth_is_the_best_density_of_uses() -> None:
     """100 blocks: 10 used at age 0..1, 30 at 4..6, 60 forgotten at 11..15; by hand."""
 
     def observe(model: ReuseModel) -> None:
-        model.reused(1, 1, 10)
-        model.reused(1, 5, 30)
+        model.reused(1, 1, 10, resident=True)
+        model.reused(1, 5, 30, resident=True)
         model.lost(1, 12, 60)
         model.learn([])
 
@@ -173,7 +173,7 @@ def test_worth_is_the_best_density_of_uses() -> None:
 @pytest.mark.usefixtures("small")
 def test_what_still_waits_counts_as_far_as_it_has_waited() -> None:
     def observe(model: ReuseModel) -> None:
-        model.reused(1, 5, 30)
+        model.reused(1, 5, 30, resident=True)
         model.learn([Survivors(1, 3, 50)])
 
     model = model_of(observe)
@@ -182,19 +182,19 @@ def test_what_still_waits_counts_as_far_as_it_has_waited() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_too_few_observations_conclude_nothing() -> None:
-    model = ReuseModel()
+    model = ReuseModel(100)
     before = [model.worth(kind, 0) for kind in range(KINDS)]
-    model.reused(3, 0, 8)
+    model.reused(3, 0, 8, resident=True)
     model.learn([])
     assert [model.worth(kind, 0) for kind in range(KINDS)] == before
-    model.reused(3, 0, 8)
+    model.reused(3, 0, 8, resident=True)
     model.learn([])
     assert model.worth(3, 0) != before[3]
 
 
 def test_observations_fade() -> None:
     def observe(model: ReuseModel) -> None:
-        model.reused(1, 1_000, 1_000)
+        model.reused(1, 1_000, 1_000, resident=True)
         model.learn([])
         for _ in range(30):
             model.lost(1, 100_000, 1_000)
@@ -213,9 +213,9 @@ def test_kinds_rise_along_a_chain() -> None:
 @pytest.mark.usefixtures("small")
 def test_chain_worths_cover_what_may_need_a_block(seed: int) -> None:
     chance = random.Random(seed)
-    model = ReuseModel()
+    model = ReuseModel(100)
     for _ in range(200):
-        model.reused(chance.randrange(KINDS), chance.randrange(100), chance.randint(1, 9))
+        model.reused(chance.randrange(KINDS), chance.randrange(100), chance.randint(1, 9), resident=True)
         model.lost(chance.randrange(KINDS), chance.randrange(400), chance.randint(1, 9))
     model.learn([])
     for kind in range(KINDS):

@@ -33,6 +33,7 @@ _FEWEST = 8.0  # observations below which nothing is concluded
 _JUDGED_FADING = 0.95  # what the uses of one round weigh, by which orders are judged, after another round
 _SCARCE = 1.02, 1.1  # hits per hit of LRU: with fewer, declining hardly pays; with more, the cache is far too small
 _LEAD = 0.05  # how much more LRU's order must find where the cache is far too small: what it declines is not judged
+_TIE = 1e-6  # hits that are no difference
 _CAUTION = 0.5, 0.7  # in LRU's order: decline blocks that are worth less than this share of what they displace
 
 EDGES = (
@@ -51,9 +52,6 @@ def kind_of(uses: int, is_end: bool) -> int:
 
 KIND_OF = [(0, 0), *((kind_of(uses, False), kind_of(uses, True)) for uses in range(1, MOST_USES + 1))]
 """`kind_of(uses, is_end)` as a table."""
-
-_CELLS = [(kind, index) for kind in range(KINDS) for index in range(len(EDGES))]
-_RECENCY = [[1 / (1 + age) for age in EDGES]] * KINDS  # chain worths by which the oldest goes first
 
 
 class Survivors(NamedTuple):
@@ -86,6 +84,7 @@ class ReuseModel:
         self.caution = 1.0
         self.reused_counts = _table()
         self._counts_before = _table()
+        self._recency = [[1 / (1 + age) for age in EDGES]] * KINDS
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
         self._known = [False] * KINDS
@@ -119,18 +118,18 @@ class ReuseModel:
                 table[kind] = [_FADING * count for count in table[kind]]
         self._counts_before = [counts[:] for counts in self.reused_counts]
         self._learned = _chain_worths(self._worth)
-        self.chain_worths = _RECENCY if self._by_recency else self._learned
+        self.chain_worths = self._recency if self._by_recency else self._learned
 
     def _judge(self, waiting: list[list[float]]) -> None:
         """Choose the order, by the uses since the last round, and from how much better than LRU the cache has been."""
         pairs = zip(self.reused_counts, self._counts_before, strict=True)
         uses = [[now - before for now, before in zip(*pair, strict=True)] for pair in pairs]
-        for which, order in enumerate((self._learned, _RECENCY)):
+        for which, order in enumerate((self._learned, self._recency)):
             self._judged[which] += _hits(order, self._capacity, waiting, uses)
         learned, recent = self._judged
         ratio, (least, most) = (self._hits + _FEWEST) / (recent + _FEWEST), _SCARCE
         scarce = min(1.0, max(0.0, (ratio - least) / (most - least)))
-        self._by_recency = learned * (1 + _LEAD * scarce) < recent
+        self._by_recency = learned * (1 + _LEAD * scarce) + _TIE < recent
         self.caution = _CAUTION[0] + (_CAUTION[1] - _CAUTION[0]) * scarce if self._by_recency else 1.0
         self._hits *= _JUDGED_FADING
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
@@ -153,7 +152,8 @@ def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:
 def _hits(order: list[list[float]], room: float, waiting: list[list[float]], uses: list[list[float]]) -> float:
     """How many of `uses` a cache with room for so many of the waiting blocks has, if it keeps the last in the order."""
     found = 0.0
-    for _, kind, index in sorted(((order[kind][index], kind, index) for kind, index in _CELLS), reverse=True):
+    cells = ((worth, kind, index) for kind, worths in enumerate(order) for index, worth in enumerate(worths))
+    for _, kind, index in sorted(cells, reverse=True):
         blocks = waiting[kind][index]
         if blocks > room:
             return found + uses[kind][index] * room / blocks
