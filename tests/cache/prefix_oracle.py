@@ -164,9 +164,9 @@ class PrefixOracle(Oracle):
         self.rounds.append([float(sum(each.hit for each in fresh)), *judged])
         columns = zip(*reversed(self.rounds), strict=True)
         found, learned, recent = (sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns)
-        scarce = min(1.0, max(0.0, ((found + 8) / (recent + 8) - 1.02) / 0.08))
-        self.by_recency = learned * (1 + 0.05 * scarce) + 1e-6 < recent
-        self.caution = 0.5 + 0.2 * scarce if self.by_recency else 1.0
+        learned += self.capacity / 24 * 0.95 ** (len(self.rounds) - 1)
+        self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.02) + 1e-6 < recent
+        self.caution = 0.5 if self.by_recency else 1.0
 
     def learn(self) -> None:
         self.judge()

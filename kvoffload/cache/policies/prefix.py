@@ -254,7 +254,7 @@ class Prefix(Policy):
             run: Run = next(iter(self._queues[min(bounds)[1]]))
             key = run.keys[-1] if run.keys else b""
             if self._run_of.get(key) is run and (request is None or run.request is not request) and not protected(key):
-                if worths and worths[-1] <= self._displaced(run):
+                if worths and worths[-1] <= self._model.worth(run.kind, self._now - run.time):
                     return Room(admitted - 1, victims)
                 return Room(admitted, [key])
         batch = max(1, min(admitted - room, BATCH))
@@ -267,17 +267,13 @@ class Prefix(Policy):
         )
         while admitted - room > len(victims):
             head = heads.lowest()
-            displaced_worth = -1.0 if head is None else self._displaced(head.run)
+            displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
             while admitted and worths[admitted - 1] <= displaced_worth and admitted - room > len(victims):
                 admitted -= 1
             if head is None:
                 return None
             victims += head.take(admitted - room - len(victims))
         return Room(admitted, victims)
-
-    def _displaced(self, run: Run) -> float:
-        """What a newcomer has to be worth more than, if a block of this run goes for it."""
-        return self._model.caution * self._model.worth(run.kind, self._now - run.time)
 
     def _worths(self, newcomers: Sequence[bytes], ends: bool) -> list[float]:
         """The worth of newcomers on arrival; with `ends` the last is the end of its request."""

@@ -31,10 +31,10 @@ _DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
 _FADING = 0.8  # what an observation weighs after another round of learning
 _FEWEST = 8.0  # observations below which nothing is concluded
 _JUDGED_FADING = 0.95  # what the uses of one round weigh, by which orders are judged, after another round
-_SCARCE = 1.02, 1.1  # hits per hit of LRU: with fewer, declining hardly pays; with more, the cache is far too small
-_LEAD = 0.05  # how much more LRU's order must find where the cache is far too small: what it declines is not judged
+_SCARCE = 1.02  # hits per hit of LRU's order: from here on the order that has been learned is preferred to LRU's
+_CREDIT = 1 / 24  # hits for each slot that the learned order has before it is judged
 _TIE = 1e-6  # hits that are no difference
-_CAUTION = 0.5, 0.7  # in LRU's order: decline blocks that are worth less than this share of what they displace
+_CAUTION = 0.5  # in LRU's order: decline blocks that are worth less than this share of what they displace
 
 EDGES = (
     0,
@@ -69,7 +69,6 @@ class ReuseModel:
         capacity: blocks that the cache has room for.
 
     Attributes:
-        caution: decline a block only if it is worth no more than this share of what it would displace.
         chain_worths: of the order in use, by kind and range of ages: the worth of a block together with all that may
             need it. Those were last used at the same time or earlier and not more often; so this is the highest worth
             over its kind and lower ones, at its age and above. A policy that evicts the lowest chain worth, and among
@@ -79,9 +78,8 @@ class ReuseModel:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._hits = 0.0
-        self._judged = [0.0, 0.0]  # hits that the learned order would have had, and LRU's
-        self._by_recency = False
-        self.caution = 1.0
+        self._judged = [capacity * _CREDIT, 0.0]  # hits that the learned order would have had, and LRU's
+        self._caution = 1.0
         self.reused_counts = _table()
         self._counts_before = _table()
         self._recency = [[1 / (1 + age) for age in EDGES]] * KINDS
@@ -99,40 +97,46 @@ class ReuseModel:
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
 
     def worth(self, kind: int, age: int) -> float:
-        """Uses to expect for each block of age that a block is kept from now on."""
-        return self._worth[kind][bisect_right(EDGES, age) - 1]
+        """Uses to expect for each block of age that a block is kept from now on; in LRU's order, a share of that."""
+        return self._caution * self._worth[kind][bisect_right(EDGES, age) - 1]
 
     def promise(self, kind: int) -> float:
         """The worth of a block of a kind on arrival; infinite while nothing is known of the kind."""
         return self._worth[kind][0] if self._known[kind] else inf
 
     def learn(self, survivors: Iterable[Survivors]) -> None:
-        """Estimate worths from the observations; these weigh less from now on."""
+        """Choose the order by the uses since the last round, then estimate worths from all observations.
+
+        These weigh less from now on.
+        """
         waiting = _table()
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
-        self._judge(waiting)
+        pairs = zip(self.reused_counts, self._counts_before, strict=True)
+        uses = [[now - before for now, before in zip(*pair, strict=True)] for pair in pairs]
+        for which, order in enumerate((self._learned, self._recency)):
+            cells = ((worth, kind, index) for kind, worths in enumerate(order) for index, worth in enumerate(worths))
+            room = float(self._capacity)
+            for _, kind, index in sorted(cells, reverse=True):  # the last to go comes first
+                there = waiting[kind][index]
+                self._judged[which] += uses[kind][index] * (1.0 if there <= room else room / there)
+                room -= there
+                if room < 0:
+                    break
+        learned, recent = self._judged
+        # What an order declines is not judged: a cache that finds far more than LRU shows that it declines well.
+        ratio = (self._hits + _FEWEST) / (recent + _FEWEST)
+        by_recency = learned * max(1.0, ratio / _SCARCE) + _TIE < recent
+        self._caution = _CAUTION if by_recency else 1.0
+        self._hits *= _JUDGED_FADING
+        self._judged = [_JUDGED_FADING * hits for hits in self._judged]
         for kind in range(KINDS):
             self._known[kind] |= _update(self._worth[kind], self.reused_counts[kind], self._lost[kind], waiting[kind])
             for table in (self.reused_counts, self._lost):
                 table[kind] = [_FADING * count for count in table[kind]]
         self._counts_before = [counts[:] for counts in self.reused_counts]
         self._learned = _chain_worths(self._worth)
-        self.chain_worths = self._recency if self._by_recency else self._learned
-
-    def _judge(self, waiting: list[list[float]]) -> None:
-        """Choose the order, by the uses since the last round, and from how much better than LRU the cache has been."""
-        pairs = zip(self.reused_counts, self._counts_before, strict=True)
-        uses = [[now - before for now, before in zip(*pair, strict=True)] for pair in pairs]
-        for which, order in enumerate((self._learned, self._recency)):
-            self._judged[which] += _hits(order, self._capacity, waiting, uses)
-        learned, recent = self._judged
-        ratio, (least, most) = (self._hits + _FEWEST) / (recent + _FEWEST), _SCARCE
-        scarce = min(1.0, max(0.0, (ratio - least) / (most - least)))
-        self._by_recency = learned * (1 + _LEAD * scarce) + _TIE < recent
-        self.caution = _CAUTION[0] + (_CAUTION[1] - _CAUTION[0]) * scarce if self._by_recency else 1.0
-        self._hits *= _JUDGED_FADING
-        self._judged = [_JUDGED_FADING * hits for hits in self._judged]
+        self.chain_worths = self._recency if by_recency else self._learned
 
 
 def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:
@@ -146,19 +150,6 @@ def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:
             chain_worths[index] = highest
         found.append(chain_worths)
         below = chain_worths
-    return found
-
-
-def _hits(order: list[list[float]], room: float, waiting: list[list[float]], uses: list[list[float]]) -> float:
-    """How many of `uses` a cache with room for so many of the waiting blocks has, if it keeps the last in the order."""
-    found = 0.0
-    cells = ((worth, kind, index) for kind, worths in enumerate(order) for index, worth in enumerate(worths))
-    for _, kind, index in sorted(cells, reverse=True):
-        blocks = waiting[kind][index]
-        if blocks > room:
-            return found + uses[kind][index] * room / blocks
-        room -= blocks
-        found += uses[kind][index]
     return found
 
 
