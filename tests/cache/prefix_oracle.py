@@ -17,6 +17,7 @@ class Settings:
     edges: tuple[int, ...] = tuple([0] + [round(128 * 2 ** (step / 3)) for step in range(99)])
     remembered: int = 24_576
     round: int = 8_192
+    credit: float = 96.0
 
 
 @dataclass
@@ -61,7 +62,7 @@ class PrefixOracle(Oracle):
         self.observations: list[Observation] = []
         self.learned: set[int] = set()
         self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders
-        self.by_recency, self.caution = False, 1.0
+        self.by_recency, self.caution, self.recent_rounds = False, 1.0, 0
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
         self.now = self.calls = self.generation = 0
         self.due = self.round
@@ -164,9 +165,10 @@ class PrefixOracle(Oracle):
         self.rounds.append([float(sum(each.hit for each in fresh)), *judged])
         columns = zip(*reversed(self.rounds), strict=True)
         found, learned, recent = (sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns)
-        learned += self.capacity / 24 * 0.95 ** (len(self.rounds) - 1)
-        self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.02) + 1e-6 < recent
+        learned += self.settings.credit * 0.95 ** (len(self.rounds) - 1)
+        self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
         self.caution = 0.5 if self.by_recency else 1.0
+        self.recent_rounds += self.by_recency
 
     def learn(self) -> None:
         self.judge()

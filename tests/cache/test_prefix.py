@@ -27,10 +27,11 @@ def small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (reuse, prefix):
             patch.setattr(module, "EDGES", EDGES)
+        patch.setattr(reuse, "CREDIT", 2.0)
         patch.setattr(prefix, "FEWEST_REMEMBERED", 9)
         patch.setattr(prefix, "SHORTEST_ROUND", 20)
         patch.setattr(prefix, "BATCH", 3)
-        patch.setitem(PAIRS, "prefix", (Prefix, partial(PrefixOracle, settings=Settings(EDGES, 9, 20))))
+        patch.setitem(PAIRS, "prefix", (Prefix, partial(PrefixOracle, settings=Settings(EDGES, 9, 20, 2.0))))
         yield
 
 
@@ -61,6 +62,7 @@ def test_long_courses_give_up_what_the_oracle_gives_up(capacity: int, seed: int)
         pair.take(Step(action, keys[:capacity], protected, chance.randint(0, capacity // 2)))
     assert isinstance(pair.oracle, PrefixOracle)
     assert pair.oracle.due > 10 * pair.oracle.round, "it has learned often"
+    assert capacity > 7 or pair.oracle.recent_rounds, "and evicted in both orders"
 
 
 @pytest.mark.usefixtures("small")

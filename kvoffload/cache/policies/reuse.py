@@ -31,8 +31,8 @@ _DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
 _FADING = 0.8  # what an observation weighs after another round of learning
 _FEWEST = 8.0  # observations below which nothing is concluded
 _JUDGED_FADING = 0.95  # what the uses of one round weigh, by which orders are judged, after another round
-_SCARCE = 1.02  # hits per hit of LRU's order: from here on the order that has been learned is preferred to LRU's
-_CREDIT = 1 / 24  # hits for each slot that the learned order has before it is judged
+_SCARCE = 1.1  # hits per hit of LRU: from here on the learned order is preferred, more with every hit more
+CREDIT = 96.0  # hits that the learned order has at first: chance in the first rounds should not decide
 _TIE = 1e-6  # hits that are no difference
 _CAUTION = 0.5  # in LRU's order: decline blocks that are worth less than this share of what they displace
 
@@ -78,7 +78,7 @@ class ReuseModel:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._hits = 0.0
-        self._judged = [capacity * _CREDIT, 0.0]  # hits that the learned order would have had, and LRU's
+        self._judged = [CREDIT, 0.0]  # hits that the learned order would have had, and LRU's
         self._caution = 1.0
         self.reused_counts = _table()
         self._counts_before = _table()
@@ -126,7 +126,7 @@ class ReuseModel:
         learned, recent = self._judged
         # What an order declines is not judged: a cache that finds far more than LRU shows that it declines well.
         ratio = (self._hits + _FEWEST) / (recent + _FEWEST)
-        by_recency = learned * max(1.0, ratio / _SCARCE) + _TIE < recent
+        by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent
         self._caution = _CAUTION if by_recency else 1.0
         self._hits *= _JUDGED_FADING
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
