@@ -62,7 +62,7 @@ class PrefixOracle(Oracle):
         self.observations: list[Observation] = []
         self.learned: set[int] = set()
         self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders
-        self.by_recency, self.caution, self.recent_rounds = False, 1.0, 0
+        self.by_recency, self.caution = False, 1.0
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
         self.now = self.calls = self.generation = 0
         self.due = self.round
@@ -168,7 +168,6 @@ class PrefixOracle(Oracle):
         learned += self.settings.credit * 0.95 ** (len(self.rounds) - 1)
         self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
         self.caution = 0.5 if self.by_recency else 1.0
-        self.recent_rounds += self.by_recency
 
     def learn(self) -> None:
         self.judge()
