@@ -16,6 +16,7 @@ from kvoffload.cache.policies import PolicyChoice
 from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded, locked, reading, statuses_from_truth
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
+from kvoffload.cache.sessions import ACTIONS, Action, Hint, HintAnswer, Sessions
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.errors import ClosedError
@@ -202,21 +203,81 @@ class KeyCache:
         if self._tiers is not None:
             self._tiers.post(tuple(keys))
 
-    def open_request(self, *, tenant: str = "") -> CacheRequest:
+    def open_request(self, *, tenant: str = "", session: str | None = None) -> CacheRequest:
         """Open a request that stores and loads its keys in pieces: see `CacheRequest`.
 
         End it by its `end`, or use it in `with`.
 
+        Args:
+            tenant: whose quota and priority its keys have.
+            session: the conversation or agent that the request belongs to, any name; each tenant has its own. From then
+                on ages are measured in time, too, and `hint` concerns the session. A wrong name costs hits, no bytes.
+
         Raises:
             ValueError: the cache has no such tenant.
+            TypeError: `session` is not a string.
         """
+        if session is not None and not isinstance(session, str):
+            raise TypeError(f"session must be a string or None, got {session!r:.80}")
 
         def step(state: CacheState) -> CacheRequest:
             state.pools.of(tenant)
-            on_end = None if self._tiers is None else self._tiers.post
-            return CacheRequest(self._records, RequestRecord(state, tenant, on_end))
+            record = RequestRecord(state, tenant, None if self._tiers is None else self._tiers.post)
+            if session is not None:
+                if state.sessions is None:
+                    state.sessions = Sessions(self.capacity, state.clock)
+                state.sessions.open(state, session, tenant, record)
+            return CacheRequest(self._records, record)
 
         return locked(self._records, step)
+
+    def hint(
+        self,
+        action: Action,
+        *,
+        session: str,
+        tenant: str = "",
+        ttl: float = 300.0,
+        due: float | None = None,
+    ) -> HintAnswer:
+        """Tell the cache what a session is about to do. It may help, never fails a request, and never changes bytes.
+
+        "retain": the session comes back. Until its next request ends, or `ttl` is over, its keys go after all others of
+            their priority. During an open request of the session it concerns that request, whose new keys then displace
+            keys of other promises that are given up first; else the latest request. A session may retain twice the
+            blocks of the promises that it has kept lately, less those that it has broken, and all sessions together
+            7/8 of the entries, one tenant half of them if there are several. So the first promise retains nothing.
+        "release": the session has ended. What nobody else has used goes before all other keys.
+        "demote": the session waits for long. Its keys are written to the tiers, and then go as released ones do.
+        "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries.
+
+        Args:
+            session: a name given to `open_request`.
+            tenant: the session's.
+            ttl: seconds, above 0; more than a day counts as a day. For "retain" and "prefetch".
+            due: seconds until the session is expected, if that is known: of the retained keys those due last go first.
+                Without it they go before the ones that have one.
+
+        Returns:
+            What was done, and why not more.
+
+        Raises:
+            ValueError: no such action or tenant; `ttl` or `due` is not above 0.
+            RuntimeError: called inside another call of the cache.
+        """
+        if action not in ACTIONS:
+            raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {action!r:.80}")
+        for name, seconds in (("ttl", ttl), ("due", due)):
+            if seconds is not None and not to_wait(name, seconds) > 0:
+                raise ValueError(f"{name} must be seconds above 0, got {seconds!r:.80}")
+        hint = Hint(action, session, tenant, ttl, due)
+        answer, keys = self._records.hint((hint, self._tiers is not None))
+        if keys and self._tiers is not None and action == "demote":
+            self._tiers.demote(tuple(keys), tenant)
+        elif keys:
+            promotion = self.promote(keys, deadline=ttl, tenant=tenant, counted=False)
+            promotion._when_done(promotion, lambda ended: ended.release())
+        return answer
 
     def reserve(
         self,

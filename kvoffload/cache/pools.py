@@ -8,17 +8,36 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.cache.policies import LRU, Policy, PolicyChoice, Protected, RequestPolicy, Room, make_policy
+from kvoffload.cache.policies.promised import Promised
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal.checks import at_least
+
+if TYPE_CHECKING:
+    from kvoffload.cache.sessions import Chain, Session
+
+ORDINARY_SHARE = 1 / 8  # of the entries: keys that nobody has promised to come back for may displace others up to here
 
 
 class RequestRecord:
     """The index's record of an open request."""
 
-    __slots__ = ("ended", "keys", "notes", "on_end", "owner", "tenant")
+    __slots__ = (
+        "ended",
+        "keys",
+        "notes",
+        "on_end",
+        "owner",
+        "promise",
+        "promised",
+        "retained_in",
+        "session",
+        "stored",
+        "tenant",
+    )
 
     def __init__(self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None] | None) -> None:
         self.owner = owner
@@ -27,6 +46,18 @@ class RequestRecord:
         self.keys: dict[bytes, None] = {}
         self.notes: dict[int, dict[Any, Any]] = {}
         self.ended = False
+        self.session: Session | None = None
+        self.stored: set[bytes] = set()  # those of `keys` that it has stored, if it has a session
+        self.promise: tuple[float, float | None] | None = None  # ttl and due, in seconds, of its session's hint
+        self.promised: Chain | None = None  # while it is open
+        self.retained_in: Pool | None = None
+
+    def pool_for(self, ordinary: Pool, count: int) -> Pool:
+        """Where `count` more keys are stored."""
+        retained, session = self.retained_in, self.session
+        if retained is None or session is None or session.allowance < len(self.keys) + count:
+            return ordinary
+        return retained
 
     def tenant_of_call(self, tenant: str) -> str:
         """The request's tenant, for a call that names the request and `tenant`."""
@@ -43,10 +74,12 @@ class Pool:
         policy: orders the keys.
         stale: a call that changes the policy has begun and has not returned: the policy's keys may be wrong.
         selective: whether the policy is asked, or a quota applies, even where there is room.
+        beside: of keys released or retained: the pool of the same keys otherwise.
+        released: whether its keys were released.
     """
 
     def __init__(
-        self, number: int, policy: Policy, make: Callable[[], Policy] | None, priority: int, max_blocks: int | None
+        self, number: int, policy: Policy, make: Callable[[], Policy] | None, priority: float, max_blocks: int | None
     ) -> None:
         self.number = number
         self.policy = policy
@@ -55,6 +88,8 @@ class Pool:
         self.max_blocks = max_blocks
         self.stale = False
         self.selective = policy.declines_with_room or max_blocks is not None
+        self.beside: Pool | None = None
+        self.released = False
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
         return self.policy.for_request(request.notes.setdefault(self.number, {}))
@@ -188,8 +223,25 @@ class Pools:
                 f"object {policy!r:.80}"
             )
 
+        self._capacity = capacity
+        self._beside: dict[tuple[int, bool], Pool] = {}
+
     def __str__(self) -> str:
         return ", ".join(str(pool.policy) for pool in self.all)
+
+    def beside(self, ordinary: Pool, *, retained: bool) -> Pool:
+        """The pool of keys of an ordinary one that hints retain, which go after all of its priority; or that hints have
+        released: these go before all others.
+        """
+        pool = self._beside.get((ordinary.number, retained))
+        if pool is None:
+            make: type[Policy] = Promised if retained else LRU
+            priority = ordinary.priority + 0.5 if retained else -inf
+            pool = Pool(len(self.all), make(), make, priority, None)
+            pool.beside, pool.released = ordinary, not retained
+            self.all.append(pool)
+            self._beside[ordinary.number, retained] = pool
+        return pool
 
     def of(self, tenant: str) -> Pool:
         """The pool of a tenant's keys."""
@@ -275,6 +327,9 @@ class Pools:
 
     def _donors(self, pool: Pool) -> list[Pool]:
         lower = [other for other in self.all if other.priority <= pool.priority and len(other.policy)]
+        retained = self._beside.get((pool.number, True))
+        if retained is not None and len(retained.policy) and len(pool.policy) < ORDINARY_SHARE * self._capacity:
+            lower.append(retained)
         return sorted(lower, key=lambda other: (other.priority, -len(other.policy), other is not pool))
 
 

@@ -23,6 +23,7 @@ from kvoffload.cache.entries import (
 )
 from kvoffload.cache.pools import RequestRecord, most_victims
 from kvoffload.cache.reservations import Lease, check_open
+from kvoffload.cache.sessions import Hint, HintAnswer, Sessions
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.internal.nesting import in_call, raise_nested
@@ -266,7 +267,10 @@ class Records:
 
     @guarded
     def touch(self, used: list[bytes]) -> None:
-        self._state.touch(used)
+        state = self._state
+        state.touch(used)
+        if state.sessions is not None:
+            state.sessions.used_by_others(used)
 
     @guarded
     def use(self, given: tuple[list[bytes], RequestRecord | None]) -> None:
@@ -285,8 +289,22 @@ class Records:
         if record.ended:
             return False
         record.ended = True
-        self._state.touch(list(record.keys))
+        state = self._state
+        state.touch(list(record.keys))
+        if record.session is not None and state.sessions is not None:
+            state.sessions.ended(state, record)
         return True
+
+    @guarded
+    def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes]]:
+        """`given`: a hint, and whether there are tiers. Returns the answer, and the keys that tiers are to move."""
+        state = self._state
+        state.pools.of(given[0].tenant)
+        if state.sessions is None:
+            state.sessions = Sessions(state.table.capacity, state.clock)
+        answer, keys = state.sessions.execute(state, *given)
+        state.recorder.hints[answer.action, answer.outcome] += 1
+        return answer, keys
 
     # for tiers ----------------------------------------------------------------------------------------------------
 
@@ -351,6 +369,13 @@ class Records:
         watch(handle, record, state.abandoned.append)
         state.begin(record)
         return handle
+
+    @guarded
+    def set_free(self, given: tuple[tuple[bytes, ...], str]) -> None:
+        """`given`: keys of a tenant, which go first from now on, as far as they are resident."""
+        state, (keys, tenant) = self._state, given
+        if state.sessions is not None:
+            state.sessions.set_free(state, [key for key in keys if key in state.table.of], tenant)
 
     @guarded
     def next_to_go(self, count: int) -> list[bytes]:

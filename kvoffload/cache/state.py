@@ -15,6 +15,7 @@ ends the operation in between, the next `enter` calls `repair`, which completes 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from array import array
 from collections import deque
@@ -40,6 +41,7 @@ from kvoffload.cache.policies import Protected, RequestPolicy
 from kvoffload.cache.pools import Pool, Pools, RequestRecord, ReuseFilter, Space, Victims
 from kvoffload.cache.repair import repair
 from kvoffload.cache.reservations import check_readable
+from kvoffload.cache.sessions import Sessions
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
@@ -86,6 +88,8 @@ class CacheState:
         self.abandoned: deque[Watch | Record | None] = deque()
         self.awaited: dict[Record, None] = {}
         self.owner: weakref.ref[object] | None = None  # the cache whose state this is
+        self.sessions: Sessions | None = None  # from the first request of a session on
+        self.clock: Callable[[], float] = time.monotonic
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
         self.num_groups = 1 if engine is None else engine.layout.num_groups
 
@@ -161,6 +165,8 @@ class CacheState:
         if opened is not None:
             tenant = opened.tenant_of_call(tenant) if tenant else opened.tenant
         pool = (self.pools.by_tenant.get(tenant) if type(tenant) is str else None) or self.pools.of(tenant)
+        if opened is not None:
+            pool = opened.pool_for(pool, len(keys))
         resident = table.of.__contains__
         present = list(filter(resident, keys))
         missing = list(filterfalse(resident, keys)) if present else keys
@@ -190,6 +196,8 @@ class CacheState:
             record.short = short
         if opened is not None:
             opened.keys.update(dict.fromkeys(keys))
+            if opened.session is not None:
+                opened.stored.update(new)
         if new:
             table.allocate(record)
         self.proposed = record
@@ -299,7 +307,8 @@ class CacheState:
             record.stage = ABORTED
             mine = table.still_mine(record)
             held = not record.transfers_ended
-            self._unlink(record.pool, mine)
+            for pool, keys in self.pools.split(mine, self.pool_number) if mine else ():  # hints may have moved them
+                self._unlink(pool, keys)
             if held:
                 self.awaited[record] = None
             else:
@@ -378,6 +387,10 @@ class CacheState:
         if not used:
             return
         for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):
+            if pool.beside is not None and self.sessions is not None:
+                self.sessions.asked(self, pool, mine)
+                if pool.released:
+                    continue
             self.consistent = False
             pool.stale = True
             (pool.policy if opened is None else pool.policy_for(opened)).load(mine)
@@ -396,6 +409,9 @@ class CacheState:
         self.recorder.note_touched(entries, len(used))
         split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number)
         for pool, mine in split if table.capacity else ():
+            if pool.released and self.sessions is not None:
+                self.sessions.asked(self, pool, [key for key in mine if key in table.of])
+                continue
             self.consistent = False
             pool.stale = True
             pool.policy.touch(mine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple, Protocol, TypeAlias
@@ -13,6 +13,7 @@ import numpy as np
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import Prefix, make_policy
 from kvoffload.cache.policies.base import Policy
+from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.admission import WriteAdmission
 from kvoffload.replay.trace import Request
@@ -164,7 +165,12 @@ class HostPool:
     """
 
     def __init__(
-        self, slots: int, policy: str | Policy, tiers: Sequence[Below] = (), writes: Writes | None = None
+        self,
+        slots: int,
+        policy: str | Policy,
+        tiers: Sequence[Below] = (),
+        writes: Writes | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.writes = writes or Nothing()
         self.tiers = tiers
@@ -172,18 +178,20 @@ class HostPool:
         self._below = [tier.keys for tier in tiers]
         policy = host_policy(policy, slots) if isinstance(policy, str) else policy
         self.host = CacheIndex(slots, policy=policy, on_event=self._on_event)
+        self.host._state.clock = clock
 
-    def serve(self, keys: Request) -> Served:
+    def serve(self, keys: Request, request: CacheRequest | None = None) -> Served:
         """Serve one request. If it is longer than the host, only its first keys are used.
 
-        `reserve` gets all of its keys together, so that no key is evicted for another.
+        `reserve` gets all of its keys together, so that no key is evicted for another. `request`: an open one, which
+        this ends.
         """
         used = keys[: self.host.capacity]
         places = self._places(used)
         unique = list(dict.fromkeys(used))
         place_of = dict(zip(used, places, strict=False))
-        self.host.load(list(place_of))
-        with self.host.reserve(unique) as reservation:
+        self.host.load(list(place_of), request=request)
+        with self.host.reserve(unique, request=request) as reservation:
             arrived, refused = list(reservation.keys), reservation.short
         self.keys.update(arrived)
         written: tuple[int, ...] = ()
@@ -202,7 +210,10 @@ class HostPool:
             self.writes.written([key for key in chosen if any(key in held for held in self._below)])
             for tier in self.tiers:
                 tier.touch(unique)
-        self.host.touch(unique)
+        if request is None:
+            self.host.touch(unique)
+        else:
+            request.end()
         return Served(tuple(map(places.count, range(len(self.tiers) + 1))), written, refused)
 
     def _places(self, keys: Request) -> list[int]:

@@ -121,6 +121,9 @@ class Policy(ABC):
         del notes
         return self
 
+    def at(self, seconds: float) -> None:  # noqa: B027  # few policies measure time
+        """The time of the calls that follow, where requests name sessions. It never falls."""
+
     def reset(self, keys: Sequence[bytes]) -> None:
         """Make `keys` the resident keys, after a call was interrupted or raised. What it learned may be forgotten."""
         known = list(self)

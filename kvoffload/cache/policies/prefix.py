@@ -77,8 +77,10 @@ class Prefix(Policy):
         self._run_of: dict[bytes, Run] = {}
         self._gone = _Ghosts(max(FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
         self._round = max(SHORTEST_ROUND, capacity)
-        self._now = 0  # blocks asked for
+        self._now = 0  # blocks asked for, and milliseconds
+        self._asked = 0  # blocks
         self._next_round = self._round
+        self._seconds: float | None = None
 
     def insert(self, keys: Sequence[bytes]) -> None:
         self._use(keys, counted=True, ends=True)
@@ -95,6 +97,12 @@ class Prefix(Policy):
                 self._remember(same, run)
             self._leave(run, len(same))
 
+    def at(self, seconds: float) -> None:
+        """People and tools take seconds to answer, however busy the cache is: ages are measured in time, too."""
+        if self._seconds is not None:
+            self._now += max(0, int(1e3 * seconds) - int(1e3 * self._seconds))
+        self._seconds = seconds
+
     def for_request(self, notes: Notes) -> RequestPolicy:
         return _ForRequest(self, notes)
 
@@ -109,7 +117,7 @@ class Prefix(Policy):
         return len(self._run_of)
 
     def __repr__(self) -> str:
-        return f"Prefix({len(self)} keys, {len(self._gone)} remembered, {self._now} blocks asked for)"
+        return f"Prefix({len(self)} keys, {len(self._gone)} remembered, {self._asked} blocks asked for)"
 
     # uses ---------------------------------------------------------------------------------------------------------
 
@@ -171,7 +179,8 @@ class Prefix(Policy):
                 if run.request is not None:
                     self._queues[run.kind].move_to_end(run)
         self._now += asked
-        if self._now >= self._next_round:
+        self._asked += asked
+        if self._asked >= self._next_round:
             self._learn()
 
     def _by_run(self, keys: Sequence[bytes]) -> list[tuple[bool, Run | None, list[bytes]]]:
@@ -219,7 +228,7 @@ class Prefix(Policy):
             self._model.lost(old.kind, self._now - old.time, count)
 
     def _learn(self) -> None:
-        self._next_round = self._now + self._round
+        self._next_round = self._asked + self._round
         for kind, queue in enumerate(self._queues):
             self._queues[kind] = OrderedDict.fromkeys(run for run in queue if run.live)
             for run in self._queues[kind]:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.records import Records
@@ -44,8 +44,8 @@ _MOST_ENDED = 256  # requests that wait for their stores
 
 _R = TypeVar("_R")
 
-Message = PromotionRecord | ChainedLoad | CacheEvent | tuple[bytes, ...]
-"""A promotion to begin, a load to chain, what happened in the cache, or the keys of a request that has ended."""
+Message: TypeAlias = "PromotionRecord | ChainedLoad | CacheEvent | Demotion | tuple[bytes, ...]"
+"""A promotion to begin, a load to chain, what happened, keys to demote, or those of a request that has ended."""
 
 
 class Removal:
@@ -55,6 +55,16 @@ class Removal:
 
     def __init__(self, keys: Collection[bytes] | None) -> None:
         self.keys = None if keys is None else frozenset(keys)
+
+
+class Demotion:
+    """Keys of a tenant that are to be written, and then to leave their slots."""
+
+    __slots__ = ("keys", "tenant")
+
+    def __init__(self, keys: tuple[bytes, ...], tenant: str) -> None:
+        self.keys = keys
+        self.tenant = tenant
 
 
 class TierManager:
@@ -113,6 +123,9 @@ class TierManager:
     def promote(self, record: PromotionRecord) -> None:
         if not self.calling_tiers(lambda: self._promoter.ends_at_once(record)):
             self.post(record)
+
+    def demote(self, keys: tuple[bytes, ...], tenant: str) -> None:
+        self.post(Demotion(keys, tenant))
 
     def locate(self, keys: list[bytes], places: list[str]) -> list[str]:
         """Put the names of tiers in the places of missing keys: see `BlockCache.locate`."""
@@ -236,6 +249,7 @@ class TierManager:
             for record in self._promoter.abandon():
                 record.end()
             self._writer.forget(set)
+        demoted = list[Demotion]()
         while self._messages:
             message = self._messages.popleft()
             if isinstance(message, CacheEvent):
@@ -244,6 +258,9 @@ class TierManager:
                 self._promoter.begin(message)
             elif isinstance(message, ChainedLoad):
                 self._chained.append(message)
+            elif isinstance(message, Demotion):
+                self._write([key for key, has in zip(message.keys, self._has(message.keys), strict=True) if not has])
+                demoted.append(message)
             else:
                 self._ended.append(message)
         if self._lost_events and any(below.breaker.state is BreakerState.CLOSED for below in self.tiers):
@@ -251,7 +268,9 @@ class TierManager:
         self._choose()
         for record in self._promoter.advance():
             record.end()
-        self._writer.advance()
+        self._writer.advance()  # which leases what it writes
+        for message in demoted:
+            self._records.set_free((message.keys, message.tenant))
         ready = [chained for chained in self._chained if chained._can_be_submitted]
         self._chained = [chained for chained in self._chained if not chained._can_be_submitted]
         return ready

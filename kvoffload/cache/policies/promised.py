@@ -1,0 +1,126 @@
+"""Keys that requests have promised to come back for: the order of what hints retain."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from math import inf
+from typing import Any
+
+from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
+
+Place = tuple[int, float, float]
+"""Where a promise stands among others: the lowest is given up first."""
+
+FIRST: Place = (0, -inf, 0.0)
+_LAST: Place = (2, 0.0, 0.0)
+
+
+def place_of(now: float, ttl: float, due: float | None) -> Place:
+    """A promise made at `now` (the cache's clock, seconds) to come back in `due` seconds stands above one without a
+    time.
+
+    Of two promises with a time the one that is due later goes first, as in Belady's rule; without one, that with the
+    longer `ttl`, since who asks for more time probably takes it, and of equal ones the older.
+    """
+    return (0, -ttl, now) if due is None else (1, -now - due, now)
+
+
+class Promise:
+    """Keys of one request that are retained, the deepest last."""
+
+    __slots__ = ("keys", "live", "place", "tenant")
+
+    def __init__(self, place: Place, tenant: str = "") -> None:
+        self.place = place
+        self.tenant = tenant
+        self.keys: list[bytes] = []
+        self.live = 0  # those of `keys` that are retained, and for no later promise
+
+
+class Promised(Policy):
+    """Evicts keys of the lowest promise first, and of a promise the deepest. O(promises) for each eviction."""
+
+    declines_with_room = False
+
+    def __init__(self, capacity: int = 0) -> None:
+        del capacity
+        self._promise_of: dict[bytes, Promise] = {}
+        self._promises: dict[Promise, None] = {}
+
+    def put(self, promise: Promise, keys: Sequence[bytes]) -> None:
+        """Retain keys for a promise, resident ones included."""
+        known = [key for key in keys if key in self._promise_of]
+        if known:
+            self.remove(known, evicted=False)
+        promise.keys += keys
+        promise.live += len(keys)
+        self._promise_of.update(dict.fromkeys(keys, promise))
+        if keys:
+            self._promises[promise] = None
+
+    def promised_by(self, tenant: str, but: Collection[bytes]) -> int:
+        """How many keys are retained for a tenant, without some."""
+        return sum(each.tenant == tenant and key not in but for key, each in self._promise_of.items())
+
+    def held(self, promise: Promise) -> list[bytes]:
+        """The keys that are retained for a promise, in the order of its request."""
+        return [key for key in promise.keys if self._promise_of.get(key) is promise]
+
+    def below(self, place: Place, count: int, protected: Protected) -> list[bytes]:
+        """At most `count` keys of promises that are given up before this place."""
+        lower = sorted((each for each in self._promises if each.place < place), key=lambda each: each.place)
+        return list(islice((key for each in lower for key in reversed(self.held(each)) if not protected(key)), count))
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self.put(Promise(FIRST), keys)
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        """The promise stands until its request ends."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See `load`."""
+
+    def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+        del evicted
+        for key in keys:
+            promise = self._promise_of.pop(key)
+            promise.live -= 1
+            if not promise.live:
+                self._promises.pop(promise, None)
+
+    def victims(self, count: int, protected: Protected) -> list[bytes] | None:
+        found = self.below(_LAST, count, protected)
+        return found if len(found) == count else None
+
+    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
+        return _ForRequest(self, notes["promise"]) if "promise" in notes else self
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.below(_LAST, len(self), lambda _: False))
+
+    def __len__(self) -> int:
+        return len(self._promise_of)
+
+    def __repr__(self) -> str:
+        return f"Promised({len(self)} keys, {len(self._promises)} promises)"
+
+
+class _ForRequest:
+    """The policy for an open request that has promised to come back."""
+
+    def __init__(self, policy: Promised, promise: Promise) -> None:
+        self._policy = policy
+        self._promise = promise
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self._policy.put(self._promise, keys)
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        """See `Promised.load`."""
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        """Only lower promises give way; the last newcomers are declined for want of them."""
+        wanted = max(0, len(newcomers) - room)
+        victims = self._policy.below(self._promise.place, wanted, protected)
+        return Room(max(0, len(newcomers) - wanted + len(victims)), victims)
