@@ -16,7 +16,7 @@ from kvoffload.cache.policies import PolicyChoice
 from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded, locked, reading, statuses_from_truth
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
-from kvoffload.cache.sessions import ACTIONS, Action, Hint, HintAnswer, Sessions
+from kvoffload.cache.sessions import ACTIONS, Action, Hint, HintAnswer
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.errors import ClosedError
@@ -224,9 +224,9 @@ class KeyCache:
             state.pools.of(tenant)
             record = RequestRecord(state, tenant, None if self._tiers is None else self._tiers.post)
             if session is not None:
-                if state.sessions is None:
-                    state.sessions = Sessions(self.capacity, state.clock)
-                state.sessions.open(state, session, tenant, record)
+                state.consistent = False
+                record.of_session = state.with_sessions().open(session, tenant)
+                state.consistent = True
             return CacheRequest(self._records, record)
 
         return locked(self._records, step)

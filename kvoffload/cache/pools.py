@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvoffload.cache.policies import LRU, Policy, PolicyChoice, Protected, RequestPolicy, Room, make_policy
-from kvoffload.cache.policies.promised import Promised
+from kvoffload.cache.policies.promised import Promise, Promised
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal.checks import at_least
 
-if TYPE_CHECKING:
-    from kvoffload.cache.sessions import Chain, Session
-
 ORDINARY_SHARE = 1 / 8  # of the entries: keys that nobody has promised to come back for may displace others up to here
+
+
+class OfSession(Protocol):
+    """The part of an open request's record that `sessions` fills.
+
+    Attributes:
+        stored: the keys that the request has stored.
+        promised: its promise, if it has made one.
+    """
+
+    stored: set[bytes]
+
+    def pool_for(self, keys: Collection[bytes], ordinary: Pool, /) -> Pool: ...
+
+    @property
+    def promise_now(self) -> Promise | None: ...
 
 
 class RequestRecord:
     """The index's record of an open request."""
 
-    __slots__ = (
-        "ended",
-        "keys",
-        "notes",
-        "on_end",
-        "owner",
-        "promise",
-        "promised",
-        "retained_in",
-        "session",
-        "stored",
-        "tenant",
-    )
+    __slots__ = ("ended", "keys", "notes", "of_session", "on_end", "owner", "tenant")
 
     def __init__(self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None] | None) -> None:
         self.owner = owner
@@ -46,18 +47,7 @@ class RequestRecord:
         self.keys: dict[bytes, None] = {}
         self.notes: dict[int, dict[Any, Any]] = {}
         self.ended = False
-        self.session: Session | None = None
-        self.stored: set[bytes] = set()  # those of `keys` that it has stored, if it has a session
-        self.promise: tuple[float, float | None] | None = None  # ttl and due, in seconds, of its session's hint
-        self.promised: Chain | None = None  # while it is open
-        self.retained_in: Pool | None = None
-
-    def pool_for(self, ordinary: Pool, count: int) -> Pool:
-        """Where `count` more keys are stored."""
-        retained, session = self.retained_in, self.session
-        if retained is None or session is None or session.allowance < len(self.keys) + count:
-            return ordinary
-        return retained
+        self.of_session: OfSession | None = None
 
     def tenant_of_call(self, tenant: str) -> str:
         """The request's tenant, for a call that names the request and `tenant`."""
@@ -92,6 +82,8 @@ class Pool:
         self.released = False
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
+        if request.of_session is not None and isinstance(self.policy, Promised):
+            return self.policy.for_promise(request.of_session.promise_now)
         return self.policy.for_request(request.notes.setdefault(self.number, {}))
 
     def within_quota(

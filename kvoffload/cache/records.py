@@ -23,7 +23,7 @@ from kvoffload.cache.entries import (
 )
 from kvoffload.cache.pools import RequestRecord, most_victims
 from kvoffload.cache.reservations import Lease, check_open
-from kvoffload.cache.sessions import Hint, HintAnswer, Sessions
+from kvoffload.cache.sessions import Hint, HintAnswer, SessionRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.internal.nesting import in_call, raise_nested
@@ -270,7 +270,9 @@ class Records:
         state = self._state
         state.touch(used)
         if state.sessions is not None:
+            state.consistent = False
             state.sessions.used_by_others(used)
+            state.consistent = True
 
     @guarded
     def use(self, given: tuple[list[bytes], RequestRecord | None]) -> None:
@@ -291,8 +293,10 @@ class Records:
         record.ended = True
         state = self._state
         state.touch(list(record.keys))
-        if record.session is not None and state.sessions is not None:
-            state.sessions.ended(state, record)
+        if isinstance(record.of_session, SessionRequest):
+            state.consistent = False
+            state.with_sessions().ended(record.of_session, list(record.keys))
+            state.consistent = True
         return True
 
     @guarded
@@ -300,11 +304,10 @@ class Records:
         """`given`: a hint, and whether there are tiers. Returns the answer, and the keys that tiers are to move."""
         state = self._state
         state.pools.of(given[0].tenant)
-        if state.sessions is None:
-            state.sessions = Sessions(state.table.capacity, state.clock)
-        answer, keys = state.sessions.execute(state, *given)
-        state.recorder.hints[answer.action, answer.outcome] += 1
-        return answer, keys
+        state.consistent = False
+        result = state.with_sessions().execute(*given)
+        state.consistent = True
+        return result
 
     # for tiers ----------------------------------------------------------------------------------------------------
 
@@ -374,8 +377,9 @@ class Records:
     def set_free(self, given: tuple[tuple[bytes, ...], str]) -> None:
         """`given`: keys of a tenant, which go first from now on, as far as they are resident."""
         state, (keys, tenant) = self._state, given
-        if state.sessions is not None:
-            state.sessions.set_free(state, [key for key in keys if key in state.table.of], tenant)
+        state.consistent = False
+        state.with_sessions().set_free([key for key in keys if key in state.table.of], tenant)
+        state.consistent = True
 
     @guarded
     def next_to_go(self, count: int) -> list[bytes]:

@@ -149,6 +149,11 @@ class CacheState:
     def all_in_flight(self) -> tuple[Completion, ...]:
         return tuple(job for source in self.in_flight for job in source())
 
+    def with_sessions(self) -> Sessions:
+        if self.sessions is None:
+            self.sessions = Sessions(self.table, self.pools, self.clock)
+        return self.sessions
+
     # filling ------------------------------------------------------------------------------------------------------
 
     def propose(
@@ -165,8 +170,8 @@ class CacheState:
         if opened is not None:
             tenant = opened.tenant_of_call(tenant) if tenant else opened.tenant
         pool = (self.pools.by_tenant.get(tenant) if type(tenant) is str else None) or self.pools.of(tenant)
-        if opened is not None:
-            pool = opened.pool_for(pool, len(keys))
+        if opened is not None and opened.of_session is not None:
+            pool = opened.of_session.pool_for(keys, pool)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
         missing = list(filterfalse(resident, keys)) if present else keys
@@ -196,8 +201,8 @@ class CacheState:
             record.short = short
         if opened is not None:
             opened.keys.update(dict.fromkeys(keys))
-            if opened.session is not None:
-                opened.stored.update(new)
+            if opened.of_session is not None:
+                opened.of_session.stored.update(new)
         if new:
             table.allocate(record)
         self.proposed = record
@@ -388,7 +393,8 @@ class CacheState:
             return
         for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):
             if pool.beside is not None and self.sessions is not None:
-                self.sessions.asked(self, pool, mine)
+                self.consistent = False
+                self.sessions.asked(pool, mine)
                 if pool.released:
                     continue
             self.consistent = False
@@ -409,10 +415,10 @@ class CacheState:
         self.recorder.note_touched(entries, len(used))
         split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number)
         for pool, mine in split if table.capacity else ():
-            if pool.released and self.sessions is not None:
-                self.sessions.asked(self, pool, [key for key in mine if key in table.of])
-                continue
             self.consistent = False
+            if pool.released and self.sessions is not None:
+                self.sessions.asked(pool, [key for key in mine if key in table.of])
+                continue
             pool.stale = True
             pool.policy.touch(mine)
             pool.stale = False

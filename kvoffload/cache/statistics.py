@@ -166,8 +166,6 @@ class StatisticsRecorder:
         self.has_hook = on_event is not None
         self.unreported = deque[CacheEvent]()
         self.lookups = self.hits = self.loaded = 0  # keys; blocks
-        self.retained_hits = 0  # blocks
-        self.hints = Counter[tuple[str, str]]()  # by action and outcome
         self._hits_in_tiers = Counter[str]()  # among the hits, by the tier's name
         self._notifier: dict[str, list[int]] = {}  # "now": the thread of the call of `notify` that calls the hook
         self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock

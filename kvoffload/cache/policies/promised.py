@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from math import inf
-from typing import Any
 
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
 
@@ -93,8 +92,9 @@ class Promised(Policy):
         found = self.below(_LAST, count, protected)
         return found if len(found) == count else None
 
-    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
-        return _ForRequest(self, notes["promise"]) if "promise" in notes else self
+    def for_promise(self, promise: Promise | None) -> RequestPolicy:
+        """The policy for an open request that has promised to come back."""
+        return self if promise is None else _ForRequest(self, promise)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.below(_LAST, len(self), lambda _: False))
@@ -107,7 +107,7 @@ class Promised(Policy):
 
 
 class _ForRequest:
-    """The policy for an open request that has promised to come back."""
+    """See `Promised.for_promise`."""
 
     def __init__(self, policy: Promised, promise: Promise) -> None:
         self._policy = policy
