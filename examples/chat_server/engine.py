@@ -43,6 +43,7 @@ import kvoffload.jax
 from chat_server.blocks import DeviceBlocks
 from chat_server.llama import Sampling, cache_shapes, compute_step
 from chat_server.requests import BusyError, Deliver, FinishReason, Request, TooLongError, Wanted
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 
 FETCH_SECONDS = 1.0  # then a prompt is computed instead of read from the disk
 IDLE_SECONDS = 0.001  # between looks at fetches, if there is nothing else to do
@@ -65,6 +66,7 @@ class EngineOptions:
         offload: whether there is anything below the device.
         pool_bytes, disk, disk_bytes, prefill_tokens_per_second: as for `kvoffload.open_cache`.
         share_generated: whether blocks of answers are shared and stored, too.
+        policy: of the cache.
     """
 
     identity: str
@@ -80,6 +82,7 @@ class EngineOptions:
     disk_bytes: int = 0
     prefill_tokens_per_second: float | None = None
     share_generated: bool = False
+    policy: PolicyName = DEFAULT_POLICY
 
     def __post_init__(self) -> None:
         for name, unit in {"context_tokens": BLOCK_TOKENS, "chunk_tokens": BLOCK_TOKENS, "batch": 1}.items():
@@ -138,7 +141,11 @@ class Engine:
             disk: dict[str, Any] = below if options.disk is not None else {}
             speed = options.prefill_tokens_per_second
             self.cache = kvoffload.open_cache(
-                self._owned, pool_bytes=options.pool_bytes, prefill_tokens_per_second=speed, **disk
+                self._owned,
+                pool_bytes=options.pool_bytes,
+                policy=options.policy,
+                prefill_tokens_per_second=speed,
+                **disk,
             )
         except BaseException:
             self._device.close()
@@ -265,15 +272,27 @@ class Engine:
         request.blocks = found + [self.blocks.take() for _ in range(missing)]
         request.computed = len(found) * BLOCK_TOKENS
         self._count(request, "device", request.computed)
+        self._open_request(request)
         keys, blocks = request.keys[len(found) : usable], request.blocks[len(found) : usable]
         if self.cache is not None and request.may_fetch and keys:
             places = self.cache.locate(keys)
             try:
-                request.job = self.cache.fetch(keys, blocks, after=self._owned, deadline=FETCH_SECONDS)
+                request.job = self.cache.fetch(
+                    keys, blocks, after=self._owned, deadline=FETCH_SECONDS, request=request.of_session
+                )
                 request.fetching = places
             except kvoffload.KVOffloadError as error:
                 self._note_failure(error)
         return True
+
+    def _open_request(self, request: Request) -> None:
+        """Tell the cache which session it belongs to, and when the next request of that is due."""
+        session, due = request.wanted.session, request.wanted.due
+        if self.cache is None or session is None or request.of_session is not None:
+            return
+        request.of_session = self.cache.open_request(session=session)
+        if due is not None:
+            self.cache.hint("retain", session=session, ttl=due, due=due)
 
     def _collect(self, request: Request) -> None:
         """Note how much a fetch has found, once that is known. On a GPU others decode until the disk has answered; on
@@ -370,7 +389,11 @@ class Engine:
             self.blocks.publish(block, key)
         if self.cache is not None and keys:
             try:
-                self.cache.keep(keys, blocks, after=self._owned)
+                if request.of_session is None:
+                    self.cache.keep(keys, blocks, after=self._owned)
+                else:
+                    keys, blocks = request.keys[:full], request.blocks[:full]
+                    self.cache.store(keys, blocks, after=self._owned, request=request.of_session)
             except kvoffload.KVOffloadError as error:
                 log.warning("blocks are not stored: %s", error)
 
@@ -407,6 +430,10 @@ class Engine:
             self._share(request)
         self.counts["cancelled"] += reason == "cancelled"
         self._release(request)
+        if request.of_session is not None and self.cache is not None and reason in ("stop", "length"):
+            request.of_session.end()
+            if request.wanted.last:
+                self.cache.hint("release", session=request.wanted.session or "")
         request.finish_reason, request.finished = reason, time.monotonic()
         self._deliver(request, None)
 

@@ -5,7 +5,11 @@
 It serves the same requests at the same times with four caches: blocks on the device alone; with a pool in host memory
 below; with a disk below that; and with a device that has room for all. The device has room for all blocks that are
 live at once (a request has used them, and another one will), or for a half, a quarter, ... of them: `--oversubscribed`.
-All four must give the same answers: the exit status is 1 if one differs.
+All must give the same answers: the exit status is 1 if one differs.
+
+With `--hints` a pool has room for `--pool` of all blocks, and is compared with itself: by LRU ("lru"); as it is by
+default ("none"); with the names of the sessions ("names"); and if each request says, rounded up, when the next one of
+its session is due, or that it is the last ("due").
 
 A trace has JSON lines with "timestamp" (ms), "hash_ids", one for each stretch of a prompt, and "output_length".
 Requests with equal leading ids share that prefix, as in the Mooncake traces. A stretch becomes `--tokens` tokens, the
@@ -25,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,8 @@ from paged_decode.backend import ONE_ALGORITHM
 from paged_decode.model import BLOCK_TOKENS
 
 CACHES = ("device", "host", "disk", "unbounded")
+HINTS = ("lru", "none", "names", "due")
+_DUE = (8.0, 32.0, 128.0, 512.0, 2048.0)  # seconds of the trace
 _STRETCH = 512  # tokens of the recorded prompts that a hash id stands for
 _LEAST_DEVICE = 1  # context, however much is oversubscribed
 _ROOM = 1.02  # of a pool or disk, beyond the blocks that it is to hold
@@ -41,11 +47,15 @@ _ROOM = 1.02  # of a pool or disk, beyond the blocks that it is to hold
 
 @dataclass(frozen=True)
 class Recorded:
-    """A request of the trace: when it comes, in seconds, its prompt's ids, and how many tokens it generates."""
+    """A request of the trace: when it comes, in seconds, its prompt's ids, how many tokens it generates, its session,
+    and the seconds until the next one of that; None: there is none.
+    """
 
     seconds: float
     ids: tuple[int, ...]
     answer: int
+    session: str
+    returns: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +96,15 @@ def read(chosen: argparse.Namespace) -> tuple[list[Recorded], int]:
         if len(row["hash_ids"]) * chosen.tokens + answer > chosen.context:
             left_out += 1
         else:
-            found.append(Recorded(row["timestamp"] / 1e3, tuple(row["hash_ids"]), answer))
-    return found[: chosen.requests], left_out
+            session = str(row.get("session", row["hash_ids"][0]))
+            found.append(Recorded(row["timestamp"] / 1e3, tuple(row["hash_ids"]), answer, session))
+    del found[chosen.requests :]
+    following = dict[str, float]()
+    for place, each in reversed(list(enumerate(found))):
+        if each.session in following:
+            found[place] = replace(each, returns=following[each.session] - each.seconds)
+        following[each.session] = each.seconds
+    return found, left_out
 
 
 def live_at_once(requests: list[Recorded]) -> int:
@@ -110,10 +127,25 @@ def prompt_of(recorded: Recorded, tokens: int, vocabulary: int) -> list[int]:
     return [int(token) for token in np.concatenate(stretches)]
 
 
-def serve(engine: Any, requests: list[Recorded], prompts: list[list[int]], pace: float) -> tuple[list[Any], float]:
-    """Submit each at its time, and wait for all; the engine's requests, and the seconds that it took."""
+def wanted(recorded: Recorded, hints: str, pace: float) -> Any:
     from chat_server.requests import Wanted
 
+    if hints not in ("names", "due"):
+        return Wanted(max_tokens=recorded.answer)
+    due = next((time for time in _DUE if recorded.returns is not None and recorded.returns <= time), None)
+    told = hints == "due"
+    return Wanted(
+        max_tokens=recorded.answer,
+        session=recorded.session,
+        due=due / pace if told and due is not None else None,
+        last=told and recorded.returns is None,
+    )
+
+
+def serve(
+    engine: Any, requests: list[Recorded], prompts: list[list[int]], pace: float, hints: str
+) -> tuple[list[Any], float]:
+    """Submit each at its time, and wait for all; the engine's requests, and the seconds that it took."""
     served, ended = [], threading.Semaphore(0)
     begin, first = time.monotonic(), requests[0].seconds
 
@@ -123,7 +155,7 @@ def serve(engine: Any, requests: list[Recorded], prompts: list[list[int]], pace:
 
     for recorded, prompt in zip(requests, prompts, strict=True):
         time.sleep(max(0.0, begin + (recorded.seconds - first) / pace - time.monotonic()))
-        served.append(engine.submit(prompt, Wanted(max_tokens=recorded.answer), deliver))
+        served.append(engine.submit(prompt, wanted(recorded, hints, pace), deliver))
     for _ in served:
         while not ended.acquire(timeout=1.0):
             if engine.error is not None:
@@ -132,7 +164,7 @@ def serve(engine: Any, requests: list[Recorded], prompts: list[list[int]], pace:
 
 
 def engine_options(
-    chosen: argparse.Namespace, cache: str, blocks: int, live: float, block_bytes: int
+    chosen: argparse.Namespace, cache: str, hints: str, blocks: int, live: float, block_bytes: int
 ) -> dict[str, Any]:
     """What an engine may use, if there are so many different blocks, and so many of the live ones fit on the device."""
     context = chosen.context // BLOCK_TOKENS
@@ -140,10 +172,11 @@ def engine_options(
     if cache != "unbounded":
         answers = chosen.batch * (1 + -(-chosen.most_answer // BLOCK_TOKENS))
         device = max(int(live) + answers, _LEAST_DEVICE * context)
-    pool = int(blocks * block_bytes * _ROOM * (chosen.pool if cache == "disk" else 1.0))
+    pool = int(blocks * block_bytes * _ROOM * (chosen.pool if cache == "disk" or chosen.hints else 1.0))
     return {
         "device_blocks": device + 1,
         "offload": cache in ("host", "disk"),
+        "policy": "lru" if hints == "lru" else "prefix",
         "pool_bytes": max(pool, 2 * block_bytes * context),
         "disk_bytes": int(2 * blocks * block_bytes * _ROOM) + (64 << 20) if cache == "disk" else 0,
     }
@@ -166,9 +199,11 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     size = model.size
     block_bytes = 2 * size.layers * BLOCK_TOKENS * size.kv_heads * size.head_size * (2 if dtype == "bfloat16" else 4)
     table, answers, differ = list[Served](), list[list[int]](), 0
-    cells = [("unbounded", 1.0), *((cache, over) for over in chosen.oversubscribed for cache in CACHES[:3])]
-    for cache, over in cells:
-        options = engine_options(chosen, cache, blocks, live / over, block_bytes)
+    below = [(cache, hints) for cache in CACHES[1:3] for hints in chosen.hints or ("none",)]
+    cells = [("unbounded", "none", 1.0)]
+    cells += [(*cell, over) for over in chosen.oversubscribed for cell in [("device", "none"), *below]]
+    for cache, hints, over in cells:
+        options = engine_options(chosen, cache, hints, blocks, live / over, block_bytes)
         with tempfile.TemporaryDirectory(dir=chosen.disk) as folder:
             options["disk"] = Path(folder, "blocks") if cache == "disk" else None
             given = EngineOptions(
@@ -184,14 +219,15 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
             with Engine(model.size, model.weights, given) as engine:
                 engine.warm_up()
                 engine.start()
-                served, seconds = serve(engine, requests, prompts, chosen.pace)
+                served, seconds = serve(engine, requests, prompts, chosen.pace, hints)
         answers = answers or [each.generated for each in served]
         differ += sum(each.generated != answer for each, answer in zip(served, answers, strict=True))
         first = np.array([each.first_token - each.submitted for each in served]) * 1e3
         hits = {name: sum(each.hits[name] for each in served) for name in CACHES[:3]}
         generated, computed = sum(len(each.generated) for each in served), sum(each.prompt_computed for each in served)
         p50, p95 = (round(float(value), 1) for value in np.percentile(first, (50, 95)))
-        table.append(Served(cache, over, p50, p95, round(generated / seconds, 1), computed, **hits))
+        name = f"{cache}, {hints}" if chosen.hints and cache in ("host", "disk") else cache
+        table.append(Served(name, over, p50, p95, round(generated / seconds, 1), computed, **hits))
         show(table[-1], len(table) == 1)
     return {
         "trace": chosen.trace.name,
@@ -209,12 +245,14 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def show(served: Served, heading: bool) -> None:
     if heading:
-        print("cache      device has  first token: p50  p95 (ms)  tokens/s  prompts: computed  from device, host, disk")
+        print(
+            "cache       device has  first token: p50  p95 (ms)  tokens/s  prompts: computed  from device, host, disk"
+        )
     tokens = served.computed + served.device + served.host + served.disk
     computed, *found = (f"{getattr(served, name) / tokens:.0%}" for name in ("computed", *CACHES[:3]))
     share = "all" if served.cache == "unbounded" else f"1/{served.oversubscribed:g}"
     times = f"{served.first_p50:17.1f} {served.first_p95:9.1f} {served.tokens_per_second:9.1f}"
-    print(f"{served.cache:10} {share:>10} {times} {computed:>18}  {', '.join(found):>23}", flush=True)
+    print(f"{served.cache:11} {share:>10} {times} {computed:>18}  {', '.join(found):>23}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -235,6 +273,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--chunk", type=int, default=256, help="tokens of a prompt that a step computes (%(default)s)")
     add("--oversubscribed", type=lambda text: [float(each) for each in text.split(",")], default=[1.0, 2.0, 4.0, 8.0])
     add("--pool", type=float, default=0.5, help="what the pool above a disk holds of all blocks (%(default)s)")
+    add(
+        "--hints",
+        type=lambda text: text.split(","),
+        help=f"of a session's requests: {', '.join(HINTS)} (default: none)",
+    )
     add("--prefill", type=float, help="tokens per second, for what is worth reading from a disk (default: measured)")
     add("--disk", type=Path, help="the folder of the disk's file (default: the system's for temporary files)")
     add("--json", type=Path, help="write the figures to this file")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.tiering import FetchJob
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -24,12 +25,22 @@ class TooLongError(ValueError):
 
 
 class Wanted(NamedTuple):
-    """What a client may choose. `stop`: tokens that end the answer, and are no part of it."""
+    """What a client may choose.
+
+    Attributes:
+        stop: tokens that end the answer, and are no part of it.
+        session: the conversation that the request belongs to; None: not said.
+        due: seconds until its next request is expected; None: unknown.
+        last: there will be no other.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
     stop: frozenset[int] = frozenset()
+    session: str | None = None
+    due: float | None = None
+    last: bool = False
 
 
 @dataclass(eq=False)
@@ -63,6 +74,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading tokens whose K and V are in the blocks
     shared: int = 0  # leading blocks that others may find
+    of_session: CacheRequest | None = None  # the cache's handle, if it names a session
     job: FetchJob | None = None  # a load into the blocks that is not known to have succeeded
     fetching: list[str] = field(default_factory=list)  # where the keys of `job` were, until its hits are known
     may_fetch: bool = True

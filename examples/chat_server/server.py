@@ -29,8 +29,10 @@ from kvoffload.observability import prometheus
 
 MOST_BODY_BYTES = 4 << 20
 DEFAULT_MAX_TOKENS = 256
+MOST_SESSION = 256
 TOO_LONG = "context_length_exceeded"
 ROLES = ("system", "user", "assistant")
+SESSION = "prompt_cache_key"  # the name in OpenAI's API for requests that share a prefix
 USED = {"messages", "model", "max_tokens", "max_completion_tokens", "temperature", "seed", "stream", "stream_options"}
 NEUTRAL = {"n": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}  # what others may be set to
 
@@ -110,8 +112,11 @@ class ChatServer:
 
     def _wanted(self, asked: dict[str, Any], prompt_tokens: int) -> Wanted:
         for name, value in asked.items():
-            if name not in USED and value is not None and value != NEUTRAL.get(name):
+            if name not in {*USED, SESSION} and value is not None and value != NEUTRAL.get(name):
                 raise RefusedError(f"{name}={value!r:.80} is not supported here", code="unsupported")
+        session = asked.get(SESSION)
+        if session is not None and not (isinstance(session, str) and len(session) <= MOST_SESSION):
+            raise RefusedError(f"{SESSION} must be a string of at most {MOST_SESSION} characters, got {session!r:.80}")
         room = max(self._engine.longest - prompt_tokens, 1)  # with none, the engine refuses it
         name = "max_tokens" if asked.get("max_completion_tokens") is None else "max_completion_tokens"
         return Wanted(
@@ -119,6 +124,7 @@ class ChatServer:
             temperature=_number(asked, "temperature", 0, 0, 2),
             seed=int(_number(asked, "seed", 0, -(1 << 63), 1 << 63)) % (1 << 32),
             stop=self._tokenizer.stop,
+            session=session,
         )
 
     async def _completion(self, answer: Answer, http: HttpRequest) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
@@ -171,9 +172,10 @@ class Records:
             table = state.table
             pending = sum(len(table.still_mine(record)) for record in unready(table))
             pinned = {index for lease in list(table.leases) for index in lease.indices}
-            return state.recorder.statistics(
+            statistics = state.recorder.statistics(
                 capacity=table.capacity, resident=len(table) - pending, pending=pending, pinned=len(pinned)
             )
+            return statistics if state.sessions is None else replace(statistics, **state.sessions.counts())
 
         return reading(self, step)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies.promised import Promise, Promised, place_of
@@ -189,6 +189,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._all)
 
+    def counts(self) -> dict[str, Any]:
+        """For `CacheStatistics`."""
+        answers = sorted((" ".join(answer), count) for answer, count in self.answers.items())
+        return {"hints": tuple(answers), "retained_hits": self.hits}
+
     # requests -----------------------------------------------------------------------------------------------------
 
     def open(self, name: str, tenant: str) -> SessionRequest:
@@ -206,6 +211,8 @@ class Sessions:
         """A request of a session has ended: its keys take the place of those of the request that it continues."""
         session, owner, stored = request.session, self._owner, request.stored
         request.ended = True
+        if not keys:
+            return
         session.settle(keys)
         for key in keys:
             if key not in owner and key in stored:

@@ -80,6 +80,8 @@ class CacheStatistics:
         tenants: (name, counts) of each tenant that has such counts, by name; "" is the default tenant.
         promoted: blocks that a tier has filled; they do not count as stored.
         hits_from: the hits by where they were found: "host", then each tier that promotions brought hits from.
+        hints: how many hints got which answer: ("retain accepted", 3) and so on.
+        retained_hits: blocks that were loaded, or used, while a promise retained them.
     """
 
     capacity: int
@@ -99,6 +101,8 @@ class CacheStatistics:
     tenants: tuple[tuple[str, TenantCounts], ...] = ()
     promoted: int = 0
     hits_from: tuple[tuple[str, int], ...] = ()
+    hints: tuple[tuple[str, int], ...] = ()
+    retained_hits: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -266,6 +270,8 @@ class StatisticsRecorder:
         self._touched_at[several] = later
 
     def statistics(self, *, capacity: int, resident: int, pending: int, pinned: int) -> CacheStatistics:
+        counts: dict[str, Any] = {kind: sum(each[kind] for each in self._by_tenant.values()) for kind in _BY_TENANT}
+        counts.update(self._counts)
         return CacheStatistics(
             capacity=capacity,
             resident=resident,
@@ -278,8 +284,7 @@ class StatisticsRecorder:
             hits=self.hits,
             hits_from=(("host", self.hits - self._hits_in_tiers.total()), *sorted(self._hits_in_tiers.items())),
             loaded=self.loaded,
-            **self._counts,
-            **{kind: sum(each[kind] for each in self._by_tenant.values()) for kind in _BY_TENANT},
+            **counts,
         )
 
     def reporting(self, thread: int = 0) -> bool:

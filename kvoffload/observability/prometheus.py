@@ -108,6 +108,8 @@ _OF_A_CACHE = {
     "cache_tier_hits": _Metric(
         "Counter", "The hits by where they were: host, or the name of a tier.", "tier", lambda of: dict(of.hits_from)
     ),
+    "cache_hints": _Metric("Counter", "Hints, by action and answer.", "answer", lambda of: dict(of.hints)),
+    "cache_retained_hits": _one("Counter", "Blocks used while a promise retained them.", "retained_hits"),
     "cache_residency_seconds": _one("Histogram", "How long evicted blocks had been in the cache.", "residency_seconds"),
     "cache_reuse_distance_blocks": _one(
         "Histogram", "Blocks touched between two touches of a block.", "reuse_distance_blocks"

@@ -16,7 +16,7 @@ import numpy as np
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.device.device import Device
 from kvoffload.replay import hitplot
-from kvoffload.replay.hits import WRITES
+from kvoffload.replay.hits import HINTS, WRITES
 from kvoffload.replay.report import Rates, add_options, not_negative, positive, report
 from kvoffload.replay.report import rates as rates_of
 from kvoffload.replay.trace import Request, Trace, read_timed_trace, require_readable
@@ -53,6 +53,8 @@ def add_parser(commands: Any) -> None:
     policies = (*sorted(POLICIES), "all")
     add("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
     add("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
+    hints = (*HINTS, "all")
+    add("--hints", choices=hints, default="none", metavar="NAME", help=f"what sessions tell: {', '.join(hints)}")
     add("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
     on_disk = parser.add_argument_group("a disk below the cache").add_argument  # None tells `_check` what was not given
     on_disk("--disk-slots", type=numbers, metavar="N[,N...]", help="hash ids the disk holds")
@@ -88,16 +90,21 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json, wide=arguments.wide)
     _check(arguments)
     rates = rates_of(arguments, measures=not arguments.metadata_only and arguments.backend != "simulated")
-    requests, traffic = read_requests(arguments, output).requests, traffic_of(arguments)
+    trace, traffic = read_requests(arguments, output), traffic_of(arguments)
+    if arguments.hints != "none" and (trace.seconds is None or trace.sessions is None):
+        raise CommandError(
+            f'--hints {arguments.hints} needs a trace whose lines all have a "session", and a "timestamp" in '
+            "milliseconds that never falls: it counts hits at these times"
+        )
     if arguments.metadata_only:
-        report(arguments, requests, rates, traffic, output)
+        report(arguments, trace, rates, traffic, output)
         return 0
     with open_backend(arguments, output, arguments.seed) as device:
         rates = rates_of(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
             output.note("kvoffload: the simulated device copies with the CPU; --scale 0.01 makes it quick")
         with _disk(arguments) as make_tier:
-            fields = traffic | _serve(arguments, requests, device, output, make_tier)
+            fields = traffic | _serve(arguments, trace.requests, device, output, make_tier)
         if rates is not None and not device.simulated:
             rates = replace(rates, load_gb_per_s=fields["load_gb_per_s"], measured=True)
         fields["saving"] = None if rates is None else rates.fields | rates.fields_of(fields["blocks_hit"])
@@ -116,6 +123,10 @@ def check_traffic(arguments: argparse.Namespace, command: str) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     check_traffic(arguments, "replay")
     _check_disk(arguments)
+    if arguments.hints != "none" and not arguments.metadata_only:
+        raise CommandError(f"--hints {arguments.hints} needs --metadata-only: only hits are counted by session")
+    if arguments.hints != "none" and arguments.disk_slots is not None:
+        raise CommandError(f"--hints {arguments.hints} does not go with --disk-slots: it counts hits of one tier")
     if arguments.metadata_only:
         if arguments.in_flight != 1:
             raise CommandError(f"--in-flight {arguments.in_flight} needs bytes: leave out --metadata-only")
@@ -176,7 +187,7 @@ def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
     with output.progress("reading requests"):
         if arguments.workload is not None:
             requests = make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
-            return Trace(requests, None)
+            return Trace(requests)
         trace = read_timed_trace(arguments.trace, arguments.requests)
     if not any(trace.requests):
         count = len(trace.requests)

@@ -1,4 +1,4 @@
-"""The figure of `kvoffload replay --metadata-only --plot`: hit rate against capacity, a line for each policy."""
+"""The figure of `kvoffload replay --metadata-only --plot`: hit rate against capacity, by policy and hints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _SERIES = {
     "s3fifo": Series("S3-FIFO", "#e67700"),
     OPTIMUM: Series("Belady, knows the future", "#495057", ours=False),
 }
+_STYLES = {"none": "solid", "names": "dashed", "release": "dashdot", "due": "dotted"}  # by hints
 
 
 def require(path: Path) -> None:
@@ -55,24 +56,22 @@ def make(results: Sequence[PolicyResult], ceiling: float, title: str) -> Any:
     """The figure: percent of the blocks asked for that were found, against slots, up to the ceiling of all policies."""
     figure, (panel,) = figures.make_figure(8.2, 5.2, 1)
     slots = sorted({result.slots for result in results})
-    rates = {
-        policy: {result.slots: 100 * result.hit_rate for result in results if result.policy == policy}
-        for policy in _SERIES
-    }
-    ends = {}
-    for policy, line in rates.items():
-        if line:
-            series = _SERIES[policy]
-            panel.plot(
-                slots,
-                [line[each] for each in slots],
-                color=series.colour,
-                linewidth=series.width,
-                linestyle="-" if series.ours else (0, (2, 1.2)),
-                marker="o",
-                markersize=4,
-            )
-            ends[policy] = line[slots[-1]]
+    ends, drawn = {}, {}
+    for policy, hints, name in dict.fromkeys((each.policy, each.hints, each.name) for each in results):
+        line = {result.slots: 100 * result.hit_rate for result in results if result.name == name}
+        series = _SERIES[policy]
+        if hints != "none":
+            series = Series(f"{name}, {_STYLES[hints]}", series.colour)
+        panel.plot(
+            slots,
+            [line[each] for each in slots],
+            color=series.colour,
+            linewidth=series.width,
+            linestyle=_STYLES[hints] if series.ours else (0, (2, 1.2)),
+            marker="o",
+            markersize=4,
+        )
+        ends[name], drawn[name] = line[slots[-1]], series
     top = 1.12 * ceiling or 1.0
     panel.axhline(ceiling, color=figures.MUTED, linewidth=1)
     panel.text(slots[0], ceiling, f"seen before: {ceiling:.1f}%\n", color=figures.MUTED, va="center", fontsize=9.5)
@@ -83,7 +82,7 @@ def make(results: Sequence[PolicyResult], ceiling: float, title: str) -> Any:
     panel.grid(axis="y", color=figures.GRID)
     panel.set_xlabel("capacity of the cache, blocks")
     panel.set_ylabel("hit rate, % of the blocks asked for")
-    for policy, (value, height) in figures.spread(ends, 0.05 * top, 1.02 * top).items():
-        figures.label_end(panel, slots[-1], value, height, _SERIES[policy])
+    for name, (value, height) in figures.spread(ends, 0.05 * top, 1.02 * top).items():
+        figures.label_end(panel, slots[-1], value, height, drawn[name])
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     return figure

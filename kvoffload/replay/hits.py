@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import product
@@ -16,7 +18,7 @@ from kvoffload.cache.policies.base import Policy
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.admission import WriteAdmission
-from kvoffload.replay.trace import Request
+from kvoffload.replay.trace import Request, Trace
 from kvoffload.terminal.console import Advance, Output
 
 OPTIMUM = "belady"  # in the place of a policy's name
@@ -245,11 +247,13 @@ class Totals(NamedTuple):
     seconds: float
 
 
-def serve_all(index: HostPool, requests: Sequence[Request], progress: Advance) -> Totals:
+def serve_all(
+    index: HostPool, requests: Sequence[Request], progress: Advance, programs: Programs | None = None
+) -> Totals:
     hits, written, refused = [0] * (len(index.tiers) + 1), [0] * len(index.tiers), 0
     begin = time.perf_counter()
     for number, request in enumerate(requests, start=1):
-        served = index.serve(request)
+        served = index.serve(request) if programs is None else programs.serve(index, request)
         hits = [before + now for before, now in zip(hits, served.hits, strict=True)]
         written = [before + now for before, now in zip(written, served.written, strict=True)]
         refused += served.refused
@@ -260,6 +264,49 @@ def serve_all(index: HostPool, requests: Sequence[Request], progress: Advance) -
 def rate_of(hits: int, requests: Sequence[Request]) -> float:
     """`hits` as a share of all blocks that were requested."""
     return hits / max(1, sum(map(len, requests)))
+
+
+# sessions, and what they tell -----------------------------------------------------------------------------------------
+
+HINTS = ("none", "names", "release", "due")  # from "names" on, each tells what the one before it tells, and more
+_TERMS = (8.0, 32.0, 128.0, 512.0, 2048.0)  # seconds within which a session may promise to come back
+
+
+class Programs:
+    """What the programs behind a trace tell a host: the session of each request, and hints; see docs/command-line.md.
+
+    Attributes:
+        answers: how many hints were "accepted", "clipped" and "declined".
+    """
+
+    def __init__(self, trace: Trace, hints: str) -> None:
+        assert trace.sessions is not None, "the command refuses other traces"
+        assert trace.seconds is not None, "it refuses these, too"
+        self.answers = Counter[str]()
+        self._tells = HINTS[: HINTS.index(hints) + 1]
+        self._now = 0.0
+        following: dict[str, float] = {}
+        visits = []  # the last request first: its session, its time, and how long until the session's next one
+        for session, now in zip(reversed(trace.sessions), reversed(trace.seconds), strict=True):
+            visits.append((session, now, following.get(session, math.inf) - now))
+            following[session] = now
+        self._visits = reversed(visits)
+
+    def clock(self) -> float:
+        """The time of the latest request."""
+        return self._now
+
+    def serve(self, pool: HostPool, keys: Request) -> Served:
+        """Serve the next request of the trace."""
+        session, self._now, wait = next(self._visits)
+        request = pool.host.open_request(session=session)
+        term = next((each for each in _TERMS if wait <= each), None)
+        if term is not None and "due" in self._tells:
+            self.answers[pool.host.hint("retain", session=session, ttl=term, due=term).outcome] += 1
+        served = pool.serve(keys, request)
+        if wait == math.inf and "release" in self._tells:
+            self.answers[pool.host.hint("release", session=session).outcome] += 1
+        return served
 
 
 # policies, without a disk ---------------------------------------------------------------------------------------------
@@ -279,15 +326,26 @@ class PolicyResult(NamedTuple):
     seconds: float
     share_of_optimum: float | None = None
     blocks_beyond_slots: int | None = None
+    hints: str = "none"
+    hints_accepted: int = 0
+    hints_clipped: int = 0
+    hints_declined: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.policy if self.hints == "none" else f"{self.policy} + {self.hints}"
 
 
-def hits_of_policy(requests: Sequence[Request], slots: int, policy: str, progress: Advance) -> PolicyResult:
-    index = HostPool(slots, make_policy(policy, slots))
-    (hits,), _, refused, seconds = serve_all(index, requests, progress)
-    done, rate = index.host.statistics(), rate_of(hits, requests)
-    beyond = sum(max(0, len(request) - slots) for request in requests)
+def hits_of_policy(trace: Trace, slots: int, policy: str, progress: Advance, hints: str = "none") -> PolicyResult:
+    programs = None if hints == "none" else Programs(trace, hints)
+    index = HostPool(slots, make_policy(policy, slots), clock=programs.clock if programs else time.monotonic)
+    (hits,), _, refused, seconds = serve_all(index, trace.requests, progress, programs)
+    done, rate = index.host.statistics(), rate_of(hits, trace.requests)
+    beyond = sum(max(0, len(request) - slots) for request in trace.requests)
     counts = (done.stored, done.evicted, done.declined, refused)
-    return PolicyResult(policy, slots, hits, rate, *counts, seconds, blocks_beyond_slots=beyond)
+    answers = programs.answers if programs else Counter[str]()
+    given = (hints, answers["accepted"], answers["clipped"], answers["declined"])
+    return PolicyResult(policy, slots, hits, rate, *counts, seconds, None, beyond, *given)
 
 
 def optimum(requests: Sequence[Request], slots: int) -> PolicyResult:
@@ -299,18 +357,25 @@ def optimum(requests: Sequence[Request], slots: int) -> PolicyResult:
 
 
 def hits_of_policies(
-    requests: Sequence[Request], capacities: Collection[int], policies: Collection[str], output: Output
+    trace: Trace,
+    capacities: Collection[int],
+    policies: Collection[str],
+    output: Output,
+    hints: Collection[str] = ("none",),
 ) -> list[PolicyResult]:
-    """A result for each capacity and policy, and the optimum's below them."""
+    """A result for each capacity, policy and kind of hints, and the optimum's below them. With hints also LRU's without
+    them, above.
+    """
+    base = [] if set(hints) == {"none"} else [("lru", "none")]
     results: list[PolicyResult] = []
     for slots in capacities:
         done = []
-        for policy in policies:
+        for policy, told in dict.fromkeys([*base, *product(policies, hints)]):
             with output.progress(f"{policy}, {slots} slots") as progress:
-                done.append(hits_of_policy(requests, slots, policy, progress))
+                done.append(hits_of_policy(trace, slots, policy, progress, told))
         with output.progress(f"{OPTIMUM}, {slots} slots"):
-            done.append(optimum(requests, slots))
-        least = next((result.blocks_hit for result in done if result.policy == "lru"), None)
+            done.append(optimum(trace.requests, slots))
+        least = next((result.blocks_hit for result in done if result.name == "lru"), None)
         length = 0 if least is None else done[-1].blocks_hit - least
         if least is not None and length > 0:
             done = [each._replace(share_of_optimum=(each.blocks_hit - least) / length) for each in done]

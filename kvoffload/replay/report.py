@@ -12,8 +12,8 @@ from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.replay import hitplot
-from kvoffload.replay.hits import OPTIMUM, WRITES, Policies, PolicyResult, Survey, TierResult, hits_of_policies
-from kvoffload.replay.trace import Request
+from kvoffload.replay.hits import HINTS, OPTIMUM, WRITES, Policies, PolicyResult, Survey, TierResult, hits_of_policies
+from kvoffload.replay.trace import Trace
 from kvoffload.terminal.console import CommandError, Output, counted
 from kvoffload.terminal.options import whole
 
@@ -24,16 +24,18 @@ _MEANINGS = {
     "random": "random: all blocks of some requests, about as many as admitted writes.",
     "none": "none: no disk.",
 }
+_TOLD = "names: requests name their sessions. release: these also say when they end. due: and when they come back."
 
 
 def report(
     arguments: argparse.Namespace,
-    requests: Sequence[Request],
+    trace: Trace,
     rates: Rates | None,
     traffic: dict[str, Any],
     output: Output,
 ) -> None:
     """Replay without bytes, and print the result."""
+    requests = trace.requests
     blocks = sum(map(len, requests))
     size = f"{counted(blocks, 'block')} in {counted(len(requests), 'request')}"
     title = f"{arguments.workload or arguments.trace.name}, {size}"
@@ -41,7 +43,8 @@ def report(
     slots, saving = tuple(dict.fromkeys(arguments.slots)), None if rates is None else rates.fields
     if arguments.disk_slots is None:
         policies = sorted(POLICIES) if arguments.policy == "all" else [arguments.policy]
-        results = hits_of_policies(requests, slots, policies, output)
+        hints = HINTS if arguments.hints == "all" else (arguments.hints,)
+        results = hits_of_policies(trace, slots, policies, output, hints)
         saved = [{} if rates is None else rates.fields_of(each.blocks_hit) for each in results]
         records = [each._asdict() | worth for each, worth in zip(results, saved, strict=True)]
         output.result(fields | {"saving": saving, "records": records})
@@ -97,15 +100,15 @@ def _count(value: int | None) -> str:
 
 
 def print_policies(results: Sequence[PolicyResult], title: str, rates: Rates | None, output: Output) -> None:
-    most = {result.policy: result for result in results if result.slots == max(each.slots for each in results)}
-    shown = most.get(DEFAULT_POLICY) or next(iter(most.values()))
+    *most, best = [result for result in results if result.slots == max(each.slots for each in results)]
+    shown = ([each for each in most if each.policy == DEFAULT_POLICY] or most)[-1]
     output.line(
-        f"replay: with {shown.slots:,} slots, {shown.policy} finds {shown.hit_rate:.2%} of the blocks asked for; at "
-        f"most {most[OPTIMUM].hit_rate:.2%} are possible"
+        f"replay: with {shown.slots:,} slots, {shown.name} finds {shown.hit_rate:.2%} of the blocks asked for; at "
+        f"most {best.hit_rate:.2%} are possible"
     )
     with_share = any(each.share_of_optimum is not None for each in results)
     cells: dict[str, Callable[[PolicyResult], str]] = {
-        "policy": lambda each: each.policy,
+        "policy": lambda each: each.name,
         "slots": lambda each: f"{each.slots:,}",
         "hits": lambda each: f"{each.blocks_hit:,}",
         "hit rate": lambda each: f"{each.hit_rate:.2%}",
@@ -123,7 +126,7 @@ def print_policies(results: Sequence[PolicyResult], title: str, rates: Rates | N
         rows = []
         for each in results:
             saved, load = rates.prefill_seconds(each.blocks_hit), rates.load_seconds(each.blocks_hit) or 0.0
-            rows.append((each.policy, f"{each.slots:,}", f"{saved:,.1f} s", f"{load:,.1f} s"))
+            rows.append((each.name, f"{each.slots:,}", f"{saved:,.1f} s", f"{load:,.1f} s"))
         output.table("the time that hits save", ("policy", "slots", "prefill saved", "loading"), rows)
         output.line(f"With {rates.tokens_per_hash} tokens a block, {rates.model.name}: {rates.describe()}.")
     output.line("")
@@ -135,6 +138,8 @@ def print_policies(results: Sequence[PolicyResult], title: str, rates: Rates | N
     if with_share:
         output.line(f"LRU to optimum: 0% is as many hits as lru, 100% as many as {OPTIMUM}.")
     output.line(f"{OPTIMUM}: the most hits possible; it knows the future.")
+    if any(each.hints != "none" for each in results):
+        output.line(_TOLD)
 
 
 # a disk below ---------------------------------------------------------------------------------------------------------

@@ -35,10 +35,12 @@ class Trace(NamedTuple):
         requests: the keys of each, in the order of the file.
         seconds: when each request came, counted from the first. None unless every line has a "timestamp" in
             milliseconds, they never fall, and the last is larger than the first.
+        sessions: the conversation or agent that each request belongs to. None unless every line has a "session".
     """
 
     requests: list[Request]
-    seconds: list[float] | None
+    seconds: list[float] | None = None
+    sessions: list[str] | None = None
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
@@ -47,25 +49,28 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
 
 
 def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
-    """The first `limit` requests (None: all), and when they came.
+    """The first `limit` requests (None: all), when they came, and of which session.
 
     Blank lines are skipped. An empty `hash_ids` is a request for nothing.
     """
     requests: list[Request] = []
     stamps: list[Any] = []
+    named: list[str] = []
     with _refused(path), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(requests) >= limit:
                 break
             if line.strip():
-                keys, stamp = _parse(line, f"{path}, line {number}")
+                keys, stamp, session = _parse(line, f"{path}, line {number}")
                 requests.append(keys)
                 stamps.append(stamp)
+                named += [] if session is None else [session]
+    sessions = named if len(named) == len(requests) else None
     numbers = [stamp for stamp in stamps if isinstance(stamp, int | float) and not isinstance(stamp, bool)]
     timed = numbers == stamps and all(map(math.isfinite, numbers)) and numbers == sorted(numbers)
     if not timed or not numbers or numbers[0] == numbers[-1]:
-        return Trace(requests, None)
-    return Trace(requests, [(stamp - numbers[0]) / 1000 for stamp in numbers])
+        return Trace(requests, None, sessions)
+    return Trace(requests, [(stamp - numbers[0]) / 1000 for stamp in numbers], sessions)
 
 
 @contextmanager
@@ -76,8 +81,8 @@ def _refused(path: Path) -> Iterator[None]:
         raise CommandError(f"cannot read the trace {path}: {error.strerror or error}") from error
 
 
-def _parse(line: bytes, where: str) -> tuple[Request, Any]:
-    """The keys of a request, and its timestamp, of any type."""
+def _parse(line: bytes, where: str) -> tuple[Request, Any, str | None]:
+    """The keys of a request, its timestamp, of any type, and its session."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -98,7 +103,10 @@ def _parse(line: bytes, where: str) -> tuple[Request, Any]:
         except OverflowError:
             fits = f"must fit into {8 * KEY_BYTES} bits"
             raise CommandError(f'{where}: "hash_ids"[{position}] {fits}, got {_shown(each)}') from None
-    return tuple(keys), record.get("timestamp")
+    session = record.get("session")
+    if session is not None and (not isinstance(session, str | int) or isinstance(session, bool)):
+        raise CommandError(f'{where}: "session" must be a string or an integer, got {_shown(session)}')
+    return tuple(keys), record.get("timestamp"), None if session is None else str(session)
 
 
 def _shown(value: Any) -> str:

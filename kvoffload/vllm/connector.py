@@ -91,6 +91,12 @@ class KVOffloadConnector(OffloadingConnector):
 
     # the scheduler's side
 
+    def on_new_request(self, request: Any) -> None:
+        manager = self.scheduler.manager
+        if isinstance(manager, KVOffloadManager):  # which sees only vLLM's ReqContext, and that has no session
+            manager.named = {request.request_id: getattr(request, "session_id", None)}
+        super().on_new_request(request)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):

@@ -42,6 +42,7 @@ from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.vllm.hints import give, hints_of, session_of
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.promotions import Promotions
 
@@ -101,6 +102,7 @@ class KVOffloadManager(OffloadingManager):
         self._filling: dict[bytes, _Filling] = {}
         self._reading: dict[frozenset[bytes], list[LeaseRecord]] = {}
         self._before_reset: list[Callable[[], None]] = []  # ends what was under way at a reset
+        self.named: dict[str, object] = {}  # the session of the request that comes next, by the request's name
 
     @cached_property
     def index(self) -> CacheIndex:
@@ -115,7 +117,7 @@ class KVOffloadManager(OffloadingManager):
     # loading ------------------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        state_of(self.index, req_context, self._resets)
+        state_of(self.index, req_context, self._resets, self.named.pop(req_context.req_id, None))
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -185,6 +187,7 @@ class KVOffloadManager(OffloadingManager):
         state = req_context.get_state(RequestState)
         if state is not None and state.owner is self.index:
             state.request.end()  # its keys were used once, the first ones last
+            give(self.index, state.hints, "release", "demote")  # earlier, the request would take its keys back
 
     # storing ------------------------------------------------------------------------------------------------------
 
@@ -365,17 +368,22 @@ class RequestState:
         record: the index's record for `request`.
         resets: how often the manager had been reset when the request came.
         end: where its last key so far ends, in tokens.
+        session: it belongs to; None: to none.
+        hints: came with it.
     """
 
-    __slots__ = ("end", "owner", "record", "request", "resets")
+    __slots__ = ("end", "hints", "owner", "record", "request", "resets", "session")
 
-    def __init__(self, owner: CacheIndex, resets: int) -> None:
+    def __init__(self, owner: CacheIndex, resets: int, context: ReqContext, named: object) -> None:
         self.owner = owner
         self.resets = resets
+        self.session = session_of(context, named)
+        self.hints = hints_of(context, self.session)
         self.open()
+        give(owner, self.hints, "retain", "prefetch")
 
     def open(self) -> None:
-        self.request = self.owner.open_request()
+        self.request = self.owner.open_request(session=self.session)
         self.record = self.request._record
         self.end = 0
 
@@ -396,15 +404,16 @@ class RequestState:
         ordered = sorted(keys, key=lambda key: context.get_offload_key_position(OffloadKey(key)) or 0)
         if ordered != keys:
             self.open()
+            give(self.owner, self.hints, "retain")
             self.end = end
             self.owner.records.use((ordered, self.record))
 
 
-def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestState:
-    """The state of a context, with an open request of the index; made if there is none."""
+def state_of(index: CacheIndex, context: ReqContext, resets: int, named: object = None) -> RequestState:
+    """The state of a context, with an open request of the index; made if there is none, for the session `named`."""
     state: RequestState | None = context.get_state(RequestState)
     if state is None or state.owner is not index:
-        state = RequestState(index, resets)
+        state = RequestState(index, resets, context, named)
         context.set_state(state)
     elif state.record.ended:
         state.open()

@@ -38,6 +38,7 @@ def exposed(device: kvoffload.Device) -> dict[str, set[str]]:
             cache.store([key], blocks=[1], tenant="a").wait()
             cache.lookup([key])
             cache.touch([key])
+            cache.hint("release", session="a session that nobody has named")
             assert cache.drain(10)  # before another key evicts it
         engine.drain()
         engine.poll()

@@ -28,7 +28,8 @@ def cache_statistics(**changes: Any) -> CacheStatistics:
     residency = Histogram(bounds=(0.5, 60.0), counts=(3, 0, 4), total=1000.5)
     reuse = Histogram(bounds=(1.0, 1048576.0), counts=(1, 2, 0), total=77.0)
     counts |= {"residency_seconds": residency, "reuse_distance_blocks": reuse}
-    return CacheStatistics(**counts | {"hits_from": (("host", 95), ("disk", 10))} | changes)
+    counts |= {"hits_from": (("host", 95), ("disk", 10)), "hints": (("retain accepted", 3),), "retained_hits": 40}
+    return CacheStatistics(**counts | changes)
 
 
 def engine_statistics(**changes: Any) -> EngineStatistics:
@@ -115,6 +116,12 @@ kvoffload_cache_promoted_total{gpu="0"} 112.0
 # TYPE kvoffload_cache_tier_hits_total counter
 kvoffload_cache_tier_hits_total{gpu="0",tier="host"} 95.0
 kvoffload_cache_tier_hits_total{gpu="0",tier="disk"} 10.0
+# HELP kvoffload_cache_hints_total Hints, by action and answer.
+# TYPE kvoffload_cache_hints_total counter
+kvoffload_cache_hints_total{answer="retain accepted",gpu="0"} 3.0
+# HELP kvoffload_cache_retained_hits_total Blocks used while a promise retained them.
+# TYPE kvoffload_cache_retained_hits_total counter
+kvoffload_cache_retained_hits_total{gpu="0"} 40.0
 # HELP kvoffload_cache_residency_seconds How long evicted blocks had been in the cache.
 # TYPE kvoffload_cache_residency_seconds histogram
 kvoffload_cache_residency_seconds_bucket{gpu="0",le="0.5"} 3.0
@@ -158,7 +165,7 @@ def test_statistics_of_a_cache_as_text(client: Any, registry: Any) -> None:
 
 def test_every_number_of_a_cache_is_there(client: Any, registry: Any) -> None:
     """A new field of the statistics needs its metric."""
-    labelled = ("tenants", "hits_from")
+    labelled = ("tenants", "hits_from", "hints")
     names = [field.name for field in dataclasses.fields(CacheStatistics) if field.name not in labelled]
     histograms = ("residency_seconds", "reuse_distance_blocks")
     counts = {name: 1000 + index for index, name in enumerate(names) if name not in histograms}

@@ -31,7 +31,7 @@ from kvoffload.internal.models import MODELS
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import OPTIMUM, HostPool, PolicyResult, belady_hits, belady_hits_by_request, hits_of_policies
 from kvoffload.replay.report import Rates, print_policies
-from kvoffload.replay.trace import read_trace
+from kvoffload.replay.trace import Trace, read_trace
 from kvoffload.replay.workloads import make_workload
 from kvoffload.terminal.console import Output
 
@@ -321,7 +321,7 @@ def test_the_figure_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_figure_has_a_line_for_each_policy_and_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
     requests = make_workload("documents", 100)
     output = Output(as_json=True)
-    rows = hits_of_policies(requests, [512, 128], ["lru", "prefix"], output)
+    rows = hits_of_policies(Trace(requests), [512, 128], ["lru", "prefix"], output)
     ceiling = hitplot.seen_before(requests)
     (panel,) = hitplot.make(rows, ceiling, "a title").axes
     *lines, limit = panel.lines
@@ -346,7 +346,7 @@ def test_a_figure_without_any_hits_can_be_drawn() -> None:
 
 def test_the_ceiling_is_what_an_unbounded_cache_finds() -> None:
     requests = make_workload("documents", 100)
-    (unbounded,) = hits_of_policies(requests, [100_000], ["lru"], Output(as_json=True))[:1]
+    (unbounded,) = hits_of_policies(Trace(requests), [100_000], ["lru"], Output(as_json=True))[:1]
     assert hitplot.seen_before(requests) == 100 * unbounded.hit_rate > 0
     assert hitplot.seen_before([]) == 0
 

@@ -12,7 +12,7 @@ from seeds import rest_long
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.commands import main
 from kvoffload.replay.hits import hits_of_policy, optimum
-from kvoffload.replay.trace import KEY_BYTES, Request
+from kvoffload.replay.trace import KEY_BYTES, Request, Trace
 from kvoffload.replay.workloads import WORKLOADS, make_workload
 
 EACH = pytest.mark.parametrize("name", WORKLOADS)
@@ -173,7 +173,7 @@ SERVED = rest_long([*AT_ONCE, *(name for name in WORKLOADS if name not in AT_ONC
 @pytest.mark.parametrize("slots", rest_long([256, 1024], 1))
 def test_the_default_is_never_much_worse_than_lru_and_nothing_beats_the_optimum(name: str, slots: int) -> None:
     requests = make_workload(name, 1000)
-    hits = {policy: hits_of_policy(requests, slots, policy, lambda *_: None).blocks_hit for policy in POLICIES}
+    hits = {policy: hits_of_policy(Trace(requests), slots, policy, lambda *_: None).blocks_hit for policy in POLICIES}
     keys = [[int.from_bytes(key, "big") for key in request] for request in requests]
     assert hits["lru"] == Oracle(slots).serve_all(keys).hits
     few = 0.002 * sum(map(len, requests))  # of one-off prompts hardly any is found by any policy
@@ -184,7 +184,8 @@ def test_the_default_is_never_much_worse_than_lru_and_nothing_beats_the_optimum(
 def test_the_default_finds_what_lru_does_not_where_prompts_come_round(seed: int) -> None:
     requests = make_workload("evaluation", 2000, seed)
     hits = {
-        policy: hits_of_policy(requests, 1024, policy, lambda *_: None).blocks_hit for policy in ("lru", DEFAULT_POLICY)
+        policy: hits_of_policy(Trace(requests), 1024, policy, lambda *_: None).blocks_hit
+        for policy in ("lru", DEFAULT_POLICY)
     }
     assert hits["lru"] == 0
     assert hits[DEFAULT_POLICY] > 0.1 * sum(map(len, requests))
@@ -193,7 +194,8 @@ def test_the_default_finds_what_lru_does_not_where_prompts_come_round(seed: int)
 def test_in_chat_the_default_policy_has_more_hits_than_lru(seed: int) -> None:
     requests = make_workload("chat", 4000, seed)
     hits = {
-        policy: hits_of_policy(requests, 2048, policy, lambda *_: None).blocks_hit for policy in ("lru", DEFAULT_POLICY)
+        policy: hits_of_policy(Trace(requests), 2048, policy, lambda *_: None).blocks_hit
+        for policy in ("lru", DEFAULT_POLICY)
     }
     assert hits[DEFAULT_POLICY] > 1.15 * hits["lru"]
 

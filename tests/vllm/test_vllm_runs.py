@@ -47,6 +47,9 @@ SETTINGS = {
         ONE, chunks=200, requests=20, idle=0, quick=True, late_copies=0.3, extra=SYNCHRONOUS
     ),
     "a late model": Setting(ONE, chunks=200, requests=20, idle=0, quick=True, late_model=0.3, asynchronous=True),
+    "hints": Setting(ONE, chunks=60, hints=True),
+    "hints, a window, resets": Setting(WINDOW, chunks=100, hints=True, reset=0.05, asynchronous=True),
+    "hints, failures": Setting(TWO, chunks=100, hints=True, fail=0.3),
     "failures": Setting(ONE, chunks=200, fail=0.3),
     "failures, two workers, a window": Setting(WINDOW, chunks=200, fail=0.3, workers=2),
     "failures, asynchronous": Setting(ONE, chunks=100, fail=0.3, asynchronous=True, blocks_per_chunk=2),

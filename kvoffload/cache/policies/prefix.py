@@ -178,8 +178,7 @@ class Prefix(Policy):
                 self._queues[run.kind][run] = None
                 if run.request is not None:
                     self._queues[run.kind].move_to_end(run)
-        self._now += asked
-        self._asked += asked
+        self._now, self._asked = self._now + asked, self._asked + asked
         if self._asked >= self._next_round:
             self._learn()
 

@@ -34,10 +34,26 @@ class CacheHitSource(Enum):
     EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 
+@dataclass(frozen=True)
+class KvHintAction:
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KvHintsEnvelope:
+    protocol_version: str
+    message_id: str
+    actions: list[KvHintAction]
+
+
 @dataclass
 class ReqContext:
     req_id: str
     kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: KvHintsEnvelope | None = None
     _state: dict[type, Any] = field(default_factory=dict)
     _positions: dict[bytes, int] = field(default_factory=dict)
 
@@ -188,6 +204,9 @@ class OffloadingConnector:
     def build_connector_worker_meta(self) -> Any:
         return self.connector_worker.build_connector_worker_meta()
 
+    def on_new_request(self, request: Any) -> None:
+        self.connector_scheduler.on_new_request(request)
+
     def update_connector_output(self, connector_output: Any) -> None:
         self.connector_scheduler.update_connector_output(connector_output)
 
@@ -233,6 +252,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         "vllm": {"__version__": "0.33.0"},
         f"{offload}.base": base,
         f"{offload}.config": empty,
+        "vllm.v1.kv_hints": {"KvHintAction": KvHintAction, "KvHintsEnvelope": KvHintsEnvelope},
         f"{offload}.cpu.common": common,
         "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": CacheHitSource},
         "vllm.v1.outputs": empty,

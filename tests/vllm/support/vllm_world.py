@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from late import Late
+from msgspec import to_builtins
 from seeds import seeds
 from vllm.config import (
     CacheConfig,
@@ -40,6 +41,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -62,6 +64,7 @@ class Setting:
         spec: module and name of the spec's class.
         gpu: with real GPUs; all workers on the first one. No driver call fails there.
         quick: simulated GPUs do at once what they can, as real ones do.
+        hints: each request belongs to one of four sessions, and half of them bring a hint.
         late_model, late_copies: how many of the model's steps, and of the transfers, begin late.
         reset, abort, fail, idle: probabilities for each step: of a reset, of an aborted request, of a driver call that
             fails, of running all that is queued on the GPUs.
@@ -84,6 +87,7 @@ class Setting:
     idle: float = 0.5
     gpu: bool = False
     quick: bool = False
+    hints: bool = False
     late_model: float = 0.0
     late_copies: float = 0.0
 
@@ -162,8 +166,22 @@ class World:
             pooling_params=None,
             block_hasher=self._hasher,
         )
+        if self.setting.hints:
+            self._hint(request)
         self._sequences[name] = Sequence(prompt)
         self.scheduler.add_request(request)
+
+    def _hint(self, request: Request) -> None:
+        """Name its session, and give it a hint, or none: in vLLM's fields or in kv_transfer_params."""
+        session, other = (str(self.random.randrange(4)) for _ in range(2))
+        kind = self.random.choice(("kv.retain", "kv.release", "kv.demote", "kv.prefetch"))
+        payload = self.random.choice(({}, {"session_id": other}, {"ttl": 1e-3}, {"estimated_resume_seconds": 5}))
+        actions = [KvHintAction("a", kind, "1.0", payload)] if self.random.random() < 0.5 else []
+        if self.random.random() < 0.5:
+            request.session_id, request.kv_hints = session, KvHintsEnvelope("0.1", "m", actions)
+        else:
+            sent = {"protocol_version": "0.1", "actions": [to_builtins(action) for action in actions]}
+            request.kv_transfer_params = {"session": session, "kv_hints": sent}
 
     # steps --------------------------------------------------------------------------------------------------------
 

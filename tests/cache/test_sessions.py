@@ -1,0 +1,429 @@
+"""Sessions and hints: whose keys go first, whose stay, and for how long. No device; the test moves the clock."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from caching import state
+from helpers import key, keys
+from worlds import Fifo
+
+from kvoffload import CacheIndex, Status, Tenant
+from kvoffload.cache.policies import POLICIES
+from kvoffload.cache.sessions import ACTIONS, HintAnswer
+
+TURN = (0, 1, 2, 3)
+TRUSTED = "the session has to keep a promise first"
+
+
+class Host:
+    """A cache, a clock that the test moves, and the key that was written into each entry."""
+
+    def __init__(self, capacity: int = 64, policy: Any = "lru", **options: Any) -> None:
+        self.now = 1000.0
+        self.index = CacheIndex(capacity, policy=policy, **options)
+        self.index._state.clock = lambda: self.now
+        self.written: dict[int, bytes] = {}
+        self.fresh = 1000
+
+    def store(self, names: Sequence[bytes], **options: Any) -> list[bytes]:
+        """Returns the keys that were evicted for them."""
+        with self.index.reserve(names, **options) as reservation:
+            self.written.update(zip(reservation.indices, reservation.keys, strict=True))
+        return list(reservation.evicted)
+
+    def turn(self, session: str, *numbers: int, tenant: str = "", **promise: float) -> HintAnswer | None:
+        """A request of a session, which promises meanwhile to come back if `ttl` is given."""
+        answer = None
+        with self.index.open_request(session=session, tenant=tenant) as request:
+            if promise:
+                answer = self.index.hint("retain", session=session, tenant=tenant, **promise)
+            self.store(keys(*numbers), request=request)
+        return answer
+
+    def trusted(self, session: str, *numbers: int, **promise: Any) -> HintAnswer:
+        """A session that has kept a promise, and has given another one."""
+        self.turn(session, *numbers, **promise)
+        answer = self.turn(session, *numbers, **promise)
+        assert answer is not None
+        return answer
+
+    def alone(self, *numbers: int) -> list[bytes]:
+        """A request without a session; returns the keys that were evicted."""
+        evicted = self.store(keys(*numbers))
+        self.index.touch(keys(*numbers))
+        return evicted
+
+    def scan(self, caches: int = 4) -> None:
+        """Requests that nobody repeats."""
+        for _ in range(caches * self.index.capacity // 4):
+            self.fresh += 4
+            self.alone(*range(self.fresh, self.fresh + 4))
+
+    def left(self, *numbers: int) -> list[int]:
+        """Those of these keys that are hits; every hit of the cache is in the entry that it was written into."""
+        self.index.check()
+        with self.index.acquire(self.index.keys) as lease:
+            assert [self.written[entry] for entry in lease.indices] == list(lease.keys)
+        return [number for number in numbers if self.index.status([key(number)]) == [Status.HIT]]
+
+
+# release
+
+
+def test_what_a_session_leaves_behind_goes_first_and_its_end_before_its_beginning() -> None:
+    host = Host(8)
+    host.alone(100, 101)
+    host.turn("a", *TURN)
+    host.alone(102, 103)
+    assert host.index.hint("release", session="a") == ("release", "accepted", 4, "")
+    assert host.alone(200, 201, 202) == keys(3, 2, 1)
+    assert host.left(*TURN, 100, 101, 102, 103) == [0, 100, 101, 102, 103]
+
+
+def test_what_others_have_used_is_not_released() -> None:
+    host = Host(8)
+    host.turn("a", *TURN)
+    host.turn("b", 0, 10)
+    host.alone(0, 1)
+    assert host.index.hint("release", session="a") == ("release", "clipped", 2, "others use the rest, too")
+    assert host.alone(*range(200, 205)) == keys(3, 2)
+    assert host.left(*TURN, 10) == [0, 1, 10]
+
+
+@pytest.mark.parametrize("how", ["load", "touch", "another session"])
+def test_a_released_key_that_is_asked_for_again_stays_as_others_do(how: str) -> None:
+    host = Host(8)
+    host.turn("a", *TURN)
+    host.alone(*range(100, 104))
+    host.index.hint("release", session="a")
+    if how == "another session":
+        host.turn("b", 0, 1)
+    else:
+        getattr(host.index, how)(keys(0, 1))
+    assert host.alone(*range(200, 204)) == keys(3, 2, 103, 102)
+    assert host.left(*TURN) == [0, 1]
+
+
+# promises
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_session_that_came_back_is_trusted_until_its_time_is_over(policy: Any) -> None:
+    host = Host(policy=policy)
+    first, second = (host.turn("a", *TURN, ttl=60) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert (first.outcome, first.blocks) == ("declined", 0)
+    assert TRUSTED in first.reason
+    assert second.outcome == "accepted"
+    host.now += 59
+    host.scan()
+    assert host.left(*TURN) == [*TURN]
+    host.now += 1
+    host.scan()
+    assert host.left(*TURN) == []
+
+
+def test_the_first_promise_retains_nothing() -> None:
+    host = Host()
+    host.turn("a", *TURN, ttl=60)
+    host.scan(1)
+    assert host.left(*TURN) == []
+
+
+def test_a_promise_is_over_at_twice_the_time_that_it_named() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=1000, due=10)
+    host.now += 19.9
+    host.scan()
+    assert host.left(*TURN) == [*TURN]
+    host.now += 0.1
+    host.scan()
+    assert host.left(*TURN) == []
+
+
+def test_who_breaks_a_promise_has_to_keep_one_first() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    host.now += 60
+    for outcome, stays in (("declined", []), ("accepted", [*TURN])):
+        answer = host.turn("a", *TURN, ttl=60)
+        assert answer is not None
+        assert answer.outcome == outcome
+        host.scan()
+        assert host.left(*TURN) == stays
+
+
+def test_who_comes_back_for_other_keys_is_not_trusted() -> None:
+    host = Host()
+    for base in range(0, 40, 4):
+        host.turn("a", *range(base, base + 4), ttl=60)
+        host.scan()
+        assert host.left(*range(base + 4)) == []
+
+
+def test_which_promises_are_given_up_first() -> None:
+    """Those without a time, the longer ones first; then those due last. Of each the deepest key."""
+    host = Host(10)
+    promises: list[dict[str, float]] = [{"ttl": 30}, {"ttl": 30}, {"ttl": 60}, {"due": 10}, {"due": 100}]
+    for number, promise in enumerate(promises):
+        host.trusted(str(number), 10 * number, 10 * number + 1, **promise)
+        host.now += 1
+    assert host.alone(*range(100, 110)) == keys(21, 20, 1, 0, 11, 10, 41, 40, 31, 30)
+
+
+def test_a_promise_during_a_request_displaces_lower_ones_and_no_higher_one() -> None:
+    host = Host(8)
+    host.trusted("soon", 20, 21, due=10)
+    host.trusted("c", *TURN[:2], due=50)
+    for number in (30, 40):
+        host.trusted(str(number), number, number + 1, ttl=60)
+    with host.index.open_request(session="c") as request:
+        host.index.hint("retain", session="c", due=50)
+        assert host.store(keys(*TURN), request=request) == keys(31, 30)
+        assert host.store(keys(4, 5, 6), request=request) == keys(41, 40)
+    assert host.left(*range(7), 20, 21) == [0, 1, 2, 3, 4, 5, 20, 21]
+
+
+def test_a_hint_during_a_request_concerns_that_request() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    request = host.index.open_request(session="a")
+    host.index.hint("retain", session="a", ttl=60)
+    host.store(keys(*TURN, 4, 5), request=request)
+    host.scan()
+    assert host.left(*range(6)) == [*range(6)], "while it is open"
+    request.end()
+    host.scan()
+    assert host.left(*range(6)) == [*range(6)], "and then"
+
+
+def test_a_dropped_request_retains_nothing_when_its_time_is_over() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    request = host.index.open_request(session="a")
+    host.index.hint("retain", session="a", ttl=90)
+    host.store(keys(*range(6)), request=request)
+    del request
+    gc.collect()
+    host.scan()
+    assert host.left(*range(6)) == [*range(6)]
+    host.now += 90
+    host.scan()
+    assert host.left(*range(6)) == []
+    assert len(host.index._state.pools.beside(host.index._state.pools.of(""), retained=True).policy) == 0
+
+
+# shares
+
+
+def test_requests_without_a_session_get_an_eighth_when_everything_is_promised() -> None:
+    host = Host()
+    for base in range(0, 64, 4):
+        host.trusted(str(base), *range(base, base + 4), ttl=60)
+    assert len(host.left(*range(64))) == 64
+    for base in (100, 200):
+        host.alone(*range(base, base + 8))
+        assert host.left(*range(base, base + 8)) == [*range(base, base + 8)]
+        assert len(host.left(*range(64))) == 56
+    host.scan()
+    assert len(host.left(*range(64))) == 56
+
+
+def test_promises_hold_the_share_of_those_who_make_them() -> None:
+    """A quarter of the blocks are asked for by a session that promises: it keeps about a quarter of the entries."""
+    host = Host()
+    for _ in range(12):
+        host.turn("a", *range(40), ttl=60)
+        for _ in range(30):
+            host.alone(*range(host.fresh, host.fresh + 4))
+            host.fresh += 4
+    host.scan()
+    stays = host.left(*range(40))
+    assert 16 <= len(stays) <= 20
+    assert stays == [*range(len(stays))]
+
+
+# tenants
+
+
+def test_a_session_is_its_tenants_own() -> None:
+    host = Host(tenants={"t": Tenant(), "u": Tenant()})
+    host.turn("a", *TURN, tenant="t", ttl=60)
+    for tenant in ("", "u"):
+        for action in ACTIONS:
+            answer = host.index.hint(action, session="a", tenant=tenant)
+            assert (answer.outcome, answer.blocks) == ("declined", 0)
+            assert "no request has named this session" in answer.reason
+    assert host.index.hint("release", session="a", tenant="t").blocks == 4
+
+
+def test_one_of_several_tenants_holds_at_most_half() -> None:
+    host = Host(tenants={"t": Tenant(), "u": Tenant()})
+    for base in range(0, 60, 20):
+        host.trusted(str(base), *range(base, base + 20), tenant="t", ttl=60)
+    host.scan()
+    assert len(host.left(*range(60))) == 32
+
+
+def test_a_tenant_with_a_quota_orders_its_keys_alone() -> None:
+    host = Host(tenants={"q": Tenant(max_blocks=8)})
+    host.turn("a", *TURN, tenant="q")
+    for action in ("retain", "release", "demote"):
+        answer = host.index.hint(action, session="a", tenant="q")
+        assert answer.outcome == "declined"
+        assert "quota" in answer.reason
+    assert host.left(*TURN) == [*TURN]
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"action": "keep"}, ValueError, "action must be one of retain, release, demote, prefetch, got 'keep'"),
+        ({"ttl": 0}, ValueError, "ttl must be seconds above 0, got 0"),
+        ({"due": -1.5}, ValueError, "due must be seconds above 0, got -1.5"),
+        ({"ttl": float("nan")}, ValueError, "ttl must be a number of seconds, got nan"),
+        ({"due": "soon"}, ValueError, "due must be a number of seconds, got 'soon'"),
+        ({"tenant": "nobody"}, ValueError, "tenant must be one of '', got 'nobody'; name others in tenants="),
+        ({"tenant": []}, ValueError, "tenant must be one of ''"),
+    ],
+    ids=str,
+)
+def test_wrong_hints_change_nothing(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    before = state(host.index)
+    with pytest.raises(error, match=words):
+        host.index.hint(**{"action": "release", "session": "a", **given})
+    assert state(host.index) == before
+    with pytest.raises(TypeError, match="session must be a string or None, got 7"):
+        host.index.open_request(session=7)  # type: ignore[arg-type]
+    assert state(host.index) == before
+    assert host.left(*TURN) == [*TURN]
+
+
+def test_a_hint_inside_another_call_is_refused_and_a_hook_may_give_one() -> None:
+    answers: list[str] = []
+
+    class Hinting(Fifo):
+        def touch(self, keys: Sequence[bytes]) -> None:
+            super().touch(keys)
+            host.index.hint("retain", session="a")
+
+    host = Host(policy=Hinting, on_event=lambda _: answers.append(host.index.hint("retain", session="b").outcome))
+    host.store(keys(*TURN))
+    with pytest.raises(RuntimeError, match="in the middle of another call"):
+        host.index.touch(keys(*TURN))
+    assert set(answers) == {"declined"}
+    assert host.left(*TURN) == [*TURN]
+
+
+# bounds, and the unexpected
+
+
+def test_names_without_number_take_memory_with_a_bound() -> None:
+    host = Host()
+    threads = threading.active_count()
+    for number in range(100_000):
+        with host.index.open_request(session=str(number)) as request:
+            if number % 8 == 0:
+                host.store(keys(number), request=request)
+            host.index.hint("retain", session=str(number), ttl=60)
+        host.index.hint("demote" if number % 2 else "release", session=str(number))
+        host.now += 1
+    sessions = host.index._state.sessions
+    assert sessions is not None
+    assert len(sessions) <= 1024
+    assert len(sessions._owner) <= 2 * 64 + 1024
+    assert sessions._known <= 2 * 64 + 1024
+    assert len(sessions._ends) <= 4 * 1024
+    assert threading.active_count() == threads
+    host.left()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_wrong_and_reused_names_change_no_answer(policy: Any, seed: int) -> None:
+    """A model knows what was stored and not evicted."""
+    chance, tenants = random.Random(seed), {"t": Tenant(), "high": Tenant(priority=1), "q": Tenant(max_blocks=5)}
+    host, here, opened = Host(24, policy, tenants=tenants), dict[bytes, int](), list[Any]()
+    index, hint_tenants = host.index, ["", *tenants]
+    for step in range(1500):
+        first, session = chance.randrange(40), str(chance.randrange(6))
+        asked, tenant = keys(*range(first, first + chance.randint(1, 9))), chance.choice(hint_tenants)
+        host.now += chance.choice([0, 0, 0.1, 5, 50])
+        what = chance.choice(["open", "open", "store", "store", "store", "load", "hint", "hint", "end", "touch", "remove"])
+        request = chance.choice([*opened, None])
+        if what == "open":
+            opened.append(index.open_request(session=chance.choice([session, None]), tenant=tenant))
+        elif what == "store":
+            reservation = index.reserve(asked, **({"tenant": tenant} if request is None else {"request": request}))
+            assert {*reservation.evicted} <= here.keys() - {*asked}
+            for name in reservation.evicted:
+                del here[name]
+            if chance.random() < 0.8:
+                here.update(zip(reservation.keys, reservation.indices, strict=True))
+                host.written.update(zip(reservation.indices, reservation.keys, strict=True))
+                reservation.commit()
+            else:
+                reservation.abort()
+        elif what == "hint":
+            due = chance.choice([None, 1.0, 30.0])
+            index.hint(chance.choice(ACTIONS), session=session, tenant=tenant, ttl=chance.choice([1, 60]), due=due)
+        elif what == "end" and opened:
+            request = opened.pop(chance.randrange(len(opened)))
+            if chance.random() < 0.8:
+                request.end()
+        elif what == "remove" and chance.random() < 0.3:
+            assert index.remove(asked) == sum(here.pop(name, None) is not None for name in asked)
+        elif what == "touch":
+            index.touch(asked)
+        else:
+            index.load(asked, request=request)
+        if step % 5 == 0:
+            host.left()
+            assert {name: host.written[entry] for name, entry in here.items()} == {name: name for name in here}
+            assert {*index.keys} == here.keys()
+
+
+@pytest.mark.parametrize("method", ["insert", "remove"])
+def test_a_policy_that_raises_while_keys_move_leaves_no_wrong_key(method: str) -> None:
+    calls = [0]
+
+    class Raising(Fifo):
+        pass
+
+    def counted(policy: Any, *arguments: Any, **named: Any) -> None:
+        calls[0] -= 1
+        if calls[0] == 0:
+            raise LookupError
+        getattr(Fifo, method)(policy, *arguments, **named)
+
+    setattr(Raising, method, counted)
+    for nth in range(1, 40):
+        host = Host(12, Raising)
+        calls[0] = nth
+        try:
+            for _ in range(2):
+                host.trusted("a", *TURN, ttl=60)
+                host.trusted("b", 0, 1, 10, 11, 12, ttl=60)
+                host.index.hint("release", session="a")
+                host.alone(*range(20, 26), 3)
+                host.now += 60
+            assert calls[0] > 0
+            break
+        except LookupError:
+            pass
+        host.left()
+        host.trusted("c", *range(30, 36), ttl=60)
+        host.scan()
+        assert host.left(*range(30, 36)) == [*range(30, 36)]
+    assert nth > 5, "it was called in moves"
