@@ -106,7 +106,7 @@ def test_a_released_key_that_is_asked_for_again_stays_as_others_do(how: str) -> 
         host.turn("b", 0, 1)
     else:
         getattr(host.index, how)(keys(0, 1))
-    assert host.alone(*range(200, 204)) == keys(3, 2, 103, 102)
+    assert {*host.alone(*range(200, 204))} == {*keys(3, 2, 103, 102)}
     assert host.left(*TURN) == [0, 1]
 
 
@@ -156,7 +156,7 @@ def test_who_breaks_a_promise_has_to_keep_one_first() -> None:
         answer = host.turn("a", *TURN, ttl=60)
         assert answer is not None
         assert answer.outcome == outcome
-        host.scan()
+        host.scan(1)
         assert host.left(*TURN) == stays
 
 
@@ -197,7 +197,7 @@ def test_a_hint_during_a_request_concerns_that_request() -> None:
     request = host.index.open_request(session="a")
     host.index.hint("retain", session="a", ttl=60)
     host.store(keys(*TURN, 4, 5), request=request)
-    host.scan()
+    host.scan(1)
     assert host.left(*range(6)) == [*range(6)], "while it is open"
     request.end()
     host.scan()
@@ -335,8 +335,7 @@ def test_names_without_number_take_memory_with_a_bound() -> None:
     threads = threading.active_count()
     for number in range(100_000):
         with host.index.open_request(session=str(number)) as request:
-            if number % 8 == 0:
-                host.store(keys(number), request=request)
+            host.index.load(keys(number), request=request)
             host.index.hint("retain", session=str(number), ttl=60)
         host.index.hint("demote" if number % 2 else "release", session=str(number))
         host.now += 1

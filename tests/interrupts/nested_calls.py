@@ -14,6 +14,7 @@ from typing import Any
 from worlds import SECONDS, SOURCES, CacheWorld, TieredWorld, contents, keys
 
 from kvoffload import NO_WAIT, KVOffloadError, Status
+from kvoffload.cache.sessions import ACTIONS
 
 Inner = Callable[[], object]
 _NESTED = "in the middle of another call"
@@ -62,6 +63,7 @@ def _of_keys(world: Any, name: str) -> Inner | None:
         "keys_statistics": lambda: (cache.statistics(), len(cache)),
         "remove": lambda: cache.remove(keys([3])),
         "reserve": lambda: cache.reserve(keys([7])).abort(),
+        "hint": lambda: [cache.hint(action, session="a") for action in ACTIONS],
     }
     if isinstance(world, CacheWorld):
         simple["store"] = lambda: world.store(6)
@@ -93,7 +95,7 @@ def _promote(world: TieredWorld, wait: bool) -> None:
 
 NAMES = (
     *("done", "wait", "wait_timeout", "poll", "statistics", "lookup", "status", "keys_statistics", "store", "load"),
-    *("release", "reserve", "promote", "promote_wait", "remove", "drain", "close", "collect"),
+    *("release", "reserve", "hint", "promote", "promote_wait", "remove", "drain", "close", "collect"),
 )
 
 

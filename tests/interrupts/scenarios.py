@@ -349,6 +349,56 @@ def index_request(w: IndexWorld) -> None:
             reservation.commit()
 
 
+def turn(w: Any, session: str, numbers: tuple[int, ...], **promise: float) -> None:
+    """A request of a session, which promises meanwhile to come back."""
+    with w.cache.open_request(session=session) as opened:
+        w.cache.hint("retain", session=session, **promise)
+        w.cache.load(keys(numbers[:1]), request=opened) if w.engine is None else w.cache.status(keys(numbers))
+        reservation = w.cache.reserve(keys(numbers), request=opened)
+        w.write(reservation)
+        reservation.commit()
+
+
+def promised(w: Any) -> None:
+    """All four keys are retained, for sessions that have kept a promise; `w.now` is the time."""
+    w.now = 0.0
+    w.cache._state.clock = lambda: w.now
+    for session in "abab":
+        turn(w, session, (0, 1) if session == "a" else (2, 3), ttl=60.0)
+
+
+def sessions(w: Any) -> None:
+    """A promise displaces a lower one, another is made after its request, released keys are evicted, and asked for."""
+    turn(w, "a", (0, 1, 4), due=5.0)
+    w.cache.hint("retain", session="b", ttl=30.0)
+    w.cache.hint("release", session="b")
+    w.cache.touch(keys([2]))
+    turn(w, "c", (5,), ttl=60.0)
+    w.cache.hint("release", session="a")
+
+
+def promises_end(w: Any) -> None:
+    """One is kept by half, then the time of all is over, of which one was given in a request that is dropped."""
+    turn(w, "b", (2, 9), ttl=20.0)
+    opened = w.cache.open_request(session="a")
+    w.cache.hint("retain", session="a", ttl=30.0)
+    with w.cache.reserve(keys([0, 4]), request=opened) as reservation:
+        w.write(reservation)
+    w.now = 100.0
+    w.cache.touch(keys([9]))
+
+
+def named(w: Any) -> None:
+    """A session has asked for keys 0 and 1."""
+    with w.cache.open_request(session="a") as opened:
+        w.cache.store(keys([0, 1]), [0, 1], after=NO_WAIT, request=opened).wait(SECONDS)
+
+
+def prefetchable(w: Any) -> None:
+    named(w)
+    w.cache.clear(below=False)
+
+
 def kept_reservation(w: Any) -> Any:
     w.kept.append(w.cache.reserve(keys([4, 5])))
     return w.kept[0]
@@ -626,6 +676,8 @@ TABLE: tuple[Row, ...] = (
     Row("abort", KEYS, kept_reservation, lambda w: w.made.abort()),
     Row("request", "cache", lambda w: w.cache.open_request(), request),
     Row("request", "index", lambda w: w.cache.open_request(), index_request),
+    Row("sessions", KEYS, promised, sessions),
+    Row("sessions.over", KEYS, promised, promises_end),
     Row("acquire", KEYS, None, acquire_block),
     Row("lease", CACHES, pending_lease, use_lease),
     Row(
@@ -660,6 +712,8 @@ TABLE: tuple[Row, ...] = (
     Row("fetch.wait", "tiers", fetching, lambda w: w.made.wait(SECONDS)),
     Row("fetch.order_before", "tiers", lambda w: (fetching(w), w.stream()), order_fetched),
     Row("request.fetch", "cache, two cache, tiers", lambda w: w.cache.open_request(), fetch_and_keep),
+    Row("hint.demote", "tiers", named, lambda w: w.cache.hint("demote", session="a")),
+    Row("hint.prefetch", "tiers", prefetchable, lambda w: w.cache.hint("prefetch", session="a")),
     Row("open_cache", ENGINES, None, open_and_keep),
     Row("open_cache.used", ENGINES, None, open_and_use),
     Row("open_cache.disk", "one", disk, lambda w: open_and_keep(w, **w.made)),

@@ -32,7 +32,7 @@ FAMILIES = (
     ("index",),
     ("cache.store",),
     ("cache.l", "cache.job", "cache.open", "cache.touch", "cache.statistics", "cache.status_of"),
-    ("cache.re", "cache.a", "cache.clear"),
+    ("cache.re", "cache.a", "cache.clear", "cache.sessions"),
     ("cache.engine", "cache.device"),
     ("cache.fetch", "cache.keep"),
     ("open_cache", "sharded.open_cache"),

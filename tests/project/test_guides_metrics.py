@@ -33,6 +33,7 @@ FLOWS: dict[str, list[tuple[int, dict[str, int]]]] = {
     "share a store": [(6, {"host": 0}), (6, {"host": 0, "objects": 6})],
     "tiers below ranks": [(2, {"host": 1})],
     "asyncio": [(18, {"host": 6})],
+    "agents": [(83, {"host": 22})],
 }
 WITH_TIERS = [name for name in FLOWS if "tiers=" in BLOCKS[name].code]
 NOTHING_IS_ASKED_FOR = {"events for routers"}
