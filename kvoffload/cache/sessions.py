@@ -257,7 +257,7 @@ class Sessions:
     def advance(self) -> None:
         """End the promises whose time is over, and tell the policies the time."""
         now = self._clock()
-        while self._ends and self._ends[0][0] <= now:
+        while self._ends and self._ends[0][0] < now:
             until, _, session, chain = heappop(self._ends)
             if until == session.until:
                 session.settle(None)

@@ -28,12 +28,13 @@ from chat_server.engine import Engine, EngineOptions
 from chat_server.tokenizer import Tokenizer
 from chatting import ask, run
 
-tokenizer, model = Tokenizer(models.open_file().metadata), models.load("smollm2", models.default_dtype("smollm2"))
+dtype = models.default_dtype("smollm2")
+tokenizer, model = Tokenizer(models.open_file().metadata), models.load("smollm2", dtype)
 questions = [f"What is the capital of {name}?" for name in ("France", "Italy", "Spain", "Japan", "Egypt")]
 answers = {}
 for offload in (False, True):
     options = EngineOptions(
-        model.identity, "float32", 6, 128, 32, 1, offload=offload, pool_bytes=64 << 20, prefill_tokens_per_second=1.0
+        model.identity, dtype, 6, 128, 32, 1, offload=offload, pool_bytes=64 << 20, prefill_tokens_per_second=1.0
     )
     with Engine(model.size, model.weights, options) as engine:
         for turn in range(2):  # the device has room for one of them
