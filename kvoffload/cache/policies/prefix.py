@@ -10,11 +10,11 @@ lowest chain worth, and within a run the deepest key goes first:
     ...
     kind 10  run(t=402: a)                          used six times or more
 
-A key that is used again moves to a new run; the old run drops it when its turn comes. Where LRU's order would have found
-more lately, the model makes all worths those of that order (see `reuse.py`), and the same queues give it.
+A key that is used again moves to a new run; the old run drops it when its turn comes. Where LRU's order would have
+found more lately, the model makes all worths those of that order (see `reuse.py`), and the same queues give it.
 
-Ages are counted in blocks asked for; once requests name sessions, in milliseconds, too: people and tools take as long to
-answer when the cache is idle.
+Ages are counted in blocks asked for; once requests name sessions, in milliseconds, too: people and tools take as long
+to answer when the cache is idle.
 
 Assumptions: uses depend on how often and how long ago a block was used before, by a rule that changes slowly; nothing
 else is assumed. Blocks that a request shares with no other are not worth storing, once the model has seen that.
