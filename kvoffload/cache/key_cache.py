@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -225,7 +226,7 @@ class KeyCache:
             record = RequestRecord(state, tenant, None if self._tiers is None else self._tiers.post)
             if session is not None:
                 state.consistent = False
-                record.of_session = state.with_sessions().open(session, tenant)
+                record.of_session = state.with_sessions().open(session, tenant, weakref.ref(record))
                 state.consistent = True
             return CacheRequest(self._records, record)
 
@@ -242,13 +243,16 @@ class KeyCache:
     ) -> HintAnswer:
         """Tell the cache what a session is about to do. It may help, never fails a request, and never changes bytes.
 
-        "retain": the session comes back. Until its next request ends, or `ttl` is over, its keys go after all others of
-            their priority. During an open request of the session it concerns that request, whose new keys then displace
-            keys of other promises that are given up first; else the latest request. A session may retain twice the
-            blocks of the promises that it has kept lately, less those that it has broken, and all sessions together
-            7/8 of the entries, one tenant half of them if there are several. So the first promise retains nothing.
+        "retain": the session comes back. Until its next request ends, or `ttl` or twice `due` is over, its keys go
+            after all others of their priority. During an open request of the session it concerns that request, whose
+            new keys then displace keys of lower promises; else the latest request. A session may retain twice the
+            blocks that it has promised and asked for lately, less those that it has promised in vain: of the first
+            promise nothing.
+            All promises together get the part of the entries that requests with a promise have of all blocks asked for,
+            one tenant half of the entries if there are several, and requests without a promise always an eighth.
         "release": the session has ended. What nobody else has used goes before all other keys.
-        "demote": the session waits for long. Its keys are written to the tiers, and then go as released ones do.
+        "demote": the session waits for long. Its keys are written to the tiers, as far as they are not evicted first,
+            and then go as released ones do.
         "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries.
 
         Args:
@@ -263,20 +267,24 @@ class KeyCache:
 
         Raises:
             ValueError: no such action or tenant; `ttl` or `due` is not above 0.
+            TypeError: `session` is not a string.
+            ClosedError: "prefetch" in a closed cache.
             RuntimeError: called inside another call of the cache.
         """
         if action not in ACTIONS:
             raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {action!r:.80}")
-        for name, seconds in (("ttl", ttl), ("due", due)):
-            if seconds is not None and not to_wait(name, seconds) > 0:
+        if not isinstance(session, str):
+            raise TypeError(f"session must be a string, got {session!r:.80}")
+        for name, seconds in [("ttl", ttl)] if due is None else [("ttl", ttl), ("due", due)]:
+            if not to_wait(name, seconds) > 0:
                 raise ValueError(f"{name} must be seconds above 0, got {seconds!r:.80}")
-        hint = Hint(action, session, tenant, ttl, due)
+        hint = Hint(action, session, tenant, to_wait("ttl", ttl), None if due is None else to_wait("due", due))
         answer, keys = self._records.hint((hint, self._tiers is not None))
         if keys and self._tiers is not None and action == "demote":
             self._tiers.demote(tuple(keys), tenant)
         elif keys:
             promotion = self.promote(keys, deadline=ttl, tenant=tenant, counted=False)
-            promotion._when_done(promotion, lambda ended: ended.release())
+            promotion._record.released = True  # it goes on, and holds nothing
         return answer
 
     def reserve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,21 +24,19 @@ class OfSession(Protocol):
 
     Attributes:
         stored: the keys that the request has stored.
-        promised: its promise, if it has made one.
+        promised: what it has promised, for which its new keys are retained.
     """
 
     stored: set[bytes]
+    promised: Promise | None
 
-    def pool_for(self, keys: Collection[bytes], ordinary: Pool, /) -> Pool: ...
-
-    @property
-    def promise_now(self) -> Promise | None: ...
+    def pool_for(self, keys: Set[bytes], ordinary: Pool, /) -> Pool: ...
 
 
 class RequestRecord:
     """The index's record of an open request."""
 
-    __slots__ = ("ended", "keys", "notes", "of_session", "on_end", "owner", "tenant")
+    __slots__ = ("__weakref__", "ended", "keys", "notes", "of_session", "on_end", "owner", "tenant")
 
     def __init__(self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None] | None) -> None:
         self.owner = owner
@@ -83,7 +81,7 @@ class Pool:
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
         if request.of_session is not None and isinstance(self.policy, Promised):
-            return self.policy.for_promise(request.of_session.promise_now)
+            return self.policy.for_promise(request.of_session.promised)
         return self.policy.for_request(request.notes.setdefault(self.number, {}))
 
     def within_quota(

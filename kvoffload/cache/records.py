@@ -299,6 +299,10 @@ class Records:
             state.consistent = False
             state.with_sessions().ended(record.of_session, list(record.keys))
             state.consistent = True
+        elif state.sessions is not None:
+            state.consistent = False
+            state.sessions.used_by_others(list(record.keys))
+            state.consistent = True
         return True
 
     @guarded

@@ -12,14 +12,14 @@ nobody else's keys make room for it. The first promise of a session retains noth
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies.promised import Promise, Promised, place_of
-from kvoffload.cache.pools import Pool, Pools
+from kvoffload.cache.pools import Pool, Pools, RequestRecord
 
 Action: TypeAlias = Literal["retain", "release", "demote", "prefetch"]
 Outcome: TypeAlias = Literal["accepted", "clipped", "declined"]
@@ -36,6 +36,7 @@ _FEWEST_SESSIONS = 1_024
 _FADING = 0.75  # what a promise weighs after another one
 _LATELY = 8  # times the entries: blocks asked for, of which the latest half weighs most
 _OVERDUE = 2  # times `due`, after which a promise is over
+_RENEWED = 0.25  # of a broken promise: what it weighs to promise again before coming back
 _TRUST = 2  # blocks that may be retained for each that was promised before, and asked for in time
 
 
@@ -76,12 +77,12 @@ class Hint(NamedTuple):
 class Chain:
     """The keys of a session's request that no later one has continued."""
 
-    __slots__ = ("keys", "promise", "until")
+    __slots__ = ("counted", "keys", "promise")
 
-    def __init__(self, keys: list[bytes], promise: Promise | None = None) -> None:
+    def __init__(self, keys: list[bytes]) -> None:
         self.keys = keys
-        self.promise = promise
-        self.until = 0.0  # when the promise ends
+        self.promise: Promise | None = None
+        self.counted = False  # among the blocks of requests with a promise
 
     def continued_by(self, keys: list[bytes]) -> bool:
         """Whether another request begins with nearly all of these keys: it goes on where this one ended. Others are
@@ -99,66 +100,69 @@ class Session:
         kept, broken: blocks promised before, which weigh less with every promise.
         watched: the keys of the latest promise while it is open, which it is until `until`.
         request: its latest open request.
+        forgotten: whether there were too many sessions.
     """
 
-    __slots__ = ("broken", "chains", "kept", "request", "tenant", "until", "watched")
+    __slots__ = ("broken", "chains", "forgotten", "kept", "request", "tenant", "until", "watched")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.chains: list[Chain] = []
         self.kept = self.broken = 0.0
-        self.watched: list[bytes] = []
+        self.watched = frozenset[bytes]()
         self.until = 0.0
         self.request: SessionRequest | None = None
+        self.forgotten = False
 
     @property
     def allowance(self) -> int:
         """The blocks that it may retain."""
         return max(0, int(_TRUST * (self.kept - self.broken)))
 
-    def settle(self, asked: Collection[bytes] | None) -> None:
-        """The session has come back, and asks for these keys; None: it has not, in time.
+    def settle(self, kept: float, broken: float) -> None:
+        """The latest promise is over."""
+        self.kept, self.broken = _FADING * self.kept + kept, _FADING * self.broken + broken
+        self.watched = frozenset()
 
-        What it promised and does not ask for counts for neither: another of its requests may be the one that does.
+    def asked(self, keys: Collection[bytes]) -> None:
+        """A request has ended that asked for these keys. What was promised is settled if that is most of it: until then
+        it may have been a branch, and the promise stands.
         """
-        if not self.watched:
-            return
-        self.kept, self.broken = _FADING * self.kept, _FADING * self.broken
-        if asked is None:
-            self.broken += len(self.watched)
-        else:
-            self.kept += len(set(self.watched).intersection(asked))
-        self.watched = []
+        found = len(self.watched.intersection(keys))
+        if 2 * found >= len(self.watched) > 0:
+            self.settle(found, 0)
 
 
 class SessionRequest:
     """A session's part of an open request's record."""
 
-    __slots__ = ("ended", "promise", "promised", "retained", "session", "stored")
+    __slots__ = ("hinted", "promised", "record", "retained", "session", "stored")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, record: weakref.ref[RequestRecord]) -> None:
         self.session = session
+        self.record = record
         self.stored: set[bytes] = set()  # the keys that it has stored
-        self.promise: tuple[float, float | None] | None = None  # ttl and due of its hint, seconds
-        self.promised: Chain | None = None  # what it stores for that, until it ends
-        self.retained: Pool | None = None  # where that goes
-        self.ended = False
+        self.hinted: tuple[float, float | None] | None = None  # ttl and due of its hint, seconds
+        self.promised: Promise | None = None
+        self.retained: tuple[Pool, int] | None = None  # where its new keys are retained, and at most how many
 
     @property
-    def promise_now(self) -> Promise | None:
-        return None if self.promised is None else self.promised.promise
+    def is_open(self) -> bool:
+        record = self.record()
+        return record is not None and not record.ended
 
-    def pool_for(self, keys: Collection[bytes], ordinary: Pool) -> Pool:
-        """Where the request stores these keys."""
-        self.session.settle(keys)
-        if self.retained is None or self.promise_now is None or self.session.allowance < len(keys):
+    def pool_for(self, keys: Set[bytes], ordinary: Pool) -> Pool:
+        """Where the request stores more keys, if `keys` are all of its keys so far."""
+        if self.retained is None:
             return ordinary
-        return self.retained
+        retained, most = self.retained
+        session = self.session
+        trust = session.allowance + _TRUST * len(session.watched & keys)
+        return retained if len(keys) <= min(trust, most) else ordinary
 
 
 class Sessions:
-    """All sessions of a cache. Every call is made under the cache's lock; those that change pools between
-    `state.consistent = False` and True.
+    """All sessions of a cache. Every call is made under the cache's lock, between `state.consistent = False` and True.
 
     Memory: at most as many sessions, and twice as many keys in chains, as the cache has entries (at least 1,024
     sessions); the session that was not heard of longest is forgotten first.
@@ -180,8 +184,6 @@ class Sessions:
         self._all: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._known = 0  # keys in chains
         self._owner: dict[bytes, Session | None] = {}  # who stored a key, if nobody else has used it; None: others have
-        self._ends: list[tuple[float, int, Session, Chain]] = []  # when promises end
-        self._number = 0
         self._promising = self._asked = 0.0  # blocks that requests with a promise have asked for, and all; lately
         self.hits = 0
         self.answers = Counter[tuple[Action, Outcome]]()
@@ -196,24 +198,23 @@ class Sessions:
 
     # requests -----------------------------------------------------------------------------------------------------
 
-    def open(self, name: str, tenant: str) -> SessionRequest:
+    def open(self, name: str, tenant: str, record: weakref.ref[RequestRecord]) -> SessionRequest:
         """A request of a session begins."""
+        self.advance()
         session = self._of(name, tenant)
         if session is None:
             session = self._all[tenant, name] = Session(tenant)
-            while len(self._all) > self._most:
-                self._forget(self._all.popitem(last=False)[1])
-        self.advance()
-        session.request = SessionRequest(session)
+            self._forget_some()
+        session.request = SessionRequest(session, record)
         return session.request
 
     def ended(self, request: SessionRequest, keys: list[bytes]) -> None:
         """A request of a session has ended: its keys take the place of those of the request that it continues."""
         session, owner, stored = request.session, self._owner, request.stored
-        request.ended = True
-        if not keys:
+        if not keys or session.forgotten:
+            self._end_promise(session.tenant, request.promised)
             return
-        session.settle(keys)
+        session.asked(keys)
         for key in keys:
             if key not in owner and key in stored:
                 owner[key] = session
@@ -227,17 +228,16 @@ class Sessions:
             session.chains.remove(before)
         session.chains.append(chain)
         self._known += len(keys) - (0 if before is None else len(before.keys))
-        self._count(len(keys), request.promise is not None)
-        if request.promise is not None:
-            self._promise(session, chain, *request.promise)
-        for each in (before, request.promised):
-            if each is not None:
-                self._end_promise(session, each)
+        self._asked += len(keys)
+        if request.hinted is not None:
+            self._promise(session, chain, *request.hinted)
+        self._end_promise(session.tenant, request.promised)
+        if before is not None:
+            self._end_promise(session.tenant, before.promise)
         while len(session.chains) > _MOST_CHAINS:
             self._known -= len(session.chains[0].keys)
-            self._end_promise(session, session.chains.pop(0))
-        while self._known > self._most_keys and len(self._all) > 1:
-            self._forget(self._all.popitem(last=False)[1])
+            self._end_promise(session.tenant, session.chains.pop(0).promise)
+        self._forget_some()
 
     def asked(self, pool: Pool, keys: list[bytes]) -> None:
         """A request asks for resident keys that are retained or released; these are not released any more."""
@@ -249,7 +249,7 @@ class Sessions:
     def used_by_others(self, keys: Sequence[bytes]) -> None:
         """A request without a session has used these keys: no session may release them."""
         self.advance()
-        self._count(len(keys), False)
+        self._asked += len(keys)
         for key in keys:
             if key in self._owner:
                 self._owner[key] = None
@@ -257,14 +257,12 @@ class Sessions:
     def advance(self) -> None:
         """End the promises whose time is over, and tell the policies the time."""
         now = self._clock()
-        while self._ends and self._ends[0][0] < now:
-            until, _, session, chain = heappop(self._ends)
-            if until == session.until:
-                session.settle(None)
-            if chain.until == until:
-                self._end_promise(session, chain)
         for pool in self._pools.all:
             pool.policy.at(now)
+            if pool.beside is not None and isinstance(pool.policy, Promised):
+                self._move(pool.policy.ended(now), pool.beside)
+        if self._asked > _LATELY * self._table.capacity:
+            self._asked, self._promising = self._asked / 2, self._promising / 2
 
     # hints --------------------------------------------------------------------------------------------------------
 
@@ -300,14 +298,12 @@ class Sessions:
         longest, request = LONGEST_WITHOUT_DUE if hint.due is None else LONGEST_TTL, session.request
         limit = "" if hint.ttl <= longest else f"ttl is at most {longest:g} seconds, or with due {LONGEST_TTL:g}"
         ttl = min(hint.ttl, longest)
-        if request is not None and not request.ended:
-            request.promise = ttl, hint.due
-            if request.promised is not None:
-                self._end_promise(session, request.promised)
-            request.promised = Chain([], Promise(place_of(self._clock(), ttl, hint.due), session.tenant))
-            request.retained = self._pools.beside(self._pools.of(session.tenant), retained=True)
-            self._end_later(session, request.promised, self._clock() + ttl)  # if the request is dropped
-            blocks = max(session.allowance, _TRUST * len(session.watched))
+        if request is not None and request.is_open:
+            self._end_promise(session.tenant, request.promised)
+            request.hinted, request.promised = (ttl, hint.due), self._new_promise(session.tenant, ttl, hint.due)
+            retained = self._pools.beside(self._pools.of(session.tenant), retained=True)
+            request.retained = retained, self._tenant_share(session.tenant, retained, ())
+            blocks = session.allowance + _TRUST * len(session.watched)
             return hint.done(blocks, limit) if blocks else hint.declined(_UNTRUSTED)
         if not session.chains:
             return hint.declined("none of its requests has ended")
@@ -320,9 +316,10 @@ class Sessions:
     def _release(self, session: Session, hint: Hint) -> HintAnswer:
         mine, resident = self._own(session)
         for chain in session.chains:
-            self._end_promise(session, chain)
-        self._forget(session)
-        session.watched = []
+            self._end_promise(session.tenant, chain.promise)
+        self._known -= sum(len(chain.keys) for chain in session.chains)
+        session.chains.clear()
+        session.watched = frozenset()
         self.set_free(mine, session.tenant)
         return hint.done(len(mine), "" if len(mine) == len(resident) else _SHARED)
 
@@ -333,9 +330,12 @@ class Sessions:
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _of(self, name: str, tenant: str) -> Session | None:
+        """The session, if it is known; its promise is broken if its time is over."""
         session = self._all.get((tenant, name))
         if session is not None:
             self._all.move_to_end((tenant, name))
+            if session.watched and session.until < self._clock():
+                session.settle(0, len(session.watched))
         return session
 
     def _own(self, session: Session) -> tuple[list[bytes], list[bytes]]:
@@ -343,52 +343,56 @@ class Sessions:
         resident = dict.fromkeys(key for chain in session.chains for key in chain.keys if key in self._table.of)
         return [key for key in resident if self._owner.get(key) is session], list(resident)
 
+    def _new_promise(self, tenant: str, ttl: float, due: float | None) -> Promise:
+        now = self._clock()
+        return Promise(place_of(now, ttl, due), now + (ttl if due is None else min(ttl, _OVERDUE * due)), tenant)
+
+    def _tenant_share(self, tenant: str, retained: Pool, but: Sequence[bytes]) -> int:
+        """How many more keys may be retained for a tenant, besides some."""
+        share = self._table.capacity
+        if len(self._pools.by_tenant) > 1 and isinstance(retained.policy, Promised):
+            share = int(TENANT_SHARE * share) - retained.policy.promised_by(tenant, but)
+        return max(0, share)
+
     def _promise(self, session: Session, chain: Chain, ttl: float, due: float | None) -> int:
         """Retain as much of a chain as the session may. Returns how many keys."""
-        now, pools, of = self._clock(), self._pools, self._table.of
-        self._end_promise(session, chain)
-        session.watched = chain.keys
-        session.until = now + (ttl if due is None else min(ttl, _OVERDUE * due))
+        pools, of, policy = self._pools, self._table.of, None
+        if session.watched and chain.promise is not None:
+            session.settle(0, _RENEWED * len(session.watched))
+        self._end_promise(session.tenant, chain.promise)
+        promise = self._new_promise(session.tenant, ttl, due)
+        session.watched, session.until = frozenset(chain.keys), promise.until
+        self._promising += 0 if chain.counted else len(chain.keys)
+        chain.counted = True
         ordinary = pools.of(session.tenant)
         retained = pools.beside(ordinary, retained=True)
         mine = {ordinary.number, retained.number, pools.beside(ordinary, retained=False).number}
         keys = [key for key in chain.keys if key in of and self._pool_number(key) in mine][: session.allowance]
-        if len(pools.by_tenant) > 1 and isinstance(retained.policy, Promised):
-            others = retained.policy.promised_by(session.tenant, frozenset(keys))
-            keys = keys[: max(0, int(TENANT_SHARE * self._table.capacity) - others)]
-        if keys:
-            chain.promise = Promise(place_of(now, ttl, due), session.tenant)
-            self._move(keys, retained, chain.promise)
-            excess = len(retained.policy) - int(self._table.capacity * self._promising / max(1.0, self._asked))
-            self._move(retained.policy.victims(max(0, excess), lambda _: False) or [], ordinary)
-        self._end_later(session, chain, session.until)
-        return len(keys)
+        keys = keys[: self._tenant_share(session.tenant, retained, keys)]
+        policy = retained.policy
+        if not keys or not isinstance(policy, Promised):
+            return 0
+        chain.promise = promise
+        self._move(keys, retained, promise)
+        excess = len(policy) - int(self._table.capacity * min(1.0, self._promising / max(1.0, self._asked)))
+        self._move(policy.victims(max(0, excess), lambda _: False) or [], ordinary)
+        return promise.live
 
-    def _count(self, blocks: int, promising: bool) -> None:
-        self._asked += blocks
-        self._promising += blocks * promising
-        if self._asked > _LATELY * self._table.capacity:
-            self._asked, self._promising = self._asked / 2, self._promising / 2
-
-    def _end_later(self, session: Session, chain: Chain, until: float) -> None:
-        chain.until = until
-        self._number += 1
-        heappush(self._ends, (until, self._number, session, chain))
-        if len(self._ends) > 4 * self._most:
-            self._ends = sorted(each for each in self._ends if each[3].promise is not None or each[2].until == each[0])
-
-    def _end_promise(self, session: Session, chain: Chain) -> None:
+    def _end_promise(self, tenant: str, promise: Promise | None) -> None:
         """What it retains becomes ordinary."""
-        promise, chain.promise = chain.promise, None
-        ordinary = self._pools.of(session.tenant)
+        ordinary = self._pools.of(tenant)
         policy = self._pools.beside(ordinary, retained=True).policy
         if promise is not None and isinstance(policy, Promised):
             self._move(policy.held(promise), ordinary)
 
-    def _forget(self, session: Session) -> None:
-        """Its promises end when their time is over."""
-        self._known -= sum(len(chain.keys) for chain in session.chains)
-        session.chains.clear()
+    def _forget_some(self) -> None:
+        """Promises of forgotten sessions end when their time is over."""
+        if self._known > self._most_keys:  # after an interrupt it may be wrong
+            self._known = sum(len(chain.keys) for session in self._all.values() for chain in session.chains)
+        while len(self._all) > self._most or (self._known > self._most_keys and len(self._all) > 1):
+            session = self._all.popitem(last=False)[1]
+            session.forgotten = True
+            self._known -= sum(len(chain.keys) for chain in session.chains)
 
     def _move(self, keys: list[bytes], target: Pool, promise: Promise | None = None) -> None:
         """Put resident keys into another pool, as if a request had just stored them."""

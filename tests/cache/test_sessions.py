@@ -18,7 +18,6 @@ from kvoffload.cache.policies import POLICIES
 from kvoffload.cache.sessions import ACTIONS, HintAnswer
 
 TURN = (0, 1, 2, 3)
-TRUSTED = "the session has to keep a promise first"
 
 
 class Host:
@@ -114,44 +113,28 @@ def test_a_released_key_that_is_asked_for_again_stays_as_others_do(how: str) -> 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_session_that_came_back_is_trusted_until_its_time_is_over(policy: Any) -> None:
+@pytest.mark.parametrize(
+    ("promise", "seconds"), [({"ttl": 60}, 60), ({"ttl": 1000, "due": 10}, 20)], ids=["ttl", "due"]
+)
+def test_a_session_that_came_back_is_trusted_until_its_time_is_over(policy: Any, promise: Any, seconds: int) -> None:
+    """Its time: `ttl`, or twice `due`. The first promise is only watched."""
     host = Host(policy=policy)
-    first, second = (host.turn("a", *TURN, ttl=60) for _ in range(2))
+    first, second = (host.turn("a", *TURN, **promise) for _ in range(2))
     assert first is not None
     assert second is not None
     assert (first.outcome, first.blocks) == ("declined", 0)
-    assert TRUSTED in first.reason
+    assert "the session has to keep a promise first" in first.reason
     assert second.outcome == "accepted"
-    host.now += 59
-    host.scan()
-    assert host.left(*TURN) == [*TURN]
-    host.now += 1
-    host.scan()
-    assert host.left(*TURN) == []
-
-
-def test_the_first_promise_retains_nothing() -> None:
-    host = Host()
-    host.turn("a", *TURN, ttl=60)
-    host.scan(1)
-    assert host.left(*TURN) == []
-
-
-def test_a_promise_is_over_at_twice_the_time_that_it_named() -> None:
-    host = Host()
-    host.trusted("a", *TURN, ttl=1000, due=10)
-    host.now += 19.9
-    host.scan()
-    assert host.left(*TURN) == [*TURN]
-    host.now += 0.1
-    host.scan()
-    assert host.left(*TURN) == []
+    for passes, stays in ((seconds - 1, [*TURN]), (2, [])):
+        host.now += passes
+        host.scan()
+        assert host.left(*TURN) == stays
 
 
 def test_who_breaks_a_promise_has_to_keep_one_first() -> None:
     host = Host()
     host.trusted("a", *TURN, ttl=60)
-    host.now += 60
+    host.now += 61
     for outcome, stays in (("declined", []), ("accepted", [*TURN])):
         answer = host.turn("a", *TURN, ttl=60)
         assert answer is not None
@@ -214,7 +197,7 @@ def test_a_dropped_request_retains_nothing_when_its_time_is_over() -> None:
     gc.collect()
     host.scan()
     assert host.left(*range(6)) == [*range(6)]
-    host.now += 90
+    host.now += 91
     host.scan()
     assert host.left(*range(6)) == []
     assert len(host.index._state.pools.beside(host.index._state.pools.of(""), retained=True).policy) == 0
@@ -319,7 +302,10 @@ def test_a_hint_inside_another_call_is_refused_and_a_hook_may_give_one() -> None
             super().touch(keys)
             host.index.hint("retain", session="a")
 
-    host = Host(policy=Hinting, on_event=lambda _: answers.append(host.index.hint("retain", session="b").outcome))
+    def on_event(_: object) -> None:
+        answers.append(host.index.hint("retain", session="b").outcome)
+
+    host: Host = Host(policy=Hinting, on_event=on_event)
     host.store(keys(*TURN))
     with pytest.raises(RuntimeError, match="in the middle of another call"):
         host.index.touch(keys(*TURN))
@@ -344,7 +330,7 @@ def test_names_without_number_take_memory_with_a_bound() -> None:
     assert len(sessions) <= 1024
     assert len(sessions._owner) <= 2 * 64 + 1024
     assert sessions._known <= 2 * 64 + 1024
-    assert len(sessions._ends) <= 4 * 1024
+    assert sum(len(pool.policy) for pool in host.index._state.pools.all) <= 64
     assert threading.active_count() == threads
     host.left()
 
@@ -359,7 +345,9 @@ def test_wrong_and_reused_names_change_no_answer(policy: Any, seed: int) -> None
         first, session = chance.randrange(40), str(chance.randrange(6))
         asked, tenant = keys(*range(first, first + chance.randint(1, 9))), chance.choice(hint_tenants)
         host.now += chance.choice([0, 0, 0.1, 5, 50])
-        what = chance.choice(["open", "open", "store", "store", "store", "load", "hint", "hint", "end", "touch", "remove"])
+        what = chance.choice(
+            ["open", "open", "store", "store", "store", "load", "hint", "hint", "end", "touch", "remove"]
+        )
         request = chance.choice([*opened, None])
         if what == "open":
             opened.append(index.open_request(session=chance.choice([session, None]), tenant=tenant))
@@ -416,7 +404,7 @@ def test_a_policy_that_raises_while_keys_move_leaves_no_wrong_key(method: str) -
                 host.trusted("b", 0, 1, 10, 11, 12, ttl=60)
                 host.index.hint("release", session="a")
                 host.alone(*range(20, 26), 3)
-                host.now += 60
+                host.now += 61
             assert calls[0] > 0
             break
         except LookupError:

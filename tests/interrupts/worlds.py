@@ -174,6 +174,12 @@ class _Checked:
     def check_use(self) -> list[str]:
         """Hits are true at once and later; no key stays pending; what is wanted can be stored, and no entry is lost."""
         cache, found = self.cache, self.check_hits("at once")
+        if hasattr(self, "now") and cache._state.sessions is not None:
+            self.now = 1e6
+            cache.touch([])
+            pools = [pool for pool in cache._state.pools.all if pool.beside is not None and not pool.released]
+            if any(len(pool.policy) for pool in pools):
+                found.append("lost: keys stay retained for ever")
         if self.engine is not None:
             self.engine.drain(SECONDS)
             found += self.check_hits("after drain")

@@ -34,13 +34,13 @@ SHOWN = {
     "Job": JOB,
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
     "BlockCache": (
-        "acquire capacity check clear close drain engine fetch hint keep keys load locate lookup lookup_many open_request "
-        "promote remove reserve statistics status status_of store tier_statistics touch"
+        "acquire capacity check clear close drain engine fetch hint keep keys load locate lookup lookup_many "
+        "open_request promote remove reserve statistics status status_of store tier_statistics touch"
     ),
     "CacheIndex": (
-        "acquire capacity check clear close describe drain hint keys load locate lock lookup lookup_many max_load_blocks "
-        "open_request promote records remove reserve restore statistics status status_below status_of tier_statistics "
-        "touch"
+        "acquire capacity check clear close describe drain hint keys load locate lock lookup lookup_many "
+        "max_load_blocks open_request promote records remove reserve restore statistics status status_below status_of "
+        "tier_statistics touch"
     ),
     "SharedSlots": "array close host_memory note offer receive",
     "Promotion": "add_done_callback cancel done finished keys load ready release result wait",

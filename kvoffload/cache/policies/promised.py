@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf
 
@@ -26,12 +27,13 @@ def place_of(now: float, ttl: float, due: float | None) -> Place:
 
 
 class Promise:
-    """Keys of one request that are retained, the deepest last."""
+    """Keys of one request that are retained until a time, the deepest last."""
 
-    __slots__ = ("keys", "live", "place", "tenant")
+    __slots__ = ("keys", "live", "place", "tenant", "until")
 
-    def __init__(self, place: Place, tenant: str = "") -> None:
+    def __init__(self, place: Place, until: float, tenant: str) -> None:
         self.place = place
+        self.until = until
         self.tenant = tenant
         self.keys: list[bytes] = []
         self.live = 0  # those of `keys` that are retained, and for no later promise
@@ -46,6 +48,8 @@ class Promised(Policy):
         del capacity
         self._promise_of: dict[bytes, Promise] = {}
         self._promises: dict[Promise, None] = {}
+        self._by_tenant = Counter[str]()
+        self._next_end = inf
 
     def put(self, promise: Promise, keys: Sequence[bytes]) -> None:
         """Retain keys for a promise, resident ones included."""
@@ -57,10 +61,22 @@ class Promised(Policy):
         self._promise_of.update(dict.fromkeys(keys, promise))
         if keys:
             self._promises[promise] = None
+            self._by_tenant[promise.tenant] += len(keys)
+            self._next_end = min(self._next_end, promise.until)
 
-    def promised_by(self, tenant: str, but: Collection[bytes]) -> int:
+    def ended(self, now: float) -> list[bytes]:
+        """The keys of promises whose time is over."""
+        if now <= self._next_end:
+            return []
+        over = [each for each in self._promises if each.until < now]
+        if not over:
+            self._next_end = min((each.until for each in self._promises), default=inf)
+        return [key for each in over for key in self.held(each)]
+
+    def promised_by(self, tenant: str, but: Sequence[bytes]) -> int:
         """How many keys are retained for a tenant, without some."""
-        return sum(each.tenant == tenant and key not in but for key, each in self._promise_of.items())
+        promises = (self._promise_of.get(key) for key in but)
+        return self._by_tenant[tenant] - sum(each is not None and each.tenant == tenant for each in promises)
 
     def held(self, promise: Promise) -> list[bytes]:
         """The keys that are retained for a promise, in the order of its request."""
@@ -72,7 +88,8 @@ class Promised(Policy):
         return list(islice((key for each in lower for key in reversed(self.held(each)) if not protected(key)), count))
 
     def insert(self, keys: Sequence[bytes]) -> None:
-        self.put(Promise(FIRST), keys)
+        """Only after an exception: whose promise it was is not known any more."""
+        self.put(Promise(FIRST, -inf, ""), keys)
 
     def load(self, keys: Sequence[bytes]) -> None:
         """The promise stands until its request ends."""
@@ -85,6 +102,7 @@ class Promised(Policy):
         for key in keys:
             promise = self._promise_of.pop(key)
             promise.live -= 1
+            self._by_tenant[promise.tenant] -= 1
             if not promise.live:
                 self._promises.pop(promise, None)
 

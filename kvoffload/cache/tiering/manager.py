@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 from typing import TypeAlias, TypeVar
 
 from kvoffload.cache.entries import Status
@@ -111,6 +111,7 @@ class TierManager:
         self._writer = Writer(records, self.tiers, most_leased, notify, choice)
         self._messages = deque[Message]()
         self._lost_events = False
+        self._demoted: list[Demotion] = []
         self._chained: list[ChainedLoad] = []
         self._removals = removals = list[weakref.ref[Removal]]()
         self._promoter.refused = lambda keys: _removed(removals, keys) if removals else ()
@@ -249,7 +250,6 @@ class TierManager:
             for record in self._promoter.abandon():
                 record.end()
             self._writer.forget(set)
-        demoted = list[Demotion]()
         while self._messages:
             message = self._messages.popleft()
             if isinstance(message, CacheEvent):
@@ -260,7 +260,7 @@ class TierManager:
                 self._chained.append(message)
             elif isinstance(message, Demotion):
                 self._write([key for key, has in zip(message.keys, self._has(message.keys), strict=True) if not has])
-                demoted.append(message)
+                self._demoted.append(message)
             else:
                 self._ended.append(message)
         if self._lost_events and any(below.breaker.state is BreakerState.CLOSED for below in self.tiers):
@@ -268,12 +268,21 @@ class TierManager:
         self._choose()
         for record in self._promoter.advance():
             record.end()
-        self._writer.advance()  # which leases what it writes
-        for message in demoted:
-            self._records.set_free((message.keys, message.tenant))
+        self._writer.advance()
+        if self._demoted:
+            self._set_free_what_is_written()
         ready = [chained for chained in self._chained if chained._can_be_submitted]
         self._chained = [chained for chained in self._chained if not chained._can_be_submitted]
         return ready
+
+    def _set_free_what_is_written(self) -> None:
+        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is."""
+        for message in self._demoted:
+            has = self._has(message.keys)
+            self._records.set_free((tuple(compress(message.keys, has)), message.tenant))
+            message.keys = tuple(key for key, there in zip(message.keys, has, strict=True) if not there)
+        goes_on = [] if self._writer.idle else [message for message in self._demoted if message.keys]
+        self._demoted = goes_on[-_MOST_ENDED:]
 
     def _choose(self) -> None:
         """Choose writes among the keys of ended requests, once their stores have ended, and were heard of; and among

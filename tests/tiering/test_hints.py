@@ -1,0 +1,118 @@
+"""demote and prefetch: a session's keys go to the tiers, and come back before it asks. Every byte is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tier_classes import DictTier
+from tiering import SECONDS, Bench, key, keys, tiered, until
+
+from kvoffload import NO_WAIT, CacheIndex, Status
+from kvoffload.testing import FaultyTier
+from kvoffload.tiers import DiskTier, Tier
+
+MINE, OTHERS, LATER = [0, 1, 2, 3], [100, 101, 102, 103], [200, 201, 202, 203]
+MakeTier = Callable[[], Tier]
+
+
+@pytest.fixture(params=["dict", "disk"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeTier:
+    if request.param == "dict":
+        return DictTier
+    pytest.importorskip("xxhash", reason="xxhash is not installed")
+    tmp_path.chmod(0o700)
+    return lambda: DiskTier(tmp_path / "records", nbytes=1 << 20, identity="one model")
+
+
+def turn(bench: Bench, session: str, numbers: Sequence[int]) -> None:
+    """A request of a session stores what is missing."""
+    for block, number in enumerate(numbers):
+        bench.write(block, number)
+    with bench.cache.open_request(session=session) as request:
+        bench.cache.store(keys(numbers), range(len(numbers)), after=NO_WAIT, request=request).wait(SECONDS)
+
+
+def hits(bench: Bench, *numbers: int) -> list[int]:
+    return [number for number in numbers if bench.cache.status([key(number)]) == [Status.HIT]]
+
+
+def below(bench: Bench, *numbers: int) -> list[int]:
+    return [number for number in numbers if bench.cache._tiers.tiers[0].has([key(number)])[0]]  # type: ignore[union-attr]
+
+
+def test_demoted_keys_are_written_leave_their_slots_first_and_come_back(make: MakeTier) -> None:
+    with tiered(make(), write="admitted") as bench:
+        bench.store(OTHERS)
+        turn(bench, "a", MINE)
+        assert bench.cache.hint("demote", session="a") == ("demote", "accepted", 4, "")
+        assert bench.cache.drain(SECONDS)
+        assert below(bench, *MINE, *OTHERS) == MINE
+        bench.check_loaded([*MINE, *OTHERS])
+        bench.cache.clear(below=False)
+        turn(bench, "a", MINE)
+        bench.store(OTHERS)
+        bench.cache.hint("demote", session="a")
+        assert bench.cache.drain(SECONDS)
+        bench.store(LATER)
+        assert hits(bench, *MINE, *OTHERS, *LATER) == [*OTHERS, *LATER]
+        bench.check_loaded([*OTHERS, *LATER])
+        assert bench.cache.hint("prefetch", session="a") == ("prefetch", "accepted", 4, "")
+        until(lambda: hits(bench, *MINE) == MINE)
+        bench.check_loaded(MINE)
+
+
+def test_prefetch_brings_the_latest_request_and_holds_nothing(make: MakeTier) -> None:
+    with tiered(make()) as bench:
+        turn(bench, "a", OTHERS)
+        turn(bench, "a", MINE[:2])
+        turn(bench, "a", MINE)
+        assert bench.cache.drain(SECONDS)
+        bench.cache.clear(below=False)
+        bench.store(MINE[:1])
+        assert bench.cache.hint("prefetch", session="a") == ("prefetch", "accepted", 3, "")
+        until(lambda: hits(bench, *MINE) == MINE)
+        bench.check_loaded(MINE)
+        assert hits(bench, *OTHERS) == []
+        until(lambda: bench.cache.statistics().pinned == 0)
+        declined = bench.cache.hint("prefetch", session="a")
+        assert (declined.outcome, declined.reason) == ("declined", "all keys of its latest request are in entries")
+        bench.store([*OTHERS, *LATER])
+        assert hits(bench, *MINE) == []
+
+
+def test_what_others_have_used_is_not_demoted() -> None:
+    with tiered(tier := DictTier(), write="admitted") as bench:
+        turn(bench, "a", MINE)
+        turn(bench, "b", [0, 1, 7])
+        assert bench.cache.hint("demote", session="a") == ("demote", "clipped", 2, "others use the rest, too")
+        assert bench.cache.drain(SECONDS)
+        assert set(keys([2, 3])) <= set(tier.store) <= set(keys(MINE)), "0 and 1 were asked for twice"
+        bench.store([*OTHERS, 104])
+        assert hits(bench, *MINE, 7) == [0, 1, 7]
+        bench.check_loaded([0, 1, 7, *OTHERS, 104])
+
+
+def test_a_broken_tier_fails_no_hint_and_spoils_no_byte() -> None:
+    with tiered(tier := FaultyTier(), write="admitted") as bench:
+        turn(bench, "a", MINE)
+        tier.fail_all()
+        assert bench.cache.hint("demote", session="a").outcome == "accepted"
+        bench.cache.drain(SECONDS)
+        bench.check_loaded(MINE)
+        bench.store([*OTHERS, *LATER])
+        assert bench.cache.hint("prefetch", session="a").outcome == "accepted"
+        until(lambda: bench.cache.statistics().pinned == 0)
+        bench.check_loaded([*OTHERS, *LATER])
+        turn(bench, "a", MINE)
+        bench.check_loaded(MINE)
+
+
+def test_without_tiers_both_are_declined() -> None:
+    index = CacheIndex(4)
+    with index.open_request(session="a") as request, index.reserve(keys(MINE), request=request):
+        pass
+    assert index.hint("demote", session="a") == ("demote", "declined", 0, "the cache has no tiers")
+    assert index.hint("prefetch", session="a") == ("prefetch", "declined", 0, "the cache has no tiers")
+    assert index.lookup(keys(MINE)) == 4
