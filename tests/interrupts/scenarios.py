@@ -394,6 +394,12 @@ def named(w: Any) -> None:
         w.cache.store(keys([0, 1]), [0, 1], after=NO_WAIT, request=opened).wait(SECONDS)
 
 
+def named_below(w: Any) -> None:
+    """Its keys are in the tier alone."""
+    named(w)
+    w.cache.clear(below=False)
+
+
 def kept_reservation(w: Any) -> Any:
     w.kept.append(w.cache.reserve(keys([4, 5])))
     return w.kept[0]
@@ -708,12 +714,7 @@ TABLE: tuple[Row, ...] = (
     Row("fetch.order_before", "tiers", lambda w: (fetching(w), w.stream()), order_fetched),
     Row("request.fetch", "cache, two cache, tiers", lambda w: w.cache.open_request(), fetch_and_keep),
     Row("hint.demote", "tiers", named, lambda w: w.cache.hint("demote", session="a")),
-    Row(
-        "hint.prefetch",
-        "tiers",
-        lambda w: (named(w), w.cache.clear(below=False)),
-        lambda w: w.cache.hint("prefetch", session="a"),
-    ),
+    Row("hint.prefetch", "tiers", named_below, lambda w: w.cache.hint("prefetch", session="a")),
     Row("open_cache", ENGINES, None, open_and_keep),
     Row("open_cache.used", ENGINES, None, open_and_use),
     Row("open_cache.disk", "one", disk, lambda w: open_and_keep(w, **w.made)),
