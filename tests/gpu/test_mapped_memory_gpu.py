@@ -55,14 +55,15 @@ def test_planes_across_handles_fold_and_have_right_bytes(gpu_device: kvoffload.D
 
 
 def test_a_plane_past_the_last_handle_is_refused(gpu_device: kvoffload.Device) -> None:
-    with mapping(gpu_device, 3) as memory:
-        num_blocks = memory.nbytes // 4096
+    """What follows is reserved, so that nobody else has mapped memory there."""
+    with mapping(gpu_device, 4, without=(3,)) as memory:
+        nbytes = 3 * memory.part_bytes
         for address, fits in ((memory.address, True), (memory.address + 1, False)):
-            layout = KVLayout([[Plane(address, block_bytes=4096, num_blocks=num_blocks)]])
+            layout = KVLayout([[Plane(address, block_bytes=4096, num_blocks=nbytes // 4096)]])
             if fits:
                 OffloadEngine(layout, device=gpu_device, num_slots=2).close()
             else:
-                text = rf"groups\[0\]\[0\].* runs 1 bytes past the end of its allocation of {memory.nbytes} bytes"
+                text = rf"groups\[0\]\[0\].* runs 1 bytes past the end of its allocation of {nbytes} bytes"
                 with pytest.raises(LayoutError, match=text):
                     OffloadEngine(layout, device=gpu_device, num_slots=2)
 
