@@ -258,7 +258,7 @@ class KeyCache:
         Args:
             session: a name given to `open_request`.
             tenant: the session's.
-            ttl: seconds, above 0; more than a day counts as a day. For "retain" and "prefetch".
+            ttl: seconds, above 0. "retain": at most ten minutes count, with `due` a day. "prefetch": its deadline.
             due: seconds until the session is expected, if that is known: of the retained keys those due last go first.
                 Without it they go before the ones that have one.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ class OfSession(Protocol):
     stored: set[bytes]
     promised: Promise | None
 
-    def pool_for(self, keys: Set[bytes], ordinary: Pool, /) -> Pool: ...
+    def pool_for(self, known: Set[bytes], keys: Collection[bytes], ordinary: Pool, /) -> Pool: ...
 
 
 class RequestRecord:

@@ -151,14 +151,18 @@ class SessionRequest:
         record = self.record()
         return record is not None and not record.ended
 
-    def pool_for(self, keys: Set[bytes], ordinary: Pool) -> Pool:
-        """Where the request stores more keys, if `keys` are all of its keys so far."""
+    def pool_for(self, known: Set[bytes], keys: Collection[bytes], ordinary: Pool) -> Pool:
+        """Where the request stores these keys. `known`: its keys so far, which are counted only if trust needs it: a
+        request may store one key after the other.
+        """
         if self.retained is None:
             return ordinary
         retained, most = self.retained
-        session = self.session
-        trust = session.allowance + _TRUST * len(session.watched & keys)
-        return retained if len(keys) <= min(trust, most) else ordinary
+        session, wanted = self.session, len(known) + sum(key not in known for key in keys)
+        trust = session.allowance
+        if trust < wanted:
+            trust += _TRUST * len(session.watched & (known | set(keys)))
+        return retained if wanted <= min(trust, most) else ordinary
 
 
 class Sessions:
@@ -324,8 +328,10 @@ class Sessions:
         return hint.done(len(mine), "" if len(mine) == len(resident) else _SHARED)
 
     def set_free(self, keys: list[bytes], tenant: str) -> None:
-        """These resident keys of a tenant go before all others."""
-        self._move(keys, self._pools.beside(self._pools.of(tenant), retained=False))
+        """These resident keys go before all others, if they are the tenant's, ordinary, and one session's alone."""
+        ordinary, owner = self._pools.of(tenant), self._owner
+        mine = [key for key in keys if owner.get(key) is not None and self._pool_number(key) == ordinary.number]
+        self._move(mine, self._pools.beside(ordinary, retained=False))
 
     # inner workings -----------------------------------------------------------------------------------------------
 
@@ -356,7 +362,7 @@ class Sessions:
 
     def _promise(self, session: Session, chain: Chain, ttl: float, due: float | None) -> int:
         """Retain as much of a chain as the session may. Returns how many keys."""
-        pools, of, policy = self._pools, self._table.of, None
+        pools, of = self._pools, self._table.of
         if session.watched and chain.promise is not None:
             session.settle(0, _RENEWED * len(session.watched))
         self._end_promise(session.tenant, chain.promise)

@@ -171,7 +171,7 @@ class CacheState:
             tenant = opened.tenant_of_call(tenant) if tenant else opened.tenant
         pool = (self.pools.by_tenant.get(tenant) if type(tenant) is str else None) or self.pools.of(tenant)
         if opened is not None and opened.of_session is not None:
-            pool = opened.of_session.pool_for(opened.keys.keys() | keys, pool)
+            pool = opened.of_session.pool_for(opened.keys.keys(), keys, pool)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
         missing = list(filterfalse(resident, keys)) if present else keys

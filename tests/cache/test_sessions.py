@@ -414,3 +414,18 @@ def test_a_policy_that_raises_while_keys_move_leaves_no_wrong_key(method: str) -
         host.scan()
         assert host.left(*range(30, 36)) == [*range(30, 36)]
     assert nth > 5, "it was called in moves"
+
+
+def test_what_was_to_be_demoted_is_not_set_free_if_others_have_it_by_then() -> None:
+    """A tier takes a while. Meanwhile a request without a session uses one key, and a tenant has stored another."""
+    host = Host(tenants={"b": Tenant(priority=1)})
+    with host.index.open_request(session="a") as request:
+        host.store(keys(1, 2, 3), request=request)
+    host.index.touch(keys(1))
+    host.index.remove(keys(2))
+    with host.index.open_request(session="b", tenant="b") as request:
+        host.store(keys(2), request=request)
+    host.index.records.set_free((tuple(keys(1, 2, 3, 4)), ""))
+    pools = host.index._state.pools
+    assert list(pools.beside(pools.of(""), retained=False).policy) == keys(3)
+    host.index.check()
