@@ -12,12 +12,16 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import select
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from kvoffload import Device, OffloadEngine, Plane
 
 PAGE = 4096
-STATE, SUBMITTED, ENDED, GRANDCHILD, MICROSECONDS = range(5)  # words of a process's page
+STATE, SUBMITTED, ENDED, GRANDCHILD, MICROSECONDS, HELD = range(6)  # words of a process's page; HELD: the first of four
 QUEUED, REGISTERING, REGISTERED = range(1, 4)  # values of STATE
 NUM_BLOCKS = 13  # that are stored; no divisor of 6, so a slot gets another block each time
 STORES, LOADS = 6, 2  # slots
@@ -165,6 +169,7 @@ class Victim:
             engine = self.open_engine(device, 0, STORES + LOADS, planes)
             kernel = launch_kernel(device, self.part, plan) if plan.variant == "kernel" else None
             self.queue(engine, "pack" if plan.variant == "pack" else None, stores=kernel is None)
+            self.words[HELD : HELD + 4] = held_of_driver()
             make_grandchild(self)
             self.words[STATE] = QUEUED
             if plan.variant == "registration":
@@ -245,22 +250,39 @@ def make_grandchild(victim: Victim) -> None:
         if pid:
             victim.words[GRANDCHILD] = pid
             return
-        if plan.variant == "fork, ours closed":
-            for descriptor in (plan.socket, plan.memory, victim.lock):
-                os.close(descriptor)
+        if plan.variant != "fork":
+            os.close(plan.socket)
             close_memory_files()
-        time.sleep(plan.grandchild_seconds)
+        end = time.monotonic() + plan.grandchild_seconds
+        while plan.variant == "fork, writing" and time.monotonic() < end:
+            victim.part[: STORES * plan.slot_bytes].view(np.uint64)[::512] += np.uint64(1)
+        time.sleep(max(0.0, end - time.monotonic()))
         os._exit(0)
 
 
-def close_memory_files() -> None:
-    """Close every descriptor of the memfd, also the copy that mmap holds."""
+def open_files() -> Iterator[tuple[int, str]]:
+    """The descriptors of this process, and what they are of."""
     for name in os.listdir("/proc/self/fd"):
-        try:
-            if "memfd:late-writes" in os.readlink(f"/proc/self/fd/{name}"):
-                os.close(int(name))
-        except OSError:
-            pass
+        with suppress(OSError):  # that of the folder itself
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+
+
+def close_memory_files() -> None:
+    """Close every descriptor of the memfd: that of the lock, and the copy that mmap holds, too."""
+    for descriptor, name in list(open_files()):
+        if "memfd:late-writes" in name:
+            os.close(descriptor)
+
+
+def held_of_driver() -> tuple[int, int, int, int]:
+    """Descriptors of the driver's device files, and those of them that another program keeps; mappings of such files,
+    and those of them that a forked child does not have.
+    """
+    files = [descriptor for descriptor, name in open_files() if name.startswith("/dev/nvidia")]
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    flags = [re.findall(r"VmFlags:(.*)", each) for each in mappings if "/dev/nvidia" in each]
+    apart = sum(" dc" in found[0] for found in flags if found)
+    return len(files), sum(map(os.get_inheritable, files)), len(flags), apart
 
 
 # the process beside it ------------------------------------------------------------------------------------------------

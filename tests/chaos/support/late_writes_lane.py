@@ -29,6 +29,7 @@ import numpy.typing as npt
 from late_writes_engine import (
     ENDED,
     GRANDCHILD,
+    HELD,
     LOADS,
     MICROSECONDS,
     QUEUED,
@@ -91,7 +92,8 @@ class Watch:
         self.after: dict[str, float] = {}
         self.longest_gap = 0.0
         self.last_change = 0.0
-        self.snapshot = np.empty_like(part)
+        self.snapshot = np.zeros_like(part)
+        self.snapshot.fill(1)  # now, so that slices are not slowed down by new pages
         self._copied = 0
         self._last, self._looked = self.samples.copy(), time.monotonic()
 
@@ -221,6 +223,7 @@ def kill_one(lane: Lane, tag: int, rng: random.Random) -> dict[str, Any]:
                 "seen": {sign: when - killed for sign, when in watch.seen.items()},
                 "last_change": watch.last_change - killed,
                 "after": watch.after,
+                "held_of_driver": words[HELD : HELD + 4].tolist(),
                 "longest_gap": watch.longest_gap,
                 "changed_bytes": watch.changed_bytes(),
                 "foreign_words": watch.foreign_words(tag),
