@@ -1,5 +1,6 @@
-"""What the program sees that measures late writes of a GPU: here none, since the simulated device ends with its process,
-but those of a grandchild."""
+"""What the program that measures late writes of a GPU sees: here those of a grandchild, and no others, since the
+simulated device ends with its process.
+"""
 
 from __future__ import annotations
 

@@ -154,12 +154,11 @@ def plans(variants: dict[str, Variant], memory: int, simulated: bool) -> tuple[l
         made.append(plan)
         start += slots * variant.slot_bytes
     size = min(MIB, lanes[0][1].slot_bytes)
-    made.append(
-        Plan(
-            variant="neighbour", simulated=simulated, memory=memory, number=len(lanes), first_byte=start,
-            slots=NEIGHBOUR_SLOTS, slot_bytes=size,
-        )  # fmt: skip
-    )
+    beside = Plan(
+        variant="neighbour", simulated=simulated, memory=memory, number=len(lanes), first_byte=start,
+        slots=NEIGHBOUR_SLOTS, slot_bytes=size,
+    )  # fmt: skip
+    made.append(beside)
     return made, start + NEIGHBOUR_SLOTS * size
 
 
@@ -260,7 +259,7 @@ def conclusion(found: Found) -> str:
 
 
 HEADING = (
-    f"{'variant':18}{'kills':>6}{'least':>7}{'queued':>8}  {'ms from the kill to':^36}{'ms of changes after':^32}{'gap':>6}\n"
+    f"{'variant':18} kills  least  queued  {'ms from the kill to':^36}{'ms of changes after':^32}  gap\n"
     f"{'':18}{'':6}{'queued':>7}{'ms':>8}{'pidfd':>9}{'EOF':>8}{'lock':>8}{'gchild':>8}{'change':>8}"
     f"{'pidfd':>8}{'EOF':>8}{'lock':>8}{'all':>8}{'ms':>6}"
 )

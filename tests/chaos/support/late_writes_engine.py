@@ -17,6 +17,7 @@ import select
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -184,20 +185,23 @@ class Victim:
         for number in range(NUM_BLOCKS):
             block.fill(word_of(self.plan.tag, number))
             for plane in planes:
-                offset = plane.address - plane.owner.address + number * plane.block_bytes
-                plane.owner.copy_from(block, offset=offset)
+                buffer: Any = plane.owner
+                buffer.copy_from(block, offset=plane.address - buffer.address + number * plane.block_bytes)
 
     def queue(self, engine: OffloadEngine, copier: Any, *, stores: bool, forever: bool = False) -> None:
-        """Submit until `depth` transfers of each direction are in flight and one has ended, or for ever."""
+        """Submit until `depth` transfers of each direction are in flight and some have ended, or for ever.
+
+        (On the simulated device a submission ends the others.)
+        """
         from kvoffload import NO_WAIT
 
         words, started, number = self.words, time.monotonic(), int(self.words[SUBMITTED])
-        slots = np.arange(STORES)
+        slots, most = np.arange(STORES), 2 * self.plan.depth
         sources, targets = np.arange(STORES, STORES + LOADS), np.arange(NUM_BLOCKS, NUM_BLOCKS + LOADS)
-        while forever or engine.in_flight < self.plan.depth or not words[ENDED]:
+        while forever or (engine.in_flight < most and number < 2 * most) or not words[ENDED]:
             if os.getppid() != self.parent:
                 os._exit(2)
-            if engine.in_flight < 2 * self.plan.depth:
+            if engine.in_flight < most:
                 engine.load(sources, targets, after=NO_WAIT)
                 if stores:
                     engine.store((slots + number * STORES) % NUM_BLOCKS, slots, after=NO_WAIT, copier=copier)
@@ -205,7 +209,7 @@ class Victim:
                 words[SUBMITTED] += np.uint64(1 + stores)
             elif forever:
                 time.sleep(0.0002)
-            if forever or (engine.in_flight >= self.plan.depth and not words[ENDED]):
+            if forever or (not words[ENDED] and (engine.in_flight >= most or number >= 2 * most)):
                 words[ENDED] += np.uint64(len(engine.poll()))
                 words[MICROSECONDS] = int(1e6 * (time.monotonic() - started)) + self.spent
         self.spent = int(words[MICROSECONDS])
@@ -223,7 +227,7 @@ def launch_kernel(device: Device, part: npt.NDArray[np.uint8], plan: Plan) -> An
 
     with device.current():
         driver = device.driver
-        module = driver.call("cuModuleLoadData", KERNEL.encode() + b"\0")
+        module = driver.call("cuModuleLoadData", machine_code(device.capabilities.compute_capability))
         function = driver.module_function(int(module), "write_words")
         target = driver.host_device_address(address_of(part))
         words = STORES * plan.slot_bytes // 8
@@ -234,6 +238,20 @@ def launch_kernel(device: Device, part: npt.NDArray[np.uint8], plan: Plan) -> An
         stream = driver.stream_create(0)
         driver.launch(function, 64, 256, 0, stream, address_of(pointers))
     return module
+
+
+def machine_code(compute_capability: tuple[int, int]) -> bytes:
+    """The kernel, assembled by Triton's ptxas if that is there; else its text, which the driver may compile."""
+    with suppress(ImportError, OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
+        import triton
+
+        source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(KERNEL)
+        program = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        architecture = "-arch=sm_{}{}".format(*compute_capability)
+        subprocess.run([program, architecture, source, "-o", target], check=True, timeout=30, capture_output=True)
+        return target.read_bytes()
+    return KERNEL.encode() + b"\0"
 
 
 def make_grandchild(victim: Victim) -> None:
