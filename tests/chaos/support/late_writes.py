@@ -39,6 +39,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -88,6 +89,7 @@ TOGETHER = (
     ("pack", "kernel", "registration"),
     ("quick", "fork, writing"),
 )
+LONGEST = 500  # characters of an error's end
 KERNELS = {"pack", "kernel"}
 
 
@@ -120,7 +122,7 @@ def answer(process: subprocess.Popen[str], seconds: float) -> tuple[list[Found],
             return [], [*problems, "and not even when killed"]
     kill_session(process)
     if process.returncode:
-        problems.append(f"status {process.returncode}: {errors[-1500:]}")
+        problems.append(f"status {process.returncode}: {errors.strip()[-LONGEST:]}")
     return [json.loads(line) for line in out.splitlines() if line.endswith("}")], problems
 
 
@@ -248,6 +250,8 @@ def conclusion(found: Found) -> str:
         most = found["changed_after"][sign]["most_ms"]
         return f"never after {sign}" if most is None else f"up to {most:.2f} ms after {sign}"
 
+    if not found["kills"]:
+        return f"{found['variant']}: nothing was measured"
     text = ", ".join(map(after, SIGNS))
     if is_late(found):
         most = found["changed_after"]["all"]["most_ms"] or 0.0
@@ -325,7 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bad |= is_late(made) and not chosen[name].hides
             bad |= not made["least_queued"] and not options.simulated
             bad |= name == "fork, writing" and made["changed_after"]["all"]["rounds"] < made["kills"]
-            print(line(made), *made["errors"], sep="\n  ", flush=True)
+            often = Counter(each[-LONGEST:] for each in made["errors"]).most_common(3)
+            print(line(made), *(f"{count} times: {text}" for text, count in often), sep="\n  ", flush=True)
         neighbour = found["neighbour"]
         bad |= bool(found["problems"]) or neighbour["wrong"] > 0 or not neighbour["rounds"]
         print(f"  beside them: {neighbour['rounds']} rounds compared, {neighbour['wrong']} wrong", flush=True)

@@ -241,7 +241,7 @@ def wait_for_state(child: subprocess.Popen[bytes], page: npt.NDArray[np.uint64],
     while page[STATE] < state:
         if child.poll() is not None or time.monotonic() > end:
             complaints.seek(0)
-            said = complaints.read()[-1500:].decode(errors="replace")
+            said = complaints.read().decode(errors="replace").strip()
             raise RuntimeError(f"the engine's process, status {child.poll()}, queued nothing: {said}")
         time.sleep(0.0005)
 
