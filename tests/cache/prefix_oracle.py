@@ -61,7 +61,7 @@ class PrefixOracle(Oracle):
         self.gone: dict[bytes, tuple[int, Record]] = {}  # with the generation that it was remembered in
         self.observations: list[Observation] = []
         self.learned: set[int] = set()
-        self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders
+        self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders; uses
         self.by_recency, self.caution = False, 1.0
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
         self.now = self.calls = self.generation = 0
@@ -162,11 +162,14 @@ class PrefixOracle(Oracle):
                 if room < 0:
                     break
             judged.append(hits)
-        self.rounds.append([float(sum(each.hit for each in fresh)), *judged])
+        self.rounds.append([float(sum(each.hit for each in fresh)), *judged, float(sum(used.values()))])
         columns = zip(*reversed(self.rounds), strict=True)
-        found, learned, recent = (sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns)
+        found, learned, recent, every = (
+            sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns
+        )
         learned += self.settings.credit * 0.95 ** (len(self.rounds) - 1)
-        self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
+        least = recent * (1 + 0.04 * (recent / (every + 8)) ** 8)
+        self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < least
         self.caution = 0.5 if self.by_recency else 1.0
 
     def learn(self) -> None:

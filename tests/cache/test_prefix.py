@@ -225,7 +225,8 @@ def test_it_evicts_by_recency_where_that_would_have_found_more() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_chain_worths_cover_what_may_need_a_block(seed: int) -> None:
+def test_chain_worths_cover_what_may_need_a_block(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "CREDIT", 1e9)  # the learned order is in use
     chance = random.Random(seed)
     model = ReuseModel(100)
     for _ in range(200):

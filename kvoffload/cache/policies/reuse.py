@@ -13,7 +13,8 @@ Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from 
 On some traffic, such as agents' sessions that end without notice, a block's past says less than when it was last used.
 So there are two orders of eviction: by what was learned, and by recency, as LRU has it. Each round, before anything new
 is learned, both are judged by the uses of that round, which neither has seen: how many of them would a cache have found
-that keeps the blocks that the order puts last? The better order of the latest rounds is used.
+that keeps the blocks that the order puts last? The better order of the latest rounds is used. Where recency finds
+nearly all, the learned order must be better by a few percent, as there is little to win and something to lose.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _FADING = 0.8  # what an observation weighs after another round of learning
 _FEWEST = 8.0  # observations below which nothing is concluded
 _JUDGED_FADING = 0.95  # what the uses of one round weigh, by which orders are judged, after another round
 _SCARCE = 1.1  # hits per hit of LRU: from here on the learned order is preferred, more with every hit more
+_RISK = 0.04  # how much better the learned order must be where recency finds all uses; and
+_NEARLY_ALL = 8  # the power of what recency finds by which that falls where it finds less
 CREDIT = 96.0  # hits that the learned order has at first: chance in the first rounds should not decide
 _TIE = 1e-6  # hits that are no difference
 _CAUTION = 0.5  # in LRU's order: decline blocks that are worth less than this share of what they displace
@@ -78,7 +81,7 @@ class ReuseModel:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._hits = 0.0
-        self._judged = [CREDIT, 0.0]  # hits that the learned order would have had, and LRU's
+        self._judged = [CREDIT, 0.0, 0.0]  # hits that the learned order would have had, and LRU's; and all uses
         self._caution = 1.0
         self.reused_counts = _table()
         self._counts_before = _table()
@@ -123,10 +126,12 @@ class ReuseModel:
                 room -= there
                 if room < 0:
                     break
-        learned, recent = self._judged
+        self._judged[2] += sum(map(sum, uses))
+        learned, recent, every = self._judged
         # What an order declines is not judged: a cache that finds far more than LRU shows that it declines well.
         ratio = (self._hits + _FEWEST) / (recent + _FEWEST)
-        by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent
+        least = 1 + _RISK * (recent / (every + _FEWEST)) ** _NEARLY_ALL
+        by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent * least
         self._caution = _CAUTION if by_recency else 1.0
         self._hits *= _JUDGED_FADING
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
