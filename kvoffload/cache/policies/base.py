@@ -121,8 +121,10 @@ class Policy(ABC):
         del notes
         return self
 
-    def at(self, seconds: float) -> None:  # noqa: B027  # few policies measure time
-        """The time of the calls that follow, where requests name sessions. It never falls."""
+    def at(self, seconds: float, promised: float) -> None:  # noqa: B027  # few policies measure time
+        """Called where requests name sessions: the time of the calls that follow, which never falls, and how much of
+        what was asked for lately came with a promise to come back (0 to 1). The policy does not get those keys.
+        """
 
     def reset(self, keys: Sequence[bytes]) -> None:
         """Make `keys` the resident keys, after a call was interrupted or raised. What it learned may be forgotten."""

@@ -72,6 +72,8 @@ class ReuseModel:
         capacity: blocks that the cache has room for.
 
     Attributes:
+        promised: see `Policy.at`. The more comes with a promise, the less the others' past says what room there is for
+            them: then recency orders them, and fewer are declined.
         chain_worths: of the order in use, by kind and range of ages: the worth of a block together with all that may
             need it. Those were last used at the same time or earlier and not more often; so this is the highest worth
             over its kind and lower ones, at its age and above. A policy that evicts the lowest chain worth, and among
@@ -83,6 +85,7 @@ class ReuseModel:
         self._hits = 0.0
         self._judged = [CREDIT, 0.0, 0.0]  # hits that the learned order would have had, and LRU's; and all uses
         self._caution = 1.0
+        self.promised = 0.0
         self.reused_counts = _table()
         self._counts_before = _table()
         self._recency = [[1 / (1 + age) for age in EDGES]] * KINDS
@@ -130,9 +133,9 @@ class ReuseModel:
         learned, recent, every = self._judged
         # What an order declines is not judged: a cache that finds far more than LRU shows that it declines well.
         ratio = (self._hits + _FEWEST) / (recent + _FEWEST)
-        least = 1 + _RISK * (recent / (every + _FEWEST)) ** _NEARLY_ALL
+        least = 1 + (_RISK + self.promised) * (recent / (every + _FEWEST)) ** _NEARLY_ALL
         by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent * least
-        self._caution = _CAUTION if by_recency else 1.0
+        self._caution = _CAUTION * (1 - self.promised) if by_recency else 1.0
         self._hits *= _JUDGED_FADING
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
         for kind in range(KINDS):
