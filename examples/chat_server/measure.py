@@ -9,7 +9,8 @@ All must give the same answers: the exit status is 1 if one differs.
 
 With `--hints` a pool has room for `--pool` of all blocks, and is compared with itself: by LRU ("lru"); as it is by
 default ("none"); with the names of the sessions ("names"); and if each request says, rounded up, when the next one of
-its session is due, or that it is the last ("due").
+its session is due, or that it is the last ("due"). "prefetch" is "due", and a second before a session comes back the
+cache is told to bring its blocks from the disk; the last line says how many of them were loaded without the disk then.
 
 A trace has JSON lines with "timestamp" (ms), "hash_ids", one for each stretch of a prompt, and "output_length".
 Requests with equal leading ids share that prefix, as in the Mooncake traces. A stretch becomes `--tokens` tokens, the
@@ -38,7 +39,8 @@ from paged_decode.backend import ONE_ALGORITHM
 from paged_decode.model import BLOCK_TOKENS
 
 CACHES = ("device", "host", "disk", "unbounded")
-HINTS = ("lru", "none", "names", "due")
+HINTS = ("lru", "none", "names", "due", "prefetch")
+_LEAD = 1.0  # seconds before its request that a session is prefetched
 _DUE = (8.0, 32.0, 128.0, 512.0, 2048.0)  # seconds of the trace
 _STRETCH = 512  # tokens of the recorded prompts that a hash id stands for
 _LEAST_DEVICE = 1  # context, however much is oversubscribed
@@ -130,10 +132,10 @@ def prompt_of(recorded: Recorded, tokens: int, vocabulary: int) -> list[int]:
 def wanted(recorded: Recorded, hints: str, pace: float) -> Any:
     from chat_server.requests import Wanted
 
-    if hints not in ("names", "due"):
+    if hints not in ("names", "due", "prefetch"):
         return Wanted(max_tokens=recorded.answer)
     due = next((time for time in _DUE if recorded.returns is not None and recorded.returns <= time), None)
-    told = hints == "due"
+    told = hints != "names"
     return Wanted(
         max_tokens=recorded.answer,
         session=recorded.session,
@@ -144,23 +146,35 @@ def wanted(recorded: Recorded, hints: str, pace: float) -> Any:
 
 def serve(
     engine: Any, requests: list[Recorded], prompts: list[list[int]], pace: float, hints: str
-) -> tuple[list[Any], float]:
-    """Submit each at its time, and wait for all; the engine's requests, and the seconds that it took."""
-    served, ended = [], threading.Semaphore(0)
+) -> tuple[list[Any], float, list[int]]:
+    """Submit each at its time, and wait for all; the engine's requests, the seconds that it took, and which requests
+    had no host memory for some of their blocks when their sessions were prefetched.
+    """
+    served, ended, fetched = [], threading.Semaphore(0), list[int]()
     begin, first = time.monotonic(), requests[0].seconds
+    events = [(each.seconds - first, place, False) for place, each in enumerate(requests)]
+    for place, each in enumerate(requests if hints == "prefetch" else ()):
+        if each.returns is not None and each.returns > 2 * _LEAD * pace:  # the next one's, which is still to come
+            following = next(
+                number for number in range(place + 1, len(requests)) if requests[number].session == each.session
+            )
+            events.append((requests[following].seconds - first - _LEAD * pace, following, True))
 
     def deliver(token: int | None) -> None:
         if token is None:
             ended.release()
 
-    for recorded, prompt in zip(requests, prompts, strict=True):
-        time.sleep(max(0.0, begin + (recorded.seconds - first) / pace - time.monotonic()))
-        served.append(engine.submit(prompt, wanted(recorded, hints, pace), deliver))
+    for seconds, place, prefetch in sorted(events):
+        time.sleep(max(0.0, begin + seconds / pace - time.monotonic()))
+        if not prefetch:
+            served.append(engine.submit(prompts[place], wanted(requests[place], hints, pace), deliver))
+        elif engine.cache.hint("prefetch", session=requests[place].session, ttl=10 * _LEAD).blocks:
+            fetched.append(place)
     for _ in served:
         while not ended.acquire(timeout=1.0):
             if engine.error is not None:
                 raise RuntimeError("the engine has ended") from engine.error
-    return served, max(each.finished for each in served) - begin
+    return served, max(each.finished for each in served) - begin, fetched
 
 
 def engine_options(
@@ -198,7 +212,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     live = live_at_once(requests) * chosen.tokens // BLOCK_TOKENS
     size = model.size
     block_bytes = 2 * size.layers * BLOCK_TOKENS * size.kv_heads * size.head_size * (2 if dtype == "bfloat16" else 4)
-    table, answers, differ = list[Served](), list[list[int]](), 0
+    table, answers, differ, in_time = list[Served](), list[list[int]](), 0, dict[str, Any]()
     below = [(cache, hints) for cache in CACHES[1:3] for hints in chosen.hints or ("none",)]
     cells = [("unbounded", "none", 1.0)]
     cells += [(*cell, over) for over in chosen.oversubscribed for cell in [("device", "none"), *below]]
@@ -219,7 +233,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
             with Engine(model.size, model.weights, given) as engine:
                 engine.warm_up()
                 engine.start()
-                served, seconds = serve(engine, requests, prompts, chosen.pace, hints)
+                served, seconds, fetched = serve(engine, requests, prompts, chosen.pace, hints)
         answers = answers or [each.generated for each in served]
         differ += sum(each.generated != answer for each, answer in zip(served, answers, strict=True))
         first = np.array([each.first_token - each.submitted for each in served]) * 1e3
@@ -229,6 +243,11 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         name = f"{cache}, {hints}" if chosen.hints and cache in ("host", "disk") else cache
         table.append(Served(name, over, p50, p95, round(generated / seconds, 1), computed, **hits))
         show(table[-1], len(table) == 1)
+        if cache == "disk" and fetched:
+            late = [place for place in fetched if served[place].hits["disk"]]
+            early = [place for place in fetched if served[place].hits["host"] and place not in late]
+            medians = [round(float(np.median(first[each])), 1) if each else None for each in (early, late)]
+            in_time = {"early": len(early), "late": len(late), "early_ms": medians[0], "late_ms": medians[1]}
     return {
         "trace": chosen.trace.name,
         "model": chosen.model,
@@ -239,6 +258,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         "different_bytes": blocks * block_bytes,
         "live_bytes": live * block_bytes,
         "different_answers": differ,
+        "prefetched": in_time,
         "served": [asdict(each) for each in table],
     }
 
@@ -289,6 +309,11 @@ def main(arguments: list[str] | None = None) -> int:
     blocks, live = (f"{found[name] / 1e9:.2f} GB" for name in ("different_bytes", "live_bytes"))
     amount = f"{found['prompt_tokens']:,} tokens of prompts, {blocks} of different blocks, {live} live at once"
     print(f"{requests}, {where}: {amount}; {found['different_answers']} answers differ")
+    if told := found["prefetched"]:
+        print(
+            f"prefetched {_LEAD:g} s before, {told['early']} requests loaded from host memory alone (first token "
+            f"{told['early_ms']} ms in the median), {told['late']} from the disk, too ({told['late_ms']} ms)"
+        )
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found, indent=1))
     return int(found["different_answers"] > 0)

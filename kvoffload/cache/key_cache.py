@@ -81,6 +81,7 @@ class KeyCache:
             StatisticsRecorder(self.capacity, on_event),
             engine,
         )
+        self._state.has_tiers = below is not None
         self._records = Records(self._state, None if engine is None else engine.check_process)
         self._asks = engine
         self._unlocked = engine is None and on_event is None  # hits of one key need no lock: they call nothing

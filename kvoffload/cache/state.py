@@ -88,6 +88,7 @@ class CacheState:
         self.abandoned: deque[Watch | Record | None] = deque()
         self.awaited: dict[Record, None] = {}
         self.owner: weakref.ref[object] | None = None  # the cache whose state this is
+        self.has_tiers = False
         self.sessions: Sessions | None = None  # from the first request of a session on
         self.clock: Callable[[], float] = time.monotonic
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
@@ -188,6 +189,10 @@ class CacheState:
         if new and (len(new) > free or pool.selective):
             self.consulting = True  # until the call ends, if this raises
             admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
+            if admitted < len(new) and self.has_tiers and pool.beside is not None and opened is not None:
+                pool = pool.beside  # promised for later than all that is here; only from an entry does it get to a tier
+                policy = pool.policy_for(opened)
+                admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
             self.consulting = False
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):

@@ -14,14 +14,15 @@ CONVERSATIONS, TURNS = 6, 3
 SHARED = 32  # tokens
 
 
-def write_trace(path: Path) -> None:
+def write_trace(path: Path, *, sessions: bool = False) -> None:
     """Conversations take turns, so that each comes back after all the others. All share the first id."""
     with path.open("w") as file:
         for turn in range(TURNS):
             for number in range(CONVERSATIONS):
                 ids = [0, *range(100 * (number + 1), 100 * (number + 1) + 4 * (turn + 1))]
                 when = 1000 * (turn * CONVERSATIONS + number)
-                file.write(json.dumps({"timestamp": when, "hash_ids": ids, "output_length": 200}) + "\n")
+                row = {"timestamp": when, "hash_ids": ids, "output_length": 200}
+                file.write(json.dumps(row | ({"session": number} if sessions else {})) + "\n")
         file.write(json.dumps({"timestamp": when, "hash_ids": [0, *range(7000, 7100)], "output_length": 200}) + "\n")
 
 
@@ -59,3 +60,19 @@ def test_all_caches_give_the_same_answers_and_find_what_they_hold(tmp_path: Path
         assert again["device"] > 4 * SHARED
         assert served["host"]["host"] > 0
         assert served["disk"]["disk"] > 0
+
+
+def test_sessions_prefetched_in_time_load_from_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from chat_server import measure
+
+    monkeypatch.setattr(measure, "_LEAD", 0.3)
+    trace, output = tmp_path / "trace.jsonl", tmp_path / "found.json"
+    write_trace(trace, sessions=True)
+    small = ["--model", "tiny", "--context", "256", "--batch", "2", "--chunk", "32", "--tokens", "16", "--pace", "5"]
+    small += ["--most-answer", "4", "--prefill", "1", "--requests", "18", "--pool", "0.4", "--hints", "prefetch"]
+    small += ["--conversations", "6"]
+    where = ["--disk", str(tmp_path), "--json", str(output), "--oversubscribed", "8"]
+    assert measure.main([str(trace), *small, *where]) == 0
+    found = json.loads(output.read_text())
+    assert found["different_answers"] == 0
+    assert found["prefetched"]["early"] > 0

@@ -116,3 +116,20 @@ def test_without_tiers_both_are_declined() -> None:
     assert index.hint("demote", session="a") == ("demote", "declined", 0, "the cache has no tiers")
     assert index.hint("prefetch", session="a") == ("prefetch", "declined", 0, "the cache has no tiers")
     assert index.lookup(keys(MINE)) == 4
+
+
+def test_new_keys_that_are_promised_for_later_than_all_others_still_get_to_the_tiers(make: MakeTier) -> None:
+    """Only keys in entries are written. So above tiers they displace ordinary keys, then a few promised ones."""
+    with tiered(make(), write="through") as bench:
+        for session, due in (("a", 10.0), ("b", 20.0)):
+            for _ in range(3):  # the first promise is not trusted
+                turn(bench, session, MINE if session == "a" else OTHERS)
+                bench.cache.hint("retain", session=session, ttl=due, due=due)
+        for number in LATER:
+            with bench.cache.open_request(session="c") as request:
+                bench.cache.hint("retain", session="c", ttl=3600.0, due=3600.0)
+                bench.write(0, number)
+                bench.cache.store(keys([number]), [0], after=NO_WAIT, request=request).wait(SECONDS)
+            assert bench.cache.drain(SECONDS)
+        assert below(bench, *LATER) == LATER
+        bench.check_loaded(hits(bench, *MINE, *OTHERS, *LATER))
