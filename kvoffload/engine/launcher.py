@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from kvoffload.copiers import PackCopier, Share
 from kvoffload.copiers.pack_kernels import KERNEL_PLACES
-from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
+from kvoffload.device.streams import EVENT_COST, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
@@ -26,6 +26,8 @@ from kvoffload.errors import DriverError, KVOffloadError
 from kvoffload.planning.transfer_plan import STORE
 
 _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
+# A transfer that finds its lane empty begins with this share of its operations, if it has so many bytes and operations.
+FIRST_SHARE, FIRST_SHARE_BYTES, _FIRST_SHARE_OPERATIONS = 1 / 8, 32 << 20, 16
 
 
 class Launcher:
@@ -94,6 +96,10 @@ class Launcher:
         stop = work.part_ends[transfer.part] if work.part_ends else size
         if stop - begin > copier.segment_operations:
             stop = begin + copier.segment_operations
+        if not (number or begin) and transfer.nbytes >= FIRST_SHARE_BYTES and transfer is queue.transfers[0]:
+            # The link moves these while the host submits the others.
+            if size >= _FIRST_SHARE_OPERATIONS:
+                stop = min(stop, int(size * FIRST_SHARE))
         nbytes = 0
         if self._most_bytes is not None:
             stop, nbytes = self._bounded(queue, share, begin, stop)
@@ -130,14 +136,15 @@ class Launcher:
     ) -> bool:
         """Queue the next piece of a share, up to operation `stop`. False if there is no room for it.
 
-            store    kernels  ─1─3─[pack]─●───────────2─3─[pack]─●
+            store    kernels  ─1─3─[pack]─●───────────1─3─[pack]─●
                      copies   ─1───start──wait ●─[copies]─●──────wait ●─[copies]─●end
             load     copies   ─1─start─3─[copies]─●───2─3─[copies]─●
                      kernels  ─1──────────────────wait ●─[unpack]─●─wait ●─[unpack]─●end
 
         1. The transfer's first piece: both halves wait for what the transfer follows, but the first half does not wait
            for the transfer before it in its lane. So this one is packed while that one is copied.
-        2. A later piece, of any share: each half follows the same half of the piece before it.
+        2. A later piece, of any share: each half follows the same half of the piece before it. Kernels of a store do
+           not: beside a long kernel of others, the next one would begin a whole such kernel later. They wait as in 1.
         3. The first half waits until the place in the ring is free; the second half waits for the first.
 
         All of these are queued before, so waits form no circle. Nothing starves: a piece needs room on two streams, in
@@ -173,7 +180,9 @@ class Launcher:
             back.nbytes = nbytes
             back.stream.nbytes += nbytes
         if previous is None and begin == 0:  # 1
-            self._follow(queue, transfer, back.stream, also=front.stream)
+            self._follow(queue, transfer, back.stream, front.stream)
+        elif stores:  # 2
+            self._follow(queue, transfer, None, front.stream)
         self._wait_for_places(front, back, previous)  # 2, 3
         start = transfer.start if number == 0 and begin == 0 else None
         if start is not None and stores:  # it starts where its copies may
@@ -191,7 +200,8 @@ class Launcher:
         place = front.place
         assert place is not None
         if previous is not None and previous.place is not None:  # 2
-            for segment, half in zip(reversed(previous.place.halves), (back, front), strict=False):
+            halves = (back, front) if front.table is None else (back,)
+            for segment, half in zip(reversed(previous.place.halves), halves, strict=False):
                 if segment.stream is not half.stream:
                     assert segment.event is not None
                     self._driver.stream_wait_event(half.stream.handle, segment.event)
@@ -245,25 +255,26 @@ class Launcher:
             self._driver.stream_wait_event(final.stream.handle, event)
 
     def _follow(
-        self, queue: TransferQueue, transfer: Transfer, stream: LaneStream, also: LaneStream | None = None
+        self, queue: TransferQueue, transfer: Transfer, stream: LaneStream | None, also: LaneStream | None = None
     ) -> None:
         """Have a share's first stream wait for all that the transfer must follow, and `also` for all but the transfer
         before it in its lane.
         """
-        for marker in transfer.markers:
-            self._driver.stream_wait_event(stream.handle, marker)
-            if also is not None:
-                self._driver.stream_wait_event(also.handle, marker)
+        conflict = transfer.conflict
+        for each in (stream, also):
+            if each is not None:
+                for marker in transfer.markers:
+                    self._driver.stream_wait_event(each.handle, marker)
+                if conflict is not None and not conflict.finished:
+                    self.wait_for_transfer(each.handle, conflict)
+        if stream is None:
+            return
         first = queue.transfers[0]
         if first is not transfer:
             previous = queue.transfers[transfer.sequence - 1 - first.sequence]
             last = previous.segments[-1].stream if previous.segments else stream
             if previous.error is not None or last is not stream:  # else the stream itself keeps the order
                 self.wait_for_transfer(stream.handle, previous)
-        if transfer.conflict is not None and not transfer.conflict.finished:
-            self.wait_for_transfer(stream.handle, transfer.conflict)
-            if also is not None:
-                self.wait_for_transfer(also.handle, transfer.conflict)
         transfer.ordered = True
 
     def wait_for_transfer(self, stream: int, transfer: Transfer) -> None:
@@ -324,8 +335,10 @@ class Launcher:
 def stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None:
     """The stream for the lane's next work, or None if there is no room for so many places of the driver's queue."""
     streams, limit = lane.streams, QUEUE_LIMIT - places
-    if kernel:
-        return streams[KERNEL_STREAM] if streams[KERNEL_STREAM].places <= limit else None
+    if kernel:  # the emptier one, if there are two
+        one, two = streams[STREAMS_PER_LANE], streams[-1]
+        stream = one if one.places <= two.places else two
+        return stream if stream.places <= limit else None
     if streams[lane.tail].places > limit:
         following = (lane.tail + 1) % STREAMS_PER_LANE
         if streams[following].places > limit:

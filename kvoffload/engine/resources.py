@@ -35,11 +35,12 @@ class EngineResources:
     """
 
     def __init__(
-        self, device: Device, in_flight: InFlight, reports: Reports, copiers: CopierSet, priority: int
+        self, device: Device, in_flight: InFlight, reports: Reports, copiers: CopierSet, priority: int | None
     ) -> None:
         driver = self._driver = device.driver
         self._numa_cpus = hostinfo.numa_node_cpus(device.pci.numa_node)
-        self._stream_priority = priority
+        highest = device.stream_priorities[0]
+        self._priorities = (0, highest) if priority is None else (priority, priority)  # of streams for copies, for kernels
         self._pinned: list[PinnedMemory] = []  # one in one of these, once `open` has begun to pin it
         self._callers: list[CallerMemory] = []
         self.memory: RegisteredMemory
@@ -50,7 +51,7 @@ class EngineResources:
         self.in_flight = in_flight
         self.launcher = Launcher(driver, self.in_flight)
         self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers, reports)
-        self.wait_streams = WaitStreams(driver, priority)
+        self.wait_streams = WaitStreams(driver, self._priorities[0])
 
     def open(self, layout: KVLayout, num_slots: int, host_memory: HostMemory | None, progress: Progress | None) -> None:
         """Pin the slots, make streams and copiers; the context must be current."""
@@ -72,7 +73,7 @@ class EngineResources:
         self.slot_addresses = addresses_of_slots(layout, self.memory.address, num_slots, slot_stride)
         self.copiers.open(layout, self.memory.nbytes)
         for queue in self.in_flight.both:
-            queue.lane.open(self._stream_priority)
+            queue.lane.open(*self._priorities)
 
     @property
     def slots(self) -> UInt8Array:

@@ -62,7 +62,7 @@ class EngineOptions:
     profile: Profile | None
     max_in_flight: int
     most_queued_bytes: int | None
-    stream_priority: int
+    stream_priority: int | None
     progress: Progress | None
     host_memory: HostMemory | None = None
 
@@ -107,7 +107,8 @@ class Shard:
         self.layout, self.device = layout, device
         self.num_slots = checked_slots(options.num_slots, options.host_memory, layout)
         device.check_process()
-        device.check_stream_priority(options.stream_priority)
+        if options.stream_priority is not None:
+            device.check_stream_priority(options.stream_priority)
         device.refuse_nested("OffloadEngine")
         device.reclaim()
         self.staging_bytes = checked_staging(options.staging_bytes, layout)

@@ -70,7 +70,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         max_in_flight: jobs that may be unfinished at a time; a transfer on all devices is one. More: CapacityError.
         most_queued_bytes: how many payload bytes of each direction may be queued on each GPU; None: as much as the
             driver's queues hold. The rest waits on the host until a later call of the engine.
-        stream_priority: of the engine's streams, within every device's `stream_priorities`.
+        stream_priority: of the engine's streams, within every device's `stream_priorities`; see `OffloadEngine`.
         progress: called with (bytes done, bytes in all) of one device's pool while that is pinned; devices follow each
             other.
 
@@ -103,7 +103,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         profile: Profile | None = None,
         max_in_flight: int = 4096,
         most_queued_bytes: int | None = None,
-        stream_priority: int = 0,
+        stream_priority: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
