@@ -114,6 +114,7 @@ class Selection(NamedTuple):
 
 
 _MOST_SELECTIONS = 4096  # remembered; then all are forgotten
+_WANTED = {name: Selection(name, "asked for by name") for name in COPIERS}
 
 
 class CopierSet:
@@ -221,9 +222,9 @@ class CopierSet:
         """The copier for a plan, and why; remembered for all plans of the same shape. If it has `between`, that has
         the last word. In this order:
 
-        1. An answer that is remembered.
-        2. `wanted`.
-        3. None is wanted: the profile's choice among `offered`.
+        1. `wanted`.
+        2. An answer that is remembered.
+        3. The profile's choice among `offered`.
 
         Args:
             wanted: checked by `check_copier`.
@@ -232,22 +233,23 @@ class CopierSet:
         Raises:
             CapabilityError: "pack" is wanted, and there is no memory for it.
         """
+        if wanted is not None:
+            if self.missing[wanted] is not None:
+                check_copier(wanted, self.missing)  # again: the ring of "pack" may have found no room
+            return _WANTED[wanted]
         counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
         parts = None if plan.group.num_parts == 1 else plan.group.parts
         stores = plan.direction is STORE  # hashing an enum's member is a call of a Python function
-        key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted, opposite)
+        key = (stores, plan.group_index, len(plan.blocks), counts, parts, opposite)
         found = self._selected.get(key)
         if found is None:
-            found = self._select(plan, wanted, opposite)
+            found = self._select(plan, opposite)
             if len(self._selected) >= _MOST_SELECTIONS:
                 self._selected.clear()
             self._selected[key] = found
         return found
 
-    def _select(self, plan: BlockPlan, wanted: CopierName | None, opposite: bool) -> Selection:
-        if wanted is not None:
-            check_copier(wanted, self.missing)  # again: the ring of "pack" may have found no room
-            return Selection(wanted, "asked for by name")
+    def _select(self, plan: BlockPlan, opposite: bool) -> Selection:
         parts = plan.group.num_parts
         shape, offered, profile, prefer = shape_of(plan), self.offered, self._profile, self._prefer
         if parts > 1 and not can_pack(plan.group.parts):

@@ -117,6 +117,7 @@ class FlatTable:
         self.attributes: list[list[Any]] = []
         self._size_list: list[int] = []
         self._given_sizes = self._sizes[:0]
+        self._listed_sizes: Column | None = None  # that `_size_list` is of
         self._slices: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
     def fill(self, targets: Column, sources: Column, sizes: Column) -> None:
@@ -124,8 +125,12 @@ class FlatTable:
         count = len(targets)
         self._targets[:count] = targets
         self._sources[:count] = sources
+        if sizes is self._listed_sizes and count <= len(self._size_list):  # columns of plans never change
+            return
+        self._listed_sizes = None  # an interrupt may come
         self._given_sizes = sizes
         self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
+        self._listed_sizes = sizes
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
         """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""

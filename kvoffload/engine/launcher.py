@@ -96,9 +96,8 @@ class Launcher:
         stop = work.part_ends[transfer.part] if work.part_ends else size
         if stop - begin > copier.segment_operations:
             stop = begin + copier.segment_operations
-        if not (number or begin) and transfer.nbytes >= FIRST_SHARE_BYTES and transfer is queue.transfers[0]:
-            # The link moves these while the host submits the others.
-            if size >= _FIRST_SHARE_OPERATIONS:
+        if transfer.nbytes >= FIRST_SHARE_BYTES and not (number or begin) and transfer is queue.transfers[0]:
+            if size >= _FIRST_SHARE_OPERATIONS:  # the link moves these while the host submits the others
                 stop = min(stop, int(size * FIRST_SHARE))
         nbytes = 0
         if self._most_bytes is not None:
