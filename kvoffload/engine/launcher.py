@@ -178,10 +178,11 @@ class Launcher:
         if nbytes:
             back.nbytes = nbytes
             back.stream.nbytes += nbytes
-        if previous is None and begin == 0:  # 1
-            self._follow(queue, transfer, back.stream, front.stream)
-        elif stores:  # 2
-            self._follow(queue, transfer, None, front.stream)
+        first = previous is None and begin == 0
+        if first or stores:  # 1, 2
+            self._follow(queue, transfer, front.stream, alone=True)
+        if first:  # 1
+            self._follow(queue, transfer, back.stream)
         self._wait_for_places(front, back, previous)  # 2, 3
         start = transfer.start if number == 0 and begin == 0 else None
         if start is not None and stores:  # it starts where its copies may
@@ -253,22 +254,15 @@ class Launcher:
             assert event is not None
             self._driver.stream_wait_event(final.stream.handle, event)
 
-    def _follow(
-        self, queue: TransferQueue, transfer: Transfer, stream: LaneStream | None, also: LaneStream | None = None
-    ) -> None:
-        """Have a share's first stream wait for all that the transfer must follow, and `also` for all but the transfer
-        before it in its lane.
-        """
-        conflict = transfer.conflict
-        for each in (stream, also):
-            if each is not None:
-                for marker in transfer.markers:
-                    self._driver.stream_wait_event(each.handle, marker)
-                if conflict is not None and not conflict.finished:
-                    self.wait_for_transfer(each.handle, conflict)
-        if stream is None:
+    def _follow(self, queue: TransferQueue, transfer: Transfer, stream: LaneStream, *, alone: bool = False) -> None:
+        """Have a stream wait for all that the transfer must follow; `alone`: but for the one before it in its lane."""
+        for marker in transfer.markers:
+            self._driver.stream_wait_event(stream.handle, marker)
+        conflict, first = transfer.conflict, queue.transfers[0]
+        if conflict is not None and not conflict.finished:
+            self.wait_for_transfer(stream.handle, conflict)
+        if alone:
             return
-        first = queue.transfers[0]
         if first is not transfer:
             previous = queue.transfers[transfer.sequence - 1 - first.sequence]
             last = previous.segments[-1].stream if previous.segments else stream
