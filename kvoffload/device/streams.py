@@ -106,8 +106,8 @@ class Lane:
     A kernel has a stream of its own so that it runs at the same time as the copies of the same transfer.
 
     Args:
-        kernel_streams: with two, a kernel need not wait for the end of the one before it: if both wait for room beside a
-            long kernel of others, both begin when it ends.
+        kernel_streams: with two, a kernel need not wait for the one before it to end. If both wait for room beside a
+            long kernel of others, both begin when that ends.
 
     Attributes:
         streams: those for copies, then those for kernels.

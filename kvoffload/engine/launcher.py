@@ -96,9 +96,10 @@ class Launcher:
         stop = work.part_ends[transfer.part] if work.part_ends else size
         if stop - begin > copier.segment_operations:
             stop = begin + copier.segment_operations
-        if transfer.nbytes >= FIRST_SHARE_BYTES and not (number or begin) and transfer is queue.transfers[0]:
-            if size >= _FIRST_SHARE_OPERATIONS:  # the link moves these while the host submits the others
-                stop = min(stop, int(size * FIRST_SHARE))
+        first = not (number or begin)
+        large = transfer.nbytes >= FIRST_SHARE_BYTES and size >= _FIRST_SHARE_OPERATIONS
+        if large and first and transfer is queue.transfers[0]:
+            stop = min(stop, int(size * FIRST_SHARE))  # the link moves these while the host submits the others
         nbytes = 0
         if self._most_bytes is not None:
             stop, nbytes = self._bounded(queue, share, begin, stop)
@@ -111,7 +112,6 @@ class Launcher:
         stream = stream_with_room(queue.lane, places, kernel=False)
         if stream is None:
             return False
-        first = not (number or begin)
         submit = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         # Record it before any driver call: after an interrupt, the record says which work the GPU may have.
         segment = Segment(number, transfer.part, stream, places)

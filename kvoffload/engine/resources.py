@@ -39,8 +39,8 @@ class EngineResources:
     ) -> None:
         driver = self._driver = device.driver
         self._numa_cpus = hostinfo.numa_node_cpus(device.pci.numa_node)
-        highest = device.stream_priorities[0]
-        self._priorities = (0, highest) if priority is None else (priority, priority)  # of streams for copies, for kernels
+        # Of streams for copies, and for kernels.
+        self._priorities = (0, device.stream_priorities[0]) if priority is None else (priority, priority)
         self._pinned: list[PinnedMemory] = []  # one in one of these, once `open` has begun to pin it
         self._callers: list[CallerMemory] = []
         self.memory: RegisteredMemory
