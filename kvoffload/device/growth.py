@@ -1,0 +1,93 @@
+"""Growing: a pool that is pinned piece by piece while its engine serves.
+
+Addresses, slot numbers and tables are those of the whole pool from the start. Only which slots may be used changes:
+those from 0 to `Engine.pinned_slots`, a number that grows.
+
+    constructor     map all, pin the first piece  ->  the engine is returned
+    Growth          a thread: pin a piece of each device's pool in turn, until all are pinned, one cannot be, or the
+                    engine is closed
+
+The thread takes no lock but that of the memory whose piece it pins, so nobody who waits for it can hold what it needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvoffload.device.pinned import PinnedMemory
+from kvoffload.driver import Driver, make_current
+from kvoffload.internal.checks import at_least
+from kvoffload.internal.log import LOGGER
+
+PIECE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """A pool of `nbytes` that is pinned while it is used: `pool_bytes=Growing(64 << 30)` of an engine or `open_cache`.
+
+    The constructor returns after the first piece; a thread pins the rest. Until then transfers may use the slots below
+    `engine.pinned_slots` only, and a cache has so many fewer entries free. If memory runs short, the pool stays as it
+    is by then: a warning is logged, and `engine.statistics().pinning_error` says why.
+
+    Args:
+        nbytes: of the whole pool, as for `pool_bytes`; never more.
+        piece_bytes: of one device's pool, pinned at a time; rounded down to whole slots, but at least one. Transfers
+            may have to wait while a piece is registered, so smaller pieces make shorter waits.
+
+    Raises:
+        ValueError, TypeError: not positive integers.
+    """
+
+    nbytes: int
+    piece_bytes: int = PIECE_BYTES
+
+    def __post_init__(self) -> None:
+        at_least("nbytes", self.nbytes, 1)
+        at_least("piece_bytes", self.piece_bytes, 1)
+
+
+class Growth:
+    """Pins the rest of an engine's pools in a thread.
+
+    Args:
+        pools: for each device its driver, its context and the memory whose first piece is pinned.
+
+    Attributes:
+        running: whether the thread may pin more. What is pinned once this is False stays so.
+        error: why it has stopped early; None if it has not.
+    """
+
+    def __init__(self, pools: Sequence[tuple[Driver, int, PinnedMemory]]) -> None:
+        self.running = True
+        self.error: str | None = None
+        self._pools = pools
+
+    def start(self) -> None:
+        """Start the thread. If the system has none left, the pools do not grow."""
+        try:
+            threading.Thread(target=self._run, name="kvoffload-growth", daemon=True).start()
+        except RuntimeError as error:
+            self._stop(error)
+
+    def _run(self) -> None:
+        try:
+            growing = list(self._pools)
+            while growing:
+                growing = [pool for pool in growing if _pin_next(*pool)]
+            self.running = False
+        except BaseException as error:  # noqa: BLE001  # of the driver, or of `progress`
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        self.error = f"{type(error).__name__}: {error}"
+        self.running = False
+        if threading.main_thread().is_alive():  # at the interpreter's end no thread can be started to touch pages
+            LOGGER.warning("a pool has stopped growing, and serves with what is pinned: %s", self.error)
+
+
+def _pin_next(driver: Driver, context: int, memory: PinnedMemory) -> bool:
+    with make_current(driver, context):
+        return memory.pin_next()
