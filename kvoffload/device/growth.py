@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffload.device.pinned import PinnedMemory
-from kvoffload.driver import Driver, make_current
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.log import LOGGER
 
@@ -53,14 +52,14 @@ class Growth:
     """Pins the rest of an engine's pools in a thread.
 
     Args:
-        pools: for each device its driver, its context and the memory whose first piece is pinned.
+        pools: for each device its context, and the memory whose first piece is pinned.
 
     Attributes:
         running: whether the thread may pin more. What is pinned once this is False stays so.
         error: why it has stopped early; None if it has not.
     """
 
-    def __init__(self, pools: Sequence[tuple[Driver, int, PinnedMemory]]) -> None:
+    def __init__(self, pools: Sequence[tuple[int, PinnedMemory]]) -> None:
         self.running = True
         self.error: str | None = None
         self._pools = pools
@@ -76,7 +75,7 @@ class Growth:
         try:
             growing = list(self._pools)
             while growing:
-                growing = [pool for pool in growing if _pin_next(*pool)]
+                growing = [(context, memory) for context, memory in growing if memory.pin_next(context)]
             self.running = False
         except BaseException as error:  # noqa: BLE001  # of the driver, or of `progress`
             self._stop(error)
@@ -86,8 +85,3 @@ class Growth:
         self.running = False
         if threading.main_thread().is_alive():  # at the interpreter's end no thread can be started to touch pages
             LOGGER.warning("a pool has stopped growing, and serves with what is pinned: %s", self.error)
-
-
-def _pin_next(driver: Driver, context: int, memory: PinnedMemory) -> bool:
-    with make_current(driver, context):
-        return memory.pin_next()

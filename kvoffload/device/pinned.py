@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.driver import Driver, address_of
+from kvoffload.driver import Driver, address_of, make_current
 from kvoffload.errors import CapacityError, DriverError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, flag, shown
@@ -158,8 +158,12 @@ class PinnedMemory(RegisteredMemory):
     def pinned_bytes(self) -> int:
         return self.ready_bytes if self._registered else 0
 
-    def pin_next(self) -> bool:
-        """Touch and register the next range. Returns whether there is another one; False after `stop`, too.
+    def pin_next(self, context: int | None = None) -> bool:
+        """Touch and register the next range. Returns whether there is another one; False after `stop`, too, and then no
+        call of the driver is made: the context may be gone.
+
+        Args:
+            context: made current to register the range. None: it is current.
 
         Raises:
             CapacityError: memory is short, or the driver cannot pin more. The ranges before stay pinned.
@@ -171,7 +175,11 @@ class PinnedMemory(RegisteredMemory):
             self._check_available(stop - start)
             touch(self.array[start:stop], self._numa_cpus)
             try:
-                self._register(self.address + start, stop - start)
+                if context is None:
+                    self._register(self.address + start, stop - start)
+                else:
+                    with make_current(self._driver, context):
+                        self._register(self.address + start, stop - start)
             except DriverError as error:
                 raise CapacityError(self._explain(f"the driver said: {error}")) from error
             self.ready_bytes = stop

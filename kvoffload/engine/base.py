@@ -98,7 +98,7 @@ class Engine(Generic[_After, _Plan]):
     def _grow(self) -> None:
         """Pin the rest of a pool that grows, in a thread. The last thing that a constructor does."""
         if self.pinned_slots < self.num_slots:
-            pools = [(each.driver, each.context, memory) for each in self._shards for memory in each.parts.growing]
+            pools = [(each.context, memory) for each in self._shards for memory in each.parts.growing]
             self._growth = Growth(pools)
             self._growth.start()
 
