@@ -72,16 +72,17 @@ class Growth:
             self._stop(error)
 
     def _run(self) -> None:
+        growing, ended = list(self._pools), None
         try:
-            growing = list(self._pools)
             while growing:
                 growing = [(context, memory) for context, memory in growing if memory.pin_next(context)]
-            self.running = False
         except BaseException as error:  # noqa: BLE001  # of the driver, or of `progress`
-            self._stop(error)
+            ended = error
+        self._stop(ended)
 
-    def _stop(self, error: BaseException) -> None:
-        self.error = f"{type(error).__name__}: {error}"
+    def _stop(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.error = f"{type(error).__name__}: {error}"
+            if threading.main_thread().is_alive():  # at the interpreter's end no thread can be started to touch pages
+                LOGGER.warning("a pool has stopped growing, and serves with what is pinned: %s", self.error)
         self.running = False
-        if threading.main_thread().is_alive():  # at the interpreter's end no thread can be started to touch pages
-            LOGGER.warning("a pool has stopped growing, and serves with what is pinned: %s", self.error)
