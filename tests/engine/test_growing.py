@@ -355,11 +355,11 @@ def test_a_lost_context_ends_growth_and_what_is_registered_stays_mapped() -> Non
     with simulated(1) as device, growing(device) as (engine, pieces):
         simulator = device.simulator
         assert simulator is not None
-        simulator.faults.sticky(at_call=1)
+        simulator.faults.sticky(at_call=3)  # the thread's registration: it makes the context current first
         pieces.let_all()
         wait_for_the_end(engine)
         ready = engine.pinned_slots
-        assert ready in (4, 6)
+        assert ready == 4
         assert engine.statistics().pinning_error is not None
         with contextlib.suppress(TransferError, kvoffload.DriverError):  # here the engine learns of it
             engine.store([1], [1], after=NO_WAIT).wait(SECONDS)
