@@ -7,7 +7,11 @@ those from 0 to `Engine.pinned_slots`, a number that grows.
     Growth          a thread: pin a piece of each device's pool in turn, until all are pinned, one cannot be, or the
                     engine is closed
 
-The thread takes no lock but that of the memory whose piece it pins, so nobody who waits for it can hold what it needs.
+While a piece is registered, the driver holds its own lock, and submissions wait. Measured on an H100 with 16 CPUs, 64
+GiB in pieces of 256 MiB: registering one took 4.5 ms (median) to 7.0 ms. A transfer of 64 MiB, which takes 1.3 ms, took
+7.9 ms at most. In pieces of 64 MiB and 1 GiB: 3.7 and 25 ms.
+
+The thread takes no lock but that of the memory whose piece it pins, so what waits for it holds nothing that it needs.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ class Growing:
     Args:
         nbytes: of the whole pool, as for `pool_bytes`; never more.
         piece_bytes: of one device's pool, pinned at a time; rounded down to whole slots, but at least one. Transfers
-            may have to wait while a piece is registered, so smaller pieces make shorter waits.
+            wait while a piece is registered (256 MiB: up to 8 ms), so smaller pieces make shorter waits.
 
     Raises:
         ValueError, TypeError: not positive integers.

@@ -79,7 +79,7 @@ class Writer:
                     job.cancel()
         for put in [put for put in self.going_on if put.done]:
             self._end(put)
-        most = self._records.share(self._share)
+        most = self._records.share(self._share) if self._waiting else 0
         while self._waiting and self.leased < most:
             tenant = self._waiting[0][1]
             keys: list[bytes] = []
