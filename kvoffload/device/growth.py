@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvoffload.device.pinned import PinnedMemory
 from kvoffload.internal.checks import at_least
@@ -45,7 +45,7 @@ class Growing:
     """
 
     nbytes: int
-    piece_bytes: int = PIECE_BYTES
+    piece_bytes: int = field(default=PIECE_BYTES, kw_only=True)
 
     def __post_init__(self) -> None:
         at_least("nbytes", self.nbytes, 1)

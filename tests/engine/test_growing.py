@@ -23,6 +23,7 @@ import kvoffload
 from kvoffload import (
     NO_WAIT,
     CapacityError,
+    Direction,
     GroupTransfer,
     Growing,
     HostMemory,
@@ -34,7 +35,7 @@ from kvoffload import (
 from kvoffload.device import pinned
 from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.internal import hostinfo
-from kvoffload.testing import check_clean_close, leak_check
+from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
 SLOTS, BLOCKS = 12, 32
 
@@ -102,7 +103,7 @@ def test_a_pool_pinned_at_once_registers_the_same_ranges(
     """One mechanism: all pieces before the constructor returns, or all but the first afterwards."""
     monkeypatch.setattr(pinned, "RANGE_BYTES", 5 * PAGE_BYTES)
     sizes: list[list[int]] = []
-    for pool in (SLOTS * PAGE_BYTES, Growing(SLOTS * PAGE_BYTES, 5 * PAGE_BYTES)):
+    for pool in (SLOTS * PAGE_BYTES, Growing(SLOTS * PAGE_BYTES, piece_bytes=5 * PAGE_BYTES)):
         device.simulator.faults.calls = []
         with OffloadEngine(layout_on(device), device=device, pool_bytes=pool, **COPY_ENGINE_ONLY) as engine:
             wait_for_the_end(engine)
@@ -115,7 +116,7 @@ def test_pitfall_20_no_slot_lies_in_two_pieces(device: kvoffload.Device, piece_b
     """Slots of three pages; the simulated driver refuses a copy that spans two registered ranges."""
     planes = device.allocate_planes(3, block_bytes=PAGE_BYTES, num_blocks=8)
     number_blocks(planes, 1)
-    pool = Growing(8 * 3 * PAGE_BYTES + 5, piece_bytes)
+    pool = Growing(8 * 3 * PAGE_BYTES + 5, piece_bytes=piece_bytes)
     with OffloadEngine(KVLayout([planes]), device=device, pool_bytes=pool, **COPY_ENGINE_ONLY) as engine:
         wait_for_the_end(engine)
         assert engine.pinned_slots == engine.num_slots == 8
@@ -127,16 +128,16 @@ def test_pitfall_20_no_slot_lies_in_two_pieces(device: kvoffload.Device, piece_b
         assert device.simulator.leaks()["registered_ranges"] == -(-8 // pieces)
 
 
-@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("direction", list(Direction))
 def test_a_slot_that_is_not_pinned_yet_is_refused_and_nothing_has_happened(
-    device: kvoffload.Device, direction: str
+    device: kvoffload.Device, direction: Direction
 ) -> None:
     with growing(device) as (engine, pieces):
         text = r"slots\[1\] is 4, and the pool, which grows, has 4 of 12 slots pinned so far"
         before = engine.slots.copy()
         for wrong in (
             lambda: engine.submit(direction, [1, 2], [3, 4], after=NO_WAIT),
-            lambda: getattr(engine, f"{direction}_groups")([GroupTransfer(0, [1, 2], [3, 4])], after=NO_WAIT),
+            lambda: getattr(engine, f"{direction.value}_groups")([GroupTransfer(0, [1, 2], [3, 4])], after=NO_WAIT),
         ):
             with pytest.raises(CapacityError, match=text):
                 wrong()
@@ -218,15 +219,15 @@ def test_the_array_of_slots_is_the_whole_pool_and_pinning_keeps_what_pinned_rows
 
 
 @contextmanager
-def two_growing(**faults: int) -> Iterator[tuple[ShardedEngine, Pieces]]:
+def two_growing(fails_at: int = 0) -> Iterator[tuple[ShardedEngine, Pieces]]:
     """Two devices with pools of 8 slots, of which two rounds of pieces are pinned."""
-    simulator = kvoffload.testing.SimulatedDriver(device_count=2)
+    simulator = SimulatedDriver(device_count=2)
     devices = [kvoffload.open_device(number, backend=simulator) for number in range(2)]
     layouts = [layout_on(device, planes) for device, planes in zip(devices, (2, 3), strict=True)]
     pieces = Pieces(devices=2)
-    if faults:
-        simulator.faults.fail_call("cuMemHostRegister", **faults)
-    pool = Growing(8 * 2 * PAGE_BYTES, 2 * PAGE_BYTES)
+    if fails_at:
+        simulator.faults.fail_call("cuMemHostRegister", nth=fails_at, error=2)
+    pool = Growing(8 * 2 * PAGE_BYTES, piece_bytes=2 * PAGE_BYTES)
     try:
         with ShardedEngine(layouts, devices=devices, pool_bytes=pool, progress=pieces, **COPY_ENGINE_ONLY) as engine:
             try:
@@ -258,7 +259,7 @@ def test_on_several_devices_a_slot_is_usable_once_all_have_pinned_it() -> None:
 
 
 def test_if_one_device_cannot_pin_more_all_stop_there(caplog: pytest.LogCaptureFixture) -> None:
-    with two_growing(nth=6, error=2) as (engine, pieces):  # the second device's third piece
+    with two_growing(fails_at=6) as (engine, pieces):  # the second device's third piece
         pieces.let_all()
         wait_for_the_end(engine)
         statistics = engine.statistics()
@@ -500,10 +501,12 @@ print(device.simulator.leaks()["registered_ranges"])
 # arguments ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [(0,), (-1,), ("8",), (True,), (4096, 0), (4096, 1.5)])
-def test_a_growing_pool_is_of_positive_integers(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="must be an integer of at least 1, got "):
-        Growing(*arguments)
+@pytest.mark.parametrize("wrong", [0, -1, "8", True, 1.5])
+def test_a_growing_pool_is_of_positive_integers(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="nbytes must be an integer of at least 1, got "):
+        Growing(wrong)
+    with pytest.raises(ValueError, match="piece_bytes must be an integer of at least 1, got "):
+        Growing(4096, piece_bytes=wrong)
 
 
 def test_what_a_pool_that_grows_is_refused_with(device: kvoffload.Device) -> None:

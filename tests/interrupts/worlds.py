@@ -252,7 +252,7 @@ class World(_Checked):
     def open_growing(self, num_slots: int, **options: Any) -> Any:
         """An engine whose pool grows by a slot at a time."""
         nbytes = num_slots * SLOT_BYTES * len(self.devices)
-        return self.open_engine(None, pool_bytes=Growing(nbytes, SLOT_BYTES), staging_bytes=0, **options)
+        return self.open_engine(None, pool_bytes=Growing(nbytes, piece_bytes=SLOT_BYTES), staging_bytes=0, **options)
 
     def open_engine(self, num_slots: int | None, **options: Any) -> Any:
         if len(self.devices) == 1:

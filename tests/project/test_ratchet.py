@@ -27,8 +27,7 @@ class Limit(NamedTuple):
 WEIGHT = {
     "code lines": Limit(
         26_320,
-        "it was 36,248; `open_cache` has 340, sessions and hints 640, trees 120, packed loads in parts 60, pools that grow "
-        "160",
+        "it was 36,248; `open_cache` has 340, sessions and hints 640, trees 120, packed loads in parts 60, growth 160",
     ),
     "files": Limit(
         198, "a class and its records are one file, and so is what is read together; hints have three, growth one"

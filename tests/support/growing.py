@@ -41,7 +41,7 @@ class Pieces:
 
 
 def grows(slots: int, slot_bytes: int, piece_slots: int = 2) -> Growing:
-    return Growing(slots * slot_bytes, piece_slots * slot_bytes)
+    return Growing(slots * slot_bytes, piece_bytes=piece_slots * slot_bytes)
 
 
 def wait_for(engine: Any, slots: int) -> None:
