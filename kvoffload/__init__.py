@@ -6,6 +6,7 @@
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
     GroupTransfer    one transfer of several groups              engine/request.py
+    Growing          a pool that is pinned while it serves       device/growth.py
     HostMemory       slots in memory that the caller brings      device/pinned.py
     Stream           for callers without their own streams       device/streams.py
     Job              a transfer: done, wait, order_before        engine/job.py
@@ -35,6 +36,7 @@ from kvoffload.cache.reservations import CacheJob, CacheRequest, Lease, Reservat
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device, open_device
+from kvoffload.device.growth import Growing
 from kvoffload.device.pinned import HostMemory
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.device.streams import NO_WAIT, Stream
@@ -80,6 +82,7 @@ __all__ = [
     "Direction",
     "DriverError",
     "GroupTransfer",
+    "Growing",
     "HostMemory",
     "Job",
     "KVLayout",

@@ -31,6 +31,7 @@ from kvoffload.cache.block_cache import BlockCache, Closing
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.device.device import Device, checked_devices, open_device
+from kvoffload.device.growth import Growing
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.sharded import ShardedEngine
 from kvoffload.internal.checks import at_least, shown
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # what is imported where there are tiers
 def open_cache(
     arrays: Any,
     *,
-    pool_bytes: int,
+    pool_bytes: int | Growing,
     axes: Sequence[str] | None = None,
     blocks_per_slot: SupportsIndex = 1,
     device: Device | Sequence[Device] | int | None = None,
@@ -68,7 +69,8 @@ def open_cache(
             groups as you like; or an object that has a `layout` and `devices`, such as `kvoffload.jax.OwnedCache`. The
             memory must stay where it is until the cache is closed.
         pool_bytes: bytes of pinned host memory, on all devices together. A key takes a slot for each group: see
-            `layout.slot_bytes`.
+            `layout.slot_bytes`. `Growing(nbytes)`: this call returns once the first of them are pinned, and the cache
+            has more entries as the rest is.
         axes: for arrays, what each axis counts: "blocks", and where there are such axes "planes" (K and V, layers) and
             "tokens". The others are the axes of a block; call them what you like, but the same in all programs that
             share stored bytes: `("planes", "blocks", "tokens", "heads", "dim")`. Keys need "tokens".
@@ -103,14 +105,15 @@ def open_cache(
 def _make(
     layout: KVLayout | ShardedLayout,
     devices: tuple[Device, ...] | int,
-    pool_bytes: int,
+    pool_bytes: int | Growing,
     files: tuple[Any, int, Any],
     *,
     tiers: Sequence[Tier],
     **options: Any,
 ) -> BlockCache[Any]:
     (disk, disk_bytes, identity), opened = files, list[Closing]()
-    at_least("pool_bytes", pool_bytes, 0)
+    if not isinstance(pool_bytes, Growing):
+        at_least("pool_bytes", pool_bytes, 0)
     if (disk is None) == bool(at_least("disk_bytes", disk_bytes, 0)) or (disk is None) != (identity is None):
         raise ValueError(
             "disk needs disk_bytes, the size of its files, and identity, which names the model, and these need disk, "

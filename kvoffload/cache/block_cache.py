@@ -103,7 +103,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     Attributes:
         engine: as given.
-        capacity: keys that fit, `engine.num_slots // num_groups`.
+        capacity: keys that fit, `engine.num_slots // num_groups`. While the pool grows (see `Growing`), fewer do:
+            `statistics().capacity`. Shares of the entries, such as what promotions may occupy, are of those that there
+            are. Policies are made for the whole pool, or again for what there is, if it has stopped growing early.
 
     Raises:
         CapacityError: the engine has slots, but fewer than groups; fewer jobs may be in flight than there are groups;

@@ -183,10 +183,15 @@ class Watch(weakref.ref[Any]):
 
 
 class EntryTable:
-    """`capacity` entries and the keys in them. Not for several threads at a time."""
+    """Entries and the keys in them. Not for several threads at a time.
+
+    Attributes:
+        capacity: how many entries there are. Grows with the engine's pool, and never falls.
+        most: how many there are in the end; what is remembered of keys is sized by it.
+    """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = self.most = capacity
         # the truth
         self.of: dict[bytes, int] = {}
         self.pool_of = array("I")  # of each entry that was ever used: the number of its pool

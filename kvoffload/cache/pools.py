@@ -71,7 +71,7 @@ class Pool:
     ) -> None:
         self.number = number
         self.policy = policy
-        self._make = make  # None: the policy is the caller's own object
+        self.make = make  # None: the policy is the caller's own object
         self.priority = priority
         self.max_blocks = max_blocks
         self.stale = False
@@ -114,10 +114,10 @@ class Pool:
             return
         policy, fault = self.policy, None
         try:
-            if self._make is None:
+            if self.make is None:
                 policy.reset(keys)
             else:
-                policy = self._make()
+                policy = self.make()
                 if keys:
                     policy.insert(keys)
             if len(policy) != len(keys) or set(policy) != set(keys):
@@ -125,7 +125,7 @@ class Pool:
         except Exception as error:  # noqa: BLE001  # a policy of the caller's
             fault = repr(error)
         if fault is not None:
-            self._make, policy = LRU, LRU()
+            self.make, policy = LRU, LRU()
             policy.insert(keys)
         replaced, self.policy = self.policy, policy
         self.stale = False
@@ -189,9 +189,9 @@ class Pools:
         self.by_tenant: dict[str, Pool] = {}
 
         def add(priority: int, max_blocks: int | None) -> Pool:
-            most = capacity if max_blocks is None else min(max_blocks, capacity)
-            make = None if isinstance(policy, Policy) else partial(make_policy, policy, most)
-            self.all.append(Pool(len(self.all), make_policy(policy, most), make, priority, max_blocks))
+            make = None if isinstance(policy, Policy) else partial(make_policy, policy, _most(max_blocks, capacity))
+            made = make_policy(policy, capacity) if make is None else make()
+            self.all.append(Pool(len(self.all), made, make, priority, max_blocks))
             return self.all[-1]
 
         shared = {0: add(0, None)}  # by priority
@@ -213,11 +213,22 @@ class Pools:
                 f"object {policy!r:.80}"
             )
 
-        self._capacity = capacity
+        self.capacity = capacity  # the entries that there are
+        self._policy = policy
         self._beside: dict[tuple[int, bool], Pool] = {}
 
     def __str__(self) -> str:
         return ", ".join(str(pool.policy) for pool in self.all)
+
+    def shrink(self, capacity: int) -> None:
+        """There will be so few entries: have `restore` make the policies again for as many, but those of the caller's.
+
+        They forget what they have learned.
+        """
+        for pool in self.all:
+            if pool.beside is None and pool.make is not None:
+                pool.make = partial(make_policy, self._policy, _most(pool.max_blocks, capacity))
+                pool.stale = True
 
     def beside(self, ordinary: Pool, *, retained: bool) -> Pool:
         """The pool of keys of an ordinary one that hints retain, which go after all of its priority; or that hints have
@@ -318,9 +329,13 @@ class Pools:
     def _donors(self, pool: Pool) -> list[Pool]:
         lower = [other for other in self.all if other.priority <= pool.priority and len(other.policy)]
         retained = self._beside.get((pool.number, True))
-        if retained is not None and len(retained.policy) and len(pool.policy) < ORDINARY_SHARE * self._capacity:
+        if retained is not None and len(retained.policy) and len(pool.policy) < ORDINARY_SHARE * self.capacity:
             lower.append(retained)
         return sorted(lower, key=lambda other: (other.priority, -len(other.policy), other is not pool))
+
+
+def _most(max_blocks: int | None, capacity: int) -> int:
+    return capacity if max_blocks is None else min(max_blocks, capacity)
 
 
 def most_victims(policy: Policy, count: int, protected: Protected) -> list[bytes]:

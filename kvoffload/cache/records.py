@@ -96,7 +96,8 @@ def guarded(step: Callable[[_O, _A], _R], nested: Callable[[Any, Any], _R] = ref
             with state.lock:
                 try:
                     state.working = True
-                    if state.abandoned or state.storing or state.loading or state.awaited or not state.consistent:
+                    waiting = state.abandoned or state.storing or state.loading or state.awaited
+                    if waiting or not state.consistent or state.growing is not None:
                         state.enter()
                     result = step(self, argument)
                 finally:
@@ -153,8 +154,12 @@ class Records:
         self._check_usable = check_usable
         self.lock = state.lock
         self.slots = state.slots
-        self.capacity = state.table.capacity
+        self.most_entries = state.table.most
         self.recorder = state.recorder
+
+    def share(self, part: float) -> int:
+        """A part of the entries that there are now, at least one."""
+        return max(1, int(part * self._state.table.capacity))
 
     # asking -------------------------------------------------------------------------------------------------------
 

@@ -183,8 +183,8 @@ class Sessions:
         self._table = table
         self._pools = pools
         self._clock = clock
-        self._most = max(_FEWEST_SESSIONS, table.capacity)
-        self._most_keys = 2 * table.capacity + _FEWEST_SESSIONS
+        self._most = max(_FEWEST_SESSIONS, table.most)
+        self._most_keys = 2 * table.most + _FEWEST_SESSIONS
         self._all: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._known = 0  # keys in chains
         self._owner: dict[bytes, Session | None] = {}  # who stored a key, if nobody else has used it; None: others have

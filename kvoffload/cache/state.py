@@ -93,6 +93,10 @@ class CacheState:
         self.clock: Callable[[], float] = time.monotonic
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
         self.num_groups = 1 if engine is None else engine.layout.num_groups
+        self.growing: CacheEngine | None = None  # an engine whose pool grows, so that there will be more entries
+        if engine is not None and engine.pinned_slots < engine.num_slots:
+            self.growing = engine
+            self._grow(engine)
 
     # up to date ---------------------------------------------------------------------------------------------------
 
@@ -100,6 +104,8 @@ class CacheState:
         """Bring the state up to date: repair, abort abandoned records, settle ended ones."""
         if not self.consistent:
             self.repair()
+        if self.growing is not None:
+            self._grow(self.growing)
         if self.abandoned:
             self._abort_abandoned()
         storing, loading = self.storing, self.loading
@@ -122,6 +128,17 @@ class CacheState:
                 else:
                     self.settle(record, well=record.stage is SETTLING and not record.any_failed)
                 self.awaited.pop(record, None)
+
+    def _grow(self, engine: CacheEngine) -> None:
+        """The entries whose slots are pinned by now are usable. Their slots are taken in order, so a number tells."""
+        growing = engine.growing  # asked first: once it is False, `pinned_slots` is final
+        self.table.capacity = self.pools.capacity = entries = engine.pinned_slots // self.num_groups
+        if not growing:
+            if entries < self.table.most:
+                self.consistent = False
+                self.pools.shrink(entries)
+                self.repair()
+            self.growing = None
 
     def repair(self) -> None:
         """Make derived state and the policies agree with the truth. May be interrupted and called again."""

@@ -62,7 +62,7 @@ class CacheStatistics:
     """How full a block cache is, and its counts since it was created, in blocks of the cache, one per key.
 
     Attributes:
-        capacity: keys that fit.
+        capacity: keys that fit now; more later, while the engine's pool grows.
         resident: keys that can be loaded.
         pending: keys reserved, being stored or being promoted, not ready yet.
         pinned: entries that a lease, a promotion or an unfinished load holds.

@@ -3,7 +3,8 @@
 The slot pool is anonymous memory of the process: mapped, its pages touched by many threads, then registered with the
 driver in ranges of about 1 GiB. Measured on an H200 machine with 16 CPUs, 4 GiB: cuMemHostAlloc 2.7 s (one thread, the
 driver's lock held), touch and register 0.17 s with huge pages, 0.35 s without; the same bandwidth afterwards. When the
-engine closes, the memory is unregistered, and stays ordinary memory as long as a numpy array over it lives.
+engine closes, the memory is unregistered, and stays ordinary memory as long as a numpy array over it lives. A pool that
+grows (`growth`) is the same memory: its constructor pins the first range, and a thread pins the others.
 
 Or the caller brings the memory, `HostMemory`: shared memory of several processes, a mapped file, a numpy array.
 
@@ -17,15 +18,15 @@ import contextlib
 import mmap
 import operator
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffload.driver import Driver, address_of
+from kvoffload.driver import Driver, address_of, make_current
 from kvoffload.errors import CapacityError, DriverError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, flag, shown
@@ -38,6 +39,8 @@ PAGE_BYTES = mmap.PAGESIZE
 RANGE_BYTES = 1 << 30  # registered at a time: each call is short, progress is visible, no platform limit is met
 _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 SPARE_BYTES = 256 << 20  # left to the rest of the machine
+MOST_THREADS = 16  # that touch pages at a time
+BESIDE_SERVING = 4  # the same of a pool that grows: on 16 CPUs transfers waited 8 ms at most; beside 16 threads, 30 ms
 
 
 _still_registered: list[RegisteredMemory] = []  # kept mapped, because the driver did not unregister it
@@ -57,7 +60,6 @@ class RegisteredMemory:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._registered: list[int] = []  # addresses of ranges that are or may be registered
-        self._device_offsets: npt.NDArray[np.int64] | None = None
 
     def _register(self, address: int, nbytes: int) -> None:
         self._registered += (address,)  # before the call, whose result an interrupt can lose
@@ -69,26 +71,8 @@ class RegisteredMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """`nbytes`; 0 after `release`."""
-        return self.nbytes if self._mapped_apart() else 0
-
-    def _mapped_apart(self) -> Sequence[int]:
-        """Addresses, ascending. From each on, a GPU may see the memory at another offset."""
-        return self._registered
-
-    def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The addresses, int64, at which a kernel sees these host addresses."""
-        starts = self._mapped_apart()
-        if not starts:  # memory of no bytes
-            return addresses
-        if self._device_offsets is None:
-            mapped = [self._driver.host_device_address(start) - start for start in starts]
-            self._device_offsets = np.array(mapped[:1] if len(set(mapped)) == 1 else mapped, dtype=np.int64)
-        offsets = self._device_offsets
-        if len(offsets) == 1:
-            return addresses + offsets if offsets[0] else addresses
-        index = np.searchsorted(np.array(starts), addresses, side="right") - 1
-        return addresses + offsets[index]
+        """So many bytes are pinned now; 0 after `release`."""
+        return self.nbytes
 
     def release(self) -> None:
         """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory.
@@ -131,8 +115,14 @@ class PinnedMemory(RegisteredMemory):
         unit_bytes: registered ranges end on multiples of this, so that no copy of one unit spans two ranges, which the
             driver would refuse.
         numa_cpus: CPUs for the threads that touch the pages, so that Linux places these on that node. Empty: any.
+        progress: called with (bytes done, bytes in all) after each range, in the thread that has pinned it.
         holder: the new object is appended here before anything is registered. If an interrupt loses the constructor's
             result, the caller can `release` the object in the list.
+        piece_bytes: the constructor pins the first range only, of about so many bytes; call `pin_next` for each of the
+            others. None: it pins all, in ranges of `RANGE_BYTES`.
+
+    Attributes:
+        ready_bytes: how many bytes, from the first on, have been pinned. It never falls.
 
     Raises:
         CapacityError: memory is short, or the driver cannot pin that much. Nothing stays registered.
@@ -147,32 +137,81 @@ class PinnedMemory(RegisteredMemory):
         numa_cpus: frozenset[int] = frozenset(),
         progress: Progress | None = None,
         holder: list[PinnedMemory] | None = None,
+        piece_bytes: int | None = None,
     ) -> None:
         super().__init__(driver)
         self.array = _map(nbytes)
         self.address = address_of(self.array)
+        self.ready_bytes = 0
+        self._numa_cpus, self._progress, self._grows = numa_cpus, progress, piece_bytes is not None
+        self._range_bytes = whole_units(RANGE_BYTES if piece_bytes is None else piece_bytes, unit_bytes)
+        self._pinning = threading.RLock()  # held while a range is being pinned
+        self._stopped = False
         if holder is not None:
             holder.append(self)
         try:
-            for start, stop in ranges(nbytes, unit_bytes):
-                _check_available(stop - start, nbytes, start)
-                touch(self.array[start:stop], numa_cpus)
-                self._register(self.address + start, stop - start)
-                if progress is not None:
-                    progress(stop, nbytes)
-        except DriverError as error:
-            done = self._registered[-1] - self.address
-            self.release()
-            raise CapacityError(_explain(nbytes, done, f"the driver said: {error}")) from error
+            while self.pin_next() and not self._grows:
+                pass
         except BaseException:  # an interrupt, or the progress callback, too
             self.release()
             raise
 
+    @property
+    def pinned_bytes(self) -> int:
+        return self.ready_bytes if self._registered else 0
 
-def ranges(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
-    """The ranges to register, (begin, end), from 0 to `nbytes`, at multiples of `unit_bytes`."""
-    step = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
-    return ((start, min(start + step, nbytes)) for start in range(0, nbytes, step))
+    def pin_next(self, context: int | None = None) -> bool:
+        """Touch and register the next range. Returns whether there is another one; False after `stop`, too, and then no
+        call of the driver is made: the context may be gone.
+
+        Args:
+            context: made current to register the range. None: it is current.
+
+        Raises:
+            CapacityError: memory is short, or the driver cannot pin more. The ranges before stay pinned.
+        """
+        with self._pinning:
+            start, stop = self.ready_bytes, min(self.ready_bytes + self._range_bytes, self.nbytes)
+            if self._stopped or start == stop:
+                return False
+            self._check_available(stop - start)
+            touch(self.array[start:stop], self._numa_cpus, BESIDE_SERVING if self._grows else MOST_THREADS)
+            try:
+                if context is None:
+                    self._register(self.address + start, stop - start)
+                else:
+                    with make_current(self._driver, context):
+                        self._register(self.address + start, stop - start)
+            except DriverError as error:
+                raise CapacityError(self._explain(f"the driver said: {error}")) from error
+            self.ready_bytes = stop
+        if self._progress is not None:
+            self._progress(stop, self.nbytes)
+        return stop < self.nbytes
+
+    def stop(self) -> None:
+        """Pin nothing from now on. Waits for a range that another thread is pinning, which then is `release`d, too."""
+        self._stopped = True
+        with self._pinning:
+            pass
+
+    def _check_available(self, range_bytes: int) -> None:
+        """Raise CapacityError if memory is short: touching the pages would start Linux's out-of-memory killer."""
+        for _ in range(5):
+            available = hostinfo.available_bytes()
+            if available is None or available >= range_bytes + min(SPARE_BYTES, range_bytes):
+                return
+            time.sleep(0.02)  # virtual machines that grow need a moment
+        raise CapacityError(self._explain("memory is short"))
+
+    def _explain(self, reason: str) -> str:
+        kept = "kept" if self._grows and self.ready_bytes else "given back"
+        return _explain(self.nbytes, reason, f"{_gib(self.ready_bytes)} ({kept})")
+
+
+def whole_units(range_bytes: int, unit_bytes: int) -> int:
+    """`range_bytes`, or less, as a multiple of a unit; at least one unit."""
+    return max(1, range_bytes // unit_bytes) * unit_bytes
 
 
 def _map(nbytes: int) -> UInt8Array:
@@ -181,7 +220,7 @@ def _map(nbytes: int) -> UInt8Array:
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
-        raise CapacityError(_explain(nbytes, 0, f"Linux would not map it: {error}")) from error
+        raise CapacityError(_explain(nbytes, f"Linux would not map it: {error}", "nothing")) from error
     # Huge pages: 2.4 times as fast to touch and register. Not every kernel has them.
     # DONTFORK: a child that shares the pages would make the parent copy them on write, away from what the GPU sees.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
@@ -190,9 +229,9 @@ def _map(nbytes: int) -> UInt8Array:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def touch(array: UInt8Array, cpus: frozenset[int] = frozenset()) -> None:
+def touch(array: UInt8Array, cpus: frozenset[int] = frozenset(), most_threads: int = MOST_THREADS) -> None:
     """Write a zero to every page of fresh, page-aligned zeros, by many threads at once where that pays."""
-    threads = min(16, len(cpus) or hostinfo.usable_cpus(), array.nbytes >> 24)
+    threads = min(most_threads, len(cpus) or hostinfo.usable_cpus(), array.nbytes >> 24)
     if threads < 2:
         array[::PAGE_BYTES] = 0
         return
@@ -205,28 +244,19 @@ def touch(array: UInt8Array, cpus: frozenset[int] = frozenset()) -> None:
         list(pool.map(lambda start: array[start : start + step : PAGE_BYTES].fill(0), starts))
 
 
-def _check_available(range_bytes: int, nbytes: int, done: int) -> None:
-    """Raise CapacityError if memory is short: touching the pages would start Linux's out-of-memory killer."""
-    for _ in range(5):
-        available = hostinfo.available_bytes()
-        if available is None or available >= range_bytes + min(SPARE_BYTES, range_bytes):
-            return
-        time.sleep(0.02)  # virtual machines that grow need a moment
-    raise CapacityError(_explain(nbytes, done, "memory is short"))
+def _gib(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / (1 << 30):.2f} GiB"
 
 
-def _explain(nbytes: int, done: int, reason: str) -> str:
-    def gib(value: int | None) -> str:
-        return "unknown" if value is None else f"{value / (1 << 30):.2f} GiB"
-
+def _explain(nbytes: int, reason: str, done: str) -> str:
     cgroup = hostinfo.tightest_cgroup()
     limit = ", no cgroup limit"
     if cgroup is not None:
-        limit = f", cgroup {cgroup.path} allows {gib(cgroup.limit_bytes)} with {gib(cgroup.used_bytes)} used"
+        limit = f", cgroup {cgroup.path} allows {_gib(cgroup.limit_bytes)} with {_gib(cgroup.used_bytes)} used"
     return (
-        f"cannot pin {gib(nbytes)} ({nbytes} bytes) of host memory: {reason}. "
-        f"Pinned before that: {gib(done)} (given back); available now {gib(hostinfo.available_bytes())} of "
-        f"{gib(hostinfo.total_bytes())}{limit}. Ask for less (num_slots, pool_bytes), or free memory"
+        f"cannot pin {_gib(nbytes)} ({nbytes} bytes) of host memory: {reason}. "
+        f"Pinned before that: {done}; available now {_gib(hostinfo.available_bytes())} of "
+        f"{_gib(hostinfo.total_bytes())}{limit}. Ask for less (num_slots, pool_bytes), or free memory"
     )
 
 
@@ -354,19 +384,20 @@ class CallerMemory(RegisteredMemory):
     ) -> None:
         super().__init__(driver)
         memory.check_slots(slot_bytes)
-        self.address, self._ours = memory.address, not memory.registered
-        self._slots: list[int] = []
+        self.address = memory.address
         self.array = np.asarray(_View(memory, slot_bytes))
         if holder is not None:
             holder.append(self)
         try:
-            if self._ours:
-                for start, stop in ranges(memory.span(slot_bytes), memory.slot_stride):
+            if not memory.registered:
+                span, most = memory.span(slot_bytes), whole_units(RANGE_BYTES, memory.slot_stride)
+                for start in range(0, span, most):
+                    nbytes = min(most, span - start)
                     try:
-                        self._register(self.address + start, stop - start)
+                        self._register(self.address + start, nbytes)
                     except DriverError as error:
                         del self._registered[-1]  # it may be its owner's registration, which must stay
-                        raise _explained(error, memory, stop - start, start) from error
+                        raise _explained(error, memory, nbytes, start) from error
             else:
                 self._find_registered(memory, slot_bytes)
         except BaseException:
@@ -392,10 +423,6 @@ class CallerMemory(RegisteredMemory):
                     f"host_memory: slot {number} at {slot:#x} lies in two registered ranges; a copy must not leave its "
                     "range: register whole slots"
                 )
-            self._slots.append(slot)
-
-    def _mapped_apart(self) -> Sequence[int]:
-        return self._registered if self._ours else self._slots
 
     def release(self) -> None:
         """As `RegisteredMemory.release`; then drop the reference to the caller's memory."""

@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 import numpy as np
 
 from kvoffload.device.device import Device
+from kvoffload.device.growth import Growth
 from kvoffload.device.ownership import FORKS
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.callbacks import Callbacks
@@ -92,6 +93,14 @@ class Engine(Generic[_After, _Plan]):
         self._forks = len(FORKS)
         self._slot_guard: weakref.ref[SlotGuard] | None = None
         self._ids, self._callbacks = itertools.count(1), Callbacks()
+        self._growth: Growth | None = None
+
+    def _grow(self) -> None:
+        """Pin the rest of a pool that grows, in a thread. The last thing that a constructor does."""
+        if self.pinned_slots < self.num_slots:
+            pools = [(each.context, memory) for each in self._shards for memory in each.parts.growing]
+            self._growth = Growth(pools)
+            self._growth.start()
 
     def order_job_before(self, record: Any, streams: Any, part: int | None) -> None:
         raise NotImplementedError
@@ -371,7 +380,9 @@ class Engine(Generic[_After, _Plan]):
             return EngineStatistics(
                 simulated=any(device.simulated for device in self.devices),
                 num_slots=self.num_slots,
+                pinned_slots=self.pinned_slots,
                 pinned_bytes=pinned_bytes,
+                pinning_error=None if self._growth is None else self._growth.error,
                 staging_bytes=staging_bytes,
                 in_flight=self.in_flight,
                 held=sum(record.held for queue in in_flight.both for record in list(queue.transfers)),
@@ -399,6 +410,18 @@ class Engine(Generic[_After, _Plan]):
         with self.lock:
             in_flight = self._in_flight
             return int(in_flight.stores.submitted + in_flight.loads.submitted)
+
+    @property
+    def pinned_slots(self) -> int:
+        """Transfers may use the slots below this number: `num_slots`, or fewer while the pool grows, see `Growing`, and
+        for good if it has stopped early. On several devices, the slots that are pinned on all. It never falls.
+        """
+        return min(shard.parts.pinned_slots for shard in self._shards)
+
+    @property
+    def growing(self) -> bool:
+        """Whether more slots may be pinned. Read it before `pinned_slots`: once it is False, that is final."""
+        return self._growth is not None and self._growth.running
 
     def jobs_in_flight(self) -> tuple[Job, ...]:
         self.check_process()

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.device import Device
+from kvoffload.device.growth import Growing
 from kvoffload.device.ownership import FORKS
 from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
@@ -54,7 +55,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         device: the device that holds the planes.
         num_slots: how many slots the pinned pool has, `layout.slot_bytes` bytes each. None: 1024. With 0 slots the
             engine pins nothing and refuses every slot id.
-        pool_bytes: instead of `num_slots`: as many slots as fit into so many bytes.
+        pool_bytes: instead of `num_slots`: as many slots as fit into so many bytes. `Growing(nbytes)`: the constructor
+            returns once the first of them are pinned, and a thread pins the rest while you use the engine.
         host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots` and `pool_bytes`.
         staging_bytes: device memory for each direction through which the copier "pack" carries blocks whose planes are
             apart: a kernel, for some microseconds on all multiprocessors, packs them there. Allocated when that copier
@@ -75,7 +77,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
             None: the highest for the kernels of "pack". They take microseconds, and copies wait for them.
         progress: called in this thread with (bytes done, bytes in all) after each GiB or less that is pinned; an
-            exception from it ends the constructor, and nothing stays pinned. Not called for `host_memory`.
+            exception from it ends the constructor, and nothing stays pinned. Not called for `host_memory`. Of a pool
+            that grows: after each piece, from the second on in the thread that pins it, where an exception ends growth.
 
     Attributes:
         layout, device, num_slots, staging_bytes, prefer, profile, max_in_flight: as given, with defaults filled in.
@@ -99,7 +102,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         *,
         device: Device,
         num_slots: int | None = None,
-        pool_bytes: int | None = None,
+        pool_bytes: int | Growing | None = None,
         host_memory: HostMemory | None = None,
         staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",
@@ -110,9 +113,9 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        num_slots = slots_in(pool_bytes, num_slots, [layout])
+        num_slots, piece_bytes = slots_in(pool_bytes, num_slots, [layout])
         given = num_slots, staging_bytes, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
-        options = EngineOptions(*given, host_memory=host_memory)
+        options = EngineOptions(*given, host_memory=host_memory, piece_bytes=piece_bytes)
         self._shard = shard = Shard(layout, device, options, self._shared, most_reports=MOST_REPORTS)
         self._shards, self._names = (shard,), ("",)
         self.layout, self.device, self.devices, self.num_slots = layout, device, (device,), shard.num_slots
@@ -122,6 +125,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         # Bound methods, not methods that call them: this is on the path of every transfer.
         self._requests, self._requests_of_groups = shard.limits.requests, shard.limits.requests_of_groups
         self._plan, self._resolve, self._track = shard.report, shard.resolve, shard.track
+        self._grow()
 
     def submit_locked(
         self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
@@ -186,7 +190,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
 
         Row `s` holds `blocks_per_slot` blocks in the order of the group's `slot_order` (see `KVLayout`), then padding.
-        Read a row only after the store into it has ended; write it only while no unfinished transfer uses it. With
+        Read a row only after the store into it has ended; write it only while no unfinished transfer uses it, and only
+        below `pinned_slots`: pinning sets bytes of the others to zero. With
         `host_memory`, rows are `slot_stride` bytes apart, and after `close` the array has no rows.
         """
         return self._parts.slots

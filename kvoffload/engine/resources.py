@@ -8,6 +8,7 @@ from typing import Any
 
 from kvoffload.copiers import CopierSet
 from kvoffload.device.device import Device
+from kvoffload.device.growth import Growing
 from kvoffload.device.pinned import CallerMemory, HostMemory, PinnedMemory, Progress, RegisteredMemory
 from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, Reports
@@ -32,6 +33,7 @@ class EngineResources:
         memory: the slots.
         pinning_seconds: the time to map, touch and register it.
         slot_addresses: host addresses of the slots, uint64, (num_slots,).
+        growing: the memory of which more may be pinned; empty for the caller's.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class EngineResources:
         self._numa_cpus = hostinfo.numa_node_cpus(device.pci.numa_node)
         # Of streams for copies, and for kernels.
         self._priorities = (0, device.stream_priorities[0]) if priority is None else (priority, priority)
-        self._pinned: list[PinnedMemory] = []  # one in one of these, once `open` has begun to pin it
+        self.growing = self._pinned = list[PinnedMemory]()  # one in one of these, once `open` has begun to pin it
         self._callers: list[CallerMemory] = []
         self.memory: RegisteredMemory
         self.pinning_seconds = 0.0
@@ -53,8 +55,15 @@ class EngineResources:
         self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers, reports)
         self.wait_streams = WaitStreams(driver, self._priorities[0])
 
-    def open(self, layout: KVLayout, num_slots: int, host_memory: HostMemory | None, progress: Progress | None) -> None:
-        """Pin the slots, make streams and copiers; the context must be current."""
+    def open(
+        self,
+        layout: KVLayout,
+        num_slots: int,
+        host_memory: HostMemory | None,
+        progress: Progress | None,
+        piece_bytes: int | None,
+    ) -> None:
+        """Pin the slots, with `piece_bytes` the first ones, make streams and copiers; the context must be current."""
         begin = time.perf_counter()
         self._slot_bytes = layout.slot_bytes
         if host_memory is None:
@@ -65,6 +74,7 @@ class EngineResources:
                 numa_cpus=self._numa_cpus,
                 progress=progress,
                 holder=self._pinned,
+                piece_bytes=piece_bytes,
             )
         else:
             self.memory = CallerMemory(self._driver, host_memory, layout.slot_bytes, self._callers)
@@ -80,11 +90,20 @@ class EngineResources:
         """The slots: uint8, (num_slots, slot_bytes), without a copy."""
         return self.memory.array.reshape(-1, self._slot_bytes)
 
+    @property
+    def pinned_slots(self) -> int:
+        """How many slots, from 0 on, have been pinned."""
+        if isinstance(self.memory, PinnedMemory):
+            return self.memory.ready_bytes // self._slot_bytes
+        return len(self.slot_addresses)
+
     def release(self) -> None:
         """Destroy streams and events, free the copiers' memory, unpin the pool. If it is interrupted, call it again.
 
         If the context is lost nothing is freed: the GPU may still use it, or it is gone with the context.
         """
+        for pinned in self._pinned:
+            pinned.stop()
         if self.in_flight.lost is not None:
             for memory in (*self._pinned, *self._callers):
                 memory.keep()
@@ -120,23 +139,29 @@ class EngineResources:
         return self.memory.pinned_bytes, staging_bytes, streams, streams_in_use, events, events_in_use
 
 
-def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> Any:
-    """`num_slots`, or how many slots on all devices fit into `pool_bytes`. Raises for layouts that are none, too."""
+def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> tuple[Any, int | None]:
+    """`num_slots`, or how many slots on all devices fit into `pool_bytes`; and the bytes of a piece if the pool grows.
+
+    Raises for layouts that are none, too.
+    """
     for layout in layouts:
         if not isinstance(layout, KVLayout):
             raise TypeError(f"layout must be a KVLayout, got {shown(layout)}")
     if pool_bytes is None:
-        return num_slots
+        return num_slots, None
     if num_slots is not None:
         raise ValueError(
             f"pool_bytes={shown(pool_bytes)} and num_slots={shown(num_slots)} are both given: leave one out"
         )
+    piece_bytes = None
+    if isinstance(pool_bytes, Growing):
+        pool_bytes, piece_bytes = pool_bytes.nbytes, pool_bytes.piece_bytes
     slot_bytes = sum(layout.slot_bytes for layout in layouts)
     if 0 < at_least("pool_bytes", pool_bytes, 0) < slot_bytes:
         raise CapacityError(f"pool_bytes={pool_bytes} holds no slot of {slot_bytes} bytes; raise it")
     if pool_bytes > _MOST_POOL_BYTES:
         raise CapacityError(f"pool_bytes must be at most {_MOST_POOL_BYTES}, got {shown(pool_bytes)}; lower it")
-    return pool_bytes // slot_bytes
+    return pool_bytes // slot_bytes, piece_bytes
 
 
 def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayout) -> int:

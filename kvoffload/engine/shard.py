@@ -65,6 +65,7 @@ class EngineOptions:
     stream_priority: int | None
     progress: Progress | None
     host_memory: HostMemory | None = None
+    piece_bytes: int | None = None
 
 
 class Shared:
@@ -133,14 +134,16 @@ class Shard:
             self.parts = EngineResources(device, in_flight, self.reports, copiers, options.stream_priority)
             self._resource = device.adopt(self, self.parts.release, "an OffloadEngine")
             try:
-                self.parts.open(layout, self.num_slots, options.host_memory, options.progress)
+                pool = options.host_memory, options.progress, options.piece_bytes
+                self.parts.open(layout, self.num_slots, *pool)
             except BaseException:
                 self._resource.free()
                 raise
+            self._grows = self.parts.pinned_slots < self.num_slots
             self.limits = Limits(layout, self.num_slots, self.parts.copiers.missing)
             device.register_engine(self)
         # No object of the library goes into the log record, which could keep it alive.
-        sizes = self.parts.memory.nbytes, self.parts.pinning_seconds, self.num_slots, device.index
+        sizes = self.parts.memory.pinned_bytes, self.parts.pinning_seconds, self.num_slots, device.index
         LOGGER.info("pinned %d bytes in %.3f s: %d slots for device %d; profile: %s", *sizes, self.profile.source)
 
     # the steps of a transfer --------------------------------------------------------------------------------------
@@ -152,6 +155,8 @@ class Shard:
             self.parts.tracker.repair()
         if self.closed or self._closing or in_flight.lost:
             self.check_usable()
+        if self._grows:
+            self._check_pinned(requests)
         request = requests[0]
         stores = request.direction is STORE
         targets = request.slots if stores else request.blocks
@@ -172,6 +177,17 @@ class Shard:
                 self.parts.tracker.advance()
             self.check_usable()
             in_flight.check_room(1 if len(request.blocks) else 0)
+
+    def _check_pinned(self, requests: Requests) -> None:
+        pinned = self.parts.pinned_slots
+        for request in requests:
+            if (request.slots >= pinned).any():
+                place = int((request.slots >= pinned).argmax())
+                raise CapacityError(
+                    f"slots[{place}] is {request.slots[place]}, and the pool, which grows, has {pinned} of "
+                    f"{self.num_slots} slots pinned so far: use slots below engine.pinned_slots, or wait"
+                )
+        self._grows = pinned < self.num_slots
 
     def prepare(self, requests: Requests, streams: tuple[int, ...], number: int) -> Transfer:
         """The record of a checked transfer, with id `number`, ready to be put in flight. Raises if CUDA does not know a

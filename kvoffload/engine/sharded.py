@@ -24,6 +24,7 @@ from typing import Any
 
 from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.device import Device, checked_devices
+from kvoffload.device.growth import Growing
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
 from kvoffload.driver import make_current
@@ -63,6 +64,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         devices: the devices that hold the planes, all opened by this process.
         num_slots: slots in each device's pool, of that layout's `slot_bytes`. None: 1024.
         pool_bytes: instead of `num_slots`: as many slots as fit into so many bytes, on all devices together.
+            `Growing(nbytes)`: the pools grow while you use the engine, piece by piece in turn.
         staging_bytes: memory of each device, for each direction, for the copier "pack"; 0 forbids kernels.
         prefer: "overlap" selects copiers for GPUs that compute during transfers, "latency" the ones that end soonest
             on idle GPUs.
@@ -97,7 +99,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         *,
         devices: Sequence[Device],
         num_slots: int | None = None,
-        pool_bytes: int | None = None,
+        pool_bytes: int | Growing | None = None,
         staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",
         profile: Profile | None = None,
@@ -113,12 +115,13 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             raise ValueError(
                 f"devices must be as many as layouts, one for each: got {len(self.devices)}, and {count} layouts"
             )
-        num_slots = slots_in(pool_bytes, num_slots, self.layout.layouts)
+        num_slots, piece_bytes = slots_in(pool_bytes, num_slots, self.layout.layouts)
         given = num_slots, staging_bytes, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
         shards: list[Shard] = []
         try:
             for layout, device in zip(self.layout.layouts, self.devices, strict=True):
-                shards.append(Shard(layout, device, EngineOptions(*given), self._shared, most_reports=0))
+                options = EngineOptions(*given, piece_bytes=piece_bytes)
+                shards.append(Shard(layout, device, options, self._shared, most_reports=0))
         except BaseException:
             run_all(shard.close for shard in shards)
             raise
@@ -131,6 +134,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         self._in_flight: Queues[RecordQueue[ShardedTransfer]] = Queues(stores, loads, self.max_in_flight)
         self._urgent: deque[ShardedTransfer] = deque()  # of the loads; they end in this order
         self._reports = Reports(self._shared.notices)
+        self._grow()
 
     # submitting ---------------------------------------------------------------------------------------------------
 

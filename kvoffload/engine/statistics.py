@@ -29,7 +29,9 @@ class EngineStatistics:
     Attributes:
         simulated: whether a device is simulated, and `seconds` with it.
         num_slots: slots of the pool.
-        pinned_bytes: bytes of the slots while they are pinned; 0 after `close`.
+        pinned_slots: slots that are pinned so far: fewer while the pool grows, see `Growing`, or if it stopped early.
+        pinned_bytes: bytes of these while they are pinned; 0 after `close`.
+        pinning_error: why a pool has stopped growing early; None if it has not.
         staging_bytes: device memory of the staging rings, see `OffloadEngine`; 0 before "pack" is used, and after
             `close`.
         in_flight: jobs that are not known to have ended.
@@ -43,7 +45,9 @@ class EngineStatistics:
 
     simulated: bool
     num_slots: int
+    pinned_slots: int
     pinned_bytes: int
+    pinning_error: str | None
     staging_bytes: int
     in_flight: int
     held: int
@@ -58,6 +62,8 @@ class EngineStatistics:
 
     def __repr__(self) -> str:
         parts = [f"num_slots={self.num_slots}", f"pinned_bytes={self.pinned_bytes}", f"in_flight={self.in_flight}"]
+        if self.pinned_slots < self.num_slots:
+            parts.insert(1, f"pinned_slots={self.pinned_slots}")
         parts += [f"{name}={count}" for name in ("held", "dropped_reports") if (count := getattr(self, name))]
         parts += [f"{name}: {_described(totals)}" for name, totals in (("store", self.store), ("load", self.load))]
         return f"EngineStatistics({'simulated, ' if self.simulated else ''}{', '.join(parts)})"

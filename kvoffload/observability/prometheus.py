@@ -127,6 +127,8 @@ _OF_AN_ENGINE = {
     "transfer_failed_jobs": _by_direction("Transfers that have failed.", "failed"),
     "transfer_jobs_in_flight": _one("Gauge", "Transfers that have not ended.", "in_flight"),
     "transfer_jobs_held": _one("Gauge", "Transfers in flight that wait on the host for the driver.", "held"),
+    "slots": _one("Gauge", "Slots of the pool.", "num_slots"),
+    "pinned_slots": _one("Gauge", "Slots that are pinned: fewer while the pool grows.", "pinned_slots"),
     "pinned_bytes": _one("Gauge", "Pinned host memory of the slots.", "pinned_bytes"),
     "staging_bytes": _one("Gauge", "Device memory of the staging rings.", "staging_bytes"),
 }

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing.spawn import get_executable
 from pathlib import Path
@@ -137,6 +137,7 @@ class MooncakeTier(RemoteTier):
         # 8 records of 2 MiB by 2 and 4 threads reached 0.84 and 1.00 of the bandwidth of bare calls.
         self.threads = 4 if self.protocol == "rdma" or len(os.sched_getaffinity(0)) >= 8 else 1
         super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, limits=limits)
+        self.capabilities = replace(self.capabilities, pins_pool=self.protocol == "rdma")
         self._masters = _addresses(master)
         self._timeout = round(1000 * seconds("timeout", timeout))
         _set_environment(self._timeout)  # before the import, which reads some of it

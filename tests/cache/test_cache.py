@@ -429,8 +429,8 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
 
             def __init__(self) -> None:
                 self.lock = threading.RLock()
-                self.num_slots = self.max_in_flight = capacity
-                self.submitted, self.closed, self.devices = 0, False, ()
+                self.num_slots = self.pinned_slots = self.max_in_flight = capacity
+                self.submitted, self.closed, self.growing, self.devices = 0, False, False, ()
                 self.layout = layout
                 self.statistics = self.check_parts = NotImplemented
 

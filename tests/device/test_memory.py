@@ -126,20 +126,6 @@ def test_touching_happens_on_the_cpus_of_the_node_and_leaves_this_thread_where_i
 
 
 @pytest.mark.usefixtures("small_ranges")
-def test_a_kernel_finds_each_range_where_the_driver_maps_it(
-    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned = pin(device, 3 * RANGE)
-    elsewhere = {pinned.address + number * RANGE: (number + 1) << 40 for number in range(3)}
-    monkeypatch.setattr(device.driver, "host_device_address", elsewhere.__getitem__)
-    offsets = np.array([0, 1, RANGE - 1, RANGE, RANGE + 1, 2 * RANGE - 1, 2 * RANGE, 3 * RANGE - 1])
-    expected = [((offset // RANGE + 1) << 40) + offset % RANGE for offset in offsets.tolist()]
-    with device.current():
-        assert pinned.device_addresses(pinned.address + offsets).tolist() == expected
-    unpin(device, pinned)
-
-
-@pytest.mark.usefixtures("small_ranges")
 def test_pitfall_19_a_failed_range_rolls_back_those_before_it(device: kvoffload.Device) -> None:
     device.simulator.faults.fail_call("cuMemHostRegister", nth=3, error=2)
     with leak_check(device), pytest.raises(CapacityError) as caught:

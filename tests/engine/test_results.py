@@ -67,7 +67,9 @@ def test_engine_statistics_are_shown_in_one_short_line() -> None:
     statistics = EngineStatistics(
         simulated=True,
         num_slots=4,
+        pinned_slots=4,
         pinned_bytes=16384,
+        pinning_error=None,
         staging_bytes=0,
         in_flight=1,
         held=0,

@@ -11,6 +11,8 @@ lost by then. A row is a scenario in each of its worlds, named after both:
     cache           "cache.store": a cache on an engine of one device
     two cache       "sharded.cache.store"
     tiers           "tiers.store": a cache with a tier
+    growing         "growing.store": a cache over a pool that grows
+    two growing     "sharded.growing.store"
     index           "index.reserve": a `CacheIndex`
 
 To add a scenario, add a row, or a world to one.
@@ -24,7 +26,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from worlds import CAPACITY, PLANES, POLICIES, SECONDS, CacheWorld, Fifo, IndexWorld, TieredWorld, World, key, keys
+from growing import wait_for_the_end
+from worlds import (
+    CAPACITY,
+    PLANES,
+    POLICIES,
+    SECONDS,
+    CacheWorld,
+    Fifo,
+    GrowingWorld,
+    IndexWorld,
+    TieredWorld,
+    World,
+    key,
+    keys,
+)
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheIndex, KVLayout
@@ -36,9 +52,11 @@ WORLDS: dict[str, tuple[str, Callable[..., Any]]] = {  # the beginning of the sc
     "cache": ("cache.", CacheWorld),
     "two cache": ("sharded.cache.", partial(CacheWorld, devices=2)),
     "tiers": ("tiers.", TieredWorld),
+    "growing": ("growing.", GrowingWorld),
+    "two growing": ("sharded.growing.", partial(GrowingWorld, devices=2)),
     "index": ("index.", IndexWorld),
 }
-EVERY_POLICY = ("cache", "two cache", "index")  # worlds that are tried with every policy; others with "lru"
+EVERY_POLICY = ("cache", "two cache", "growing", "index")  # worlds that are tried with every policy; others with "lru"
 
 
 class Row(NamedTuple):
@@ -443,6 +461,14 @@ def second_engine(w: World) -> Any:
     return w.kept[0]
 
 
+def second_growing(w: GrowingWorld) -> Any:
+    """Half of its pool will never be pinned."""
+    w.driver.faults.fail_call("cuMemHostRegister", nth=2 * len(w.devices) + 1, error=2)
+    w.kept.append(w.open_growing(4))
+    wait_for_the_end(w.kept[0])
+    return w.kept[0]
+
+
 def promotion_ended(w: TieredWorld) -> Any:
     promotion = w.promoted()
     promotion.wait(SECONDS)
@@ -508,7 +534,7 @@ def disk_used(w: World) -> dict[str, Any]:
 
 # the table ------------------------------------------------------------------------------------------------------------
 
-ENGINES, CACHES, KEYS = "one, two", "cache, two cache", "index, cache"
+ENGINES, CACHES, KEYS, GROWING = "one, two", "cache, two cache", "index, cache", "growing, two growing"
 PACKED: dict[str, Any] = {"staging_bytes": 1 << 20}
 PIECES: dict[str, Any] = {"staging_bytes": 2 * 512}  # a transfer of three blocks goes round a ring of two
 EVENTS: dict[str, Any] = {"cache_options": {"on_event": on_event}}
@@ -574,6 +600,8 @@ TABLE: tuple[Row, ...] = (
         None,
         lambda w: w.kept.append(w.open_engine(2, staging_bytes=0, progress=on_progress)),
     ),
+    Row("engine.open.growing", ENGINES, None, lambda w: w.kept.append(w.open_growing(3, progress=on_progress))),
+    Row("engine.open.growing.closed", ENGINES, None, lambda w: w.open_growing(3).close(SECONDS)),
     # jobs
     Row("job.wait", ENGINES, begun, lambda w: w.made.wait(SECONDS)),
     Row("job.result", ENGINES, ended, lambda w: (w.made.done, w.made.result(), w.made.error, repr(w.made))),
@@ -689,6 +717,15 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("clear", "cache", load_and_pend, lambda w: w.cache.clear()),
     Row("clear", "index", pending_and_leased, lambda w: w.cache.clear()),
+    # pools that grow
+    Row("store", GROWING, GrowingWorld.grow, lambda w: w.store(4, 5)),
+    Row("store.half", GROWING, None, lambda w: w.store(4, 5)),
+    Row("store.short", "growing", GrowingWorld.grow, lambda w: w.store(4, 5, 6), options={"short": True}),
+    Row("statistics", GROWING, GrowingWorld.grow, lambda w: (w.cache.statistics(), w.engine.statistics())),
+    Row("statistics.short", "growing", GrowingWorld.grow, lambda w: w.cache.lookup(keys([0])), options={"short": True}),
+    Row("open", GROWING, second_growing, open_and_drop),
+    Row("close", GROWING, None, lambda w: w.engine.close(SECONDS), "closed"),
+    Row("close.devices", GROWING, begun, lambda w: w.devices[-1].close(SECONDS), "closed"),
     # tiers
     Row(
         "promote",

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from growing import Pieces, wait_for, wait_for_the_end
 from tier_classes import DictTier
 
 import kvoffload
@@ -28,6 +29,7 @@ from kvoffload import (
     CacheIndex,
     ClosedError,
     Device,
+    Growing,
     KVLayout,
     Lease,
     OffloadEngine,
@@ -39,7 +41,7 @@ from kvoffload.cache.policies import Policy
 from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.testing import SimulatedDriver
 
-PLANES, BLOCK_BYTES, BLOCKS = 3, 32, 48
+PLANES, BLOCK_BYTES, BLOCKS, SLOT_BYTES = 3, 32, 48, 4096
 SOURCES = 24  # blocks that hold what keys stand for; the others are targets of loads
 CAPACITY = 4  # of caches: slots of the engine
 SECONDS = 3.0  # for what should take no time
@@ -247,7 +249,12 @@ class World(_Checked):
         self.gate: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def open_engine(self, num_slots: int, **options: Any) -> Any:
+    def open_growing(self, num_slots: int, **options: Any) -> Any:
+        """An engine whose pool grows by a slot at a time."""
+        nbytes = num_slots * SLOT_BYTES * len(self.devices)
+        return self.open_engine(None, pool_bytes=Growing(nbytes, piece_bytes=SLOT_BYTES), staging_bytes=0, **options)
+
+    def open_engine(self, num_slots: int | None, **options: Any) -> Any:
         if len(self.devices) == 1:
             return OffloadEngine(self.layout, device=self.device, num_slots=num_slots, **options)
         return ShardedEngine(self.layout, devices=self.devices, num_slots=num_slots, **options)
@@ -430,6 +437,38 @@ class CacheWorld(World):
         closed = self.tier is None or cache.close(SECONDS)
         del cache
         return [*([] if closed else ["hang: close of the tiers"]), *super().close()]
+
+
+class GrowingWorld(CacheWorld):
+    """A cache over a pool that grows, of which half is pinned until `grow` or `let_go`; keys 0 and 1 are in it.
+
+    Args:
+        short: there will be two slots fewer than the pool was to have.
+    """
+
+    def __init__(self, policy: str = "lru", *, short: bool = False, **options: Any) -> None:
+        self.pieces = Pieces(options.get("devices", 1))
+        self.more = 2 * short
+        super().__init__(policy, filled=0, **options)
+        wait_for(self.engine, 2)
+        if short:  # the first slot past CAPACITY cannot be pinned
+            self.driver.faults.fail_call("cuMemHostRegister", nth=2 * len(self.devices) + 1, error=2)
+        self.store(0, 1).wait(SECONDS)
+
+    def open_engine(self, num_slots: int | None, **options: Any) -> Any:
+        if num_slots is None:
+            return super().open_engine(None, **options)
+        return self.open_growing(num_slots + self.more, progress=self.pieces)
+
+    def grow(self) -> None:
+        self.pieces.let_all()
+        wait_for_the_end(self.engine)
+        assert self.engine.pinned_slots == CAPACITY
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.pieces.let_all()
+        wait_for_the_end(self.engine)
 
 
 class TieredWorld(CacheWorld):

@@ -149,6 +149,8 @@ TRANSFER_LINES = [
     'kvoffload_transfer_failed_jobs_total{direction="load"} 0.0',
     "kvoffload_transfer_jobs_in_flight 5.0",
     "kvoffload_transfer_jobs_held 2.0",
+    "kvoffload_slots 0.0",
+    "kvoffload_pinned_slots 0.0",
     "kvoffload_pinned_bytes 1.073741824e+09",
     "kvoffload_staging_bytes 1.048576e+06",
 ]

@@ -16,7 +16,8 @@ JOB = (
     "add_done_callback copier direction done error finished id nbytes num_parts order_before outcome reason result wait"
 )
 ENGINE = (
-    "close closed drain layout load load_groups max_in_flight missing_copiers num_slots plan poll slots statistics "
+    "close closed drain growing layout load load_groups max_in_flight missing_copiers num_slots pinned_slots plan poll "
+    "slots statistics "
     "store store_groups submit"
 )
 SHOWN = {

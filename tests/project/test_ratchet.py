@@ -26,11 +26,13 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        26_170,
-        "it was 36,248; `open_cache` has 340, sessions and hints 640, trees 120, packed loads in parts 60, and what lets "
-        "packed kernels and first copies begin sooner 30",
+        26_350,
+        "it was 36,248; `open_cache` has 340, sessions and hints 640, trees 120, packed loads in parts 60, growth 160, "
+        "what lets packed kernels and first copies begin sooner 30",
     ),
-    "files": Limit(197, "a class and its records are one file, and so is what is read together; hints have three"),
+    "files": Limit(
+        198, "a class and its records are one file, and so is what is read together; hints have three, growth one"
+    ),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
     "pages": Limit(1, "`Tier`, which is for users to derive from; no class is cut over files by inheritance"),
     "wide signatures": Limit(0, "options that go together are one object"),
@@ -41,7 +43,9 @@ CALLS = {
     "cache.store": Limit(60, "a store, and the reservation that it fills"),
     "cache.store, evicting": Limit(128, "half of it is the default policy's search for what is worth least"),
     "cache.load": Limit(57, "a load, and the lease of what it reads"),
-    "cache.promote, in the tiers' thread": Limit(273, "8 keys, which a tier has done at once"),
+    "cache.promote, in the tiers' thread": Limit(
+        274, "8 keys, which a tier has done at once; its share of the entries"
+    ),
 }
 FILES = {
     "engine.store": Limit(12, "the engine, what it checks, plans and selects, and the seam"),
@@ -57,7 +61,7 @@ CHANGES = {
     "cache.store": Limit(30, "those of a store; the index, its state, its entries and its policy"),
     "cache.store, evicting": Limit(48, "the policy's search goes through its model, and asks which keys have to stay"),
     "cache.load": Limit(32, "those of a load; the index, its state, its entries and its policy"),
-    "cache.promote, in the tiers' thread": Limit(158, "one reservation for each of 8 keys, settled one by one"),
+    "cache.promote, in the tiers' thread": Limit(160, "one reservation for each of 8 keys, settled one by one"),
 }
 
 

@@ -226,6 +226,7 @@ FLAGS: dict[str, Call] = {
 }
 NOT_CHECKED = {  # between the library's own classes, said by who implements a tier, or of no consequence
     *("RemoteTier durable", "TierCapabilities durable", "TierCapabilities local_index", "TierCapabilities shared"),
+    "TierCapabilities pins_pool",
     *("ValkeyTier cluster", "Prefix declines"),
     *("Faults.fail_call after", "Faults.fail_nth after", "fuzz_tier lossless"),
     "OwnedCache adopt",  # needs JAX: tests/jax/test_jax_trees.py

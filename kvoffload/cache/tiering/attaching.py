@@ -18,6 +18,7 @@ from kvoffload.cache.tiering.writer import WriteBack, WriteChoice, WriteThrough
 from kvoffload.errors import CapacityError, LayoutError
 from kvoffload.internal.checks import shown, to_wait
 from kvoffload.internal.types import UInt8Array
+from kvoffload.internal.waiting import wait_until
 
 WriteName = Literal["admitted", "through", "back", "none"]
 
@@ -153,7 +154,11 @@ class TierPlan:
                 "tiers need slots without gaps: host_memory of the engine must have "
                 f"slot_stride={engine.layout.slot_bytes}, the layout's slot_bytes"
             )
-        pools = [pool[: records.capacity * groups].reshape(records.capacity, -1) for pool in slots]
+        entries = records.most_entries
+        if any(tier.capabilities.pins_pool for tier in self.tiers):
+            wait_until(lambda: not engine.growing, None, "pinning the pool")
+            entries = engine.pinned_slots // groups
+        pools = [pool[: entries * groups].reshape(entries, -1) for pool in slots]
         try:
             layout = bytes(engine.layout.fingerprint)
         except LayoutError:

@@ -101,14 +101,13 @@ class TierManager:
         self._waker = waker = Waker()
         self.wake = notify = waker.now
         self.when_done: WhenDone = Callbacks().add
-        most_occupied, most_leased = (max(1, int(share * records.capacity)) for share in (_PROMOTING, _WRITING))
-        self._records, self._ahead = records, min(most_leased, _MOST_AHEAD)
+        self._records = records
         self._filled = False  # since the latest look at what is evicted next
         self._ended = deque[tuple[bytes, ...]]()  # requests of which stores may be in flight
         self._tenants: dict[bytes, str] = {}  # of keys in slots, where it is not ""
         self.compute = ComputeTime(seconds_per_key)
-        self._promoter = Promoter(records, self.tiers, self.compute, most_occupied, notify)
-        self._writer = Writer(records, self.tiers, most_leased, notify, choice)
+        self._promoter = Promoter(records, self.tiers, self.compute, _PROMOTING, notify)
+        self._writer = Writer(records, self.tiers, _WRITING, notify, choice)
         self._messages = deque[Message]()
         self._lost_events = False
         self._demoted: list[Demotion] = []
@@ -299,7 +298,8 @@ class TierManager:
             self._write(self._choice.ended(keys))
         if self._filled and self._choice.looks_ahead:
             self._filled = False
-            self._write(self._choice.about_to_go(self._records.next_to_go(self._ahead)))
+            ahead = min(self._records.share(_WRITING), _MOST_AHEAD)
+            self._write(self._choice.about_to_go(self._records.next_to_go(ahead)))
 
     def _heard(self, event: CacheEvent) -> None:
         self._filled |= event.kind in ("stored", "promoted")

@@ -28,18 +28,18 @@ class Promoter:
 
     Args:
         compute: how long computing a key takes; while that is not known, every promotion is worth it.
-        most: entries that promotions may occupy: reserved, holding keys that tiers brought until they are released, or
-            kept for calls that have not returned.
+        share: part of the entries that promotions may occupy: reserved, holding keys that tiers brought until they are
+            released, or kept for calls that have not returned.
         notify: makes the manager's thread call `advance` soon.
     """
 
     def __init__(
-        self, records: Records, tiers: Sequence[TierBelow], compute: ComputeTime, most: int, notify: Notify
+        self, records: Records, tiers: Sequence[TierBelow], compute: ComputeTime, share: float, notify: Notify
     ) -> None:
         self._records = records
         self._tiers = tiers
         self._compute = compute
-        self._most = most
+        self._share = share
         self._notify = notify
         self.refused: Callable[[Sequence[bytes]], Collection[bytes]] = lambda _: ()  # those that are being removed
         self.going_on: list[PromotionRecord] = []
@@ -194,7 +194,7 @@ class Promoter:
         live = [(each, found) for each in self._occupying if (found := each()) is not None and found.occupied]
         occupied = sum([found.occupied for _, found in live])
         self._occupying = [each for each, _ in live]
-        room = max(0, self._most - occupied - len(self._late))
+        room = max(0, self._records.share(self._share) - occupied - len(self._late))
         keys = [record.keys[position] for position in positions[:room]]
         if keys:
             try:

@@ -223,12 +223,15 @@ class TierCapabilities:
         local_index: `contains` answers from memory. Without one it says False for every key, and only `exists` knows.
         max_bytes: the tier's records never take more bytes than this. None: somebody else sets the limit, such as the
             store.
+        pins_pool: `attach` has the pool's memory pinned, such as for a network card. Under a pool that grows, a cache
+            then waits until it has grown before it attaches its tiers, and gives them the rows that are pinned.
     """
 
     durable: bool
     shared: bool
     local_index: bool
     max_bytes: int | None = None
+    pins_pool: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,15 +36,15 @@ class Writer:
 
     Args:
         tiers: get every key.
-        most: entries that may be leased for it at a time.
+        share: part of the entries that may be leased for it at a time.
         notify: makes the manager's thread call `advance` soon.
         choice: learns which keys a tier has taken, and which none has.
     """
 
     def __init__(
-        self, records: Records, tiers: Sequence[TierBelow], most: int, notify: Notify, choice: WriteChoice
+        self, records: Records, tiers: Sequence[TierBelow], share: float, notify: Notify, choice: WriteChoice
     ) -> None:
-        self._records, self._tiers, self._most = records, tiers, most
+        self._records, self._tiers, self._share = records, tiers, share
         self._notify, self._choice = notify, choice
         self._waiting = deque[tuple[bytes, str]]()
         self.going_on: list[_Put] = []
@@ -60,7 +60,7 @@ class Writer:
     def add(self, keys: Sequence[bytes], tenant: str) -> None:
         """These keys are worth writing. They are dropped if no tier is used now."""
         used = any(below.usable for below in self._tiers)
-        room = max(0, self._records.capacity - len(self._waiting)) if used else 0
+        room = max(0, self._records.most_entries - len(self._waiting)) if used else 0
         self._waiting.extend((key, tenant) for key in keys[:room])
         for below in self._tiers:
             below.dropped += len(keys[room:])
@@ -79,10 +79,11 @@ class Writer:
                     job.cancel()
         for put in [put for put in self.going_on if put.done]:
             self._end(put)
-        while self._waiting and self.leased < self._most:
+        most = self._records.share(self._share) if self._waiting else 0
+        while self._waiting and self.leased < most:
             tenant = self._waiting[0][1]
             keys: list[bytes] = []
-            room = min(_TOGETHER, self._most - self.leased)
+            room = min(_TOGETHER, most - self.leased)
             while self._waiting and self._waiting[0][1] == tenant and len(keys) < room:
                 keys.append(self._waiting.popleft()[0])
             self._put(list(dict.fromkeys(keys)), tenant)
