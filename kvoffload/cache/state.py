@@ -60,6 +60,7 @@ class CacheState:
         proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         awaited: records with transfers in any order; every `enter` looks through them.
+        coded: a group of the engine's layout has a codec, so that keys may be declined when their transfers have ended.
         in_flight: functions that return the transfers that may still read or write entries. If a record was dropped
             without being ended, its entries stay in use until these have ended.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
@@ -93,6 +94,7 @@ class CacheState:
         self.clock: Callable[[], float] = time.monotonic
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
         self.num_groups = 1 if engine is None else engine.layout.num_groups
+        self.coded = any(codec != "raw" for codec in getattr(getattr(engine, "layout", None), "codecs", ()))
 
     # up to date ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +115,8 @@ class CacheState:
             lease = loading[0]
             if not lease.transfers_ended:
                 break
+            if self.coded:
+                self._decline_unfit(lease)
             self.end(lease, loaded=not lease.any_failed)
             del loading[0]
         for record in list(self.awaited) if self.awaited else ():
@@ -204,6 +208,7 @@ class CacheState:
             if len(new) < len(missing):
                 record.declined = [key for key in missing if key not in chosen]
             record.short = short
+        record.groups = self.num_groups
         if opened is not None:
             opened.keys.update(dict.fromkeys(keys))
             if opened.of_session is not None:
@@ -307,6 +312,8 @@ class CacheState:
             return
         self.consistent = False
         if well:
+            if self.coded:
+                self._decline_unfit(record)
             record.stage = COMMITTED
             table.reservations.discard(record)
             mine, indices = table.fulfil(record)
@@ -328,6 +335,23 @@ class CacheState:
                 self.recorder.note("failed", mine, record.tenant)
         record.watch = None
         self.consistent = True
+
+    def _decline_unfit(self, record: Record) -> None:
+        """Take out the keys whose blocks do not fit the codec, as `remove` does; a reservation goes on without them.
+
+        A load finds such keys only if their reservation was committed without the jobs that know of them.
+        """
+        of, unfit = self.table.of, record.unfit
+        if not unfit:
+            return
+        pairs = zip(record.keys, record.indices, strict=True)
+        mine = [key for key, index in dict(pairs).items() if index in unfit and of.get(key) == index]
+        for pool, keys in self.pools.split(mine, self.pool_number):
+            self.consistent = False
+            self._unlink(pool, keys)
+        for key in mine:
+            self.table.pending.pop(key, None)
+        self.recorder.note_unfit(mine, "" if isinstance(record, LeaseRecord) else record.tenant)
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         of = self.table.of
@@ -352,6 +376,7 @@ class CacheState:
             awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
             sources = tuple(dict.fromkeys(filter(None, awaited)))
         self.proposed = lease = LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
+        lease.groups = self.num_groups
         return lease
 
     def begin(self, lease: LeaseRecord) -> None:

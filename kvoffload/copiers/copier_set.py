@@ -60,8 +60,8 @@ def check_carries_parts(name: CopierName | None, parts: Parts) -> None:
     if name == "pack" and not can_pack(parts):
         number, planes = next((number, each) for number, each in enumerate(parts) if not is_range(each))
         raise ValueError(
-            f"copier='pack' copies parts whose planes follow each other, and parts[{number}] has the planes "
-            f"{list(planes)!r:.80}; ask for strided, batch, loop or None, or give other parts"
+            f"copier='pack', which coded groups need, copies parts whose planes follow each other, and parts[{number}] "
+            f"has the planes {list(planes)!r:.80}; give other parts, or ask for strided, batch, loop or None"
         )
 
 
@@ -128,6 +128,7 @@ class CopierSet:
     Attributes:
         missing: for every copier, None or the reason why it cannot run here.
         interpreted: kernels take 2 ms a tile here, so they run only when they are asked for.
+        coded: of each group whether only "pack" can carry it.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class CopierSet:
         self._kernels: PackKernels | None = None
         self._pack: dict[int, PackCopier] = {}
         self._rings: tuple[StagingRing, ...] = ()  # of stores, of loads
+        self.coded: tuple[bool, ...] = ()
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._comparisons: dict[tuple[bool, bool, int, int, str], Comparison] = {}  # few: sizes have at most 60 bits
 
@@ -158,9 +160,18 @@ class CopierSet:
             pool_bytes: of all slots.
 
         Raises:
+            CapabilityError: a group has a codec, and no kernel can run here.
             CapacityError, DriverError: memory is short, or the driver failed. Then call `close`.
         """
         self._batch.open()
+        self._open_kernels(layout, pool_bytes)
+        self.coded = tuple(group.coding is not None for group in layout.groups)
+        if any(self.coded):
+            no_ring = self.missing["pack"] or self.open_ring(STORE) or self.open_ring(LOAD)
+            if no_ring is not None:
+                raise CapabilityError(f"codec={layout.codecs} of the layout needs the copier 'pack': {no_ring}")
+
+    def _open_kernels(self, layout: KVLayout, pool_bytes: int) -> None:
         if self._staging_bytes == 0 or kernels.compiler.triton_version() is None:  # meant so: no warning
             return
         self._kernels = PackKernels(self._driver)
@@ -213,7 +224,9 @@ class CopierSet:
 
     @property
     def offered(self) -> tuple[CopierName, ...]:
-        """The copiers to choose from: all that can run, but no kernel on the simulated device."""
+        """The copiers to choose from: all that can run, but no kernel on the simulated device. For groups without a
+        codec.
+        """
         able = tuple(name for name in COPIERS if self.missing[name] is None)
         return tuple(name for name in able if name != "pack") if self.interpreted else able
 
@@ -222,8 +235,9 @@ class CopierSet:
         the last word. In this order:
 
         1. An answer that is remembered.
-        2. `wanted`.
-        3. None is wanted: the profile's choice among `offered`.
+        2. "pack" for a group with a codec.
+        3. `wanted`.
+        4. None is wanted: the profile's choice among `offered`.
 
         Args:
             wanted: checked by `check_copier`.
@@ -245,6 +259,8 @@ class CopierSet:
         return found
 
     def _select(self, plan: BlockPlan, wanted: CopierName | None, opposite: bool) -> Selection:
+        if self.coded[plan.group_index]:
+            return Selection("pack", "the kernel codes the blocks")
         if wanted is not None:
             check_copier(wanted, self.missing)  # again: the ring of "pack" may have found no room
             return Selection(wanted, "asked for by name")

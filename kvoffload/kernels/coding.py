@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Encodes blocks into a ring in device memory, and decodes them out of it: `kvoffload.layout.coding` has the format.
 
-The tables are those of `pack`, a fragment being a chunk; the block table has a third row, which only its pinned original
-at `outcomes` needs: 1 for each block of which a chunk does not fit, or was stored as one that does not. Such a chunk is
-not decoded. Each program codes CHUNKS chunks of VALUES values. It takes two values as one word.
+The tables are those of `pack`; a fragment is a chunk. `outcomes`, int64, (num_blocks,), is pinned memory, where a block
+gets a 1 if one of its chunks does not fit, or was stored as one that does not. Such a chunk is not decoded. Each
+program codes CHUNKS chunks of VALUES values. It takes two values as one word.
 
 Reductions name their combining functions, since Triton's interpreter calls no jitted ones, such as `tl.max`.
 """

@@ -32,6 +32,7 @@ from kvoffload.layout.arrays import (
     planes_of_view,
     view_of,
 )
+from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
 from kvoffload.layout.planes import Group, Plane, SlotOrder, positive, share_bytes
@@ -58,16 +59,22 @@ class KVLayout(HtmlRepresentation):
         block_axes: names for the axes of one block of one plane, the slowest first, such as
             `("tokens", "heads", "dim")`. Keys depend on them. Any names will do, if all programs that share stored
             bytes use the same.
+        codec: "bf16-12": slots hold bf16 values in 12 bits each, without loss, so that there are nearly a third more of
+            them in the same memory; `kvoffload.layout.coding` has the format. A list has one codec for each group. A
+            block that the codec cannot hold is not stored, see `Job.unfit`. Needs kernels, values of bf16, and blocks
+            of a multiple of 512 bytes in each plane; 2,048 are best. Keys depend on it.
 
     Attributes:
         groups: a tuple of `Group`.
-        slot_bytes: the size of one host slot: the payload of the largest group, rounded up to a multiple of 4096.
+        slot_bytes: the size of one host slot: the payload of the largest group, coded where it is, rounded up to a
+            multiple of 4096.
+        codecs: that of each group.
         blocks_per_slot, dtype, tokens_per_block, on_default_stream, block_axes: as given.
 
     Raises:
         LayoutError: there are no groups; planes of one group share bytes, or have different `num_blocks`; a number is
-            below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` is unknown;
-            or `block_axes` is not a list of different ASCII names.
+            below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` or `codec`
+            is unknown; the codec cannot code the blocks; or `block_axes` is not a list of different ASCII names.
         ValueError: `on_default_stream` is neither True nor False.
     """
 
@@ -81,6 +88,7 @@ class KVLayout(HtmlRepresentation):
         on_default_stream: bool = True,
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
+        codec: CodecName | Sequence[CodecName] = "raw",
     ) -> None:
         self.blocks_per_slot = positive("blocks_per_slot", blocks_per_slot)
         if dtype is not None:
@@ -103,8 +111,10 @@ class KVLayout(HtmlRepresentation):
             raise LayoutError(f'slot_order must be "block-major", "plane-major" or None, got {shown(slot_order)}')
         if not isinstance(groups, Sequence) or not all(isinstance(group, Sequence) for group in groups):
             raise LayoutError(f"groups must be a list of lists of planes: KVLayout([planes]), got {shown(groups)}")
+        self.codecs = _codecs(codec, len(groups), dtype)
         self.groups = tuple(
-            Group(planes, self.blocks_per_slot, f"groups[{index}]", slot_order) for index, planes in enumerate(groups)
+            Group(planes, self.blocks_per_slot, f"groups[{index}]", slot_order, self.codecs[index])
+            for index, planes in enumerate(groups)
         )
         if not self.groups:
             raise LayoutError("groups is empty; a layout needs at least one group of planes")
@@ -122,6 +132,7 @@ class KVLayout(HtmlRepresentation):
         on_default_stream: bool | None = None,
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
+        codec: CodecName | Sequence[CodecName] = "raw",
     ) -> KVLayout:
         """A layout of one group, with a plane for each array. Nothing is copied; the layout keeps the arrays alive.
 
@@ -129,7 +140,7 @@ class KVLayout(HtmlRepresentation):
             arrays: arrays in GPU memory with `__cuda_array_interface__` or `__dlpack__`: CuPy, JAX, Numba, cuda.core,
                 PyTorch, or `DeviceArray`. Each has the shape `(num_blocks, ...)`, and a block is one contiguous range.
                 For a JAX array, the host waits until the array is computed.
-            blocks_per_slot, tokens_per_block, slot_order, block_axes: as for `KVLayout`.
+            blocks_per_slot, tokens_per_block, slot_order, block_axes, codec: as for `KVLayout`.
             dtype: as for `KVLayout`. None takes the type of the arrays, if all have the same.
             on_default_stream: as for `KVLayout`. None means False if one of the arrays is JAX's, else True.
 
@@ -149,6 +160,7 @@ class KVLayout(HtmlRepresentation):
             on_default_stream=not any(map(is_jax_array, given)) if on_default_stream is None else on_default_stream,
             slot_order=slot_order,
             block_axes=block_axes,
+            codec=codec,
         )
         for view in views:
             check_tokens(layout, view.shape[1:])
@@ -167,6 +179,7 @@ class KVLayout(HtmlRepresentation):
         on_default_stream: bool | None = None,
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
+        codec: CodecName | Sequence[CodecName] = "raw",
     ) -> KVLayout:
         """A layout of one group, from one array that holds all planes. Nothing is copied; the layout keeps the array
         alive.
@@ -179,7 +192,8 @@ class KVLayout(HtmlRepresentation):
             array: as for `from_arrays`. All axes but the two named here make up a block.
             plane_axis, block_axis: which axis counts the planes, and which the blocks. Both orders are common, and the
                 shape does not tell them apart, so you always name them.
-            blocks_per_slot, tokens_per_block, dtype, on_default_stream, slot_order, block_axes: as for `from_arrays`.
+            blocks_per_slot, tokens_per_block, dtype, on_default_stream, slot_order, block_axes, codec: as for
+                `from_arrays`.
 
         Raises:
             LayoutError: as for `from_arrays`, or the two axes are the same, or out of range.
@@ -194,12 +208,20 @@ class KVLayout(HtmlRepresentation):
             on_default_stream=not is_jax_array(array) if on_default_stream is None else on_default_stream,
             slot_order=slot_order,
             block_axes=block_axes,
+            codec=codec,
         )
         check_tokens(layout, block_shape(view.shape, plane_axis, block_axis))
         return layout
 
     @classmethod
-    def from_tree(cls, arrays: Any, *, axes: Sequence[str], blocks_per_slot: SupportsIndex = 1) -> KVLayout:
+    def from_tree(
+        cls,
+        arrays: Any,
+        *,
+        axes: Sequence[str],
+        blocks_per_slot: SupportsIndex = 1,
+        codec: CodecName | Sequence[CodecName] = "raw",
+    ) -> KVLayout:
         """A layout of one group, from an array or a tree of arrays: lists, tuples and dicts, with an array a layer,
         say. All have the same axes. Nothing is copied; the layout keeps the arrays alive.
 
@@ -207,7 +229,7 @@ class KVLayout(HtmlRepresentation):
             arrays: as for `from_arrays`. The order of a dict is that of its sorted keys, as in JAX.
             axes: what each axis of an array counts: "blocks", and where there are such axes "planes" (K and V, layers)
                 and "tokens". The others are axes of a block, and so is "tokens": name these as for `block_axes`.
-            blocks_per_slot: as for `KVLayout`.
+            blocks_per_slot, codec: as for `KVLayout`.
 
         Raises:
             LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array.
@@ -242,6 +264,7 @@ class KVLayout(HtmlRepresentation):
             tokens_per_block=min(tokens, default=None),
             on_default_stream=not any(is_jax_array(array) for _, array in given),
             block_axes=[name for name in names if name not in ("blocks", "planes")] or None,
+            codec=codec,
         )
 
     @property
@@ -253,8 +276,8 @@ class KVLayout(HtmlRepresentation):
         """16 bytes that are equal for two layouts if one cache can load blocks that the other has stored.
 
         It depends on `dtype`, `block_axes`, `tokens_per_block`, `blocks_per_slot`, and for every group on the order of
-        its slots and on the `block_bytes` of each plane, but not on addresses, padding, or the number of blocks.
-        docs/keys.md says how it is computed.
+        its slots, on its codec, and on the `block_bytes` of each plane, but not on addresses, padding, or the number of
+        blocks. docs/keys.md says how it is computed.
 
         Raises:
             LayoutError: `dtype`, `block_axes` or `tokens_per_block` is None, or `dtype` is not the type of one element.
@@ -275,6 +298,8 @@ class KVLayout(HtmlRepresentation):
             words += [int(differs and group.slot_order == "block-major"), len(group.planes)]
             words += [plane.block_bytes for plane in group.planes]
         message += struct.pack(f"<{len(words)}Q", *words)
+        if any(group.coding for group in self.groups):
+            message += b"".join(map(_with_length, self.codecs))
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
@@ -304,6 +329,19 @@ def check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
         )
 
 
+def _codecs(codec: Any, groups: int, dtype: DTypeLike | None) -> tuple[CodecName, ...]:
+    codecs = (codec,) * groups if isinstance(codec, str) else tuple(codec) if isinstance(codec, list | tuple) else ()
+    if len(codecs) != groups or any(each not in CODECS for each in codecs):
+        raise LayoutError(
+            f"codec must be one of {', '.join(CODECS)}, or a list with one for each group, got {shown(codec)}"
+        )
+    if dtype is not None and dtype_name(dtype) != "bfloat16" and "bf16-12" in codecs:
+        raise LayoutError(
+            f"codec={shown(codec)} codes values of bfloat16, and dtype is {dtype_name(dtype)}: leave codec out"
+        )
+    return codecs  # type: ignore[return-value]  # each is in CODECS
+
+
 def _with_length(name: str) -> bytes:
     return struct.pack("<Q", len(name)) + name.encode()
 
@@ -319,7 +357,7 @@ def describe_groups(layout: KVLayout) -> str:
         listed = "/".join(str(size) for size in sizes[:3]) + ("/..." if len(sizes) > 3 else "")
         other = group.slot_order != group.device_order and layout.blocks_per_slot > 1 and len(group.planes) > 1
         slots = f" in {group.slot_order} slots" if other else ""
-        order = f"{group.device_order}{slots}"
+        order = f"{group.device_order}{slots}{', coded' if group.coding else ''}"
         texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks ({order})")
     return " + ".join(texts) + f", blocks_per_slot={layout.blocks_per_slot}"
 
@@ -346,12 +384,12 @@ class ShardedLayout:
 
     Args:
         layouts: one per device, in the order of the engine's devices. They must agree in `num_groups`, `num_blocks` of
-            each group, `blocks_per_slot`, `tokens_per_block`, `dtype` and `block_axes`.
+            each group, `blocks_per_slot`, `tokens_per_block`, `dtype`, `block_axes` and `codecs`.
 
     Attributes:
         layouts: a tuple of them.
         groups: a tuple of `ShardedGroup`, each with the `Group` of every device.
-        blocks_per_slot, tokens_per_block, dtype: the values that all layouts have.
+        blocks_per_slot, tokens_per_block, dtype, codecs: the values that all layouts have.
 
     Raises:
         LayoutError: the layouts do not agree, planes of two layouts share bytes, or the list is empty.
@@ -390,6 +428,7 @@ class ShardedLayout:
         self.blocks_per_slot = first.blocks_per_slot
         self.tokens_per_block = first.tokens_per_block
         self.dtype = first.dtype
+        self.codecs = first.codecs
         self.groups = tuple(
             ShardedGroup(members[0].num_blocks, members)
             for members in zip(*(layout.groups for layout in layouts), strict=True)
@@ -460,6 +499,7 @@ def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object
     yield "tokens_per_block", layout.tokens_per_block, first.tokens_per_block
     yield "block_axes", layout.block_axes, first.block_axes
     yield "dtype", _name_of_dtype(layout), _name_of_dtype(first)
+    yield "codecs", layout.codecs, first.codecs
 
 
 def _name_of_dtype(layout: KVLayout) -> str | None:
