@@ -193,7 +193,7 @@ class Lease:
         self.check()
 
     def check(self) -> None:
-        """Raise TransferError if a store of a key in `pending` is known to have failed or declined it. Does not wait."""
+        """Raise TransferError if the store of a key in `pending` failed or declined it, as far as is known."""
         for source in self._record.sources:
             source.raise_if_failed(self._record.held)
 
