@@ -25,7 +25,7 @@ def naive(values: Values, coding: Coding) -> bytes | None:
     """The record of one chunk, value by value; None if it does not fit."""
     exponents = [int(value) >> 7 & 255 for value in values]
     tops = sorted(set(exponents), reverse=True)
-    for top in (tops + [0])[:16]:
+    for top in [*tops, 0][:16]:
         base, mantissas, codes, escapes = max(top - 14, 0), bytearray(), list[int](), bytearray()
         for value, exponent in zip(values.tolist(), exponents, strict=True):
             mantissas.append(value >> 8 & 128 | value & 127)
