@@ -34,6 +34,7 @@ WINDOW = 14  # exponents, without 0
 ESCAPE = 15
 UNFIT = 255  # above every base
 TRIES = 15  # smaller tops
+RECORD_PART, CHUNK_PARTS = 49, 64  # a record has so many parts of its chunk's bytes
 _MOST_VALUES, _LEAST_VALUES = 1024, 256
 
 
@@ -57,7 +58,7 @@ class Coding(NamedTuple):
 
     @property
     def record_bytes(self) -> int:
-        return self.values // 32 * 49
+        return self.chunk_bytes * RECORD_PART // CHUNK_PARTS
 
     def coded(self, nbytes: int) -> int:
         """The bytes that so many bytes of whole chunks take."""

@@ -111,6 +111,7 @@ class KVLayout(HtmlRepresentation):
             raise LayoutError(f'slot_order must be "block-major", "plane-major" or None, got {shown(slot_order)}')
         if not isinstance(groups, Sequence) or not all(isinstance(group, Sequence) for group in groups):
             raise LayoutError(f"groups must be a list of lists of planes: KVLayout([planes]), got {shown(groups)}")
+        self._slot_order: SlotOrder | None = slot_order
         self.codecs = _codecs(codec, len(groups), dtype)
         self.groups = tuple(
             Group(planes, self.blocks_per_slot, f"groups[{index}]", slot_order, self.codecs[index])
@@ -132,7 +133,6 @@ class KVLayout(HtmlRepresentation):
         on_default_stream: bool | None = None,
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
-        codec: CodecName | Sequence[CodecName] = "raw",
     ) -> KVLayout:
         """A layout of one group, with a plane for each array. Nothing is copied; the layout keeps the arrays alive.
 
@@ -140,7 +140,7 @@ class KVLayout(HtmlRepresentation):
             arrays: arrays in GPU memory with `__cuda_array_interface__` or `__dlpack__`: CuPy, JAX, Numba, cuda.core,
                 PyTorch, or `DeviceArray`. Each has the shape `(num_blocks, ...)`, and a block is one contiguous range.
                 For a JAX array, the host waits until the array is computed.
-            blocks_per_slot, tokens_per_block, slot_order, block_axes, codec: as for `KVLayout`.
+            blocks_per_slot, tokens_per_block, slot_order, block_axes: as for `KVLayout`.
             dtype: as for `KVLayout`. None takes the type of the arrays, if all have the same.
             on_default_stream: as for `KVLayout`. None means False if one of the arrays is JAX's, else True.
 
@@ -160,7 +160,6 @@ class KVLayout(HtmlRepresentation):
             on_default_stream=not any(map(is_jax_array, given)) if on_default_stream is None else on_default_stream,
             slot_order=slot_order,
             block_axes=block_axes,
-            codec=codec,
         )
         for view in views:
             check_tokens(layout, view.shape[1:])
@@ -179,7 +178,6 @@ class KVLayout(HtmlRepresentation):
         on_default_stream: bool | None = None,
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
-        codec: CodecName | Sequence[CodecName] = "raw",
     ) -> KVLayout:
         """A layout of one group, from one array that holds all planes. Nothing is copied; the layout keeps the array
         alive.
@@ -192,8 +190,7 @@ class KVLayout(HtmlRepresentation):
             array: as for `from_arrays`. All axes but the two named here make up a block.
             plane_axis, block_axis: which axis counts the planes, and which the blocks. Both orders are common, and the
                 shape does not tell them apart, so you always name them.
-            blocks_per_slot, tokens_per_block, dtype, on_default_stream, slot_order, block_axes, codec: as for
-                `from_arrays`.
+            blocks_per_slot, tokens_per_block, dtype, on_default_stream, slot_order, block_axes: as for `from_arrays`.
 
         Raises:
             LayoutError: as for `from_arrays`, or the two axes are the same, or out of range.
@@ -208,20 +205,12 @@ class KVLayout(HtmlRepresentation):
             on_default_stream=not is_jax_array(array) if on_default_stream is None else on_default_stream,
             slot_order=slot_order,
             block_axes=block_axes,
-            codec=codec,
         )
         check_tokens(layout, block_shape(view.shape, plane_axis, block_axis))
         return layout
 
     @classmethod
-    def from_tree(
-        cls,
-        arrays: Any,
-        *,
-        axes: Sequence[str],
-        blocks_per_slot: SupportsIndex = 1,
-        codec: CodecName | Sequence[CodecName] = "raw",
-    ) -> KVLayout:
+    def from_tree(cls, arrays: Any, *, axes: Sequence[str], blocks_per_slot: SupportsIndex = 1) -> KVLayout:
         """A layout of one group, from an array or a tree of arrays: lists, tuples and dicts, with an array a layer,
         say. All have the same axes. Nothing is copied; the layout keeps the arrays alive.
 
@@ -229,7 +218,7 @@ class KVLayout(HtmlRepresentation):
             arrays: as for `from_arrays`. The order of a dict is that of its sorted keys, as in JAX.
             axes: what each axis of an array counts: "blocks", and where there are such axes "planes" (K and V, layers)
                 and "tokens". The others are axes of a block, and so is "tokens": name these as for `block_axes`.
-            blocks_per_slot, codec: as for `KVLayout`.
+            blocks_per_slot: as for `KVLayout`.
 
         Raises:
             LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array.
@@ -264,6 +253,18 @@ class KVLayout(HtmlRepresentation):
             tokens_per_block=min(tokens, default=None),
             on_default_stream=not any(is_jax_array(array) for _, array in given),
             block_axes=[name for name in names if name not in ("blocks", "planes")] or None,
+        )
+
+    def with_codec(self, codec: CodecName | Sequence[CodecName]) -> KVLayout:
+        """A layout of the same planes whose slots are coded so; see `KVLayout`. Raises LayoutError as that does."""
+        return KVLayout(
+            [group.planes for group in self.groups],
+            blocks_per_slot=self.blocks_per_slot,
+            dtype=self.dtype,
+            tokens_per_block=self.tokens_per_block,
+            on_default_stream=self.on_default_stream,
+            slot_order=self._slot_order,
+            block_axes=self.block_axes,
             codec=codec,
         )
 
@@ -479,6 +480,9 @@ class ShardedLayout:
         each = b"".join(layout.fingerprint for layout in self.layouts)
         message = struct.pack("<Q", len(self.layouts)) + each
         return blake2b(message, digest_size=16, person=b"kvoffload shards").digest()
+
+    def with_codec(self, codec: CodecName | Sequence[CodecName]) -> ShardedLayout:
+        return ShardedLayout([layout.with_codec(codec) for layout in self.layouts])
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
         """How many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0, of its

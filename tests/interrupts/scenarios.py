@@ -12,6 +12,8 @@ lost by then. A row is a scenario in each of its worlds, named after both:
     two cache       "sharded.cache.store"
     tiers           "tiers.store": a cache with a tier
     index           "index.reserve": a `CacheIndex`
+    coded           "coded.store": a cache over an engine with a codec, which two of the blocks do not fit
+    two coded       "coded.sharded.store"
 
 To add a scenario, add a row, or a world to one.
 """
@@ -24,7 +26,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from worlds import CAPACITY, PLANES, POLICIES, SECONDS, CacheWorld, Fifo, IndexWorld, TieredWorld, World, key, keys
+from worlds import (
+    CAPACITY,
+    PLANES,
+    POLICIES,
+    SECONDS,
+    CacheWorld,
+    CodedWorld,
+    Fifo,
+    IndexWorld,
+    TieredWorld,
+    World,
+    key,
+    keys,
+)
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheIndex, KVLayout
@@ -37,6 +52,8 @@ WORLDS: dict[str, tuple[str, Callable[..., Any]]] = {  # the beginning of the sc
     "two cache": ("sharded.cache.", partial(CacheWorld, devices=2)),
     "tiers": ("tiers.", TieredWorld),
     "index": ("index.", IndexWorld),
+    "coded": ("coded.", CodedWorld),
+    "two coded": ("coded.sharded.", partial(CodedWorld, devices=2)),
 }
 EVERY_POLICY = ("cache", "two cache", "index")  # worlds that are tried with every policy; others with "lru"
 
@@ -316,6 +333,25 @@ def commit_job(w: CacheWorld) -> None:
     job = w.engine.store([4, 5], reservation.slots(), after=NO_WAIT)
     reservation.commit(job)
     job.wait(SECONDS)
+
+
+def load_unfit(w: Any) -> None:
+    job = w.cache.load(keys([5, 1]), TARGETS[:2], after=NO_WAIT, pending=True)
+    w.let_go()
+    try:
+        job.wait(SECONDS)
+    except kvoffload.TransferError:
+        pass
+
+
+def commit_unfit(w: Any) -> None:
+    """Without the jobs, a load finds out."""
+    with w.cache.reserve(keys([5])) as reservation:
+        w.engine.store([5], reservation.slots(), after=NO_WAIT).wait(SECONDS)
+    try:
+        w.cache.load(keys([5]), TARGETS[:1], after=NO_WAIT).wait(SECONDS)
+    except kvoffload.TransferError:
+        pass
 
 
 def reserve_block(w: Any) -> None:
@@ -689,6 +725,14 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("clear", "cache", load_and_pend, lambda w: w.cache.clear()),
     Row("clear", "index", pending_and_leased, lambda w: w.cache.clear()),
+    # a codec
+    Row("store.evicting.wait", "coded, two coded", None, lambda w: w.store(4, 5, 6, 7).wait(SECONDS), wanted=(4, 5, 6)),
+    Row("store.twice", "coded", None, store_and_displace, wanted=(4, 5, 6, 7)),
+    Row("lookup", "coded", stored, lambda w: w.cache.lookup(keys([4, 5, 9]))),
+    Row("load.pending", "coded", lambda w: w.store(4, 5, after=w.held_stream()), load_unfit),
+    Row("reserve.commit_job", "coded, two coded", None, commit_job),
+    Row("reserve.commit", "coded", None, commit_unfit),
+    Row("load.parts", "coded", None, lambda w: w.cache.load(keys([0, 1]), TARGETS[:2], after=NO_WAIT, parts=PLANES)),
     # tiers
     Row(
         "promote",
