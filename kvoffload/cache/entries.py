@@ -61,7 +61,13 @@ OPEN, SETTLING, COMMITTED, ABORTED = Stage  # looking them up in the class takes
 
 
 class _WithTransfers:
-    __slots__ = ("jobs",)
+    """
+    Attributes:
+        groups: slots of an entry.
+    """
+
+    __slots__ = ("groups", "jobs")
+    groups: int
     jobs: tuple[Completion, ...]
 
     @property
@@ -71,6 +77,11 @@ class _WithTransfers:
     @property
     def any_failed(self) -> bool:
         return any(map(_error, self.jobs))
+
+    @property
+    def unfit(self) -> set[int]:
+        """The entries with a block that does not fit the codec, as its transfers have found."""
+        return {slot // self.groups for job in self.jobs for slot in getattr(job, "unfit", ())}
 
 
 class ReservationRecord(_WithTransfers):
@@ -126,6 +137,7 @@ class ReservationRecord(_WithTransfers):
         self.short = self.promoted = False
         self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
         self.num_unused = self.num_recycled = 0
+        self.groups = 1
         self.stage = OPEN
         self.jobs = ()
         self.watch: Watch | None = None
@@ -134,9 +146,11 @@ class ReservationRecord(_WithTransfers):
     def awaits_transfers(self) -> bool:
         return self.stage is not OPEN
 
-    def raise_if_failed(self) -> None:
-        """Raise TransferError if it was aborted, or will be: bytes read from its entries are not those of its keys."""
-        if self.any_failed or self.stage is ABORTED:
+    def raise_if_failed(self, indices: Collection[int]) -> None:
+        """Raise TransferError if it was aborted, or will be, or a block of these entries does not fit the codec: bytes
+        read from them are not those of its keys.
+        """
+        if self.any_failed or self.stage is ABORTED or not self.unfit.isdisjoint(indices):
             raise TransferError(
                 f"the store of {len(self.keys)} keys that were pending when they were leased has failed: bytes read "
                 "from their slots must not be used"
@@ -163,6 +177,7 @@ class LeaseRecord(_WithTransfers):
         self.held: Collection[int] = indices if len(indices) == 1 else set(indices)
         self.sources = sources
         self.released = False
+        self.groups = 1
         self.jobs = ()
         self.watch: Watch | None = None
 

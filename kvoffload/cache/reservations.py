@@ -193,9 +193,9 @@ class Lease:
         self.check()
 
     def check(self) -> None:
-        """Raise TransferError if the store of a key in `pending` is known to have failed. Does not wait."""
+        """Raise TransferError if the store of a key in `pending` failed or declined it, as far as is known."""
         for source in self._record.sources:
-            source.raise_if_failed()
+            source.raise_if_failed(self._record.held)
 
     def release(self) -> None:
         """Unpin the keys. Their slots may now be overwritten, so work that reads them must have ended. Idempotent."""
@@ -256,8 +256,8 @@ class CacheJob(Waitable[list[TransferResult]]):
         """Wait for all jobs, at most `timeout` seconds for each, and return a result per job.
 
         Raises:
-            TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending. With a
-                `timeout`, others may still run: ask `done`.
+            TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending failed or
+                declined it. With a `timeout`, others may still run: ask `done`.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
             RuntimeError: called inside another call in the same thread.
         """
@@ -269,6 +269,16 @@ class CacheJob(Waitable[list[TransferResult]]):
             self._settle()
         self._check_sources()
         return results
+
+    @property
+    def unfit(self) -> tuple[bytes, ...]:
+        """Of a store that is `done`, those of `keys` that are declined after all: the layout's codec cannot hold their
+        blocks. Always empty without a codec.
+        """
+        record = self._record
+        if isinstance(record, LeaseRecord) or not (unfit := record.unfit):
+            return ()
+        return tuple(key for key, index in zip(record.keys, record.indices, strict=True) if index in unfit)
 
     @property
     def finished(self) -> bool:
@@ -322,8 +332,10 @@ class CacheJob(Waitable[list[TransferResult]]):
         run_all(partial(job.order_before, stream, part=part) for job in jobs)
 
     def _check_sources(self) -> None:
-        for source in self._record.sources if isinstance(self._record, LeaseRecord) else ():
-            source.raise_if_failed()
+        record = self._record
+        if isinstance(record, LeaseRecord):
+            for source in record.sources:
+                source.raise_if_failed(record.held)
 
     @property
     def _settled(self) -> bool:

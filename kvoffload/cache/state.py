@@ -19,7 +19,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import filterfalse
 
 import numpy as np
@@ -37,11 +37,11 @@ from kvoffload.cache.entries import (
     ReservationRecord,
     Watch,
 )
-from kvoffload.cache.policies import Protected, RequestPolicy
-from kvoffload.cache.pools import Pool, Pools, RequestRecord, ReuseFilter, Space, Victims
+from kvoffload.cache.pools import Pool, Pools, RequestRecord, ReuseFilter, Victims
 from kvoffload.cache.repair import repair
 from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.sessions import Sessions
+from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
@@ -60,6 +60,7 @@ class CacheState:
         proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         awaited: records with transfers in any order; every `enter` looks through them.
+        coded: a group of the engine's layout has a codec, so that keys may be declined when their transfers have ended.
         in_flight: functions that return the transfers that may still read or write entries. If a record was dropped
             without being ended, its entries stay in use until these have ended.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
@@ -97,6 +98,7 @@ class CacheState:
         if engine is not None and engine.pinned_slots < engine.num_slots:
             self.growing = engine
             self._grow(engine)
+        self.coded = any(codec != "raw" for codec in getattr(getattr(engine, "layout", None), "codecs", ()))
 
     # up to date ---------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,8 @@ class CacheState:
             lease = loading[0]
             if not lease.transfers_ended:
                 break
+            if self.coded:
+                self._decline_unfit(lease)
             self.end(lease, loaded=not lease.any_failed)
             del loading[0]
         for record in list(self.awaited) if self.awaited else ():
@@ -221,6 +225,7 @@ class CacheState:
             if len(new) < len(missing):
                 record.declined = [key for key in missing if key not in chosen]
             record.short = short
+        record.groups = self.num_groups
         if opened is not None:
             opened.keys.update(dict.fromkeys(keys))
             if opened.of_session is not None:
@@ -324,6 +329,8 @@ class CacheState:
             return
         self.consistent = False
         if well:
+            if self.coded:
+                self._decline_unfit(record)
             record.stage = COMMITTED
             table.reservations.discard(record)
             mine, indices = table.fulfil(record)
@@ -345,6 +352,23 @@ class CacheState:
                 self.recorder.note("failed", mine, record.tenant)
         record.watch = None
         self.consistent = True
+
+    def _decline_unfit(self, record: Record) -> None:
+        """Take out the keys whose blocks do not fit the codec, as `remove` does; a reservation goes on without them.
+
+        A load finds such keys only if their reservation was committed without the jobs that know of them.
+        """
+        of, unfit = self.table.of, record.unfit
+        if not unfit:
+            return
+        pairs = zip(record.keys, record.indices, strict=True)
+        mine = [key for key, index in dict(pairs).items() if index in unfit and of.get(key) == index]
+        for pool, keys in self.pools.split(mine, self.pool_number):
+            self.consistent = False
+            self._unlink(pool, keys)
+        for key in mine:
+            self.table.pending.pop(key, None)
+        self.recorder.note_unfit(mine, "" if isinstance(record, LeaseRecord) else record.tenant)
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         of = self.table.of
@@ -369,6 +393,7 @@ class CacheState:
             awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
             sources = tuple(dict.fromkeys(filter(None, awaited)))
         self.proposed = lease = LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
+        lease.groups = self.num_groups
         return lease
 
     def begin(self, lease: LeaseRecord) -> None:
@@ -499,100 +524,3 @@ class CacheState:
     def pool_number(self, key: bytes) -> int | None:
         index = self.table.of.get(key)
         return None if index is None else self.table.pool_of[index]
-
-
-def find_space(
-    table: EntryTable,
-    pools: Pools,
-    pool: Pool,
-    policy: RequestPolicy,
-    new: list[bytes],
-    free: int,
-    present: list[bytes],
-    request: RequestRecord | None = None,
-) -> Space:
-    """Find entries for `new` keys of a pool, or for as many of the first as possible. Changes nothing.
-
-    Raises ValueError if the policy names keys that must not be evicted, or admits more keys than find entries.
-    """
-    own: Collection[bytes] = () if request is None else request.keys
-    of, held, named = table.of, table.holds, set(present)
-    protected: Protected  # whether a resident key has to stay
-    if own:
-        protected = lambda key: key in own or key in named or of.get(key) in held  # noqa: E731
-    elif not named and not held:
-        protected = lambda _: False  # noqa: E731
-    else:
-        protected = lambda key: key in named or of.get(key) in held  # noqa: E731
-    space = pools.make_space(pool, policy, new, free, protected)
-    short = space is None
-    if space is None and request is not None:
-        new, space = _most(lambda some: pools.make_space(pool, policy, some, free, protected), new)
-    elif space is None:
-        staying = {index for index in held if table.keys[index] is not None}.union(map(of.__getitem__, present))
-        most = pools.most_newcomers(pool, free, [table.pool_of[index] for index in staying])
-        if 0 < most < len(new):
-            new = new[:most]
-            space = pools.make_space(pool, policy, new, free, protected)
-    if space is None or space.admitted == 0:
-        return Space(0, [], short)
-    victims = _check_victims(table, space.victims, protected)
-    if space.admitted < 0 or space.admitted > len(new) or space.admitted > free + victims:
-        raise ValueError(
-            f"the policy {pool.policy!r:.80} admitted {space.admitted} of {len(new)} keys with {free} entries free and "
-            f"{victims} keys to evict; make_room must name enough of them"
-        )
-    return space._replace(short=True) if short else space
-
-
-def _most(make_space: Callable[[list[bytes]], Space | None], new: list[bytes]) -> tuple[list[bytes], Space | None]:
-    """As many of `new`, from the first, as find space, and that space; None if the first finds none.
-
-    A bisection: counting the keys that an open request protects would take longer the more they are.
-    """
-    found, space, beyond = 0, None, len(new)
-    while beyond - found > 1:
-        middle = 1 if not found else (found + beyond) // 2
-        tried = make_space(new[:middle])
-        if tried is None:
-            beyond = middle
-        else:
-            found, space = middle, tried
-    return new[:found], space
-
-
-def _check_victims(table: EntryTable, victims: Victims, protected: Protected) -> int:
-    """Raise ValueError unless these are different resident keys, of these pools, none of which has to stay.
-
-    Returns how many they are.
-    """
-    count = 0
-    for pool, keys in victims:
-        count += len(keys)
-        repeats = len(keys) > 1 and len(frozenset(keys)) < len(keys)
-        for key in keys:
-            index = table.of.get(key)
-            if index is None or table.pool_of[index] != pool.number:
-                wrong = "is not among its resident keys"
-            elif protected(key):
-                wrong = "has to stay: `protected` says so"
-            elif repeats and keys.count(key) > 1:
-                wrong = "was named before"
-            else:
-                continue
-            raise ValueError(f"the policy {pool.policy!r:.80} named {key!r:.80} to be evicted, which {wrong}")
-    return count
-
-
-def shortage(table: EntryTable, missing: int, admitted: int, short: bool) -> str:
-    """Why not all missing keys are admitted, and a remedy."""
-    if short:
-        return (
-            f"{missing} keys find {table.num_free} entries free (capacity {table.capacity}), and too few of "
-            f"{len(table)} may be evicted: others are the request's own, in use, or of a tenant with a quota or higher "
-            f"priority; without all_or_nothing the first {admitted} are stored"
-        )
-    return (
-        f"{missing - admitted} of {missing} keys would be declined: beyond the tenant's quota, not looked up often "
-        f"enough, or worth less than what they would displace; without all_or_nothing {admitted} are stored"
-    )

@@ -26,7 +26,9 @@ _COUNTED = ("promoted", "evicted", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
 _FEW = 6  # keys of one call: where there are no more, Python's own numbers take less time than numpy's
 _MANY = 64  # the same, where nearly all of it is done in C
-_SHOWN_WHERE_NOT_0 = ("pending", "pinned", "stored", "loaded", "evicted", "declined", "failed", "removed", "promoted")
+_SHOWN_WHERE_NOT_0 = (
+    *("pending", "pinned", "stored", "loaded", "evicted", "declined", "unfit", "failed", "removed", "promoted"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class CacheStatistics:
         loaded: blocks that `BlockCache.load` has copied, repeats included.
         failed: blocks whose store failed or was aborted.
         declined: blocks not stored because they were worth less than the blocks they would have displaced, were not
-            looked up often enough, were over a tenant's quota, or found too few entries free or evictable.
+            looked up often enough, were over a tenant's quota, found too few entries free or evictable, or did not fit
+            the layout's codec.
         removed: keys taken out by `remove` and `clear`.
         residency_seconds: how long evicted keys had been in the cache.
         reuse_distance_blocks: blocks that were touched, repeats included, between two touches of a key that stayed in
@@ -82,6 +85,7 @@ class CacheStatistics:
         hits_from: the hits by where they were found: "host", then each tier that promotions brought hits from.
         hints: how many hints got which answer: ("retain accepted", 3) and so on.
         retained_hits: blocks that were loaded, or used, while a promise retained them.
+        unfit: of `declined`, the blocks that the layout's codec could not hold.
     """
 
     capacity: int
@@ -103,6 +107,7 @@ class CacheStatistics:
     hits_from: tuple[tuple[str, int], ...] = ()
     hints: tuple[tuple[str, int], ...] = ()
     retained_hits: int = 0
+    unfit: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -124,8 +129,8 @@ class CacheEvent:
     Attributes:
         kind: "hit": the leading keys of a request that `lookup`, `status_of` or a promotion found; "miss": all its
             other keys, even present ones; "stored": can be loaded from now on; "promoted": the same, but a tier brought
-            it; "evicted": made room for others; "declined": not worth storing, or no room; "failed": its store failed
-            or was aborted; "removed": by `remove` or `clear`.
+            it; "evicted": made room for others; "declined": not worth storing, no room, or (after its transfer) more
+            than the layout's codec holds; "failed": its store failed or was aborted; "removed": by `remove` or `clear`.
         keys: the keys concerned: in the order of the request; evicted ones in the order in which they went.
         tenant: for "stored", "promoted", "declined" and "failed", the tenant of the call or its request; else "".
     """
@@ -169,7 +174,7 @@ class StatisticsRecorder:
         self._on_event = on_event
         self.has_hook = on_event is not None
         self.unreported = deque[CacheEvent]()
-        self.lookups = self.hits = self.loaded = 0  # keys; blocks
+        self.lookups = self.hits = self.loaded = self.unfit = 0  # keys; blocks
         self._hits_in_tiers = Counter[str]()  # among the hits, by the tier's name
         self._notifier: dict[str, list[int]] = {}  # "now": the thread of the call of `notify` that calls the hook
         self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock
@@ -218,6 +223,10 @@ class StatisticsRecorder:
         else:
             self._stored_at[entries] = time.monotonic()
         self.note("promoted" if promoted else "stored", keys, tenant)
+
+    def note_unfit(self, keys: Sequence[bytes], tenant: str) -> None:
+        self.unfit += len(keys)
+        self.note("declined", keys, tenant)
 
     def note_restored(self, entries: Int64Array) -> None:
         """These entries hold keys of an earlier process: their residency counts from now on."""
@@ -284,6 +293,7 @@ class StatisticsRecorder:
             hits=self.hits,
             hits_from=(("host", self.hits - self._hits_in_tiers.total()), *sorted(self._hits_in_tiers.items())),
             loaded=self.loaded,
+            unfit=self.unfit,
             **counts,
         )
 

@@ -60,8 +60,8 @@ def check_carries_parts(name: CopierName | None, parts: Parts) -> None:
     if name == "pack" and not can_pack(parts):
         number, planes = next((number, each) for number, each in enumerate(parts) if not is_range(each))
         raise ValueError(
-            f"copier='pack' copies parts whose planes follow each other, and parts[{number}] has the planes "
-            f"{list(planes)!r:.80}; ask for strided, batch, loop or None, or give other parts"
+            f"copier='pack', which coded groups need, copies parts whose planes follow each other, and parts[{number}] "
+            f"has the planes {list(planes)!r:.80}; give other parts, or ask for strided, batch, loop or None"
         )
 
 
@@ -114,6 +114,7 @@ class Selection(NamedTuple):
 
 
 _MOST_SELECTIONS = 4096  # remembered; then all are forgotten
+_CODED = Selection("pack", "the kernel codes the blocks")
 _WANTED = {name: Selection(name, "asked for by name") for name in COPIERS}
 
 
@@ -129,6 +130,7 @@ class CopierSet:
     Attributes:
         missing: for every copier, None or the reason why it cannot run here.
         interpreted: kernels take 2 ms a tile here, so they run only when they are asked for.
+        coded: of each group whether only "pack" can carry it.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class CopierSet:
         self._kernels: PackKernels | None = None
         self._pack: dict[int, PackCopier] = {}
         self._rings: tuple[StagingRing, ...] = ()  # of stores, of loads
+        self.coded: tuple[bool, ...] = ()
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._comparisons: dict[tuple[bool, bool, int, int, str], Comparison] = {}  # few: sizes have at most 60 bits
 
@@ -159,9 +162,18 @@ class CopierSet:
             pool_bytes: of all slots.
 
         Raises:
+            CapabilityError: a group has a codec, and no kernel can run here.
             CapacityError, DriverError: memory is short, or the driver failed. Then call `close`.
         """
         self._batch.open()
+        self._open_kernels(layout, pool_bytes)
+        self.coded = tuple(group.coding is not None for group in layout.groups)
+        if any(self.coded):
+            no_ring = self.missing["pack"] or self.open_ring(STORE) or self.open_ring(LOAD)
+            if no_ring is not None:
+                raise CapabilityError(f"codec={layout.codecs} of the layout needs the copier 'pack': {no_ring}")
+
+    def _open_kernels(self, layout: KVLayout, pool_bytes: int) -> None:
         if self._staging_bytes == 0 or kernels.compiler.triton_version() is None:  # meant so: no warning
             return
         self._kernels = PackKernels(self._driver)
@@ -214,7 +226,9 @@ class CopierSet:
 
     @property
     def offered(self) -> tuple[CopierName, ...]:
-        """The copiers to choose from: all that can run, but no kernel on the simulated device."""
+        """The copiers to choose from: all that can run, but no kernel on the simulated device. For groups without a
+        codec.
+        """
         able = tuple(name for name in COPIERS if self.missing[name] is None)
         return tuple(name for name in able if name != "pack") if self.interpreted else able
 
@@ -222,9 +236,10 @@ class CopierSet:
         """The copier for a plan, and why; remembered for all plans of the same shape. If it has `between`, that has
         the last word. In this order:
 
-        1. `wanted`.
-        2. An answer that is remembered.
-        3. The profile's choice among `offered`.
+        1. "pack" for a group with a codec.
+        2. `wanted`.
+        3. An answer that is remembered.
+        4. The profile's choice among `offered`.
 
         Args:
             wanted: checked by `check_copier`.
@@ -233,6 +248,8 @@ class CopierSet:
         Raises:
             CapabilityError: "pack" is wanted, and there is no memory for it.
         """
+        if self.coded[plan.group_index]:
+            return _CODED
         if wanted is not None:
             if self.missing[wanted] is not None:
                 check_copier(wanted, self.missing)  # again: the ring of "pack" may have found no room

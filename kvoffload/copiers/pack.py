@@ -63,7 +63,7 @@ def checked_staging(staging_bytes: Any, layout: KVLayout) -> int:
 def why_not_packed(layout: KVLayout, ring: int) -> str | None:
     """Why blocks of this layout cannot go through a ring of so many bytes; None if they can."""
     for index, group in enumerate(layout.groups):
-        if layout.blocks_per_slot > 1 and int(group.host_steps[0]) != group.bytes_per_block:
+        if layout.blocks_per_slot > 1 and int(group.host_steps[0]) != group.slot_block_bytes:
             return (
                 f"a block of group {index} is not one range of its slot: slots of {layout.blocks_per_slot} blocks are "
                 'plane-major here, and slot_order="block-major" of the layout makes it one'
@@ -302,14 +302,14 @@ class PackCopier:
         first = place.address + before
         address = np.arange(first, first + count * nbytes, nbytes, dtype=np.uint64)
         host = work.slot_address
-        table.words[count:] = address
+        table.words[count : 2 * count] = address
         if work.sub_block is not None or planes.offset:
             # Where they begin in a slot. The kernel adds this to what it takes for the address of the slot.
             inside = planes.offset
             if work.sub_block is not None:
                 inside = inside + work.sub_block * self._planes.nbytes
             host = host + np.asarray(inside).astype(np.uint64)
-            table.words[count:] -= inside
+            table.words[count : 2 * count] -= inside
         plan = TransferPlan(direction, address, host, width, ONE, width, width)
         copies = self._copies.stage(plan, order)
         return Piece(kernels.launch(work, planes, table, place.address), table, copies, place)

@@ -1,9 +1,10 @@
-"""The kernels of `pack`, and the tables that they read.
+"""The kernels of `pack`, the coding ones among them, and the tables that they read.
 
 A kernel gets planes and blocks, never an address per copy, so the host writes 16 bytes per block. Planes are cut into
 *fragments* of one power of two, at most 2 KiB; the last fragment of a block may be shorter. A table of fragments is
 written once, to device memory. The blocks of a piece are written to pinned memory; one program copies them into device
-memory, where thousands of programs read them.
+memory, where thousands of programs read them. If the group has a codec, a fragment is a chunk, and a third row of the
+pinned table has which blocks do not fit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
+from kvoffload.layout.coding import Coding
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Group
 from kvoffload.planning.transfer_plan import STORE, BlockPlan, Direction
@@ -33,6 +35,7 @@ _UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose 
 _WARPS = 4  # a program moves one tile, within device memory; 2 and 8 measured the same
 _MAX_TILE_FRAGMENTS = 1024
 _MAX_IDLE = 1 / 8  # of the threads: longer fragments may leave so many without a word to copy
+_CODING_WARPS = 4
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
 ARENA_BYTES = 1 << 20  # for each direction
 KERNEL_PLACES = 4  # of a driver's queue, that the two launches of a piece take
@@ -40,13 +43,19 @@ KERNEL_PLACES = 4  # of a driver's queue, that the two launches of a piece take
 
 class FragmentShape(NamedTuple):
     """How the blocks of a group are cut: into fragments of at most `fragment_bytes`, in words of `word_bytes`, at
-    multiples of `alignment` bytes. `uniform`: every fragment has `fragment_bytes`.
+    multiples of `alignment` bytes. `uniform`: every fragment has `fragment_bytes`. `coding`: fragments are its chunks.
     """
 
     fragment_bytes: int
     word_bytes: int
     alignment: int
     uniform: bool = True
+    coding: Coding | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a whole fragment in a slot."""
+        return self.fragment_bytes if self.coding is None else self.coding.record_bytes
 
     @property
     def tile_fragments(self) -> int:
@@ -60,6 +69,27 @@ def _tile_bytes(alignment: int) -> int:
 
 
 def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
+    if shape.coding is not None:
+        return KernelSpec(
+            module="kvoffload.kernels.coding",
+            function="encode" if direction is STORE else "decode",
+            parameters=(
+                ("fragment_table", "i64"),
+                ("block_table", "i64"),
+                ("outcomes", "i64"),
+                ("row_fragments", "i32"),
+                ("num_fragments", "i32"),
+                ("num_blocks", "i32"),
+            ),
+            constants=(
+                ("VALUES", shape.coding.values),
+                ("CHUNKS", shape.tile_fragments),
+                ("ALIGNMENT", shape.alignment),
+                ("RECORD_ALIGNMENT", math.gcd(16, shape.coding.record_bytes)),
+                ("SUB_BLOCK_SHIFT", _SUB_BLOCK_SHIFT),
+            ),
+            warps=_CODING_WARPS,
+        )
     return KernelSpec(
         module="kvoffload.kernels.pack",
         function="pack",
@@ -94,6 +124,10 @@ TABLE_SPEC = KernelSpec(
 
 def fragment_shape_of(group: Group) -> FragmentShape:
     """The longest fragments that leave few threads idle, in the widest words that all addresses allow."""
+    coding = group.coding
+    if coding is not None:
+        alignment = math.gcd(16, *(each for plane in group.planes for each in (plane.address, plane.block_stride)))
+        return FragmentShape(coding.chunk_bytes, 4, alignment, coding=coding)
     alignment = math.gcd(16, group.bytes_per_block)
     for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
         alignment = math.gcd(alignment, plane.address, plane.block_stride, plane.block_bytes, offset)
@@ -122,7 +156,8 @@ def fragment_table(group: Group, shape: FragmentShape) -> Int64Array:
         start = np.arange(0, plane.block_bytes, shape.fragment_bytes)
         words = np.minimum(shape.fragment_bytes, plane.block_bytes - start) // shape.word_bytes
         stride, sub_blocks = np.full(start.shape, plane.block_stride), np.full(start.shape, step)
-        columns.append(np.stack([plane.address + start, stride, offset + start, sub_blocks, words]))
+        in_slot = offset + start // shape.fragment_bytes * shape.slot_bytes
+        columns.append(np.stack([plane.address + start, stride, in_slot, sub_blocks, words]))
     return np.ascontiguousarray(np.concatenate(columns, axis=1))
 
 
@@ -143,6 +178,7 @@ class _GroupKernels(NamedTuple):
         starts: the first fragment of each plane, and how many there are.
         offsets: where the bytes of each plane begin in a slot, and their number.
         tile: fragments that a program moves.
+        coded: whether the kernels code.
         store, load: the kernels.
     """
 
@@ -150,6 +186,7 @@ class _GroupKernels(NamedTuple):
     starts: tuple[int, ...]
     offsets: tuple[int, ...]
     tile: int
+    coded: bool
     store: LoadedKernel
     load: LoadedKernel
 
@@ -200,20 +237,24 @@ class PackKernels:
             self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
             self._copying = False
             counts = [-(-plane.block_bytes // shape.fragment_bytes) for plane in group.planes]
-            starts, offsets = (0, *accumulate(counts)), (*group.host_offsets.tolist(), group.bytes_per_block)
-            self._groups.append(_GroupKernels(address, starts, offsets, shape.tile_fragments, store, load))
+            starts, offsets = (0, *accumulate(counts)), (*group.host_offsets.tolist(), group.slot_block_bytes)
+            tile, coded = shape.tile_fragments, shape.coding is not None
+            self._groups.append(_GroupKernels(address, starts, offsets, tile, coded, store, load))
         tables = PinnedMemory(self.driver, 2 * ARENA_BYTES, holder=self._tables)
         self.arenas = tuple(
             TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
         )
 
     def write_blocks(self, blocks: BlockPlan) -> Table | None:
-        """A table of these blocks; None while there is no room. Its second half, where each block lies in the ring, is
+        """A table of these blocks; None while there is no room. Its second row, where each block lies in the ring, is
         left to the caller.
         """
-        count = len(blocks.blocks)
-        table = self.arenas[0 if blocks.direction is STORE else 1].take(2 * count)
+        count, coded = len(blocks.blocks), self._groups[blocks.group_index].coded
+        table = self.arenas[0 if blocks.direction is STORE else 1].take((3 if coded else 2) * count)
         if table is not None:
+            if coded:
+                table.slots, table.unfit = blocks.slots, table.words[2 * count :]
+                table.unfit[:] = 0
             table.words[:count] = blocks.blocks
             if blocks.sub_block is not None:
                 table.words[:count] |= blocks.sub_block << _SUB_BLOCK_SHIFT
@@ -234,7 +275,8 @@ class PackKernels:
         kernel = of.store if blocks.direction is STORE else of.load
         fragments = planes.num_fragments
         self.copy_table.pack(table.device_address, address, 2 * count)
-        kernel.pack(of.fragments + 8 * planes.first_fragment, address, of.starts[-1], fragments, count)
+        outcomes = (table.device_address + 16 * count,) if of.coded else ()
+        kernel.pack(of.fragments + 8 * planes.first_fragment, address, *outcomes, of.starts[-1], fragments, count)
         self._staged = kernel, -(-fragments * count // of.tile)
         return self._submit
 

@@ -19,9 +19,14 @@ _ALIGNMENT_BYTES = 64
 
 
 class Table:
-    """`words`, int64, (n,), which the GPU sees at `device_address`. After `release` another table may take the room."""
+    """`words`, int64, (n,), which the GPU sees at `device_address`. After `release` another table may take the room.
 
-    __slots__ = ("_arena", "device_address", "released", "start", "stop", "words")
+    Attributes:
+        unfit: what coding kernels write, of each block: whether it does not fit; int64. None without a codec.
+        slots: of these blocks.
+    """
+
+    __slots__ = ("_arena", "device_address", "released", "slots", "start", "stop", "unfit", "words")
 
     def __init__(self, arena: TableArena, start: int, stop: int, count: int) -> None:
         self._arena = arena
@@ -30,6 +35,12 @@ class Table:
         self.released = False
         self.words: Int64Array = arena.words[start // 8 : start // 8 + count]
         self.device_address = arena.device_address + start
+        self.unfit: Int64Array | None = None
+        self.slots: Int64Array | None = None
+
+    def unfit_slots(self) -> list[int]:
+        assert self.slots is not None
+        return list(self.slots[self.unfit != 0].tolist())
 
     def release(self) -> None:
         """Nothing on the GPU reads the table any more. Idempotent."""

@@ -130,6 +130,8 @@ class Limits(NamedTuple):
             )
         if copier is not None:
             check_copier(copier, missing_copiers)
+        if layout.groups[group].coding is not None:
+            copier = _coding_copier(copier, group)
         planes: Parts | None = None
         if parts is not None:
             if direction is STORE:
@@ -183,6 +185,12 @@ class Limits(NamedTuple):
                 request.sources, request.arrays = common.sources, common.arrays
                 found.append(request)
         return tuple(found) or (common,)
+
+
+def _coding_copier(copier: CopierName | None, group: int) -> CopierName:
+    if copier not in (None, "pack"):
+        raise ValueError(f"copier={copier!r} cannot code, and group {group} has a codec: leave copier out")
+    return "pack"
 
 
 def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:

@@ -347,7 +347,8 @@ class Shard:
             forecast = between[0].expect(between[1], plan.nbytes)
             copier, reason = forecast.copier, str(forecast)
         shape = shape_of(plan)
-        ranked = rank(shape, copiers.offered, profile, self.prefer)
+        offered = ("pack",) if copiers.coded[request.group] else copiers.offered
+        ranked = rank(shape, offered, profile, self.prefer)
         others = [each for each in ranked if each.copier != copier]
         return PlanReport(
             direction=shape.direction,

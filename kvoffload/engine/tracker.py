@@ -16,6 +16,7 @@ from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, Reports, TransferQueue, restore_order
 from kvoffload.engine.tracing import Notice
 from kvoffload.errors import DriverError, KVOffloadError, TransferError
+from kvoffload.planning.transfer_plan import LOAD
 
 _MOST_QUERY_FAILURES = 8  # errors in a row when asking whether a transfer has ended, before the GPU counts as lost
 
@@ -64,6 +65,9 @@ class Tracker:
                 stream = segments[0].stream.handle
                 if not (self._driver.stream_query(stream) if event is None else self._driver.event_query(event)):
                     break
+                table = segments[0].table
+                if table is not None and table.unfit is not None:  # before the segment is off the record
+                    transfer.unfit = transfer.unfit.union(table.unfit_slots())
                 self._release(transfer, segments.popleft())
         except DriverError as error:
             transfer.query_failures += 1
@@ -92,10 +96,19 @@ class Tracker:
         1. Of several groups the forecast is about one, which took its share of the time.
         2. The copies of a load by pack begin before the transfer ahead of it has unpacked its own blocks. Only the time
            after that counts. It is known when that transfer completes, while the events of both are there.
+
+        A load from slots whose blocks did not fit the codec when they were stored fails here.
         """
         transfer, in_flight = queue.transfers[0], self._in_flight
         if not transfer.finished:
             seconds, forecast = math.nan, transfer.forecast
+            if transfer.unfit and transfer.direction is LOAD:
+                transfer.fail(
+                    TransferError(
+                        f"slots {sorted(transfer.unfit)!s:.80} hold blocks that did not fit the codec when they were "
+                        "stored: see `unfit` of that job"
+                    )
+                )
             if transfer.state is RUNNING:
                 assert transfer.start is not None
                 assert transfer.end is not None

@@ -32,6 +32,7 @@ from kvoffload.layout.arrays import (
     planes_of_view,
     view_of,
 )
+from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
 from kvoffload.layout.planes import Group, Plane, SlotOrder, positive, share_bytes
@@ -58,16 +59,22 @@ class KVLayout(HtmlRepresentation):
         block_axes: names for the axes of one block of one plane, the slowest first, such as
             `("tokens", "heads", "dim")`. Keys depend on them. Any names will do, if all programs that share stored
             bytes use the same.
+        codec: "bf16-12": slots hold bf16 values in 12 bits each, without loss, so that there are nearly a third more of
+            them in the same memory; `kvoffload.layout.coding` has the format. A list has one codec for each group. A
+            block that the codec cannot hold is not stored, see `Job.unfit`. Needs kernels, values of bf16, and blocks
+            of a multiple of 512 bytes in each plane; 2,048 are best. Keys depend on it.
 
     Attributes:
         groups: a tuple of `Group`.
-        slot_bytes: the size of one host slot: the payload of the largest group, rounded up to a multiple of 4096.
+        slot_bytes: the size of one host slot: the payload of the largest group, coded where it is, rounded up to a
+            multiple of 4096.
+        codecs: that of each group.
         blocks_per_slot, dtype, tokens_per_block, on_default_stream, block_axes: as given.
 
     Raises:
         LayoutError: there are no groups; planes of one group share bytes, or have different `num_blocks`; a number is
-            below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` is unknown;
-            or `block_axes` is not a list of different ASCII names.
+            below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` or `codec`
+            is unknown; the codec cannot code the blocks; or `block_axes` is not a list of different ASCII names.
         ValueError: `on_default_stream` is neither True nor False.
     """
 
@@ -81,6 +88,7 @@ class KVLayout(HtmlRepresentation):
         on_default_stream: bool = True,
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
+        codec: CodecName | Sequence[CodecName] = "raw",
     ) -> None:
         self.blocks_per_slot = positive("blocks_per_slot", blocks_per_slot)
         if dtype is not None:
@@ -103,8 +111,11 @@ class KVLayout(HtmlRepresentation):
             raise LayoutError(f'slot_order must be "block-major", "plane-major" or None, got {shown(slot_order)}')
         if not isinstance(groups, Sequence) or not all(isinstance(group, Sequence) for group in groups):
             raise LayoutError(f"groups must be a list of lists of planes: KVLayout([planes]), got {shown(groups)}")
+        self._slot_order: SlotOrder | None = slot_order
+        self.codecs = _codecs(codec, len(groups), dtype)
         self.groups = tuple(
-            Group(planes, self.blocks_per_slot, f"groups[{index}]", slot_order) for index, planes in enumerate(groups)
+            Group(planes, self.blocks_per_slot, f"groups[{index}]", slot_order, self.codecs[index])
+            for index, planes in enumerate(groups)
         )
         if not self.groups:
             raise LayoutError("groups is empty; a layout needs at least one group of planes")
@@ -244,6 +255,19 @@ class KVLayout(HtmlRepresentation):
             block_axes=[name for name in names if name not in ("blocks", "planes")] or None,
         )
 
+    def with_codec(self, codec: CodecName | Sequence[CodecName]) -> KVLayout:
+        """A layout of the same planes whose slots are coded so; see `KVLayout`. Raises LayoutError as that does."""
+        return KVLayout(
+            [group.planes for group in self.groups],
+            blocks_per_slot=self.blocks_per_slot,
+            dtype=self.dtype,
+            tokens_per_block=self.tokens_per_block,
+            on_default_stream=self.on_default_stream,
+            slot_order=self._slot_order,
+            block_axes=self.block_axes,
+            codec=codec,
+        )
+
     @property
     def num_groups(self) -> int:
         return len(self.groups)
@@ -253,8 +277,8 @@ class KVLayout(HtmlRepresentation):
         """16 bytes that are equal for two layouts if one cache can load blocks that the other has stored.
 
         It depends on `dtype`, `block_axes`, `tokens_per_block`, `blocks_per_slot`, and for every group on the order of
-        its slots and on the `block_bytes` of each plane, but not on addresses, padding, or the number of blocks.
-        docs/keys.md says how it is computed.
+        its slots, on its codec, and on the `block_bytes` of each plane, but not on addresses, padding, or the number of
+        blocks. docs/keys.md says how it is computed.
 
         Raises:
             LayoutError: `dtype`, `block_axes` or `tokens_per_block` is None, or `dtype` is not the type of one element.
@@ -275,6 +299,8 @@ class KVLayout(HtmlRepresentation):
             words += [int(differs and group.slot_order == "block-major"), len(group.planes)]
             words += [plane.block_bytes for plane in group.planes]
         message += struct.pack(f"<{len(words)}Q", *words)
+        if any(group.coding for group in self.groups):
+            message += b"".join(map(_with_length, self.codecs))
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
@@ -304,6 +330,19 @@ def check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
         )
 
 
+def _codecs(codec: Any, groups: int, dtype: DTypeLike | None) -> tuple[CodecName, ...]:
+    codecs = (codec,) * groups if isinstance(codec, str) else tuple(codec) if isinstance(codec, list | tuple) else ()
+    if len(codecs) != groups or any(each not in CODECS for each in codecs):
+        raise LayoutError(
+            f"codec must be one of {', '.join(CODECS)}, or a list with one for each group, got {shown(codec)}"
+        )
+    if dtype is not None and dtype_name(dtype) != "bfloat16" and "bf16-12" in codecs:
+        raise LayoutError(
+            f"codec={shown(codec)} codes values of bfloat16, and dtype is {dtype_name(dtype)}: leave codec out"
+        )
+    return codecs  # type: ignore[return-value]  # each is in CODECS
+
+
 def _with_length(name: str) -> bytes:
     return struct.pack("<Q", len(name)) + name.encode()
 
@@ -319,7 +358,7 @@ def describe_groups(layout: KVLayout) -> str:
         listed = "/".join(str(size) for size in sizes[:3]) + ("/..." if len(sizes) > 3 else "")
         other = group.slot_order != group.device_order and layout.blocks_per_slot > 1 and len(group.planes) > 1
         slots = f" in {group.slot_order} slots" if other else ""
-        order = f"{group.device_order}{slots}"
+        order = f"{group.device_order}{slots}{', coded' if group.coding else ''}"
         texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks ({order})")
     return " + ".join(texts) + f", blocks_per_slot={layout.blocks_per_slot}"
 
@@ -346,12 +385,12 @@ class ShardedLayout:
 
     Args:
         layouts: one per device, in the order of the engine's devices. They must agree in `num_groups`, `num_blocks` of
-            each group, `blocks_per_slot`, `tokens_per_block`, `dtype` and `block_axes`.
+            each group, `blocks_per_slot`, `tokens_per_block`, `dtype`, `block_axes` and `codecs`.
 
     Attributes:
         layouts: a tuple of them.
         groups: a tuple of `ShardedGroup`, each with the `Group` of every device.
-        blocks_per_slot, tokens_per_block, dtype: the values that all layouts have.
+        blocks_per_slot, tokens_per_block, dtype, codecs: the values that all layouts have.
 
     Raises:
         LayoutError: the layouts do not agree, planes of two layouts share bytes, or the list is empty.
@@ -390,6 +429,7 @@ class ShardedLayout:
         self.blocks_per_slot = first.blocks_per_slot
         self.tokens_per_block = first.tokens_per_block
         self.dtype = first.dtype
+        self.codecs = first.codecs
         self.groups = tuple(
             ShardedGroup(members[0].num_blocks, members)
             for members in zip(*(layout.groups for layout in layouts), strict=True)
@@ -441,6 +481,9 @@ class ShardedLayout:
         message = struct.pack("<Q", len(self.layouts)) + each
         return blake2b(message, digest_size=16, person=b"kvoffload shards").digest()
 
+    def with_codec(self, codec: CodecName | Sequence[CodecName]) -> ShardedLayout:
+        return ShardedLayout([layout.with_codec(codec) for layout in self.layouts])
+
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
         """How many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0, of its
         first slot, the same on every device. The numbers are not checked.
@@ -460,6 +503,7 @@ def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object
     yield "tokens_per_block", layout.tokens_per_block, first.tokens_per_block
     yield "block_axes", layout.block_axes, first.block_axes
     yield "dtype", _name_of_dtype(layout), _name_of_dtype(first)
+    yield "codecs", layout.codecs, first.codecs
 
 
 def _name_of_dtype(layout: KVLayout) -> str | None:

@@ -14,6 +14,7 @@ import numpy as np
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import Int64Array
+from kvoffload.layout.coding import CodecName, Coding, coding_of
 
 INTEGER_LIMIT = 1 << 63  # numbers of a layout, and what follows from them, are int64 in plans and in the fingerprint
 SlotOrder: TypeAlias = Literal["plane-major", "block-major"]  # see `Group`
@@ -157,7 +158,7 @@ class Group:
     """Planes that share one block table, in the order in which a slot holds them.
 
     Args:
-        planes, blocks_per_slot, slot_order: see `KVLayout`.
+        planes, blocks_per_slot, slot_order, codec: see `KVLayout`.
         name: for messages.
 
     Attributes:
@@ -172,14 +173,21 @@ class Group:
         host_steps: int64, (planes,): bytes from one sub-block of a plane to its next.
         payload_bytes: how many bytes of a slot this group uses.
         bytes_per_block: bytes of one block over all planes.
+        coding: how slots hold the blocks; None: as they are.
+        slot_block_bytes: bytes of one block in a slot; as `bytes_per_block`, or fewer with a coding.
 
     Raises:
-        LayoutError: there are no planes, one is not a `Plane`, `num_blocks` differ, planes share bytes, or blocks are
-            too large for a slot.
+        LayoutError: there are no planes, one is not a `Plane`, `num_blocks` differ, planes share bytes, blocks are too
+            large for a slot, or the codec cannot code them.
     """
 
     def __init__(
-        self, planes: Sequence[Plane], blocks_per_slot: int, name: str, slot_order: SlotOrder | None = None
+        self,
+        planes: Sequence[Plane],
+        blocks_per_slot: int,
+        name: str,
+        slot_order: SlotOrder | None = None,
+        codec: CodecName = "raw",
     ) -> None:
         self.planes = tuple(planes)
         if not self.planes:
@@ -193,7 +201,24 @@ class Group:
             raise LayoutError(f"{name}: planes of one group share a block table, but num_blocks differ: {counts}")
         refuse_overlap(self.planes, name)
         self.bytes_per_block = sum(plane.block_bytes for plane in self.planes)
-        self.payload_bytes = self.bytes_per_block * blocks_per_slot
+        sizes = [plane.block_bytes for plane in self.planes]
+        self.coding: Coding | None = None if codec == "raw" else coding_of(sizes, name)
+        if self.coding is not None:
+            sizes = [self.coding.coded(size) for size in sizes]
+            for index, plane in enumerate(self.planes):
+                if (plane.address | plane.block_stride) % 4:
+                    raise LayoutError(
+                        f"codec={codec!r} codes planes whose address and block_stride are multiples of 4, and "
+                        f'{name}[{index}] is {plane}: give {name} codec="raw"'
+                    )
+            if slot_order == "plane-major" and blocks_per_slot > 1:
+                raise LayoutError(
+                    f'slot_order="plane-major" and codec={codec!r} of {name}: coded blocks are whole ranges of slots; '
+                    'give slot_order="block-major", or blocks_per_slot=1'
+                )
+            slot_order = "block-major"
+        self.slot_block_bytes = sum(sizes)
+        self.payload_bytes = self.slot_block_bytes * blocks_per_slot
         # sizes and offsets in a slot are int64: larger ones would wrap around, and copies would miss the pool
         if self.bytes_per_block > MAX_SLOT_BYTES:
             raise LayoutError(
@@ -213,11 +238,10 @@ class Group:
         order: SlotOrder = slot_order or self.device_order
         self.slot_order = order
         factor = 1 if order == "block-major" else blocks_per_slot
-        sizes = [plane.block_bytes for plane in self.planes]
         self.host_offsets: Int64Array = np.array(
             list(accumulate((size * factor for size in sizes[:-1]), initial=0)), dtype=np.int64
         )
-        steps = [self.bytes_per_block] * len(sizes) if order == "block-major" else sizes
+        steps = [self.slot_block_bytes] * len(sizes) if order == "block-major" else sizes
         self.host_steps: Int64Array = np.array(steps, dtype=np.int64)
 
     def disowned(self) -> Group:

@@ -49,7 +49,8 @@ _COUNTED = {
     "loaded": "Blocks loaded.",
     "evicted": "Blocks evicted to make room for others.",
     "failed": "Blocks whose store failed or was aborted.",
-    "declined": "Blocks that were not stored: not worth it, over a quota, or without room.",
+    "declined": "Blocks that were not stored: not worth it, over a quota, without room, or unfit.",
+    "unfit": "Blocks that were not stored since the layout's codec cannot hold them; if many are, turn it off.",
     "removed": "Blocks removed by remove() and clear().",
     "promoted": "Blocks that a tier has filled.",
 }

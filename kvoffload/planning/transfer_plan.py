@@ -47,13 +47,23 @@ class BlockPlan:
         group: the group's folds.
         group_index: its index in the layout.
         blocks: device block ids, int64, (n,).
-        slot_address: host addresses, uint64, (n,).
+        slots, slot_address: where they are on the host: int64, (n,), and host addresses, uint64, (n,).
         sub_block: int64, (n,); None if a slot holds one block.
         nbytes: payload bytes.
         part_ends: empty, since a block has planes of all parts; see `TransferPlan.part_ends`.
     """
 
-    __slots__ = ("_merged", "blocks", "direction", "group", "group_index", "nbytes", "slot_address", "sub_block")
+    __slots__ = (
+        "_merged",
+        "blocks",
+        "direction",
+        "group",
+        "group_index",
+        "nbytes",
+        "slot_address",
+        "slots",
+        "sub_block",
+    )
     part_ends: tuple[int, ...] = ()
 
     def __init__(
@@ -62,6 +72,7 @@ class BlockPlan:
         group: FoldedGroup,
         group_index: int,
         blocks: Int64Array,
+        slots: Int64Array,
         slot_address: UInt64Array,
         sub_block: Int64Array | None,
     ) -> None:
@@ -69,6 +80,7 @@ class BlockPlan:
         self.group = group
         self.group_index = group_index
         self.blocks = blocks
+        self.slots = slots
         self.slot_address = slot_address
         self.sub_block = sub_block
         self.nbytes = group.bytes_per_block * len(blocks)
@@ -83,9 +95,8 @@ class BlockPlan:
             return self
         cut = slice(start, stop)
         sub_block = None if self.sub_block is None else self.sub_block[cut]
-        return BlockPlan(
-            self.direction, self.group, self.group_index, self.blocks[cut], self.slot_address[cut], sub_block
-        )
+        of, slots, address = (self.direction, self.group, self.group_index), self.slots[cut], self.slot_address[cut]
+        return BlockPlan(*of, self.blocks[cut], slots, address, sub_block)
 
     def count(self) -> tuple[int, int]:
         """How many strided operations `operations` returns, and how many rows these have together."""
@@ -319,9 +330,9 @@ def build(
     """
     factor = layout.blocks_per_slot
     if factor == 1:
-        slot_address, sub_block = slot_addresses[slots], None
+        sub_block = None
     else:
         position = np.arange(first_sub_block, first_sub_block + len(blocks))
         index, sub_block = np.divmod(position, factor)
-        slot_address = slot_addresses[slots[index]]
-    return BlockPlan(direction, group, group_index, blocks, slot_address, sub_block)
+        slots = slots[index]
+    return BlockPlan(direction, group, group_index, blocks, slots, slot_addresses[slots], sub_block)

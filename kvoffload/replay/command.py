@@ -15,6 +15,9 @@ import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.device.device import Device
+from kvoffload.layout.coding import CODECS
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import HINTS, WRITES
 from kvoffload.replay.report import Rates, add_options, not_negative, positive, report
@@ -53,6 +56,7 @@ def add_parser(commands: Any) -> None:
     policies = (*sorted(POLICIES), "all")
     add("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
     add("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
+    add("--codec", choices=CODECS, default="raw", metavar="NAME", help="also the slots of a codec in the same memory")
     hints = (*HINTS, "all")
     add("--hints", choices=hints, default="none", metavar="NAME", help=f"what sessions tell: {', '.join(hints)}")
     add("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
@@ -97,7 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
             "milliseconds that never falls: it counts hits at these times"
         )
     if arguments.metadata_only:
+        coded = {} if arguments.codec == "raw" else coded_slots(arguments)
+        arguments.slots = sorted({*arguments.slots, *coded.values()}) if coded else arguments.slots
         report(arguments, trace, rates, traffic, output)
+        for raw, more in coded.items():
+            output.line(f"codec {arguments.codec}: in the memory of {raw:,} slots there is room for {more:,}.")
         return 0
     with open_backend(arguments, output, arguments.seed) as device:
         rates = rates_of(arguments, measures=not device.simulated)
@@ -111,6 +119,17 @@ def run(arguments: argparse.Namespace) -> int:
     output.result(fields)
     _print(fields, rates, output)
     return 1 if fields["corrupt_blocks"] else 0
+
+
+def coded_slots(arguments: argparse.Namespace) -> dict[int, int]:
+    """For each number of slots, how many with --codec lie in the same memory, padding to whole pages included."""
+    model, name = arguments.model, arguments.codec
+    starts = range(1 << 20, (1 << 20) + model.planes_per_group[0] * model.block_bytes, model.block_bytes)
+    planes = [Plane(start, block_bytes=model.block_bytes, num_blocks=1) for start in starts]
+    raw, coded = (
+        KVLayout([planes], blocks_per_slot=arguments.blocks_per_hash, codec=codec).slot_bytes for codec in ("raw", name)
+    )
+    return {slots: slots * raw // coded for slots in arguments.slots}
 
 
 def check_traffic(arguments: argparse.Namespace, command: str) -> None:
@@ -127,6 +146,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--hints {arguments.hints} needs --metadata-only: only hits are counted by session")
     if arguments.hints != "none" and arguments.disk_slots is not None:
         raise CommandError(f"--hints {arguments.hints} does not go with --disk-slots: it counts hits of one tier")
+    if arguments.codec != "raw" and (not arguments.metadata_only or arguments.model is None):
+        raise CommandError(f"--codec {arguments.codec} needs --metadata-only and --model: it counts hits of its slots")
     if arguments.metadata_only:
         if arguments.in_flight != 1:
             raise CommandError(f"--in-flight {arguments.in_flight} needs bytes: leave out --metadata-only")

@@ -112,7 +112,8 @@ def _text(value: Any) -> str:
 def note_of(layout: KVLayout) -> str:
     """A description of a worker's slots: it is equal for two workers if each could load the other's slots."""
     groups = [[group.slot_order, [plane.block_bytes for plane in group.planes]] for group in layout.groups]
-    return json.dumps({"blocks_per_slot": layout.blocks_per_slot, "groups": groups})
+    coded = {"codecs": layout.codecs} if set(layout.codecs) != {"raw"} else {}  # records without are as before
+    return json.dumps({"blocks_per_slot": layout.blocks_per_slot, "groups": groups, **coded})
 
 
 def layout_digest(offloading: OffloadingConfig, notes: Sequence[str]) -> bytes:

@@ -12,6 +12,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, shown
+from kvoffload.layout.coding import CodecName
 
 PREFIX = "kvoffload_"
 Preference = Literal["overlap", "latency"]
@@ -52,6 +53,7 @@ class Options:
     max_tracker_size: int = 64_000
     kvoffload_policy: PolicyName = DEFAULT_POLICY
     kvoffload_prefer: Preference = "overlap"
+    kvoffload_codec: CodecName = "raw"
     kvoffload_staging_bytes: int | None = None
     kvoffload_max_in_flight: int | None = None
     kvoffload_most_queued_bytes: int | None = None
@@ -91,6 +93,7 @@ class Options:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kvoffload_policy": get_args(PolicyName),
     "kvoffload_prefer": get_args(Preference),
+    "kvoffload_codec": get_args(CodecName),
     "kvoffload_tier_write": get_args(WriteName),
 }
 _LOWEST = {"store_threshold": 0, "kvoffload_staging_bytes": 0}

@@ -23,6 +23,7 @@ from kvoffload.device.device import Device, open_device
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.types import StreamLike, UInt8Array
+from kvoffload.layout.coding import CHUNK_PARTS, RECORD_PART
 from kvoffload.tiers.loading import load_tier
 from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest, note_of
 from kvoffload.vllm.manager import KVOffloadManager
@@ -50,8 +51,8 @@ class KVOffloadSpec(OffloadingSpec):
 
     Raises:
         ValueError: kv_connector_extra_config lacks cpu_bytes_to_use, or has an unknown or wrong option.
-        CapabilityError: an option of vLLM's has no effect here; or with kvoffload_tiers, the connector is another than
-            KVOffloadConnector.
+        CapabilityError: an option of vLLM's has no effect here; with kvoffload_tiers or kvoffload_codec, the connector
+            is another than KVOffloadConnector; or with kvoffload_codec, the KV cache is not of bfloat16.
         CapacityError: with kvoffload_tiers, there are no slots.
     """
 
@@ -59,6 +60,9 @@ class KVOffloadSpec(OffloadingSpec):
         super().__init__(config)
         self.options = Options.read(self.extra_config)
         payload = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        if self.options.kvoffload_codec != "raw":
+            check_codec(config)
+            payload = -(-payload * RECORD_PART // CHUNK_PARTS)
         self._chunk_bytes = -(-payload // _ALIGNMENT) * _ALIGNMENT
         self._of_all_workers = self._chunk_bytes * config.parallel.world_size
         self.num_chunks = self.options.cpu_bytes_to_use // self._of_all_workers if self._of_all_workers else 0
@@ -118,6 +122,7 @@ class KVOffloadSpec(OffloadingSpec):
             blocks_per_chunk=self.blocks_per_chunk,
             num_chunks=self.num_chunks,
             current_stream=self.current_stream(kv_caches),
+            codec=self.options.kvoffload_codec,
             shared=self._tiers is not None,
             **{name: value for name, value in given.items() if value is not None},
         )
@@ -146,6 +151,22 @@ class KVOffloadSpec(OffloadingSpec):
 
         device = kv_caches.tensors[0].tensor.device
         return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def check_codec(config: OffloadingConfig) -> None:
+    """Raise CapabilityError if slots cannot be coded."""
+    connector = config_of_connector()
+    if connector is None:
+        raise CapabilityError(
+            'kvoffload_codec needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
+            "vLLM's own connector cannot say that a block which the codec does not hold was not stored"
+        )
+    dtype = str(config.model.dtype)
+    dtype = str(connector.model_config.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+    if dtype != "bfloat16":
+        raise CapabilityError(
+            f"kvoffload_codec is for a KV cache of bfloat16, and this one is of {dtype}: leave it out"
+        )
 
 
 # tiers below the workers ----------------------------------------------------------------------------------------------

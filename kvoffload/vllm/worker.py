@@ -8,6 +8,7 @@ it is about to give away.
 Failures. vLLM 0.33 asserts that every transfer succeeds, so `get_finished` reports none as failed:
     1. A store: its slots are bad until another store into them succeeds. KVOffloadConnector tells the scheduler, which
        then has no key for them. Without that connector, a load from a bad slot fails.
+       With a codec, the slots of a store that a block does not fit are bad in the same way, and not the others.
     2. A load: KVOffloadConnector tells the scheduler, which computes the request again or fails it, by
        kv_load_failure_policy. Without that connector `get_finished` raises, which ends the worker.
     3. A load that vLLM awaits within its step (`expedited`): `wait` raises.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +42,7 @@ from kvoffload.engine.request import GroupTransfer
 from kvoffload.errors import CapacityError, DriverError, TransferError
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import StreamLike
+from kvoffload.layout.coding import CodecName
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 
@@ -85,6 +88,7 @@ class KVOffloadWorker(OffloadingWorker):
 
     Args:
         device: the GPU of the KV caches. `shutdown` does not close it.
+        codec: of the slots, see `KVLayout`. Give another than "raw" with a KVOffloadConnector only.
         current_stream: returns the stream on which vLLM queues its work.
         shared: put the slots into memory that the scheduler can map, see `offer`.
 
@@ -100,6 +104,7 @@ class KVOffloadWorker(OffloadingWorker):
         blocks_per_chunk: int,
         num_chunks: int,
         current_stream: Callable[[], StreamLike],
+        codec: CodecName = "raw",
         shared: bool = False,
         **engine_options: Any,
     ) -> None:
@@ -110,7 +115,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._bad_slots: set[int] = set()
         self._failed_slots: set[int] = set()
         self._failed_loads: set[int] = set()
-        self.layout = layout_of(kv_caches, blocks_per_chunk)
+        self.layout = layout_of(kv_caches, blocks_per_chunk).with_codec(codec)
         self._slots = SharedSlots(num_chunks, self.layout.slot_bytes) if shared else None
         try:
             memory = {"num_slots": num_chunks} if self._slots is None else {"host_memory": self._slots.host_memory}
@@ -205,6 +210,9 @@ class KVOffloadWorker(OffloadingWorker):
             failure, seconds, nbytes = transfer.failure, None, None
             if failure is not None:
                 self._note_failure(transfer, failure)
+            elif transfer.job is not None and transfer.job.unfit:
+                self._bad_slots -= transfer.slots
+                self._note_bad(transfer.job.unfit)
             elif not transfer.is_load and self._bad_slots:
                 self._bad_slots -= transfer.slots
             del self._transfers[transfer.job_id]
@@ -221,10 +229,13 @@ class KVOffloadWorker(OffloadingWorker):
         LOGGER.warning("%s %d of vLLM has failed, its chunks are missing: %s", kind, transfer.job_id, failure)
         if transfer.is_load:
             self._failed_loads.add(transfer.job_id)
-        elif self._slots is None:  # else a tier may fill them, and the connector reports failures
-            self._bad_slots |= transfer.slots
+        self._note_bad(transfer.slots, store=not transfer.is_load)
+
+    def _note_bad(self, slots: AbstractSet[int], *, store: bool = True) -> None:
+        if store and self._slots is None:  # else a tier may fill them, and the connector reports failures
+            self._bad_slots |= slots
         if self.reports_failures:
-            self._failed_slots |= transfer.slots
+            self._failed_slots |= slots
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until these transfers have ended. Ids that are unknown or that `get_finished` has returned are ignored.

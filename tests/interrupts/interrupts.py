@@ -40,7 +40,7 @@ import kvoffload
 
 PACKAGE = str(Path(kvoffload.__file__).resolve().parent) + "/"
 SIMULATOR = PACKAGE + "simulator/"
-INTERPRETED = (SIMULATOR, PACKAGE + "kernels/pack.py", PACKAGE + "kernels/compute.py")
+INTERPRETED = (SIMULATOR, *(PACKAGE + f"kernels/{name}.py" for name in ("pack", "coding", "compute")))
 _CONTEXTLIB = contextlib.__file__
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FINALIZE = weakref.finalize.__call__.__code__

@@ -14,6 +14,8 @@ lost by then. A row is a scenario in each of its worlds, named after both:
     growing         "growing.store": a cache over a pool that grows
     two growing     "sharded.growing.store"
     index           "index.reserve": a `CacheIndex`
+    coded           "coded.store": a cache over an engine with a codec, which two of the blocks do not fit
+    two coded       "coded.sharded.store"
 
 To add a scenario, add a row, or a world to one.
 """
@@ -33,6 +35,7 @@ from worlds import (
     POLICIES,
     SECONDS,
     CacheWorld,
+    CodedWorld,
     Fifo,
     GrowingWorld,
     IndexWorld,
@@ -55,6 +58,8 @@ WORLDS: dict[str, tuple[str, Callable[..., Any]]] = {  # the beginning of the sc
     "growing": ("growing.", GrowingWorld),
     "two growing": ("sharded.growing.", partial(GrowingWorld, devices=2)),
     "index": ("index.", IndexWorld),
+    "coded": ("coded.", CodedWorld),
+    "two coded": ("coded.sharded.", partial(CodedWorld, devices=2)),
 }
 EVERY_POLICY = ("cache", "two cache", "growing", "index")  # worlds that are tried with every policy; others with "lru"
 
@@ -334,6 +339,25 @@ def commit_job(w: CacheWorld) -> None:
     job = w.engine.store([4, 5], reservation.slots(), after=NO_WAIT)
     reservation.commit(job)
     job.wait(SECONDS)
+
+
+def load_unfit(w: Any) -> None:
+    job = w.cache.load(keys([5, 1]), TARGETS[:2], after=NO_WAIT, pending=True)
+    w.let_go()
+    try:
+        job.wait(SECONDS)
+    except kvoffload.TransferError:
+        pass
+
+
+def commit_unfit(w: Any) -> None:
+    """Without the jobs, a load finds out."""
+    with w.cache.reserve(keys([5])) as reservation:
+        w.engine.store([5], reservation.slots(), after=NO_WAIT).wait(SECONDS)
+    try:
+        w.cache.load(keys([5]), TARGETS[:1], after=NO_WAIT).wait(SECONDS)
+    except kvoffload.TransferError:
+        pass
 
 
 def reserve_block(w: Any) -> None:
@@ -726,6 +750,14 @@ TABLE: tuple[Row, ...] = (
     Row("open", GROWING, second_growing, open_and_drop),
     Row("close", GROWING, None, lambda w: w.engine.close(SECONDS), "closed"),
     Row("close.devices", GROWING, begun, lambda w: w.devices[-1].close(SECONDS), "closed"),
+    # a codec
+    Row("store.evicting.wait", "coded, two coded", None, lambda w: w.store(4, 5, 6, 7).wait(SECONDS), wanted=(4, 5, 6)),
+    Row("store.twice", "coded", None, store_and_displace, wanted=(4, 5, 6, 7)),
+    Row("lookup", "coded", stored, lambda w: w.cache.lookup(keys([4, 5, 9]))),
+    Row("load.pending", "coded", lambda w: w.store(4, 5, after=w.held_stream()), load_unfit),
+    Row("reserve.commit_job", "coded, two coded", None, commit_job),
+    Row("reserve.commit", "coded", None, commit_unfit),
+    Row("load.parts", "coded", None, lambda w: w.cache.load(keys([0, 1]), TARGETS[:2], after=NO_WAIT, parts=PLANES)),
     # tiers
     Row(
         "promote",

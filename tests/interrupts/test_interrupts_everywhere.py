@@ -41,6 +41,7 @@ FAMILIES = (
     ("sharded.engine.open", "sharded.job", "sharded.device", "sharded.cache"),
     ("tiers",),
     ("growing", "sharded.growing"),
+    ("coded",),
 )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from coded import normal
 from growing import Pieces, wait_for, wait_for_the_end
 from tier_classes import DictTier
 
@@ -39,9 +40,11 @@ from kvoffload import (
 )
 from kvoffload.cache.policies import Policy
 from kvoffload.cache.tiering.promotion import Promotion
+from kvoffload.layout.coding import CodecName, Coding
 from kvoffload.testing import SimulatedDriver
 
 PLANES, BLOCK_BYTES, BLOCKS, SLOT_BYTES = 3, 32, 48, 4096
+CODED_BYTES = 512
 SOURCES = 24  # blocks that hold what keys stand for; the others are targets of loads
 CAPACITY = 4  # of caches: slots of the engine
 SECONDS = 3.0  # for what should take no time
@@ -102,6 +105,14 @@ def numbers_of(names: Iterable[bytes]) -> list[int]:
 def contents() -> npt.NDArray[np.uint8]:
     """(blocks, planes, bytes): no two blocks have a plane in common."""
     return np.random.default_rng(5).integers(0, 256, (BLOCKS, PLANES, BLOCK_BYTES), dtype=np.uint8)
+
+
+@functools.cache
+def coded_contents() -> npt.NDArray[np.uint8]:
+    random = np.random.default_rng(6)
+    values = normal(random, BLOCKS * PLANES * CODED_BYTES // 2).reshape(BLOCKS, PLANES, -1)
+    values[[5, 7], 1] = random.integers(0, 1 << 16, (2, CODED_BYTES // 2))
+    return values.view(np.uint8)
 
 
 class _Checked:
@@ -228,6 +239,9 @@ class World(_Checked):
         options: of the engine.
     """
 
+    codec: CodecName = "raw"
+    block_bytes = BLOCK_BYTES
+
     def __init__(self, policy: str = "lru", *, devices: int = 1, **options: Any) -> None:
         super().__init__()
         self.policy = policy
@@ -236,13 +250,13 @@ class World(_Checked):
         self.device = self.devices[0]
         self.shares = [slice(0, 2), slice(2, PLANES)] if devices == 2 else [slice(0, PLANES)]
         self.planes = [
-            device.allocate_planes(len(range(PLANES)[share]), block_bytes=BLOCK_BYTES, num_blocks=BLOCKS)
+            device.allocate_planes(len(range(PLANES)[share]), block_bytes=self.block_bytes, num_blocks=BLOCKS)
             for device, share in zip(self.devices, self.shares, strict=True)
         ]
         self.slab: Any = self.planes[0][0].owner
         self.fill()
-        layouts = [KVLayout([planes]) for planes in self.planes]
-        self.layout: Any = layouts if devices == 2 else layouts[0]
+        self.layouts = [KVLayout([planes], codec=self.codec) for planes in self.planes]
+        self.layout: Any = self.layouts if devices == 2 else self.layouts[0]
         self.copier: Any = "pack" if options.get("staging_bytes") else None  # by which it is used afterwards
         self.engine = self.open_engine(CAPACITY, **{"staging_bytes": 0, **options})
         self.streams: list[tuple[Device, int]] = []
@@ -276,6 +290,14 @@ class World(_Checked):
         parts = {"parts": PLANES} if len(self.devices) == 1 else {}
         return self.engine.load([0, 1], [40, 41], after=NO_WAIT, **parts)
 
+    def contents(self) -> npt.NDArray[np.uint8]:
+        """(blocks, planes, bytes)"""
+        return contents()
+
+    def in_slot(self, number: int, share: slice) -> npt.NDArray[np.uint8]:
+        """What a slot of this block holds, of these planes."""
+        return self.contents()[number, share].reshape(-1)
+
     def fill(self) -> None:
         """Write every block."""
         for share, planes in zip(self.shares, self.planes, strict=True):
@@ -283,26 +305,26 @@ class World(_Checked):
             image = np.zeros(slab.nbytes, np.uint8)
             for index, plane in zip(range(PLANES)[share], planes, strict=True):
                 start = plane.address - slab.address
-                image[start : start + plane.span_bytes] = contents()[:, index].reshape(-1)
+                image[start : start + plane.span_bytes] = self.contents()[:, index].reshape(-1)
             slab.copy_from(image)
 
     def blocks(self) -> npt.NDArray[np.uint8]:
         """All blocks now: (blocks, planes, bytes)."""
-        found = np.empty((BLOCKS, PLANES, BLOCK_BYTES), np.uint8)
+        found = np.empty((BLOCKS, PLANES, self.block_bytes), np.uint8)
         for share, planes in zip(self.shares, self.planes, strict=True):
             slab: Any = planes[0].owner
             image = slab.to_numpy()
             for index, plane in zip(range(PLANES)[share], planes, strict=True):
                 start = plane.address - slab.address
-                found[:, index] = image[start : start + plane.span_bytes].reshape(BLOCKS, BLOCK_BYTES)
+                found[:, index] = image[start : start + plane.span_bytes].reshape(BLOCKS, self.block_bytes)
         return found
 
     def slots(self, slot: int) -> list[tuple[npt.NDArray[np.uint8], slice]]:
         """The bytes of a slot in each device's pool, with the planes that they are of."""
         pools = self.engine.slots if len(self.devices) > 1 else [self.engine.slots]
         return [
-            (pool[slot, : len(range(PLANES)[share]) * BLOCK_BYTES], share)
-            for pool, share in zip(pools, self.shares, strict=True)
+            (pool[slot, : layout.groups[0].payload_bytes], share)
+            for pool, share, layout in zip(pools, self.shares, self.layouts, strict=True)
         ]
 
     def each(self, make: Callable[[Device], Any]) -> Any:
@@ -353,7 +375,7 @@ class World(_Checked):
             engine.store(range(first, first + CAPACITY), slots, after=NO_WAIT, copier=self.copier).wait(SECONDS)
             targets = range(SOURCES, SOURCES + CAPACITY)
             engine.load(slots, targets, after=NO_WAIT, copier=self.copier).wait(SECONDS)
-            if not (self.blocks()[SOURCES : SOURCES + CAPACITY] == contents()[first : first + CAPACITY]).all():
+            if not (self.blocks()[SOURCES : SOURCES + CAPACITY] == self.contents()[first : first + CAPACITY]).all():
                 return ["wrong bytes: a transfer after the interrupted call"]
         assert engine.statistics().in_flight == 0, "nothing is in flight"
         return []
@@ -416,7 +438,7 @@ class CacheWorld(World):
         """Fill a reservation's slots by hand."""
         for number, slot in zip(numbers_of(reservation.keys), reservation.slots(), strict=True):
             for pool, share in self.slots(slot):
-                pool[:] = contents()[number, share].reshape(-1)
+                pool[:] = self.in_slot(number, share)
 
     def store_and_wait(self, numbers: Sequence[int]) -> None:
         self.cache.store(keys(numbers), list(numbers), after=NO_WAIT).wait(SECONDS)
@@ -430,7 +452,9 @@ class CacheWorld(World):
         targets = list(range(SOURCES, SOURCES + len(hits)))
         self.cache.load(keys(hits), targets, after=NO_WAIT).wait(SECONDS)
         loaded = self.blocks()[targets]
-        return [number for number, each in zip(hits, loaded, strict=True) if not (each == contents()[number]).all()]
+        return [
+            number for number, each in zip(hits, loaded, strict=True) if not (each == self.contents()[number]).all()
+        ]
 
     def close(self) -> list[str]:
         cache, self.cache = self.cache, None
@@ -509,6 +533,24 @@ class TieredWorld(CacheWorld):
         if cache.remove(keys([8])) != 1 or self.tier.contains([key(8)])[0]:
             found.append("broken: a key was not removed")
         return found
+
+
+class CodedWorld(CacheWorld):
+    """A world whose slots are coded. Blocks 5 and 7 do not fit."""
+
+    codec = "bf16-12"
+    block_bytes = CODED_BYTES
+
+    def __init__(self, policy: str = "lru", **options: Any) -> None:
+        super().__init__(policy, **{"staging_bytes": 1 << 20, **options})
+        self.copier = None
+
+    def contents(self) -> npt.NDArray[np.uint8]:
+        return coded_contents()
+
+    def in_slot(self, number: int, share: slice) -> npt.NDArray[np.uint8]:
+        records, _ = Coding(CODED_BYTES // 2).encode(self.contents()[number, share].view(np.uint16))
+        return records.reshape(-1)
 
 
 class IndexWorld(_Checked):

@@ -11,7 +11,9 @@ import pytest
 from vllm_parts import PAGE, Rig
 
 import kvoffload
+from kvoffload import CapabilityError
 from kvoffload.vllm import KVOffloadSpec, Options
+from kvoffload.vllm.identity import making_connector
 from kvoffload.vllm.releases import TESTED, check_release
 
 BYTES = {"cpu_bytes_to_use": 1 << 20}
@@ -190,3 +192,20 @@ def test_importing_kvoffload_loads_neither_vllm_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_codec_makes_chunks_smaller_and_needs_the_connector() -> None:
+    of_vllm = SimpleNamespace(model_config=SimpleNamespace(dtype="torch.bfloat16"))
+    given = config(chunk_bytes=64 << 10, kvoffload_codec="bf16-12")
+    given.extra_config["cpu_bytes_to_use"] = 26 << 14
+    given.model.dtype = "auto"
+    with pytest.raises(CapabilityError, match='kvoffload_codec needs kv_connector="KVOffloadConnector"'):
+        KVOffloadSpec(given)
+    with making_connector(of_vllm):
+        assert KVOffloadSpec(given).num_chunks == 8  # of 13 pages; raw ones have 16
+        given.model.dtype = "fp8"
+        with pytest.raises(CapabilityError, match="for a KV cache of bfloat16, and this one is of fp8"):
+            KVOffloadSpec(given)
+    raw = config(chunk_bytes=64 << 10)
+    raw.extra_config["cpu_bytes_to_use"] = 26 << 14
+    assert KVOffloadSpec(raw).num_chunks == 6

@@ -7,7 +7,9 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from coded import normal
 from seeds import seeds
 from vllm_parts import PAGE, Rig, gpu, host
 
@@ -238,3 +240,26 @@ def test_what_workers_report_is_put_together() -> None:
 def test_the_connector_refuses_another_spec() -> None:
     with pytest.raises(TypeError, match=r'spec_name="KVOffloadSpec".*got a worker of type object'):
         connector_of(object()).get_transfer_results(set())
+
+
+def test_a_codec_and_blocks_that_do_not_fit() -> None:
+    """Slots of such blocks are reported as those of a failed store are, and the others of their store are not."""
+    with Rig(codec="bf16-12", staging_bytes=1 << 20) as rig:
+        rig.worker.reports_failures = True
+        values = normal(np.random.default_rng(1), 2 * 16 * PAGE // 2).view(np.uint8).reshape(2, 16, PAGE)
+        unfit, rig.blocks[:] = rig.blocks[:, 1].copy(), values
+        rig.blocks[:, 1] = unfit
+        rig.worker.submit_store(1, gpu((0, [0, 1, 2])), host(3, 4, 5))
+        assert [result.success for result in rig.finish()] == [True]
+        assert rig.worker.take_failed_slots() == {4}
+        rig.worker.submit_load(2, host(3, 5), gpu((0, [8, 9])))
+        rig.worker.submit_load(3, host(4), gpu((0, [10])))
+        rig.finish()
+        assert rig.worker.take_failed_loads() == {3}
+        assert (rig.blocks[:, [8, 9]] == values[:, [0, 2]]).all()
+        rig.worker.submit_store(4, gpu((0, [2])), host(4))
+        rig.finish()
+        rig.worker.submit_load(5, host(4), gpu((0, [10])))
+        rig.finish()
+        assert rig.worker.take_failed_loads() == set()
+        assert (rig.blocks[:, 10] == values[:, 2]).all()
