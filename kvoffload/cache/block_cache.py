@@ -14,11 +14,11 @@ import numpy as np
 
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
-from kvoffload.cache.key_cache import KeyCache, leading
+from kvoffload.cache.key_cache import KeyCache
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
-from kvoffload.cache.records import guarded
+from kvoffload.cache.records import guarded, leading
 from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job

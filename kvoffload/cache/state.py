@@ -21,6 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import filterfalse
+from typing import Protocol
 
 import numpy as np
 
@@ -45,6 +46,19 @@ from kvoffload.cache.sessions import Sessions
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
+
+
+class Journal(Protocol):
+    """Writes down what the entries hold, where another process can read it after this one has died."""
+
+    def reserved(self, record: ReservationRecord, /) -> None:
+        """The entries of a record are about to be written."""
+
+    def filled(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, /) -> None:
+        """The entries have the bytes of these keys."""
+
+    def removed(self, entries: Sequence[int], /) -> None:
+        """The keys of these entries are missing from now on."""
 
 
 class CacheState:
@@ -91,6 +105,7 @@ class CacheState:
         self.has_tiers = False
         self.sessions: Sessions | None = None  # from the first request of a session on
         self.clock: Callable[[], float] = time.monotonic
+        self.journal: Journal | None = None  # told of every change before bytes may follow it
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
         self.num_groups = 1 if engine is None else engine.layout.num_groups
 
@@ -222,6 +237,8 @@ class CacheState:
         self.consistent = False
         if record.num_unused:
             pool_of.extend(array("I", (number,)) * (len(table.keys) + record.num_unused - len(pool_of)))
+        if self.journal is not None:
+            self.journal.reserved(record)
         record.victim_pools = [pool_of[index] for index in record.victim_indices] if several_pools else []
         for key in record.evicted:
             del of[key]
@@ -310,6 +327,8 @@ class CacheState:
             record.stage = COMMITTED
             table.reservations.discard(record)
             mine, indices = table.fulfil(record)
+            if self.journal is not None:
+                self.journal.filled(mine, indices, record.tenant)
             self.recorder.note_stored(mine, indices, record.tenant, record.promoted)
             if self.filter.store_after:
                 self.filter.forget(mine)
@@ -332,6 +351,8 @@ class CacheState:
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         of = self.table.of
         indices = list(map(of.__getitem__, keys))
+        if self.journal is not None:
+            self.journal.removed(indices)
         for key in keys:
             del of[key]
         for index in indices:
