@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import Status, check_keys, watch
-from kvoffload.cache.policies import PolicyChoice
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
@@ -30,6 +30,18 @@ _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as 
 _HOST, _WAITS, _MISSING = "host", "pending", "missing"
 
 
+class Membership(Protocol):
+    """A `kvoffload.SharedPool`, as a cache over it sees it."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    def open(
+        self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder], /
+    ) -> tuple[CacheState, Records]:
+        """The state and the records of the cache, whose truth the pool's owner has."""
+
+
 class KeyCache:
     """The part of a prefix cache that moves no bytes between a device and the host. Usable from any thread.
 
@@ -39,6 +51,7 @@ class KeyCache:
     Args:
         engine: asked before each call whether it is usable; None: no engine.
         below: the tiers that the class is about to attach; None: none.
+        pool: the membership in a shared pool, whose owner has the index; None: the index is here.
     """
 
     _check_usable: Callable[[], None] | None = None  # before a call the engine is asked, and checks it
@@ -54,6 +67,7 @@ class KeyCache:
         on_event: Callable[[CacheEvent], None] | None,
         engine: CacheEngine | None = None,
         below: TierPlan | None = None,
+        pool: Membership | None = None,
     ) -> None:
         self.capacity = at_least("capacity", capacity, 0)
         if self.capacity > 1 << 32:
@@ -63,17 +77,28 @@ class KeyCache:
         self._most_hits = None if max_load_blocks is None else at_least("max_load_blocks", max_load_blocks, 1)
         if below is not None:
             policy, on_event = below.policy(policy), below.hook(on_event)
-        self._state = CacheState(
-            self.capacity,
-            Pools(policy, {} if tenants is None else tenants, self.capacity),
-            ReuseFilter(store_after, self.capacity),
-            StatisticsRecorder(self.capacity, on_event),
-            engine,
-        )
+        check = None if engine is None else engine.check_process
+        if pool is None:
+            self._state = CacheState(
+                self.capacity,
+                Pools(policy, {} if tenants is None else tenants, self.capacity),
+                ReuseFilter(store_after, self.capacity),
+                StatisticsRecorder(self.capacity, on_event),
+                engine,
+            )
+            self._records = Records(self._state, check)
+        else:
+            if policy != DEFAULT_POLICY or tenants or store_after or below is not None:
+                raise ValueError(
+                    "policy, tenants, store_after and tiers are for the owner of a shared pool: give them to "
+                    "`kvoffload pool serve`, or to its PoolOwner, and leave them out here"
+                )
+            self._state, self._records = pool.open(engine, partial(StatisticsRecorder, on_event=on_event))
         self._state.has_tiers = below is not None
-        self._records = Records(self._state, None if engine is None else engine.check_process)
         self._asks = engine
-        self._unlocked = engine is None and on_event is None  # hits of one key need no lock: they call nothing
+        self._unlocked = (
+            pool is None and engine is None and on_event is None
+        )  # hits of one key need no lock: they call nothing
         self._tiers: TierManager | None = None
 
     # asking -------------------------------------------------------------------------------------------------------
@@ -339,6 +364,7 @@ class KeyCache:
         refuse = partial(refuse_nested, self._state.lock) if tiers is None else tiers.refuse_nested
         record = PromotionRecord(checked, tenant, until, refuse, counted=counted)
         if tiers is None:
+            self._records.bring(checked, wait)
             record.end_with_what_is_here(self._records)
         else:
             tiers.promote(record)

@@ -459,6 +459,9 @@ class Records:
         state.begin(record)
         return handle
 
+    def bring(self, keys: list[bytes], wait: float | None) -> None:
+        """Before a promotion without tiers: let whoever has the index promote the keys. Here nothing comes."""
+
     @guarded
     def set_free(self, given: tuple[tuple[bytes, ...], str]) -> None:
         """`given`: keys of a tenant, which go first from now on, as far as they are resident."""

@@ -21,7 +21,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import filterfalse
-from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from kvoffload.cache.entries import (
     SETTLING,
     Completion,
     EntryTable,
+    Journal,
     LeaseRecord,
     Record,
     ReservationRecord,
@@ -46,19 +46,6 @@ from kvoffload.cache.sessions import Sessions
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
-
-
-class Journal(Protocol):
-    """Writes down what the entries hold, where another process can read it after this one has died."""
-
-    def reserved(self, record: ReservationRecord, /) -> None:
-        """The entries of a record are about to be written."""
-
-    def filled(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, /) -> None:
-        """The entries have the bytes of these keys."""
-
-    def removed(self, entries: Sequence[int], /) -> None:
-        """The keys of these entries are missing from now on."""
 
 
 class CacheState:

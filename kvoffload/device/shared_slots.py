@@ -161,8 +161,8 @@ class SharedSlots:
                     if time.monotonic() >= busy:
                         raise TimeoutError(f"the process that offers {name!r:.80} answers nobody") from None
                 time.sleep(_BETWEEN_ATTEMPTS)
-            if _user_of(connection) != os.getuid():
-                raise PermissionError(f"{name!r:.80} is offered by user {_user_of(connection)}, not by this one")
+            if peer_of(connection)[1] != os.getuid():
+                raise PermissionError(f"{name!r:.80} is offered by user {peer_of(connection)[1]}, not by this one")
             message, descriptors, _, _ = socket.recv_fds(connection, 2 * _LONGEST_NOTE, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
             raise PermissionError(f"the process that offers {name!r:.80} did not hand over its memory: another user's?")
@@ -250,15 +250,17 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
         with connection:
             try:
                 connection.settimeout(ANSWER_SECONDS)
-                if _user_of(connection) in (os.getuid(), 0):
+                if peer_of(connection)[1] in (os.getuid(), 0):
                     socket.send_fds(connection, [message], [descriptor])
             except OSError as error:
                 LOGGER.warning("shared slots could not be handed over: %s", shown(error))
 
 
-def _user_of(connection: socket.socket) -> int:
+def peer_of(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a Unix socket, when it connected."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
+    process, user, group = _CREDENTIALS.unpack(credentials)
+    return process, user, group
 
 
 def _address(name: str) -> str:

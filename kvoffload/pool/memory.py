@@ -94,16 +94,14 @@ class Found(NamedTuple):
 
     Attributes:
         keys, entries, sequences, tenants: of ready keys, the oldest sequence first; `tenants` are digests.
-        writing: (entry, member) of entries that were being written.
-        reading: (entry, bits of members) of ready entries that may be read.
+        users: (entry, numbers of members, as bits) of entries that may be in use, with a key or without.
     """
 
     keys: list[bytes]
     entries: npt.NDArray[np.int64]
     sequences: npt.NDArray[np.int64]
     tenants: list[bytes]
-    writing: list[tuple[int, int]]
-    reading: list[tuple[int, int]]
+    users: list[tuple[int, int]]
 
 
 class PoolMemory:
@@ -148,7 +146,7 @@ class PoolMemory:
 
     @classmethod
     def adopt(cls, descriptor: int, meaning: Meaning) -> PoolMemory:
-        """The memory of an owner that has ended, which a member still has. Raises ValueError: it is none, or another."""
+        """The memory of an owner that has ended, from a member. Raises ValueError: it is no such memory."""
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
             size = os.fstat(descriptor).st_size
@@ -172,15 +170,11 @@ class PoolMemory:
 
     # locks --------------------------------------------------------------------------------------------------------
 
-    def lock(self, number: int) -> bool:
-        """Hold the lock of this number until `close`; False: somebody else holds it."""
+    def lock(self, number: int) -> None:
+        """Hold the lock of this number until `close`. Several processes may: those of one member."""
         if self._locked is None:
             self._locked = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.fcntl(self._locked, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
-        except OSError:
-            return False
-        return True
+        fcntl.fcntl(self._locked, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
 
     def unlock(self) -> None:
         """Give up our lock: we touch the rows no more."""
@@ -215,8 +209,9 @@ class PoolMemory:
         headers["state"][chosen] = READY
 
     def gone(self, entries: Sequence[int]) -> None:
-        """These entries have no keys any more."""
-        self.headers["state"][np.array(entries, np.int64)] = FREE
+        """These entries have no keys any more. Those that are being written are so still."""
+        chosen = np.array(entries, np.int64)
+        self.headers["state"][chosen[self.headers["state"][chosen] == READY]] = FREE
 
     def reading(self, entries: Sequence[int], member: int) -> None:
         """The member may read these entries from now on."""
@@ -242,15 +237,16 @@ class PoolMemory:
                 entries.append(entry)
                 sequences.append(sequence)
                 tenants.append(header["tenant"].tobytes())
-        writing = np.flatnonzero(headers["state"] == RESERVED)
-        readers = headers["readers"].tolist()
+        numbers = headers["writer"].astype(np.uint64) & np.uint64(63)
+        writers = np.where(headers["state"] == RESERVED, np.uint64(1) << numbers, np.uint64(0))
+        users = headers["readers"] | writers
+        used = np.flatnonzero(users)
         return Found(
             keys,
             np.array(entries, np.int64),
             np.array(sequences, np.int64),
             tenants,
-            [(entry, int(headers["writer"][entry])) for entry in writing.tolist()],
-            [(entry, readers[entry]) for entry in entries if readers[entry]],
+            list(zip(used.tolist(), users[used].tolist(), strict=True)),
         )
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
 """The messages between a pool's owner and its members, over a Unix socket of type SOCK_SEQPACKET.
 
-A message is one datagram, or several if it is large: a header of 8 bytes, then its payload. A member numbers its
+A message is one datagram, or several if it is large: a header of 16 bytes, then its payload. A member numbers its
 messages; a reply has the number of what it answers. Messages of one member are executed in the order sent.
 
     JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}          JSON both ways; see `Owner._join`
     FIND     keys                       how many leading keys are ready, u32; counts as a look-up
     STATUS   keys                       a byte a key: 0 missing, 1 ready, 2 pending
     TAKE     flags, keys                lease of the leading ready keys, named by the number of this message: entries
-    RESERVE  flags, request, keys       a code a key (`PRESENT`, `NEW`, `DECLINED`), then the entries of the new ones
+    RESERVE  flags, request, keys       whether there was too little room, a code a key (`PRESENT`, `NEW`, `DECLINED`),
+                                        and the entries of the new ones
     END      number, well               no reply. Commits or aborts a reservation, releases a lease
     BRING    milliseconds, keys         promotes keys from the owner's tiers, and says how many leading keys are ready
     USE      request, keys              no reply. A request loads these keys
@@ -38,11 +39,12 @@ VERSION = 1
 MOST_KEY_BYTES = 64
 DATAGRAM_BYTES = 48 << 10  # at most; the system's default room for a socket is 208 KiB
 MOST_MESSAGE = 8 << 20  # 125,000 keys of 64 bytes
-HEADER = struct.Struct("<IBBH")  # number, operation, whether more follows, 0
+HEADER = struct.Struct("<QBB6x")  # number, operation, whether more follows
 NUMBER = struct.Struct("<I")
 FLAGS = struct.Struct("<B")
-RESERVATION = struct.Struct("<BI")
-ENDING = struct.Struct("<IB")
+RESERVATION = struct.Struct("<BQ")  # flags, request (0: none)
+ENDING = struct.Struct("<QB")  # number, well
+REQUEST = struct.Struct("<Q")
 PRESENT, NEW, DECLINED = range(3)  # codes of keys in the answer to RESERVE
 ALL_OR_NOTHING, USES = 1, 2  # flags of RESERVE
 PENDING = 1  # of TAKE: take pending keys of this member, too
@@ -85,8 +87,8 @@ def pack_keys(keys: Sequence[bytes]) -> bytes:
     if longest > MOST_KEY_BYTES:
         place = next(place for place, key in enumerate(keys) if len(key) > MOST_KEY_BYTES)
         raise LayoutError(
-            f"keys[{place}] has {len(keys[place])} bytes, and keys of a shared pool have at most {MOST_KEY_BYTES}: take "
-            "those of chain_keys"
+            f"keys[{place}] has {len(keys[place])} bytes, and those of a shared pool have at most {MOST_KEY_BYTES}: "
+            "take those of chain_keys"
         )
     return NUMBER.pack(len(keys)) + lengths + b"".join(keys)
 
@@ -128,14 +130,14 @@ def datagrams(number: int, operation: int, payload: bytes) -> Iterator[bytes]:
     begin, step = 0, DATAGRAM_BYTES - HEADER.size
     while True:
         more = len(payload) > begin + step
-        yield HEADER.pack(number, operation, more, 0) + payload[begin : begin + step]
+        yield HEADER.pack(number, operation, more) + payload[begin : begin + step]
         begin += step
         if not more:
             return
 
 
 class Assembler:
-    """Makes messages of datagrams. What was cut off by another message, as by an interrupt of its sender, is dropped."""
+    """Makes messages of datagrams. Drops what another message cuts off, as after an interrupt of its sender."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -145,7 +147,7 @@ class Assembler:
         """Number, operation and payload of a message that this datagram completes. Raises MessageError."""
         if len(datagram) < HEADER.size:
             raise MessageError("a datagram is cut off")
-        number, operation, more, _ = HEADER.unpack_from(datagram)
+        number, operation, more = HEADER.unpack_from(datagram)
         if self._of != (number, operation):
             self._parts, self._of = [], (number, operation)
         self._parts.append(datagram[HEADER.size :])
