@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class CacheIndex(KeyCache):
 
     def __init__(
         self,
-        capacity: int | Membership,
+        capacity: SupportsIndex | Membership,
         *,
         policy: PolicyChoice = DEFAULT_POLICY,
         tenants: Mapping[str, Tenant] | None = None,
@@ -88,15 +88,15 @@ class CacheIndex(KeyCache):
         seconds_per_key: float | None = None,
         hung: float = 30.0,
     ) -> None:
-        pool = capacity if hasattr(capacity, "open") else None
-        capacity = capacity if pool is None else pool.capacity
+        pool = None if isinstance(capacity, SupportsIndex) else capacity
+        capacity = capacity if isinstance(capacity, SupportsIndex) else capacity.capacity
         below = None
         if tiers != ():
             from kvoffload.cache.tiering.attaching import TierPlan
 
             below = TierPlan.of(tiers, write, hung, seconds_per_key)
             if below is not None:
-                below.check_pools(pools, capacity)
+                below.check_pools(pools, int(capacity))
         with claimed(policy):
             super().__init__(
                 capacity,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import Status, check_keys, watch
@@ -58,7 +58,7 @@ class KeyCache:
 
     def __init__(
         self,
-        capacity: int,
+        capacity: SupportsIndex,
         *,
         policy: PolicyChoice,
         tenants: Mapping[str, Tenant] | None,

@@ -26,6 +26,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +79,11 @@ class Meaning(NamedTuple):
     @property
     def slot_bytes(self) -> int:
         return self.capacity * self.row_bytes
+
+    @property
+    def name(self) -> str:
+        """The same for the same layout and identity."""
+        return blake2b(self.fingerprint + self.identity + b"%d" % self.row_bytes, digest_size=8).hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -175,6 +181,10 @@ class PoolMemory:
         if self._locked is None:
             self._locked = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         fcntl.fcntl(self._locked, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
+
+    @property
+    def holds_lock(self) -> bool:
+        return self._locked is not None
 
     def unlock(self) -> None:
         """Give up our lock: we touch the rows no more."""

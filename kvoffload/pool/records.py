@@ -1,8 +1,8 @@
 """A cache over a shared pool: the same calls, with the pool's owner in place of an index of one's own.
 
 `BlockCache` and `CacheIndex` change a `CacheState` in steps: propose, publish, submit, fill, settle. `PooledState`
-takes the same steps, and asks the owner in two of them: where entries are chosen (`propose`), and where they are held for
-reading (`take`). What it keeps here are the records of its own transfers. Their truth is `table.reservations`,
+takes the same steps, and asks the owner in two of them: where entries are chosen (`propose`), and where they are held
+for reading (`take`). What it keeps here are the records of its own transfers. Their truth is `table.reservations`,
 `table.leases` and `numbers`: a record is in them before the owner is asked for it, so an interrupt at any point leaves
 nothing at the owner that nobody ends. Ending twice is harmless, since the owner ignores numbers that it does not know.
 """

@@ -305,7 +305,9 @@ class SharedPool:
             raise
         self._socket, self._assembler, self._late = connection, Assembler(), None
         held = self._memory
-        asked = self._asked if held is None else {**self._asked, "number": self._number, "nbytes": held.meaning.nbytes}
+        asked = (
+            self._asked if held is None else {**self._asked, "number": self._number, "capacity": held.meaning.capacity}
+        )
         number = next(self._numbers)
         message = next(datagrams(number, Operation.JOIN, json.dumps(asked).encode()))
         try:
