@@ -25,7 +25,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.device.shared_slots import peer_of
-from kvoffload.errors import CapacityError, KVOffloadError
+from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal.checks import at_least, reason, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import Meaning, PoolMemory
@@ -179,9 +179,9 @@ class PoolOwner:
                     self._flush(member)
                 if events & selectors.EVENT_READ:
                     self._read(member)
-            except (OSError, MessageError) as error:
+            except Exception as error:  # noqa: BLE001  # one member's must not end the others'
                 if not isinstance(error, ConnectionError):
-                    LOGGER.warning("a member of %s is cut off: %s", self.path, shown(error))
+                    LOGGER.warning("a member of %s is cut off: %s", self.path, reason(error))
                 self._lose(member)
 
     def _accept(self) -> None:
@@ -350,7 +350,7 @@ class PoolOwner:
             theirs = os.fstat(member.memory)
             self._forget_memory(member)
             if (theirs.st_dev, theirs.st_ino) != region.memory.file:
-                raise CapacityError("this pool has memory of its own by now")
+                raise CapabilityError("this pool has memory of its own by now")
             adopted = True
         place = region.free_number() if not adopted else int(old) if isinstance(old, int) and 0 <= old < 63 else None
         if place is None or place in region.members:

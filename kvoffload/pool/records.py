@@ -75,6 +75,7 @@ class PooledState(CacheState):
         self.num_groups = pool.num_groups
         self.pool = pool
         self.numbers: dict[Record, tuple[int, int]] = {}
+        self.fetched: LeaseRecord | None = None  # the latest that a promotion holds, which its load shares
         self._clean = pool.generation  # nothing of owners before this generation is in use
 
     def tidy(self) -> None:
@@ -202,11 +203,9 @@ class PooledState(CacheState):
         self.proposed = lease = LeaseRecord(keys, [], ())
         if not keys:
             return lease
-        source = next(
-            (each for each in self.table.leases if each.keys[: len(keys)] == keys and not each.released), None
-        )
+        source = self.fetched
         self.table.leases.add(lease)
-        if source is not None:
+        if source is not None and not source.released and source.keys[: len(keys)] == keys:
             self.numbers[lease] = self.numbers[source]
             lease.indices = source.indices[: len(keys)]
             return lease
@@ -346,6 +345,7 @@ class PoolRecords(Records):
     @guarded
     def remove(self, keys: list[bytes] | None) -> int:
         """Raises nothing where no owner answers: the next one may have them still."""
+        self._pooled.fetched = None
         answer = self._ask(Operation.REMOVE, b"" if keys is None else pack_keys(keys))
         return 0 if answer is None else int(NUMBER.unpack(answer)[0])
 
@@ -386,6 +386,7 @@ class PoolRecords(Records):
             return statuses, None
         handle = Lease(self, record)
         watch(handle, record, self._state.abandoned.append)
+        self._pooled.fetched = record
         return statuses, handle
 
     def bring(self, keys: list[bytes], wait: float | None) -> None:

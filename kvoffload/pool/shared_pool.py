@@ -38,7 +38,17 @@ from kvoffload.errors import CapabilityError, CapacityError, ClosedError, Layout
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import Meaning, PoolMemory
-from kvoffload.pool.messages import HEADER, VERSION, Assembler, MessageError, Operation, datagrams, receive
+from kvoffload.pool.messages import (
+    ALL_OR_NOTHING,
+    HEADER,
+    VERSION,
+    Assembler,
+    MessageError,
+    Operation,
+    datagrams,
+    pack_keys,
+    receive,
+)
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -223,7 +233,8 @@ class SharedPool:
 
     def wake(self) -> None:
         """Transfers are in flight: look at them until they have ended, so that others see the keys."""
-        os.eventfd_write(self._wakeup, 1)
+        if self._wakeup >= 0:
+            os.eventfd_write(self._wakeup, 1)
 
     def ask(
         self,
@@ -249,19 +260,21 @@ class SharedPool:
             return None
         kind, content = answer
         if kind == Operation.REFUSED:
-            if operation == Operation.RESERVE:
+            if operation == Operation.RESERVE and payload[0] & ALL_OR_NOTHING:
                 raise CapacityError(content.decode(errors="replace"))
             LOGGER.warning("the owner of %s has refused a message: %s", self.path, shown(content))
             return None
         return content
 
     def tell(self, operation: Operation, payload: bytes, *, keep: bool = False) -> None:
-        """Send a message that has no answer. Where the owner does not listen, it is kept for later, or dropped."""
+        """Send a message that has no answer. Where the owner does not listen, it is dropped, or with `keep` sent later."""
+        if self._closed or len(FORKS) != self._forks:
+            return
         with self._lock:
             number = next(self._numbers)
-            if self._ready():
-                self._send(number, operation, payload)
-            elif keep and self._joined and len(self._unsent) < _MOST_UNSENT:
+            if self._ready() and self._send(number, operation, payload):
+                return
+            if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
                 self._unsent.extend(datagrams(number, operation, payload))
 
     # the connection -----------------------------------------------------------------------------------------------
@@ -272,17 +285,27 @@ class SharedPool:
             raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
         if self._socket is None and not self._connect(self._answer_seconds):
             return False
-        if self._late is not None:
-            late = self._answer(self._late, 0.0)
-            if late is None:
-                return False
-            if not self._joined:
-                self._take_join(*late)
+        if self._late is not None and not self._caught_up():
+            return False
         while self._unsent and self._joined:
             if not self._send_datagram(self._unsent[0]):
                 return False
             self._unsent.popleft()
         return self._joined
+
+    def _caught_up(self) -> bool:
+        """Whether the owner has answered what was late. The answer may be lost, as by an interrupt: so ask it again."""
+        assert self._late is not None
+        answer = self._answer(self._late, 0.0)
+        if answer is not None and not self._joined:
+            self._take_join(*answer)
+        elif answer is None and self._socket is not None and self._joined and time.monotonic() >= self._next_try:
+            self._next_try = time.monotonic() + RETRY_SECONDS
+            late, number = self._late, next(self._numbers)
+            self._send(number, Operation.STATUS, pack_keys([]))
+            if self._answer(number, 0.0) is None and self._late is not None:
+                self._late = late
+        return self._late is None and self._socket is not None
 
     def _connect(self, wait: float) -> bool:
         """Find an owner, at most once in `RETRY_SECONDS`, and join it. False: there is none, or it has not answered."""
@@ -331,12 +354,13 @@ class SharedPool:
         if kind != Operation.JOIN:
             text = content.decode(errors="replace")
             self._drop()
-            if self._joined_before:
+            if self._joined_before and text.startswith(CapabilityError.__name__):
                 self._refused = True
                 LOGGER.warning(
                     "the new owner of %s does not take this engine's memory (%s): its cache has no hits until you "
                     "attach again and make a new engine", self.path, text,
                 )  # fmt: skip
+            if self._joined_before:
                 return
             name, _, reason = text.partition(": ")
             raise _ERRORS.get(name, CapabilityError)(reason)
@@ -378,7 +402,7 @@ class SharedPool:
             if not datagram:
                 self._lose()
                 return None
-            if message is not None and message[0] == number:
+            if message is not None and message[0] >= number:
                 self._late = None
                 return message[1:]
             end = time.monotonic() + wait if end is None else end
@@ -416,11 +440,17 @@ class SharedPool:
         if connection is not None:
             connection.close()
 
-    def _tend(self) -> bool:
-        """For the thread: find a new owner if there is none, settle what has ended. Whether transfers are in flight."""
+    def _tend(self, ended: socket.socket | None) -> bool:
+        """For the thread: find a new owner if there is none, settle what has ended. Whether transfers are in flight.
+
+        Args:
+            ended: a connection whose other end is closed.
+        """
         if self._closed:
             return False
         with self._lock:
+            if ended is not None and ended is self._socket:
+                self._lose()
             if self._socket is None:
                 self._connect(self._answer_seconds)
         return self._settle()
@@ -457,15 +487,19 @@ def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
         if connection is not None and (descriptor := connection.fileno()) >= 0:
             poll.register(descriptor, select.POLLRDHUP)
         wait = SETTLE_SECONDS if busy else RETRY_SECONDS if connection is None else 10 * RETRY_SECONDS
-        del member, connection
+        del member
+        ended = None
         for descriptor, _ in poll.poll(wait * 1000):
             if descriptor == wakeup:
                 os.eventfd_read(wakeup)
+            else:
+                ended = connection
+        del connection
         member = pool()
         if member is None:
             return
         try:
-            busy = member._tend()
+            busy = member._tend(ended)
         except Exception as error:  # noqa: BLE001  # a thread that ends would leave keys pending
             LOGGER.warning("the thread of %s: %s", member, shown(error))
             busy = False
