@@ -267,7 +267,7 @@ class SharedPool:
         return content
 
     def tell(self, operation: Operation, payload: bytes, *, keep: bool = False) -> None:
-        """Send a message that has no answer. Where the owner does not listen, it is dropped, or with `keep` sent later."""
+        """Send a message without an answer. Where the owner does not listen, it is dropped, or with `keep` sent later."""
         if self._closed or len(FORKS) != self._forks:
             return
         with self._lock:
