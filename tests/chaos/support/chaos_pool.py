@@ -4,8 +4,8 @@ Each process is a fork of this one, which has no threads and no CUDA context. En
 and remove keys at random, and compare every block that they load with what its key stands for. Key `i` stands for block
 `i`, whose bytes follow from the seed, so bytes of another key, and bytes that were not written yet, are wrong.
 
-After some kills there is an audit: the engines end by themselves, then one member must be able to reserve every entry of
-the pool. At the end of it all processes are killed, and the next ones begin with an empty pool.
+After some kills there is an audit: the engines end by themselves, then one member must be able to reserve every entry
+of the pool. After others all processes are killed, and the next ones begin with an empty pool.
 Prints a line of JSON: counts, and what was wrong.
 """
 
@@ -36,7 +36,16 @@ import numpy as np
 import numpy.typing as npt
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CacheIndex, CapacityError, KVLayout, KVOffloadError, MissingKeyError, OffloadEngine
+from kvoffload import (
+    NO_WAIT,
+    BlockCache,
+    CacheIndex,
+    CapacityError,
+    KVLayout,
+    KVOffloadError,
+    MissingKeyError,
+    OffloadEngine,
+)
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.tiers import MemoryTier
 
@@ -111,9 +120,7 @@ def key_of(number: int) -> bytes:
 
 def contents(plan: Plan) -> npt.NDArray[np.uint8]:
     """(keys, planes, bytes): what each key stands for."""
-    return np.random.default_rng(plan.seed).integers(
-        0, 256, (plan.universe, PLANES, plan.row_bytes), dtype=np.uint8
-    )
+    return np.random.default_rng(plan.seed).integers(0, 256, (plan.universe, PLANES, plan.row_bytes), dtype=np.uint8)
 
 
 # an engine ------------------------------------------------------------------------------------------------------------
@@ -243,9 +250,7 @@ class Engine:
         self.poison(targets)
         self.enter(State.FETCHING)
         with self.cache.open_request() as request:
-            job = self.cache.fetch(
-                list(map(key_of, numbers)), targets, after=NO_WAIT, deadline=0.2, request=request
-            )
+            job = self.cache.fetch(list(map(key_of, numbers)), targets, after=NO_WAIT, deadline=0.2, request=request)
             hits = job.hits
             self.enter(State.WAITING)
             loaded = job.wait(10.0)
@@ -333,7 +338,7 @@ def run_engine(plan: Plan, path: str, word: Any, seed: int, errors: Path) -> Non
     try:
         Engine(plan, path, word, seed).run()
         status = 0
-    except BaseException:  # noqa: BLE001
+    except BaseException:
         errors.write_text(f"seed {seed}: {traceback.format_exc()}")
     finally:
         os._exit(status)
@@ -351,7 +356,7 @@ def run_owner(plan: Plan, path: str, ready: Any, seed: int, errors: Path) -> Non
                 ready["state"] = 1
                 time.sleep(0.02)
             ready["calls"] = sum(each["pending"] + each["pinned"] for each in owner.statistics())
-    except BaseException:  # noqa: BLE001
+    except BaseException:
         errors.write_text(f"owner, seed {seed}: {traceback.format_exc()}")
         os._exit(1)
     os._exit(0)
@@ -593,7 +598,7 @@ def audit_pool(plan: Plan, path: str, errors: Path) -> None:
                 index.clear()
                 statistics = index.statistics()
                 assert (statistics.resident, statistics.pending, statistics.pinned) == (0, 0, 0), statistics
-    except BaseException:  # noqa: BLE001
+    except BaseException:
         errors.write_text(f"audit: {traceback.format_exc()}")
         os._exit(1)
     os._exit(0)
