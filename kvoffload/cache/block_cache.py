@@ -14,11 +14,11 @@ import numpy as np
 
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
-from kvoffload.cache.key_cache import KeyCache, leading
+from kvoffload.cache.key_cache import KeyCache, Membership
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
-from kvoffload.cache.records import guarded
+from kvoffload.cache.records import guarded, leading
 from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
@@ -100,6 +100,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             does in between, such as decoding before `keep`; then tiers are asked for more keys than is best. A very low
             number: all keys are promoted, always.
         hung: seconds after which a tier's call counts as hanging. The tier is not used until that call returns.
+        pool: a `SharedPool`, over whose memory the engine is. Its owner has the index: policy, tenants, store_after and
+            tiers are its own, and keys are hits for all members. Where no owner answers, every key is a miss.
 
     Attributes:
         engine: as given.
@@ -129,6 +131,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         write: WriteName = "admitted",
         prefill_tokens_per_second: float | None = None,
         hung: float = 30.0,
+        pool: Membership | None = None,
     ) -> None:
         check_engine(engine)
         below = None
@@ -160,6 +163,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 on_event=on_event,
                 engine=engine,
                 below=below,
+                pool=pool,
             )
             self._state.owner = weakref.ref(self)
             self._tenants = dict(tenants or {})

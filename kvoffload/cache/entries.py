@@ -366,3 +366,16 @@ class Completion(Protocol):
 
     def order_before(self, stream: Any) -> None:
         """Work queued on `stream` from now on starts after it has ended."""
+
+
+class Journal(Protocol):
+    """Writes down what the entries hold, where another process can read it after this one has died."""
+
+    def reserved(self, record: ReservationRecord, /) -> None:
+        """The entries of a record are about to be written."""
+
+    def filled(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, /) -> None:
+        """The entries have the bytes of these keys."""
+
+    def removed(self, entries: Sequence[int], /) -> None:
+        """The keys of these entries are missing from now on."""

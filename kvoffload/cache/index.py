@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
 from kvoffload.cache.entries import Status, check_keys
-from kvoffload.cache.key_cache import KeyCache
+from kvoffload.cache.key_cache import KeyCache, Membership
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pool, Tenant, claimed
 from kvoffload.cache.records import locked
@@ -49,7 +49,8 @@ class CacheIndex(KeyCache):
     Entry `e` is slot `e` of every engine. A tier's record is one entry: row `e` of every pool, all or nothing.
 
     Args:
-        capacity: keys that it holds, at most 2**32. With 0 every lookup misses, and every key is declined.
+        capacity: keys that it holds, at most 2**32. With 0 every lookup misses, and every key is declined. Or a
+            `SharedPool`, whose owner has the index, see `BlockCache`.
         policy, tenants, store_after, max_load_blocks, on_event, tiers, write, hung: as for `BlockCache`.
         pools: with tiers, the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for
             `Tier.attach`. They must stay mapped until `close` has returned True.
@@ -58,7 +59,8 @@ class CacheIndex(KeyCache):
             latest measured speed, would take longer. None: all are promoted.
 
     Attributes:
-        capacity, max_load_blocks: as given.
+        capacity: keys that it holds.
+        max_load_blocks: as given.
         lock: for integrations. Nearly every call takes it, for a moment. A call made while you hold it raises
             RuntimeError, or answers at once.
         records: for integrations, and may change: calls that take records in place of a `Reservation` or `Lease`.
@@ -72,7 +74,7 @@ class CacheIndex(KeyCache):
 
     def __init__(
         self,
-        capacity: int,
+        capacity: SupportsIndex | Membership,
         *,
         policy: PolicyChoice = DEFAULT_POLICY,
         tenants: Mapping[str, Tenant] | None = None,
@@ -86,13 +88,15 @@ class CacheIndex(KeyCache):
         seconds_per_key: float | None = None,
         hung: float = 30.0,
     ) -> None:
+        pool = None if isinstance(capacity, SupportsIndex) else capacity
+        capacity = capacity if isinstance(capacity, SupportsIndex) else capacity.capacity
         below = None
         if tiers != ():
             from kvoffload.cache.tiering.attaching import TierPlan
 
             below = TierPlan.of(tiers, write, hung, seconds_per_key)
             if below is not None:
-                below.check_pools(pools, capacity)
+                below.check_pools(pools, int(capacity))
         with claimed(policy):
             super().__init__(
                 capacity,
@@ -102,6 +106,7 @@ class CacheIndex(KeyCache):
                 max_load_blocks=max_load_blocks,
                 on_event=on_event,
                 below=below,
+                pool=pool,
             )
             self.lock, self.records, self.max_load_blocks = self._state.lock, self._records, self._most_hits
             if below is not None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
-from operator import eq
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
-from kvoffload.cache import repair
 from kvoffload.cache.engines import CacheEngine
-from kvoffload.cache.entries import EntryTable, Status, check_keys, watch
-from kvoffload.cache.policies import PolicyChoice
-from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, guarded, locked, reading, statuses_from_truth
+from kvoffload.cache.entries import Status, check_keys, watch
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.pools import Pools, ReuseFilter, Tenant
+from kvoffload.cache.records import Records, guarded
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
 from kvoffload.cache.sessions import ACTIONS, Action, Hint, HintAnswer
 from kvoffload.cache.state import CacheState
@@ -30,15 +26,20 @@ if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.manager import TierManager
     from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
 
-_FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
 _HOST, _WAITS, _MISSING = "host", "pending", "missing"
 
 
-def _hits_from_truth(cache: KeyCache, requests: list[list[bytes]]) -> list[int]:
-    most = cache._most_hits
-    found = [len(list(takewhile(lambda status: status is _HIT, statuses_from_truth(cache, keys)))) for keys in requests]
-    return found if most is None else [min(each, most) for each in found]
+class Membership(Protocol):
+    """A `kvoffload.SharedPool`, as a cache over it sees it."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    def open(
+        self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder], /
+    ) -> tuple[CacheState, Records]:
+        """The state and the records of the cache, whose truth the pool's owner has."""
 
 
 class KeyCache:
@@ -50,13 +51,14 @@ class KeyCache:
     Args:
         engine: asked before each call whether it is usable; None: no engine.
         below: the tiers that the class is about to attach; None: none.
+        pool: the membership in a shared pool, whose owner has the index; None: the index is here.
     """
 
     _check_usable: Callable[[], None] | None = None  # before a call the engine is asked, and checks it
 
     def __init__(
         self,
-        capacity: int,
+        capacity: SupportsIndex,
         *,
         policy: PolicyChoice,
         tenants: Mapping[str, Tenant] | None,
@@ -65,6 +67,7 @@ class KeyCache:
         on_event: Callable[[CacheEvent], None] | None,
         engine: CacheEngine | None = None,
         below: TierPlan | None = None,
+        pool: Membership | None = None,
     ) -> None:
         self.capacity = at_least("capacity", capacity, 0)
         if self.capacity > 1 << 32:
@@ -74,17 +77,28 @@ class KeyCache:
         self._most_hits = None if max_load_blocks is None else at_least("max_load_blocks", max_load_blocks, 1)
         if below is not None:
             policy, on_event = below.policy(policy), below.hook(on_event)
-        self._state = CacheState(
-            self.capacity,
-            Pools(policy, {} if tenants is None else tenants, self.capacity),
-            ReuseFilter(store_after, self.capacity),
-            StatisticsRecorder(self.capacity, on_event),
-            engine,
-        )
+        check = None if engine is None else engine.check_process
+        if pool is None:
+            self._state = CacheState(
+                self.capacity,
+                Pools(policy, {} if tenants is None else tenants, self.capacity),
+                ReuseFilter(store_after, self.capacity),
+                StatisticsRecorder(self.capacity, on_event),
+                engine,
+            )
+            self._records = Records(self._state, check)
+        else:
+            if policy != DEFAULT_POLICY or tenants or store_after or below is not None:
+                raise ValueError(
+                    "policy, tenants, store_after and tiers are for the owner of a shared pool: give them to "
+                    "`kvoffload pool serve`, or to its PoolOwner, and leave them out here"
+                )
+            self._state, self._records = pool.open(engine, partial(StatisticsRecorder, on_event=on_event))
         self._state.has_tiers = below is not None
-        self._records = Records(self._state, None if engine is None else engine.check_process)
         self._asks = engine
-        self._unlocked = engine is None and on_event is None  # hits of one key need no lock: they call nothing
+        self._unlocked = (
+            pool is None and engine is None and on_event is None
+        )  # hits of one key need no lock: they call nothing
         self._tiers: TierManager | None = None
 
     # asking -------------------------------------------------------------------------------------------------------
@@ -102,7 +116,7 @@ class KeyCache:
         """
         if self._asks is not None:
             self._look()
-        return self._lookup_many([check_keys(keys)])[0]
+        return self._records.look_up(([check_keys(keys)], self._most_hits))[0]
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
         """`lookup` for each of several requests, in one call: the cache does not change in between. Returns the hits of
@@ -110,22 +124,7 @@ class KeyCache:
         """
         if self._asks is not None:
             self._look()
-        return self._lookup_many([check_keys(keys) for keys in requests])
-
-    @partial(guarded, nested=_hits_from_truth)
-    def _lookup_many(self, requests: list[list[bytes]]) -> list[int]:
-        state, hits = self._state, list[int]()
-        table = state.table
-        for keys in requests:
-            found = leading(table, keys)
-            if table.pending:
-                found = next((place for place, key in enumerate(keys[:found]) if key in table.pending), found)
-            if state.filter.store_after:
-                state.filter.note(key for key in keys[found:] if key not in table.of)
-            found = found if self._most_hits is None else min(found, self._most_hits)
-            state.recorder.note_lookup(keys, found)
-            hits.append(found)
-        return hits
+        return self._records.look_up(([check_keys(keys) for keys in requests], self._most_hits))
 
     def status(self, keys: Sequence[bytes]) -> list[Status]:
         """For each key, whether it is missing, a hit or pending. Counts nothing; works with a closed engine, too."""
@@ -163,24 +162,7 @@ class KeyCache:
             return _HIT
         if self._asks is not None:
             self._look()
-        return self._status_of(key if type(key) is bytes else check_keys([key])[0])
-
-    @partial(guarded, nested=lambda cache, key: statuses_from_truth(cache, [key])[0])
-    def _status_of(self, key: bytes) -> Status:
-        table, recorder = self._state.table, self._state.recorder
-        recorder.lookups += 1
-        if key not in table.of:
-            status = _MISS
-            if self._state.filter.store_after:
-                self._state.filter.note((key,))
-        elif key in table.pending:
-            status = _PENDING
-        else:
-            status = _HIT
-            recorder.hits += 1
-        if recorder.has_hook:
-            recorder.announce("hit" if status is _HIT else "miss", (key,))
-        return status
+        return self._records.status_of(key if type(key) is bytes else check_keys([key])[0])
 
     def locate(self, keys: Sequence[bytes]) -> list[str]:
         """Where each key is: "host" (can be loaded), "pending" (being stored or promoted), the name of a tier, or
@@ -222,16 +204,7 @@ class KeyCache:
         if session is not None and not isinstance(session, str):
             raise TypeError(f"session must be a string or None, got {session!r:.80}")
 
-        def step(state: CacheState) -> CacheRequest:
-            state.pools.of(tenant)
-            record = RequestRecord(state, tenant, None if self._tiers is None else self._tiers.post)
-            if session is not None:
-                state.consistent = False
-                record.of_session = state.with_sessions().open(session, tenant, weakref.ref(record))
-                state.consistent = True
-            return CacheRequest(self._records, record)
-
-        return locked(self._records, step)
+        return self._records.open_request((tenant, session, None if self._tiers is None else self._tiers.post))
 
     def hint(
         self,
@@ -391,6 +364,7 @@ class KeyCache:
         refuse = partial(refuse_nested, self._state.lock) if tiers is None else tiers.refuse_nested
         record = PromotionRecord(checked, tenant, until, refuse, counted=counted)
         if tiers is None:
+            self._records.bring(checked, wait)
             record.end_with_what_is_here(self._records)
         else:
             tiers.promote(record)
@@ -455,13 +429,7 @@ class KeyCache:
         if self._asks is not None:
             self._asks.advance()
 
-        def step(state: CacheState) -> int:
-            of = state.table.of
-            gone = list(of) if keys is None else list(filter(of.__contains__, keys))
-            state.remove(gone)
-            return len(gone)
-
-        return locked(self, step)
+        return self._records.remove(keys)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Write what the tiers are to get (see `drain`), end promotions with the keys that came, close the tiers.
@@ -505,16 +473,10 @@ class KeyCache:
         if self._asks is not None:
             self._asks.advance()
 
-        def step(state: CacheState) -> None:
-            repair.check(state.table)
-            state.pools.check(list(state.table.of), state.pool_number)
-            waiting = self._asks is not None and bool(state.storing or state.loading)
-            assert not waiting or state.in_flight[0](), "reservations and loads wait for transfers in flight"
-
-        locked(self, step)
+        self._records.check(None)
 
     def __len__(self) -> int:
-        return reading(self._records, lambda state: len(state.table))
+        return self._records.size()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._describe()})"
@@ -545,24 +507,3 @@ class KeyCache:
             raise ClosedError(
                 f"the {'cache' if closed else 'engine of the cache'} is closed: make an engine and a cache"
             )
-
-
-def leading(table: EntryTable, keys: list[bytes]) -> int:
-    """How many leading keys have entries.
-
-    Keys stored together mostly have adjacent entries. Comparing those in order costs a fifth of looking up each key in
-    a large dictionary (`kvoffload bench cache`), where nearly every step misses the CPU's caches.
-    """
-    found, compared = 0, 2 * _FEW
-    while found < len(keys):
-        index = table.of.get(keys[found])
-        if index is None:
-            return found
-        asked = keys[found : found + compared]
-        there = table.keys[index : index + len(asked)]
-        together = len(asked) if there == asked else len(list(takewhile(bool, map(eq, there, asked))))
-        found += together
-        if together < _FEW:
-            break
-        compared = 2 * together  # so that many short ranges cost no more than one long one
-    return found + len(list(takewhile(table.of.__contains__, keys[found:])))

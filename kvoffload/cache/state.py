@@ -32,6 +32,7 @@ from kvoffload.cache.entries import (
     SETTLING,
     Completion,
     EntryTable,
+    Journal,
     LeaseRecord,
     Record,
     ReservationRecord,
@@ -92,6 +93,7 @@ class CacheState:
         self.has_tiers = False
         self.sessions: Sessions | None = None  # from the first request of a session on
         self.clock: Callable[[], float] = time.monotonic
+        self.journal: Journal | None = None  # told of every change before bytes may follow it
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
         self.num_groups = 1 if engine is None else engine.layout.num_groups
         self.growing: CacheEngine | None = None  # an engine whose pool grows, so that there will be more entries
@@ -244,6 +246,8 @@ class CacheState:
         self.consistent = False
         if record.num_unused:
             pool_of.extend(array("I", (number,)) * (len(table.keys) + record.num_unused - len(pool_of)))
+        if self.journal is not None:
+            self.journal.reserved(record)
         record.victim_pools = [pool_of[index] for index in record.victim_indices] if several_pools else []
         for key in record.evicted:
             del of[key]
@@ -334,6 +338,8 @@ class CacheState:
             record.stage = COMMITTED
             table.reservations.discard(record)
             mine, indices = table.fulfil(record)
+            if self.journal is not None:
+                self.journal.filled(mine, indices, record.tenant)
             self.recorder.note_stored(mine, indices, record.tenant, record.promoted)
             if self.filter.store_after:
                 self.filter.forget(mine)
@@ -373,6 +379,8 @@ class CacheState:
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         of = self.table.of
         indices = list(map(of.__getitem__, keys))
+        if self.journal is not None:
+            self.journal.removed(indices)
         for key in keys:
             del of[key]
         for index in indices:

@@ -64,11 +64,8 @@ class SharedSlots:
         at_least("num_slots", num_slots, 1)
         if at_least("slot_bytes", slot_bytes, 1) % SLOT_ALIGNMENT:
             raise ValueError(f"slot_bytes must be a multiple of {SLOT_ALIGNMENT}, got {slot_bytes}")
-        if not hasattr(os, "memfd_create"):
-            raise CapabilityError("memory is shared through a memfd, which this system does not have; use Linux")
-        descriptor = os.memfd_create("kvoffload-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = allocate_memory("kvoffload-slots", num_slots * slot_bytes)
         try:
-            _allocate(descriptor, num_slots * slot_bytes)
             self._map(descriptor, num_slots, slot_bytes, "")
         except BaseException:
             os.close(descriptor)
@@ -164,8 +161,8 @@ class SharedSlots:
                     if time.monotonic() >= busy:
                         raise TimeoutError(f"the process that offers {name!r:.80} answers nobody") from None
                 time.sleep(_BETWEEN_ATTEMPTS)
-            if _user_of(connection) != os.getuid():
-                raise PermissionError(f"{name!r:.80} is offered by user {_user_of(connection)}, not by this one")
+            if peer_of(connection)[1] != os.getuid():
+                raise PermissionError(f"{name!r:.80} is offered by user {peer_of(connection)[1]}, not by this one")
             message, descriptors, _, _ = socket.recv_fds(connection, 2 * _LONGEST_NOTE, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
             raise PermissionError(f"the process that offers {name!r:.80} did not hand over its memory: another user's?")
@@ -210,8 +207,17 @@ class SharedSlots:
         return f"SharedSlots({len(self.array)} slots of {self.array.shape[1]} bytes, {state})"
 
 
-def _allocate(descriptor: int, nbytes: int) -> None:
-    """Allocate all pages now: a missing one would later end the process. In steps, since others allocate, too."""
+def allocate_memory(name: str, nbytes: int) -> int:
+    """The descriptor of a memfd of so many bytes, which nobody can resize. All pages are allocated: a missing one would
+    later end the process. In steps, since others allocate, too.
+
+    Raises:
+        CapacityError: the machine has too little memory, or the process's limits allow too little.
+        CapabilityError: the system has no memfd.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise CapabilityError("memory is shared through a memfd, which this system does not have; use Linux")
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
         for start in range(0, nbytes, RANGE_BYTES):
@@ -224,9 +230,14 @@ def _allocate(descriptor: int, nbytes: int) -> None:
             os.posix_fallocate(descriptor, start, min(RANGE_BYTES, nbytes - start))
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, OverflowError) as error:
+        os.close(descriptor)
         raise CapacityError(
             f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots"
         ) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
@@ -239,15 +250,17 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
         with connection:
             try:
                 connection.settimeout(ANSWER_SECONDS)
-                if _user_of(connection) in (os.getuid(), 0):
+                if peer_of(connection)[1] in (os.getuid(), 0):
                     socket.send_fds(connection, [message], [descriptor])
             except OSError as error:
                 LOGGER.warning("shared slots could not be handed over: %s", shown(error))
 
 
-def _user_of(connection: socket.socket) -> int:
+def peer_of(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a Unix socket, when it connected."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
+    process, user, group = _CREDENTIALS.unpack(credentials)
+    return process, user, group
 
 
 def _address(name: str) -> str:

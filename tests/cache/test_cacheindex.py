@@ -27,7 +27,7 @@ from kvoffload import (
 )
 from kvoffload.cache import statistics as recorder
 from kvoffload.cache.entries import EntryTable
-from kvoffload.cache.key_cache import leading
+from kvoffload.cache.records import leading
 from kvoffload.cache.policies import LRU, POLICIES, Prefix
 
 MISS, HIT, PENDING = Status.MISS, Status.HIT, Status.PENDING

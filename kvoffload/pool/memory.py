@@ -1,0 +1,271 @@
+"""PoolMemory: the slots of a region, and headers that say what they hold, in one memfd.
+
+    byte 0              `capacity` rows of `row_bytes`: row `e` is entry `e`, one slot for each group
+    then                the superblock, one page: what the rows mean
+    then                the headers, 128 bytes an entry
+
+Only the owner writes superblock and headers. They are there for the owner's death: a new owner that gets the memfd from
+a member reads from them which keys are ready, which entries are being written and by whom, and which are being read.
+The order of writes makes every prefix of them safe, and a process that is killed leaves a prefix:
+
+- an entry's header says RESERVED before anybody may write its row;
+- it says READY after everything else in it was written, and that after its row was filled.
+
+**Who may still touch the rows.** Each member holds a lock on one byte of the memfd, the byte of its number, from before
+its first transfer until after its last one. The lock belongs to an open file (F_OFD_SETLK), so the kernel ends it when
+the process and all children that inherited the file are gone: the GPU's work for them has ended by then
+(`tests/chaos/support/late_writes.py` measures it). Until then, entries that a dead member was writing stay in
+quarantine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.device.shared_slots import allocate_memory
+from kvoffload.internal.types import UInt8Array
+from kvoffload.pool.messages import MOST_KEY_BYTES
+
+PAGE = 4096
+MAGIC = b"\x89KVPOOL1"
+OWNER = 63  # the owner's number, and its lock
+MEMBERS = 63  # numbers 0 to 62
+FREE, RESERVED, READY = range(3)
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+HEADER = np.dtype(
+    [
+        ("state", "<u4"),
+        ("check", "<u4"),
+        ("sequence", "<u8"),
+        ("readers", "<u8"),
+        ("tenant", "V8"),
+        ("writer", "<u4"),
+        ("key_bytes", "<u4"),
+        ("key", f"V{MOST_KEY_BYTES}"),
+        ("spare", "V24"),
+    ]
+)  # state: FREE, RESERVED or READY; readers: a bit for each member that may be reading; sequence: of the reservation
+assert HEADER.itemsize == 128
+_SUPERBLOCK = struct.Struct("<8sIIQQ16s16s")  # magic, check of the rest, 0, capacity, row bytes, fingerprint, identity
+_LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, process
+
+
+class Meaning(NamedTuple):
+    """What the rows of a region mean.
+
+    Attributes:
+        capacity: entries.
+        row_bytes: bytes of an entry, of all groups; a multiple of 4096.
+        fingerprint: the layout's, 16 bytes.
+        identity: digest of the identity that members give, 16 bytes.
+    """
+
+    capacity: int
+    row_bytes: int
+    fingerprint: bytes
+    identity: bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.capacity * self.row_bytes
+
+    @property
+    def name(self) -> str:
+        """The same for the same layout and identity."""
+        return blake2b(self.fingerprint + self.identity + b"%d" % self.row_bytes, digest_size=8).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot_bytes + PAGE + -(-self.capacity * HEADER.itemsize // PAGE) * PAGE
+
+    def pack(self) -> bytes:
+        fields = (0, self.capacity, self.row_bytes, self.fingerprint, self.identity)
+        body = _SUPERBLOCK.pack(MAGIC, 0, *fields)
+        return _SUPERBLOCK.pack(MAGIC, zlib.crc32(body), *fields)
+
+
+class Found(NamedTuple):
+    """What a new owner finds in the headers.
+
+    Attributes:
+        keys, entries, sequences, tenants: of ready keys, the oldest sequence first; `tenants` are digests.
+        users: (entry, numbers of members, as bits) of entries that may be in use, with a key or without.
+    """
+
+    keys: list[bytes]
+    entries: npt.NDArray[np.int64]
+    sequences: npt.NDArray[np.int64]
+    tenants: list[bytes]
+    users: list[tuple[int, int]]
+
+
+class PoolMemory:
+    """A memfd of a region, mapped here.
+
+    Args:
+        descriptor: of the memfd; it belongs to this object from now on, also if this raises.
+        meaning: what it must hold.
+        headers: map the headers, too: the owner does.
+
+    Attributes:
+        rows: uint8, (capacity, row_bytes).
+        headers: `HEADER`, (capacity,); empty unless mapped.
+    """
+
+    def __init__(self, descriptor: int, meaning: Meaning, *, headers: bool) -> None:
+        self.descriptor = descriptor
+        self.meaning = meaning
+        self._locked: int | None = None  # a descriptor of an open file of our own, which holds our lock
+        try:
+            mapped = mmap.mmap(descriptor, meaning.nbytes if headers else meaning.slot_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        shape = (meaning.capacity, meaning.row_bytes)
+        self.rows: UInt8Array = np.frombuffer(mapped, np.uint8, count=meaning.slot_bytes).reshape(shape)
+        self.headers = (
+            np.frombuffer(mapped, HEADER, count=meaning.capacity, offset=meaning.slot_bytes + PAGE)
+            if headers
+            else np.empty(0, HEADER)
+        )
+        if headers:
+            self._superblock = np.frombuffer(mapped, np.uint8, count=PAGE, offset=meaning.slot_bytes)
+
+    @classmethod
+    def create(cls, meaning: Meaning) -> PoolMemory:
+        """Raises CapacityError, CapabilityError."""
+        memory = cls(allocate_memory("kvoffload-pool", meaning.nbytes), meaning, headers=True)
+        packed = meaning.pack()
+        memory._superblock[: len(packed)] = np.frombuffer(packed, np.uint8)
+        return memory
+
+    @classmethod
+    def adopt(cls, descriptor: int, meaning: Meaning) -> PoolMemory:
+        """The memory of an owner that has ended, from a member. Raises ValueError: it is no such memory."""
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+            size = os.fstat(descriptor).st_size
+        except OSError:
+            sealed, size = False, 0
+        if not sealed or size != meaning.nbytes:
+            os.close(descriptor)
+            raise ValueError(f"a member's memory is no region of {meaning.nbytes} bytes")
+        memory = cls(descriptor, meaning, headers=True)
+        packed = meaning.pack()
+        if memory._superblock[: len(packed)].tobytes() != packed:
+            memory.close()
+            raise ValueError("a member's memory has another superblock")
+        return memory
+
+    @property
+    def file(self) -> tuple[int, int]:
+        """Equal for two descriptors of the same memory."""
+        status = os.fstat(self.descriptor)
+        return status.st_dev, status.st_ino
+
+    # locks --------------------------------------------------------------------------------------------------------
+
+    def lock(self, number: int) -> None:
+        """Hold the lock of this number until `close`. Several processes may: those of one member."""
+        if self._locked is None:
+            self._locked = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.fcntl(self._locked, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
+
+    @property
+    def holds_lock(self) -> bool:
+        return self._locked is not None
+
+    def unlock(self) -> None:
+        """Give up our lock: we touch the rows no more."""
+        if self._locked is not None:
+            os.close(self._locked)
+            self._locked = None
+
+    def locked(self, number: int) -> bool:
+        """Whether any other open file holds the lock of this number."""
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+        answer = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, asked)
+        return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+    # the owner's headers ------------------------------------------------------------------------------------------
+
+    def reserved(self, entries: Sequence[int], sequence: int, writer: int) -> None:
+        """These entries are about to be written."""
+        headers, chosen = self.headers, np.array(entries, np.int64)
+        headers["state"][chosen] = RESERVED
+        headers["writer"][chosen] = writer
+        headers["sequence"][chosen] = sequence
+        headers["readers"][chosen] = 0
+
+    def ready(self, keys: Sequence[bytes], entries: Sequence[int], tenant: bytes) -> None:
+        """These entries have the bytes of these keys."""
+        headers, chosen = self.headers, np.array(entries, np.int64)
+        sequences = headers["sequence"][chosen].tolist()
+        headers["key"][chosen] = np.array([key.ljust(MOST_KEY_BYTES, b"\0") for key in keys], f"V{MOST_KEY_BYTES}")
+        headers["key_bytes"][chosen] = list(map(len, keys))
+        headers["tenant"][chosen] = np.void(tenant)
+        headers["check"][chosen] = list(map(_check, keys, entries, sequences))
+        headers["state"][chosen] = READY
+
+    def gone(self, entries: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """These entries have no keys any more. Those that are being written are so still."""
+        chosen = np.array(entries, np.int64)
+        self.headers["state"][chosen[self.headers["state"][chosen] == READY]] = FREE
+
+    def reading(self, entries: Sequence[int], member: int) -> None:
+        """The member may read these entries from now on."""
+        self.headers["readers"][np.array(entries, np.int64)] |= np.uint64(1 << member)
+
+    def read(self, entries: Iterable[int], member: int) -> None:
+        """It reads them no more."""
+        self.headers["readers"][np.fromiter(entries, np.int64)] &= np.uint64(~(1 << member) & (1 << 64) - 1)
+
+    def found(self) -> Found:
+        """What a dead owner has left. Headers that are wrong count as free."""
+        headers = self.headers
+        ready = np.flatnonzero((headers["state"] == READY) & (headers["key_bytes"] <= MOST_KEY_BYTES))
+        ready = ready[np.argsort(headers["sequence"][ready], kind="stable")]
+        keys, entries, sequences, tenants, seen = [], [], [], [], set[bytes]()
+        for entry in ready.tolist():
+            header = headers[entry]
+            key = header["key"].tobytes()[: int(header["key_bytes"])]
+            sequence = int(header["sequence"])
+            if int(header["check"]) == _check(key, entry, sequence) and key not in seen and sequence < 1 << 62:
+                seen.add(key)
+                keys.append(key)
+                entries.append(entry)
+                sequences.append(sequence)
+                tenants.append(header["tenant"].tobytes())
+        numbers = headers["writer"].astype(np.uint64) & np.uint64(63)
+        writers = np.where(headers["state"] == RESERVED, np.uint64(1) << numbers, np.uint64(0))
+        users = headers["readers"] | writers
+        used = np.flatnonzero(users)
+        return Found(
+            keys,
+            np.array(entries, np.int64),
+            np.array(sequences, np.int64),
+            tenants,
+            list(zip(used.tolist(), users[used].tolist(), strict=True)),
+        )
+
+    def close(self) -> None:
+        """Give up lock and descriptor. The rows stay mapped while an array over them lives. Idempotent."""
+        self.unlock()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _check(key: bytes, entry: int, sequence: int) -> int:
+    return zlib.crc32(key, zlib.crc32(b"%d %d" % (entry, sequence)))

@@ -1,0 +1,170 @@
+"""The messages between a pool's owner and its members, over a Unix socket of type SOCK_SEQPACKET.
+
+A message is one datagram, or several if it is large: a header of 16 bytes, then its payload. A member numbers its
+messages; a reply has the number of what it answers. Messages of one member are executed in the order sent.
+
+    JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}          JSON both ways; see `Owner._join`
+    FIND     keys                       how many leading keys are ready, u32; counts as a look-up
+    STATUS   keys                       a byte a key: 0 missing, 1 ready, 2 pending
+    TAKE     flags, keys                lease of the leading ready keys, named by the number of this message: entries
+    RESERVE  flags, request, keys       whether there was too little room, a code a key (`PRESENT`, `NEW`, `DECLINED`),
+                                        and the entries of the new ones
+    END      number, well               no reply. Commits or aborts a reservation, releases a lease
+    BRING    milliseconds, keys         promotes keys from the owner's tiers, and says how many leading keys are ready
+    USE      request, keys              no reply. A request loads these keys
+    TOUCH    keys                       no reply. A request with these keys has ended
+    OPEN     request, session           no reply. Opens a request
+    CLOSE    request, well              no reply. Ends it
+    HINT     JSON                       JSON
+    REMOVE   keys                       how many there were, u32. An empty payload: all keys
+    COUNTS   nothing                    JSON
+    CLEAN    nothing                    no reply. Nothing that the last owner granted is in use any more
+
+Keys are a number (u32), the length of each (a byte), and their bytes one after the other.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.errors import LayoutError
+
+VERSION = 1
+MOST_KEY_BYTES = 64
+DATAGRAM_BYTES = 48 << 10  # at most; the system's default room for a socket is 208 KiB
+MOST_MESSAGE = 8 << 20  # 125,000 keys of 64 bytes
+HEADER = struct.Struct("<QBB6x")  # number, operation, whether more follows
+NUMBER = struct.Struct("<I")
+FLAGS = struct.Struct("<B")
+RESERVATION = struct.Struct("<BQ")  # flags, request (0: none)
+ENDING = struct.Struct("<QB")  # number, well
+REQUEST = struct.Struct("<Q")
+PRESENT, NEW, DECLINED = range(3)  # codes of keys in the answer to RESERVE
+ALL_OR_NOTHING, USES = 1, 2  # flags of RESERVE
+PENDING = 1  # of TAKE: take pending keys of this member, too
+
+Entries = npt.NDArray[np.uint32]
+
+
+class Operation(IntEnum):
+    """See the table above; REFUSED is a reply, with the reason as text."""
+
+    JOIN = 1
+    FIND = 2
+    STATUS = 3
+    TAKE = 4
+    RESERVE = 5
+    END = 6
+    BRING = 7
+    USE = 8
+    TOUCH = 9
+    OPEN = 10
+    CLOSE = 11
+    HINT = 12
+    REMOVE = 13
+    COUNTS = 14
+    CLEAN = 15
+    REFUSED = 16
+
+
+class MessageError(Exception):
+    """A peer sent what is no message."""
+
+
+def pack_keys(keys: Sequence[bytes]) -> bytes:
+    """Raises LayoutError: a key has more than 64 bytes."""
+    try:
+        lengths = bytes(map(len, keys))
+        longest = max(lengths, default=0)
+    except ValueError:
+        longest = 256
+    if longest > MOST_KEY_BYTES:
+        place = next(place for place, key in enumerate(keys) if len(key) > MOST_KEY_BYTES)
+        raise LayoutError(
+            f"keys[{place}] has {len(keys[place])} bytes, and those of a shared pool have at most {MOST_KEY_BYTES}: "
+            "take those of chain_keys"
+        )
+    return NUMBER.pack(len(keys)) + lengths + b"".join(keys)
+
+
+def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
+    """Raises MessageError."""
+    if len(payload) < start + 4:
+        raise MessageError("a list of keys is cut off")
+    (count,) = NUMBER.unpack_from(payload, start)
+    begin = start + 4 + count
+    lengths = payload[start + 4 : begin]
+    if max(lengths, default=0) > MOST_KEY_BYTES:
+        raise MessageError(f"a key has {max(lengths)} bytes")
+    if len(lengths) != count or len(payload) != begin + sum(lengths):
+        raise MessageError("a list of keys has another length than it says")
+    if count and lengths.count(lengths[0]) == count:  # the usual case
+        width = lengths[0]
+        if width:
+            return [payload[place : place + width] for place in range(begin, len(payload), width)]
+    keys = []
+    for length in lengths:
+        keys.append(payload[begin : begin + length])
+        begin += length
+    return keys
+
+
+def pack_entries(entries: Sequence[int]) -> bytes:
+    return np.array(entries, dtype="<u4").tobytes()
+
+
+def unpack_entries(payload: bytes, start: int = 0) -> list[int]:
+    """Raises MessageError."""
+    if (len(payload) - start) % 4:
+        raise MessageError("a list of entries is cut off")
+    found: list[int] = np.frombuffer(payload, "<u4", offset=start).tolist()
+    return found
+
+
+def datagrams(number: int, operation: int, payload: bytes) -> Iterator[bytes]:
+    """The datagrams of a message."""
+    begin, step = 0, DATAGRAM_BYTES - HEADER.size
+    while True:
+        more = len(payload) > begin + step
+        yield HEADER.pack(number, operation, more) + payload[begin : begin + step]
+        begin += step
+        if not more:
+            return
+
+
+class Assembler:
+    """Makes messages of datagrams. Drops what another message cuts off, as after an interrupt of its sender."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._of: tuple[int, int] | None = None
+
+    def take(self, datagram: bytes) -> tuple[int, int, bytes] | None:
+        """Number, operation and payload of a message that this datagram completes. Raises MessageError."""
+        if len(datagram) < HEADER.size:
+            raise MessageError("a datagram is cut off")
+        number, operation, more = HEADER.unpack_from(datagram)
+        if self._of != (number, operation):
+            self._parts, self._of = [], (number, operation)
+        self._parts.append(datagram[HEADER.size :])
+        if more:
+            if len(self._parts) * DATAGRAM_BYTES > MOST_MESSAGE:
+                raise MessageError(f"a message has more than {MOST_MESSAGE} bytes")
+            return None
+        payload = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts, self._of = [], None
+        return number, operation, payload
+
+
+def receive(connection: socket.socket) -> bytes:
+    """The next datagram; b"" at the end. Raises MessageError: it is too long, so no message of ours."""
+    datagram, _, flags, _ = connection.recvmsg(DATAGRAM_BYTES)
+    if flags & socket.MSG_TRUNC:
+        raise MessageError(f"a datagram has more than {DATAGRAM_BYTES} bytes")
+    return datagram

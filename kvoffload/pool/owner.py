@@ -1,0 +1,495 @@
+"""PoolOwner: serves a pool of host memory to the engines of a host. It never touches a GPU.
+
+One thread does everything but what may take long (allocating a region, removing keys from tiers): that has a thread of
+its own for as long as it takes, and the answer follows. A member has gone when its process has ended (pidfd) or its
+socket has; a forked child of it may keep the socket open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import selectors
+import socket
+import stat
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.pools import Tenant
+from kvoffload.device.shared_slots import peer_of
+from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
+from kvoffload.internal.checks import at_least, reason, shown
+from kvoffload.internal.log import LOGGER
+from kvoffload.pool.memory import Meaning, PoolMemory
+from kvoffload.pool.messages import DATAGRAM_BYTES, VERSION, Assembler, MessageError, Operation, datagrams, receive
+from kvoffload.pool.operations import MOST_TEXT, OPERATIONS, Message, unpack_json
+from kvoffload.pool.region import Holdings, Region, meaning_of
+
+if TYPE_CHECKING:
+    from kvoffload.cache.tiering.attaching import WriteName
+    from kvoffload.cache.tiering.tier import Tier
+
+GRACE_SECONDS = 2.5  # after an owner's death: members that have its memory come before new ones; they look each second
+QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
+_MOST_CONNECTIONS = 1024
+_MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
+
+RegionKey = tuple[bytes, bytes, int]
+
+
+class Member:
+    """A connection.
+
+    Attributes:
+        process: a pidfd; None: the process cannot be seen from here.
+        joins: it has asked to join.
+        region: once it has joined; `holdings` is then what it has of that.
+        memory: a descriptor that came with its JOIN.
+    """
+
+    def __init__(self, connection: socket.socket, process: int | None) -> None:
+        self.connection, self.process = connection, process
+        self.assembler = Assembler()
+        self.outgoing: deque[bytes] = deque()
+        self.joins = False
+        self.region: Region | None = None
+        self.holdings = Holdings(-1, "")
+        self.memory: int | None = None
+        self.gone = False
+
+
+class PoolOwner:
+    """Owns the memory and the index of a pool, and serves members from a thread until `close`. A context manager.
+
+    Args:
+        path: of the socket, in a folder that only this user, or root, may change (or one like /tmp). Members must be of
+            this user, or root.
+        nbytes: of all regions together. A region is allocated when its first member joins.
+        region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
+            one. If there is no room for another region, those without members make room, the oldest first.
+        policy, tenants, write: of each region's index, as for `BlockCache`.
+        tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
+            and identity) and the identity; returns its tiers, which the owner closes.
+
+    Raises:
+        ValueError: another owner serves `path`; or a bad argument.
+        PermissionError: others may write to the folder.
+        OSError: the socket cannot be made there.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        nbytes: int,
+        region_bytes: int | None = None,
+        policy: PolicyChoice = DEFAULT_POLICY,
+        tenants: Mapping[str, Tenant] | None = None,
+        tiers: Callable[[str, str], Sequence[Tier]] | None = None,
+        write: WriteName = "admitted",
+    ) -> None:
+        self.path = os.fspath(path)
+        self._nbytes = at_least("nbytes", nbytes, 1)
+        self._region_bytes = self._nbytes if region_bytes is None else at_least("region_bytes", region_bytes, 1)
+        self._options: dict[str, Any] = {"policy": policy, "tenants": tenants}
+        self._tiers, self._write = tiers, write
+        with CacheIndex(0, **self._options) as index:
+            self._tenants = set(index._state.pools.by_tenant)
+        self._regions: dict[RegionKey, Region] = {}
+        self._making: dict[RegionKey, list[tuple[Member, int, dict[str, Any]]]] = {}
+        self._making_bytes = 0
+        self._waiting: list[tuple[Member, int, dict[str, Any]]] = []  # to join when the grace is over
+        self._members: set[Member] = set()
+        self._done: deque[Callable[[], None]] = deque()  # of other threads, for ours
+        self._listener, follows = _listen(self.path)
+        self._bound = _file(self.path)
+        self._selector = selectors.DefaultSelector()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        self._waking = threading.RLock()
+        self._closing = self._ended = False
+        self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        _SERVING.add(self)
+        self._thread = threading.Thread(target=self._serve, name="kvoffload-pool-owner", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End. Members go on without hits; what they have of the memory stays mapped there. Idempotent."""
+        self._closing = True
+        with self._waking:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        with self._waking:
+            wakeup, self._wakeup = self._wakeup, -1
+            if wakeup >= 0:
+                os.close(wakeup)
+
+    def statistics(self) -> list[dict[str, int]]:
+        """For each region: members, bytes, capacity, and keys resident, pending and pinned."""
+        return [
+            {"members": len(region.members), "nbytes": region.memory.meaning.nbytes,
+             "capacity": region.memory.meaning.capacity} | region.counts()
+            for region in list(self._regions.values())
+        ]  # fmt: skip
+
+    def __enter__(self) -> PoolOwner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"PoolOwner({self.path!r:.80}, {len(self._regions)} regions, {len(self._members)} connections)"
+
+    # the thread ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                waits = any(region.waits for region in self._regions.values())
+                timeout = QUARANTINE_SECONDS if waits or self._waiting else None
+                for key, events in self._selector.select(timeout):
+                    self._handle(key, events)
+                self._run_done()
+                if self._waiting and time.monotonic() >= self._grace_until:
+                    joining, self._waiting = self._waiting, []
+                    for each in joining:
+                        self._join(*each)
+                if waits:
+                    for region in self._regions.values():
+                        region.settle()
+        finally:
+            self._end()
+
+    def _handle(self, key: selectors.SelectorKey, events: int) -> None:
+        if key.fileobj is self._listener:
+            self._accept()
+        elif key.data is None:
+            os.eventfd_read(self._wakeup)
+        elif not key.data.gone:
+            member: Member = key.data
+            if key.fd == member.process:
+                self._lose(member, dead=True)
+                return
+            try:
+                if events & selectors.EVENT_WRITE:
+                    self._flush(member)
+                if events & selectors.EVENT_READ:
+                    self._read(member)
+            except Exception as error:  # noqa: BLE001  # one member's must not end the others'
+                if not isinstance(error, ConnectionError):
+                    LOGGER.warning("a member of %s is cut off: %s", self.path, reason(error))
+                self._lose(member)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        process, user, _ = peer_of(connection)
+        if user not in (os.getuid(), 0) or len(self._members) >= _MOST_CONNECTIONS:
+            connection.close()
+            return
+        try:
+            descriptor = os.pidfd_open(process)
+        except OSError:  # it has ended, which its socket says, too; or it is in another namespace
+            descriptor = None
+        connection.setblocking(False)
+        member = Member(connection, descriptor)
+        self._members.add(member)
+        self._selector.register(connection, selectors.EVENT_READ, member)
+        if descriptor is not None:
+            self._selector.register(descriptor, selectors.EVENT_READ, member)
+
+    def _read(self, member: Member) -> None:
+        for _ in range(64):  # then others have their turn
+            try:
+                if member.region is None:
+                    datagram, passed, _, _ = socket.recv_fds(
+                        member.connection, DATAGRAM_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                    )
+                    if passed:
+                        self._forget_memory(member)
+                        member.memory = passed[0]
+                else:
+                    datagram = receive(member.connection)
+            except BlockingIOError:
+                return
+            if not datagram:
+                self._lose(member)
+                return
+            message = member.assembler.take(datagram)
+            if message is not None:
+                self._execute(member, *message)
+            if member.gone:
+                return
+
+    def _execute(self, member: Member, number: int, kind: int, payload: bytes) -> None:
+        if kind == Operation.JOIN and not member.joins:
+            member.joins = True
+            self._join(member, number, unpack_json(payload))
+            return
+        if member.region is None or kind not in OPERATIONS:
+            raise MessageError(f"operation {kind} from a member that has not joined, or that nobody knows")
+        try:
+            later = partial(self._answer_later, member, number)
+            answer = OPERATIONS[kind](Message(member.holdings, member.region, payload, number, later))
+        except (KVOffloadError, ValueError, TypeError) as error:
+            self._answer(member, number, Operation.REFUSED, str(error).encode()[:MOST_TEXT])
+            return
+        if answer is not None:
+            self._answer(member, number, kind, answer)
+
+    def _answer(self, member: Member, number: int, kind: int, payload: bytes) -> None:
+        if not member.gone:
+            member.outgoing.extend(datagrams(number, kind, payload))
+            self._flush(member)
+
+    def _answer_later(self, member: Member, number: int, kind: int, payload: bytes) -> None:
+        self._post(lambda: self._answer(member, number, kind, payload))
+
+    def _flush(self, member: Member) -> None:
+        while member.outgoing:
+            try:
+                member.connection.send(member.outgoing[0])
+            except BlockingIOError:
+                if len(member.outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
+                    LOGGER.warning("a member of %s is cut off: it does not read its answers", self.path)
+                    self._lose(member)
+                    return
+                break
+            except OSError:
+                self._lose(member)
+                return
+            member.outgoing.popleft()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.outgoing else 0)
+        if self._selector.get_key(member.connection).events != wanted:
+            self._selector.modify(member.connection, wanted, member)
+
+    def _lose(self, member: Member, *, dead: bool = False) -> None:
+        """`dead`: its process is known to have ended."""
+        if member.gone:
+            return
+        member.gone = True
+        self._members.discard(member)
+        self._selector.unregister(member.connection)
+        member.connection.close()
+        if member.process is not None:
+            self._selector.unregister(member.process)
+            os.close(member.process)
+        self._forget_memory(member)
+        if member.region is not None:
+            member.region.leave(member.holdings.number, dead=dead)
+
+    def _forget_memory(self, member: Member) -> None:
+        if member.memory is not None:
+            os.close(member.memory)
+            member.memory = None
+
+    def _post(self, step: Callable[[], None]) -> None:
+        """Have the thread do something. For any thread."""
+        self._done.append(step)
+        with self._waking:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+        if self._ended:
+            self._run_done()
+
+    def _run_done(self) -> None:
+        while self._done:
+            try:
+                step = self._done.popleft()
+            except IndexError:  # another thread was faster, after the end
+                return
+            step()
+
+    def _end(self) -> None:
+        for member in list(self._members):
+            self._lose(member)
+        self._selector.unregister(self._listener)
+        if _file(self.path) == self._bound:  # before the listener ends: a new owner may bind the path from then on
+            os.unlink(self.path)
+        self._listener.close()
+        for region in self._regions.values():
+            region.close()
+        self._regions.clear()
+        self._selector.close()
+        self._ended = True
+        self._run_done()
+
+    # joining ------------------------------------------------------------------------------------------------------
+
+    def _join(self, member: Member, number: int, asked: dict[str, Any]) -> None:
+        """A member joins its region: the one that is there, the one that it brings along, or a new one."""
+        if member.gone:
+            return
+        try:
+            key, old = self._checked(member, asked), asked.get("number")
+            region = self._regions.get(key)
+            if key in self._making:
+                self._making[key].append((member, number, asked))
+            elif region is not None:
+                self._admit(member, number, region, old)
+            elif member.memory is not None:
+                descriptor, member.memory = member.memory, None
+                meaning = Meaning(int(asked["capacity"]), key[2], key[0], key[1])
+                region = Region.adopt(PoolMemory.adopt(descriptor, meaning), partial(self._make_index, asked))
+                self._regions[key] = region
+                self._admit(member, number, region, old, adopted=True)
+            elif time.monotonic() < self._grace_until:
+                self._waiting.append((member, number, asked))
+            else:
+                self._make(key, asked, member, number)
+        except (KVOffloadError, ValueError, TypeError, KeyError, OSError) as error:
+            self._answer(member, number, Operation.REFUSED, f"{type(error).__name__}: {error}".encode()[:MOST_TEXT])
+
+    def _checked(self, member: Member, asked: dict[str, Any]) -> RegionKey:
+        """The region that the member wants. Raises ValueError, KeyError."""
+        if asked.get("version") != VERSION:
+            raise ValueError(f"the owner speaks version {VERSION}, the member {asked.get('version')!r:.20}")
+        identity, tenant = str(asked["identity"])[:MOST_TEXT], str(asked["tenant"])[:MOST_TEXT]
+        if tenant not in self._tenants:
+            raise ValueError(f"tenant={tenant!r:.80} is none of the owner's: {', '.join(sorted(self._tenants))}"[:500])
+        member.holdings.tenant = tenant
+        fingerprint, row_bytes = bytes.fromhex(str(asked["fingerprint"])), int(asked["row_bytes"])
+        if len(fingerprint) != 16 or not 0 < row_bytes < 1 << 40 or row_bytes % 4096:
+            raise ValueError(f"a member's layout is wrong: {row_bytes} bytes an entry")
+        meaning = meaning_of(fingerprint, identity, row_bytes)
+        return fingerprint, meaning.identity, row_bytes
+
+    def _admit(self, member: Member, number: int, region: Region, old: Any, *, adopted: bool = False) -> None:
+        if member.memory is not None:
+            theirs = os.fstat(member.memory)
+            self._forget_memory(member)
+            if (theirs.st_dev, theirs.st_ino) != region.memory.file:
+                raise CapabilityError("this pool has memory of its own by now")
+            adopted = True
+        place = region.free_number() if not adopted else int(old) if isinstance(old, int) and 0 <= old < 63 else None
+        if place is None or place in region.members:
+            raise CapacityError("the region has as many members as it can, 63, or processes of theirs are left")
+        member.region, member.holdings.number = region, place
+        region.members[place] = member.holdings
+        meaning, has_tiers = region.memory.meaning, region.has_tiers
+        said = {"number": place, "capacity": meaning.capacity, "identity": meaning.identity.hex(), "tiers": has_tiers}
+        message = next(datagrams(number, Operation.JOIN, json.dumps(said).encode()))
+        try:
+            socket.send_fds(member.connection, [message], [] if adopted else [region.memory.descriptor])
+        except OSError:
+            self._lose(member)
+
+    def _make(self, key: RegionKey, asked: dict[str, Any], member: Member, number: int) -> None:
+        """Make a region, in a thread of its own: allocating its memory may take minutes. Raises CapacityError."""
+        used = self._making_bytes + sum(region.memory.meaning.nbytes for region in self._regions.values())
+        for other, region in list(self._regions.items()):
+            if used + self._region_bytes > self._nbytes and not region.busy:
+                used -= region.memory.meaning.nbytes
+                self._regions.pop(other).close()
+        room = min(self._region_bytes, self._nbytes - used)
+        meaning = meaning_of(key[0], str(asked["identity"])[:MOST_TEXT], key[2], nbytes=room)
+        if meaning.capacity < 1:
+            raise CapacityError(
+                f"the pool has no room for a region with entries of {key[2]} bytes: {used} of {self._nbytes} bytes are "
+                "regions with members; serve it with more bytes, or with smaller region_bytes"
+            )
+        self._making[key] = [(member, number, asked)]
+        self._making_bytes += meaning.nbytes
+
+        def made(region: Region | None, error: Exception | None) -> None:
+            self._making_bytes -= meaning.nbytes
+            joining = self._making.pop(key)
+            if region is not None and self._closing:
+                region.close()
+            elif region is not None:
+                self._regions[key] = region
+            for each in joining:
+                if error is None:
+                    self._join(*each)
+                else:
+                    text = f"{type(error).__name__}: {error}".encode()[:MOST_TEXT]
+                    self._answer(each[0], each[1], Operation.REFUSED, text)
+
+        def make() -> None:
+            try:
+                region = Region(PoolMemory.create(meaning), partial(self._make_index, asked))
+            except Exception as error:  # noqa: BLE001  # the members are told
+                LOGGER.warning("a region of %s could not be made: %s", self.path, reason(error))
+                failed = error
+                self._post(lambda: made(None, failed))
+            else:
+                self._post(lambda: made(region, None))
+
+        threading.Thread(target=make, name="kvoffload-pool-region", daemon=True).start()
+
+    def _make_index(self, asked: dict[str, Any], memory: PoolMemory) -> CacheIndex:
+        identity = str(asked["identity"])[:MOST_TEXT]
+        tiers = [] if self._tiers is None else list(self._tiers(memory.meaning.name, identity))
+        pools = [memory.rows] if tiers else []
+        layout = memory.meaning.fingerprint if tiers else None
+        capacity = memory.meaning.capacity
+        return CacheIndex(capacity, tiers=tiers, pools=pools, layout=layout, write=self._write, **self._options)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: hold nothing by which others take it for the owner. The thread is in the parent."""
+        self._closing, self._wakeup = True, -1
+        self._listener.close()
+        for member in self._members:
+            member.connection.close()
+
+
+_SERVING: weakref.WeakSet[PoolOwner] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [owner._leave_to_parent() for owner in list(_SERVING)])
+
+
+def _file(path: str) -> tuple[int, int] | None:
+    """Which file is there."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _listen(path: str) -> tuple[socket.socket, bool]:
+    """A listener, and whether it follows one whose owner has died. The folder is locked meanwhile."""
+    folder = os.path.dirname(os.path.abspath(path))
+    status = os.stat(folder)
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if others or status.st_uid not in (os.getuid(), 0):
+        raise PermissionError(
+            f"others may write to {folder}, and so serve members of this pool: choose a folder of your own (mode 700)"
+        )
+    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        follows = os.path.lexists(path)
+        if follows:
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise ValueError(f"{shown(path)} is no socket of an owner: choose another path")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+                probe.setblocking(False)
+                answer = probe.connect_ex(path)
+            if answer not in (2, 111):  # ENOENT, ECONNREFUSED
+                raise ValueError(f"another owner serves {shown(path)}: end it first, or choose another path")
+            os.unlink(path)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.close(lock)
+    return listener, follows

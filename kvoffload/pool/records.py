@@ -1,0 +1,418 @@
+"""A cache over a shared pool: the same calls, with the pool's owner in place of an index of one's own.
+
+`BlockCache` and `CacheIndex` change a `CacheState` in steps: propose, publish, submit, fill, settle. `PooledState`
+takes the same steps, and asks the owner in two of them: where entries are chosen (`propose`), and where they are held
+for reading (`take`). What it keeps here are the records of its own transfers. Their truth is `table.reservations`,
+`table.leases` and `numbers`: a record is in them before the owner is asked for it, so an interrupt at any point leaves
+nothing at the owner that nobody ends. Ending twice is harmless, since the owner ignores numbers that it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.cache.entries import (
+    ABORTED,
+    COMMITTED,
+    OPEN,
+    SETTLING,
+    Completion,
+    LeaseRecord,
+    Record,
+    ReservationRecord,
+    Status,
+    watch,
+)
+from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
+from kvoffload.cache.records import Records, guarded
+from kvoffload.cache.reservations import CacheRequest, Lease
+from kvoffload.cache.sessions import Hint, HintAnswer
+from kvoffload.cache.state import CacheState
+from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
+from kvoffload.errors import CapacityError, MissingKeyError
+from kvoffload.pool.messages import (
+    ALL_OR_NOTHING,
+    DECLINED,
+    ENDING,
+    FLAGS,
+    NEW,
+    NUMBER,
+    PENDING,
+    PRESENT,
+    REQUEST,
+    RESERVATION,
+    USES,
+    Operation,
+    pack_keys,
+    unpack_entries,
+)
+
+if TYPE_CHECKING:
+    from kvoffload.cache.engines import CacheEngine
+    from kvoffload.pool.shared_pool import SharedPool
+
+_REQUEST = -1  # in `RequestRecord.notes`: the number of a request at the owner
+_STATUSES = (Status.MISS, Status.HIT, Status.PENDING)
+MOST_SECONDS = 60.0  # that a promotion by the owner is waited for
+_NO_OWNER = "the pool's owner does not answer"
+
+
+class PooledState(CacheState):
+    """The records of one member's transfers.
+
+    Attributes:
+        pool: the membership.
+        numbers: of each record: the generation of owners that granted it, and its number there. A lease that reads
+            what another one holds has the other one's number.
+    """
+
+    def __init__(self, pool: SharedPool, recorder: StatisticsRecorder, engine: CacheEngine | None) -> None:
+        tenants = {} if pool.tenant == "" else {pool.tenant: Tenant()}
+        capacity = pool.capacity
+        super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
+        self.num_groups = pool.num_groups
+        self.pool = pool
+        self.numbers: dict[Record, tuple[int, int]] = {}
+        self.fetched: LeaseRecord | None = None  # the latest that a promotion holds, which its load shares
+        self._clean = pool.generation  # nothing of owners before this generation is in use
+
+    def tidy(self) -> None:
+        """Tell a new owner once nothing is in use any more that the last one granted. Under the lock."""
+        generation = self.pool.generation
+        clean = all(granted == generation for granted, _ in self.numbers.values())
+        if self._clean != generation and clean and self.pool.connected:
+            self._clean = generation
+            self.pool.tell(Operation.CLEAN, b"", keep=True)
+
+    def repair(self) -> None:
+        """Finish what was decided; what is derived follows from the truth. May be interrupted and called again."""
+        table = self.table
+        for record in list(table.reservations):
+            if record.stage is COMMITTED or (record.stage is ABORTED and record.transfers_ended):
+                self._end_at_owner(record, record.stage is COMMITTED)
+                table.reservations.discard(record)
+        for lease in list(table.leases):
+            if lease.released and lease.transfers_ended:
+                self._end_at_owner(lease, True)
+                table.leases.discard(lease)
+        opened = [record for record in table.reservations if record.stage is OPEN]
+        table.writable = {entry for record in opened for entry in record.indices}
+        waiting: set[Record] = {*self.storing, *self.loading}
+        unsettled: list[Record] = [*table.reservations, *table.leases]
+        self.awaited = {each: None for each in unsettled if each not in waiting and each.awaits_transfers}
+        for each in [each for each in self.numbers if each not in table.reservations and each not in table.leases]:
+            del self.numbers[each]
+        self.consistent = True
+
+    def check(self) -> None:
+        """Raise AssertionError unless derived state agrees with the truth."""
+        table = self.table
+        opened = [record for record in table.reservations if record.stage is OPEN]
+        assert table.writable == {entry for record in opened for entry in record.indices}, "writable entries are open"
+        assert self.numbers.keys() <= {*table.reservations, *table.leases}, "numbers are of records"
+
+    # filling ------------------------------------------------------------------------------------------------------
+
+    def propose(
+        self, keys: list[bytes], tenant: str, all_or_nothing: bool, opened: RequestRecord | None, uses: bool
+    ) -> ReservationRecord:
+        """As `CacheState.propose`, but the entries are reserved at the owner from now on. Without an owner all keys are
+        declined.
+        """
+        if opened is not None:
+            tenant = opened.tenant_of_call(tenant)
+            opened.keys.update(dict.fromkeys(keys))
+        named = self.pools.of(tenant)
+        record = ReservationRecord(named, self.pool.tenant, [], [], [], named.policy)
+        self.proposed = record
+        if not keys:
+            return record
+        payload = RESERVATION.pack(ALL_OR_NOTHING * all_or_nothing + USES * uses, _number_of(opened)) + pack_keys(keys)
+        self.table.reservations.add(record)
+        try:
+            answer = self._ask_for(record, Operation.RESERVE, payload)
+        except CapacityError:
+            self._drop(record)
+            raise
+        if answer is None:
+            self._drop(record)
+            record.declined = keys
+            if all_or_nothing:
+                raise CapacityError(f"{len(keys)} keys would be declined: {_NO_OWNER}")
+            return record
+        codes = answer[1 : 1 + len(keys)]
+        record.short, record.indices = bool(answer[0]), unpack_entries(answer, 1 + len(keys))
+        if codes.count(NEW) == len(keys):
+            record.keys, record.positions = keys, range(len(keys))
+            return record
+        record.positions = [place for place, code in enumerate(codes) if code == NEW]
+        record.keys = [keys[place] for place in record.positions]
+        record.present = [key for key, code in zip(keys, codes, strict=True) if code == PRESENT]
+        record.declined = [key for key, code in zip(keys, codes, strict=True) if code == DECLINED]
+        if not record.keys:
+            self._drop(record)
+        return record
+
+    def publish(self, record: ReservationRecord) -> None:
+        self.consistent = False
+        self.table.writable.update(record.indices)
+
+    def withdraw(self, record: ReservationRecord) -> None:
+        self.settle(record, well=False)
+
+    def fill(self, record: ReservationRecord, jobs: tuple[Completion, ...] = ()) -> None:
+        if record.keys:
+            self.recorder.note_new(record.indices)
+        if record.declined:
+            self.recorder.note("declined", record.declined, record.tenant)
+        if jobs:
+            record.jobs = jobs
+            record.stage = SETTLING
+            self.storing.append(record)
+            self.table.writable.difference_update(record.indices)
+            self.pool.wake()
+        self.consistent = True
+
+    def settle(self, record: ReservationRecord, well: bool) -> None:
+        """The owner makes the keys hits, or free again, once no transfer may write their entries."""
+        if record not in self.table.reservations:
+            record.stage = COMMITTED if well else ABORTED
+            return
+        self.consistent = False
+        record.stage = COMMITTED if well else ABORTED
+        self.table.writable.difference_update(record.indices)
+        if not well and not record.transfers_ended:
+            self.awaited[record] = None
+            self.pool.wake()
+        else:
+            self._end_at_owner(record, well)
+            self.table.reservations.discard(record)
+            if well:
+                self.recorder.note_stored(record.keys, record.indices, record.tenant, False)
+            else:
+                self.recorder.note("failed", record.keys, record.tenant)
+        record.watch = None
+        self.consistent = True
+
+    # reading ------------------------------------------------------------------------------------------------------
+
+    def take(self, keys: list[bytes], pending: bool) -> LeaseRecord:
+        """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too."""
+        self.proposed = lease = LeaseRecord(keys, [], ())
+        if not keys:
+            return lease
+        source = self.fetched
+        self.table.leases.add(lease)
+        if source is not None and not source.released and source.keys[: len(keys)] == keys:
+            self.numbers[lease] = self.numbers[source]
+            lease.indices = source.indices[: len(keys)]
+            return lease
+        payload = FLAGS.pack(PENDING * pending) + pack_keys(keys)
+        answer = self._ask_for(lease, Operation.TAKE, payload)
+        if answer:
+            indices = unpack_entries(answer)
+            if pending:  # reserved by this member, but no transfer fills them, or it has failed
+                unfilled = {
+                    entry for each in self.table.reservations if each.stage is not SETTLING for entry in each.indices
+                }
+                indices = list(takewhile(lambda entry: entry not in unfilled, indices))
+            lease.indices = indices
+            lease.keys = keys[: len(lease.indices)]
+        if not lease.indices:
+            lease.keys = []
+            self._drop(lease)
+        elif pending:
+            taken = set(lease.indices)
+            mine = [each for each in self.table.reservations if not taken.isdisjoint(each.indices)]
+            lease.sources = tuple(each for each in mine if each.stage is SETTLING)
+        return lease
+
+    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
+        """A lease of all keys. Raises MissingKeyError: not all are ready."""
+        lease = self.take(keys, pending)
+        found = len(lease.indices)
+        if found < len(keys):
+            self._drop(lease)
+            raise MissingKeyError(
+                f"keys[{found}] ({keys[found].hex()[:16]}) is not ready; load only what lookup() found"
+            )
+        return lease
+
+    def begin(self, lease: LeaseRecord) -> None:
+        """The owner holds its entries already."""
+
+    def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
+        if lease not in self.table.leases:
+            return
+        self.consistent = False
+        lease.released = True
+        lease.watch = None
+        if not lease.jobs or lease.transfers_ended:
+            self._end_at_owner(lease, True)
+            self.table.leases.discard(lease)
+            if loaded:
+                self.recorder.loaded += len(lease.keys)
+        else:
+            self.awaited[lease] = None
+        self.consistent = True
+
+    def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
+        if opened is not None:
+            keys = [key for key in keys if key not in opened.keys]
+            opened.keys.update(dict.fromkeys(keys))
+        if keys:
+            self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + pack_keys(keys))
+
+    def touch(self, used: list[bytes]) -> None:
+        self.pool.tell(Operation.TOUCH, pack_keys(used))
+
+    # at the owner -------------------------------------------------------------------------------------------------
+
+    def _ask_for(self, record: Record, operation: Operation, payload: bytes) -> bytes | None:
+        """Ask for entries; `numbers` has the record before the owner can grant them."""
+        generation, number = granted = self.pool.generation, self.pool.next_number()
+        self.numbers[record] = granted
+        return self.pool.ask(number, operation, payload, generation=generation)
+
+    def _drop(self, record: Record) -> None:
+        """Nothing here uses what the owner may have granted."""
+        self._end_at_owner(record, False)
+        record.watch = None
+        if isinstance(record, LeaseRecord):
+            record.released = True
+            self.table.leases.discard(record)
+        else:
+            self.table.reservations.discard(record)
+
+    def _end_at_owner(self, record: Record, well: bool) -> None:
+        granted = self.numbers.get(record)
+        if granted is None:
+            return
+        generation, number = granted
+        if generation == self.pool.generation and list(self.numbers.values()).count(granted) == 1:
+            self.pool.tell(Operation.END, ENDING.pack(number, well), keep=True)
+        self.numbers.pop(record, None)
+
+
+class PoolRecords(Records):
+    """The calls of an index that its owner answers. Inside another call, where the owner cannot be asked, every key is
+    a miss.
+    """
+
+    def __init__(self, state: PooledState, check_usable: Callable[[], None] | None) -> None:
+        super().__init__(state, check_usable)
+        self._pool, self._pooled = state.pool, state
+
+    @partial(guarded, nested=lambda _, keys: [Status.MISS] * len(keys))
+    def status(self, keys: list[bytes]) -> list[Status]:
+        answer = self._ask(Operation.STATUS, pack_keys(keys))
+        return [Status.MISS] * len(keys) if answer is None else [_STATUSES[code] for code in answer]
+
+    @partial(guarded, nested=lambda *_: Status.MISS)
+    def status_of(self, key: bytes) -> Status:
+        answer = self._ask(Operation.STATUS, pack_keys([key]))
+        status = Status.MISS if answer is None else _STATUSES[answer[0]]
+        self._state.recorder.note_lookup([key], int(status is Status.HIT))
+        return status
+
+    @partial(guarded, nested=lambda _, given: [0] * len(given[0]))
+    def look_up(self, given: tuple[list[list[bytes]], int | None]) -> list[int]:
+        requests, most = given
+        hits = list[int]()
+        for keys in requests:
+            answer = self._ask(Operation.FIND, pack_keys(keys)) if keys else None
+            found = 0 if answer is None else NUMBER.unpack(answer)[0]
+            found = found if most is None else min(found, most)
+            self._state.recorder.note_lookup(keys, found)
+            hits.append(found)
+        return hits
+
+    @property
+    def keys(self) -> list[bytes]:
+        raise AttributeError("a shared pool does not list its keys: ask `status` for those that you know")
+
+    def size(self) -> int:
+        return int(self._counts(None).get("resident", 0))
+
+    def statistics(self) -> CacheStatistics:
+        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region."""
+        counts = self._counts(None)
+        names = ("resident", "pending", "pinned")
+        found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
+        statistics = self._state.recorder.statistics(capacity=self.capacity, **found)
+        return replace(statistics, evicted=int(counts.get("evicted", 0)))
+
+    @guarded
+    def check(self, _: None) -> None:
+        self._pooled.check()
+
+    @guarded
+    def remove(self, keys: list[bytes] | None) -> int:
+        """Raises nothing where no owner answers: the next one may have them still."""
+        self._pooled.fetched = None
+        answer = self._ask(Operation.REMOVE, b"" if keys is None else pack_keys(keys))
+        return 0 if answer is None else int(NUMBER.unpack(answer)[0])
+
+    @guarded
+    def open_request(self, given: tuple[str, str | None, Callable[[tuple[bytes, ...]], None] | None]) -> CacheRequest:
+        tenant, session, _ = given
+        self._state.pools.of(tenant)
+        record, number = RequestRecord(self._state, tenant, None), self._pool.next_number()
+        record.notes[_REQUEST] = {"number": number}
+        named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
+        self._pool.tell(Operation.OPEN, REQUEST.pack(number) + named)
+        return CacheRequest(self, record)
+
+    @guarded
+    def end_request(self, record: RequestRecord) -> bool:
+        if record.ended:
+            return False
+        record.ended = True
+        self._pool.tell(Operation.CLOSE, ENDING.pack(_number_of(record), True))
+        return True
+
+    @guarded
+    def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes]]:
+        hint, _ = given
+        answer = self._ask(Operation.HINT, json.dumps(hint._asdict()).encode())
+        if answer is None:
+            return hint.declined(_NO_OWNER), []
+        return HintAnswer(*json.loads(answer)), []
+
+    @guarded
+    def hold_ready(self, given: tuple[list[bytes], bool]) -> tuple[list[Status | None], Lease | None]:
+        keys, hold = given
+        record = self._pooled.take(keys, False)
+        found = len(record.indices)
+        statuses: list[Status | None] = [*[Status.HIT] * found, *[Status.MISS] * (len(keys) - found)]
+        if not found or not hold:
+            self._state.end(record)
+            return statuses, None
+        handle = Lease(self, record)
+        watch(handle, record, self._state.abandoned.append)
+        self._pooled.fetched = record
+        return statuses, handle
+
+    def bring(self, keys: list[bytes], wait: float | None) -> None:
+        """Let the owner promote these keys from its tiers, and wait for that, without the cache's lock."""
+        pool = self._pool
+        if pool.has_tiers and keys:
+            wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
+            pool.bring(NUMBER.pack(int(wait * 1000)) + pack_keys(keys), wait)
+
+    def _ask(self, operation: Operation, payload: bytes) -> bytes | None:
+        return self._pool.ask(self._pool.next_number(), operation, payload)
+
+    @partial(guarded, nested=lambda *_: {})
+    def _counts(self, _: None) -> dict[str, Any]:
+        answer = self._ask(Operation.COUNTS, b"")
+        return {} if answer is None else dict(json.loads(answer))
+
+
+def _number_of(record: RequestRecord | None) -> int:
+    return 0 if record is None else int(record.notes[_REQUEST]["number"])

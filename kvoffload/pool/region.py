@@ -1,0 +1,327 @@
+"""Region: the owner's side of members that share keys: their memory, the index of it, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.records import leading, locked
+from kvoffload.cache.reservations import CacheRequest
+from kvoffload.cache.state import CacheState
+from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
+
+if TYPE_CHECKING:
+    from kvoffload.cache.tiering.promotion import Promotion
+
+MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
+_MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
+
+MakeIndex = Callable[[PoolMemory], CacheIndex]
+
+
+class Alive:
+    """A member that has gone, as a transfer that may still touch entries: it has ended once no process holds the
+    member's lock, or the member is back and says that it has. A `Completion`.
+    """
+
+    error = None
+
+    def __init__(self, memory: PoolMemory, number: int, lock: Any) -> None:
+        self._memory, self._number, self.lock = memory, number, lock
+        self.ended = False
+
+    @property
+    def finished(self) -> bool:
+        self.ended = self.ended or not self._memory.locked(self._number)
+        return self.ended
+
+    done = finished
+
+    def order_before(self, stream: Any) -> None:
+        raise AssertionError(f"stream {stream!r} would wait for another process")
+
+
+class Holdings:
+    """What one member has of a region.
+
+    Attributes:
+        number: the member's, and its lock's.
+        tenant: of all its calls.
+        reservations, leases: by the number of the message that asked for them.
+        requests: by the member's number for them.
+        promotions: hold keys until it takes them.
+        marked: entries whose headers say that it may read them.
+    """
+
+    def __init__(self, number: int, tenant: str) -> None:
+        self.number, self.tenant = number, tenant
+        self.reservations: dict[int, ReservationRecord] = {}
+        self.leases: dict[int, LeaseRecord] = {}
+        self.requests: dict[int, CacheRequest] = {}
+        self.promotions: list[Promotion] = []
+        self.marked: set[int] = set()
+
+    def release_promotions(self) -> None:
+        for promotion in self.promotions:
+            promotion.release()
+        self.promotions.clear()
+
+
+class Region:
+    """Memory, index, and the members that are there.
+
+    Args:
+        memory: closed with the region, also if this raises.
+        make_index: makes the index, with the owner's tiers.
+
+    Attributes:
+        members: by their numbers.
+        inherited: what members of the last owner may still read or write, by their numbers; from `adopt` on, until the
+            member says that it has ended, or its lock is free.
+        gone: members that have gone, and may still touch entries, by their numbers.
+    """
+
+    def __init__(self, memory: PoolMemory, make_index: MakeIndex) -> None:
+        self.memory = memory
+        self.members: dict[int, Holdings] = {}
+        self.inherited: dict[int, LeaseRecord] = {}
+        self.gone: dict[int, Alive] = {}
+        self._writer, self._sequence = OWNER, 0
+        try:
+            self.index = make_index(memory)
+        except BaseException:
+            memory.close()
+            raise
+        self._records = self.index.records
+        self._records._state.journal = self
+        if not memory.locked(OWNER):
+            memory.lock(OWNER)
+
+    @classmethod
+    def adopt(cls, memory: PoolMemory, make_index: MakeIndex) -> Region:
+        """A region of an owner that has ended, with the keys that its headers say are there."""
+        region = cls(memory, make_index)
+        try:
+            region._read_headers()
+        except BaseException:
+            region.close()
+            raise
+        return region
+
+    def _read_headers(self) -> None:
+        memory, records = self.memory, self._records
+        found, living = memory.found(), [number for number in range(64) if memory.locked(number)]
+        users = {
+            number: [entry for entry, bits in found.users if bits >> number & 1]
+            for number in living
+            if number != OWNER or not memory.holds_lock
+        }
+        tenants = {tenant_digest(name): name for name in records._state.pools.by_tenant}
+        named = [tenants.get(digest, "") for digest in found.tenants]
+        self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
+        self._sequence = int(found.sequences[-1]) + 1 if len(found.sequences) else 0
+        self.inherited = locked(records, partial(_hold, users=users))
+        kept = locked(records, lambda state: list(state.table.of.values()))
+        memory.gone(np.setdiff1d(np.flatnonzero(memory.headers["state"]), kept))  # keys that this index does not have
+
+    @property
+    def busy(self) -> bool:
+        """Whether members are there, or may still touch the memory."""
+        return bool(self.members or self.waits)
+
+    @property
+    def waits(self) -> bool:
+        """Whether entries are in quarantine."""
+        return bool(self.inherited or self._records._state.awaited)
+
+    # the journal, which the index tells under its lock --------------------------------------------------------------
+
+    def reserved(self, record: ReservationRecord) -> None:
+        self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
+        if record.indices:
+            self._sequence += 1
+            self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self._writer)
+
+    def filled(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str) -> None:
+        if keys:
+            self.memory.ready(keys, entries, tenant_digest(tenant))
+
+    def removed(self, entries: Sequence[int]) -> None:
+        self.memory.gone(entries)
+
+    # members ------------------------------------------------------------------------------------------------------
+
+    def free_number(self) -> int | None:
+        """A number that no member has, and no process the lock of."""
+        self.settle()  # else a quarantine that is over would last until the next member with this number has ended
+        taken = (
+            number in self.members or number in self.inherited or self.memory.locked(number) for number in range(OWNER)
+        )
+        return next((number for number, each in enumerate(taken) if not each), None)
+
+    def leave(self, number: int, *, dead: bool) -> None:
+        """A member has gone. What it was writing stays in quarantine until nothing of it can write any more. So does
+        what it was reading, unless it is `dead`: it may have lost its connection alone.
+        """
+        member = self.members.pop(number)
+        member.release_promotions()
+        if member.leases or member.reservations:
+            known = self.gone.get(number)
+            alive = Alive(self.memory, number, self._records.lock) if known is None or known.ended else known
+            self.gone[number] = alive
+        for lease in member.leases.values():
+            lease.jobs = () if dead else (alive,)
+            self._records.release(lease)
+        for record in member.reservations.values():
+            self._records.abort_after(record, (alive,))
+        for request in member.requests.values():
+            request._record.ended = True
+
+    def settle(self) -> None:
+        """End quarantines whose reason has gone."""
+        for number in [number for number, alive in self.gone.items() if alive.finished]:
+            del self.gone[number]
+        self._records.settle_ended(None)
+        for number in list(self.inherited):
+            if not self.memory.locked(number):
+                self.end_inherited(number)
+        if OWNER not in self.inherited and not self.memory.holds_lock:
+            self.memory.lock(OWNER)
+
+    def end_inherited(self, number: int) -> None:
+        """The member has nothing in use that was granted before it joined: by the last owner, or by this one."""
+        alive = self.gone.pop(number, None)
+        if alive is not None:
+            alive.ended = True
+        lease = self.inherited.pop(number, None)
+        if lease is not None:
+            self._records.release(lease)
+
+    @property
+    def has_tiers(self) -> bool:
+        return self.index._tiers is not None
+
+    def status(self, keys: list[bytes]) -> bytes:
+        return bytes([_CODES[status] for status in self._records.status(keys)])
+
+    def reserve(
+        self, member: Holdings, number: int, keys: list[bytes], *, all_or_nothing: bool, request: int, uses: bool
+    ) -> ReservationRecord:
+        """Entries for missing keys, reserved under the number. Raises CapacityError with `all_or_nothing`."""
+        opened = member.requests.get(request)
+        self._writer = member.number
+
+        def step(state: CacheState) -> ReservationRecord:
+            its = None if opened is None else opened._record
+            record = state.propose(keys, "" if its is not None else member.tenant, all_or_nothing, its, uses)
+            state.publish(record)
+            state.fill(record)
+            if not record.keys:
+                state.settle(record, well=True)
+            return record
+
+        record = locked(self._records, step)
+        if record.keys:
+            member.reservations[number] = record
+        return record
+
+    def take(self, member: Holdings, number: int, keys: list[bytes], *, pending: bool) -> list[int]:
+        """Hold the leading keys that are ready, or that the member itself is storing. Returns their entries."""
+        own = set(member.reservations.values()) if pending else set()
+
+        def step(state: CacheState) -> LeaseRecord:
+            table = state.table
+            found = leading(table, keys)
+            if table.pending:
+                waiting = (
+                    place for place, key in enumerate(keys[:found]) if table.pending.get(key) not in own | {None}
+                )
+                found = next(waiting, found)
+            return _begin(state, keys[:found])
+
+        record = locked(self._records, step)
+        if not record.keys:
+            self._records.release(record)
+            return []
+        member.leases[number] = record
+        self.memory.reading(record.indices, member.number)
+        member.marked.update(record.indices)
+        return record.indices
+
+    def end(self, member: Holdings, number: int, *, well: bool) -> None:
+        """End what the member holds under the number. Numbers that it holds nothing under are ignored."""
+        record = member.reservations.get(number)
+        if record is not None:
+            (self._records.commit if well else self._records.abort)(record)
+            del member.reservations[number]
+        lease = member.leases.pop(number, None)
+        if lease is not None:
+            self._records.release(lease)
+            if not member.leases or len(member.marked) > _MOST_MARKED:
+                still = {entry for each in member.leases.values() for entry in each.indices}
+                self.memory.read(member.marked - still, member.number)
+                member.marked = still
+
+    def open_request(self, member: Holdings, number: int, session: str | None) -> None:
+        while len(member.requests) >= MOST_REQUESTS:
+            member.requests.pop(next(iter(member.requests)))
+        member.requests[number] = self.index.open_request(tenant=member.tenant, session=session)
+
+    def close_request(self, member: Holdings, number: int) -> None:
+        request = member.requests.pop(number, None)
+        if request is not None:
+            request.end()
+
+    def use(self, member: Holdings, request: int, keys: list[bytes]) -> None:
+        opened = member.requests.get(request)
+        self._records.use((keys, None if opened is None else opened._record))
+
+    def counts(self) -> dict[str, int]:
+        statistics = self.index.statistics()
+        names = ("resident", "pending", "pinned", "evicted")
+        return {name: getattr(statistics, name) for name in names}
+
+    def close(self) -> None:
+        self.index.close(1.0)
+        self.memory.close()
+
+
+def _begin(state: CacheState, keys: list[bytes]) -> LeaseRecord:
+    """Hold keys that have entries, also pending ones."""
+    state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
+    state.begin(record)
+    return record
+
+
+def _hold(state: CacheState, users: dict[int, list[int]]) -> dict[int, LeaseRecord]:
+    """Hold the entries of each user, with a key or without."""
+    held, table = {number: LeaseRecord([], entries, ()) for number, entries in users.items()}, state.table
+    state.consistent = False
+    most = max((entry for entries in users.values() for entry in entries), default=-1)
+    table.pool_of.extend([0] * (most + 1 - len(table.pool_of)))
+    table.leases.update(held.values())
+    state.repair()
+    return held
+
+
+def tenant_digest(tenant: str) -> bytes:
+    return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def meaning_of(fingerprint: bytes, identity: str, row_bytes: int, *, nbytes: int = 0, capacity: int = 0) -> Meaning:
+    """With `nbytes`, of as many entries as fit."""
+    digest = blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    meaning = Meaning(capacity or max(0, nbytes // (row_bytes + 1)), row_bytes, fingerprint, digest)
+    while not capacity and meaning.capacity and meaning.nbytes > nbytes:
+        over = meaning.nbytes - nbytes
+        meaning = meaning._replace(capacity=max(0, meaning.capacity - -(-over // (row_bytes + 128))))
+    return meaning
+
+
+_CODES = {Status.MISS: 0, Status.HIT: 1, Status.PENDING: 2}

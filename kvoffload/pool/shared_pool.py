@@ -1,0 +1,552 @@
+"""SharedPool: an engine's membership in a pool of host memory that the engines of a host share.
+
+    the owner: `kvoffload pool serve PATH ...`          a member: the process of an engine
+
+    memory, index, tiers     <── which keys? ──         pool = SharedPool.attach(PATH, layout, identity="model@1")
+                             ── these entries ──>       memory = pool.host_memory
+                                                        engine = OffloadEngine(layout, host_memory=memory)
+                                                        cache = BlockCache(engine, pool=pool)
+
+Each member maps the memory and copies for itself; the owner has the index and never touches a GPU. A key that one
+member has stored is a hit for all that have the same layout and identity.
+
+Nobody waits for a process that does not run. If the owner does not answer in time, or has ended, every key is a miss
+and nothing is stored, at once and without an exception; transfers under way end as they would have. The next owner
+takes the memory over from the members, and the index with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.cache.statistics import StatisticsRecorder
+from kvoffload.device.ownership import FORKS
+from kvoffload.device.pinned import HostMemory
+from kvoffload.device.shared_slots import peer_of
+from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
+from kvoffload.internal.checks import seconds, shown
+from kvoffload.internal.log import LOGGER
+from kvoffload.pool.memory import Meaning, PoolMemory
+from kvoffload.pool.messages import (
+    ALL_OR_NOTHING,
+    HEADER,
+    VERSION,
+    Assembler,
+    MessageError,
+    Operation,
+    datagrams,
+    pack_keys,
+    receive,
+)
+
+if TYPE_CHECKING:
+    from kvoffload.cache.engines import CacheEngine
+    from kvoffload.cache.records import Records
+    from kvoffload.cache.state import CacheState
+    from kvoffload.layout.layout import KVLayout
+
+ANSWER_SECONDS = 0.1
+RETRY_SECONDS = 1.0  # between attempts to find a new owner
+SETTLE_SECONDS = 0.002  # between looks at transfers in flight
+_MOST_UNSENT = 65_536  # messages
+
+
+class SharedPool:
+    """Made by `attach`. Usable from any thread; a context manager.
+
+    Close it after the engine over its memory: until then it tells owners that this process may touch the memory.
+
+    Attributes:
+        path: of the owner's socket.
+        tenant: whose quota and priority the keys of this member have.
+        capacity: keys that the region holds, of all members together.
+        num_groups: of the layout.
+    """
+
+    def __init__(self, path: str, layout: KVLayout, identity: str, tenant: str, answer_seconds: float) -> None:
+        self.path, self.tenant, self.num_groups = path, tenant, layout.num_groups
+        self._slot_bytes = layout.slot_bytes
+        self._asked = {
+            "version": VERSION,
+            "fingerprint": layout.fingerprint.hex(),
+            "identity": identity,
+            "row_bytes": layout.slot_bytes * layout.num_groups,
+            "tenant": tenant,
+        }
+        self._answer_seconds = answer_seconds
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._socket: socket.socket | None = None
+        self._assembler = Assembler()
+        self._unsent: deque[bytes] = deque()
+        self._bringing = set[int]()  # numbers of messages that are answered later than those that follow
+        self._late: int | None = None  # the number of an answer that has not come in time
+        self._next_try = 0.0
+        self._joined = self._refused = False
+        self._memory: PoolMemory | None = None
+        self._number = 0
+        self._forks = len(FORKS)
+        self.generation = 0  # how many owners have been lost
+        self.has_tiers = False
+        self._settle: Callable[[], bool] = lambda: False
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @classmethod
+    def attach(
+        cls,
+        path: str | Path,
+        layout: KVLayout,
+        *,
+        identity: str,
+        tenant: str = "",
+        timeout: float = 10.0,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> SharedPool:
+        """Join the pool that an owner serves at `path`.
+
+        Args:
+            path: of the owner's socket.
+            layout: of the KV cache. Members with the same fingerprint and identity share keys; others have a region of
+                their own.
+            identity: a text for everything but the layout that the bytes depend on, such as model and revision.
+            tenant: one of the owner's tenants. All calls of a cache over this pool are this tenant's.
+            timeout: seconds that an owner is waited for, if there is none yet or it is busy: the first member of a
+                region waits until its memory is allocated.
+            answer_seconds: how long a call waits for the owner's answer before its keys are misses.
+
+        Raises:
+            TimeoutError: no owner serves `path`, or it has not answered in `timeout` seconds.
+            CapacityError: the owner has no memory left for a region, or it has 63 members already.
+            CapabilityError: this system has no memfd, or the owner speaks another version.
+            LayoutError: the layout has no fingerprint, or is over several devices.
+            PermissionError: the owner is of another user.
+            ValueError, TypeError: a bad argument, or no such tenant.
+        """
+        if not hasattr(layout, "slot_bytes") or not hasattr(layout, "num_groups"):
+            raise LayoutError(f"layout must be a KVLayout, of one device, got {shown(layout)}")
+        for name, value in (("identity", identity), ("tenant", tenant)):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} must be a string, got {shown(value)}")
+        if not hasattr(os, "eventfd"):
+            raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
+        pool = cls(os.fspath(path), layout, identity, tenant, seconds("answer_seconds", answer_seconds))
+        end = time.monotonic() + seconds("timeout", timeout)
+        try:
+            while not pool._connect(max(0.001, end - time.monotonic())):
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"no owner answers at {shown(pool.path)}; waited {timeout:g} seconds")
+                time.sleep(0.02)
+        except BaseException:
+            pool.close()
+            raise
+        pool._thread = threading.Thread(
+            target=_watch, args=(weakref.ref(pool), pool._wakeup), name="kvoffload-pool", daemon=True
+        )
+        pool._thread.start()
+        return pool
+
+    @property
+    def capacity(self) -> int:
+        return self._region.meaning.capacity
+
+    @property
+    def connected(self) -> bool:
+        """Whether an owner answers, as far as the last calls have seen."""
+        return self._joined and self._late is None
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """The value for `OffloadEngine(host_memory=)`. Give it to one engine, which pins the memory."""
+        rows = self._region.rows
+        slots = len(rows) * self.num_groups
+        return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots, slot_stride=self._slot_bytes)
+
+    @property
+    def _region(self) -> PoolMemory:
+        if self._memory is None or self._closed:
+            raise ClosedError("the shared pool is closed: attach to it again")
+        return self._memory
+
+    def close(self) -> None:
+        """Leave the pool: what this member had reserved or leased is free for others. Close the engine first, since
+        the GPU must not touch the memory any more. Idempotent.
+        """
+        self._closed = True
+        if len(FORKS) == self._forks:
+            with self._lock:
+                self._drop()
+                if self._memory is not None:
+                    self._memory.close()
+            self.wake()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            with self._lock:
+                wakeup, self._wakeup = self._wakeup, -1
+                if wakeup >= 0:
+                    os.close(wakeup)
+
+    def __enter__(self) -> SharedPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "connected" if self.connected else "without an owner"
+        capacity = 0 if self._memory is None else self._memory.meaning.capacity
+        return f"SharedPool({self.path!r:.80}, {capacity} keys, {state})"
+
+    # for the cache ------------------------------------------------------------------------------------------------
+
+    def open(
+        self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
+    ) -> tuple[CacheState, Records]:
+        """State and records of a cache over this pool."""
+        from kvoffload.pool.records import PooledState, PoolRecords
+
+        capacity = self.capacity
+        if engine is not None and engine.num_slots != capacity * self.num_groups:
+            raise CapacityError(
+                f"the engine has {engine.num_slots} slots, and the pool {capacity * self.num_groups}: make the engine "
+                "with host_memory=pool.host_memory"
+            )
+        state = PooledState(self, recorder(capacity), engine)
+        records = PoolRecords(state, self.check_usable if engine is None else engine.check_process)
+        self._settle = _settler(None if engine is None else weakref.ref(engine), weakref.ref(records))
+        return state, records
+
+    def check_usable(self) -> None:
+        """Raise ClosedError in a forked child, and after `close`. Takes no lock, which a child may never get."""
+        if len(FORKS) != self._forks or self._closed:
+            raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
+
+    def next_number(self) -> int:
+        """A number for a message."""
+        return next(self._numbers)
+
+    def wake(self) -> None:
+        """Transfers are in flight: look at them until they have ended, so that others see the keys."""
+        with self._lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+
+    def ask(
+        self,
+        number: int,
+        operation: Operation,
+        payload: bytes,
+        *,
+        wait: float | None = None,
+        generation: int | None = None,
+    ) -> bytes | None:
+        """The owner's answer to a message; None: no owner, or not in time, and then not before it has caught up; or it
+        is of another `generation`.
+
+        Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
+        """
+        self.check_usable()
+        with self._lock:
+            if not self._ready() or generation not in (None, self.generation):
+                return None
+            if not self._send(number, operation, payload):
+                return None
+            answer = self._answer(number, self._answer_seconds if wait is None else wait)
+        if answer is None:
+            return None
+        kind, content = answer
+        if kind == Operation.REFUSED:
+            if operation == Operation.RESERVE and payload[0] & ALL_OR_NOTHING:
+                raise CapacityError(content.decode(errors="replace"))
+            LOGGER.warning("the owner of %s has refused a message: %s", self.path, shown(content))
+            return None
+        return content
+
+    def bring(self, payload: bytes, wait: float) -> None:
+        """Let the owner promote keys, and wait for that, at most so many seconds. Other calls go on meanwhile."""
+        number, connection = self.next_number(), None
+        with self._lock:
+            if self._ready():
+                self._bringing.add(number)
+                connection = self._socket if self._send(number, Operation.BRING, payload) else None
+        end, poll = time.monotonic() + wait + self._answer_seconds, select.poll()
+        try:
+            if connection is not None:
+                poll.register(connection, select.POLLIN)
+            while connection is not None and number in self._bringing and time.monotonic() < end:
+                poll.poll(1000 * SETTLE_SECONDS)  # another thread may read the answer
+                with self._lock:
+                    if connection is not self._socket:
+                        return
+                    if self._late is None:
+                        self._message(0.0)
+        finally:
+            self._bringing.discard(number)
+
+    def tell(self, operation: Operation, payload: bytes, *, keep: bool = False) -> None:
+        """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later."""
+        if self._closed or len(FORKS) != self._forks:
+            return
+        with self._lock:
+            number = next(self._numbers)
+            if self._ready() and self._send(number, operation, payload):
+                return
+            if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
+                self._unsent.extend(datagrams(number, operation, payload))
+
+    # the connection -----------------------------------------------------------------------------------------------
+
+    def _ready(self) -> bool:
+        """Whether the owner listens: it has answered whatever was asked. Does not wait."""
+        self.check_usable()
+        if self._socket is None and not self._connect(self._answer_seconds):
+            return False
+        if self._late is not None and not self._caught_up():
+            return False
+        while self._unsent and self._joined:
+            if not self._send_datagram(self._unsent[0]):
+                return False
+            self._unsent.popleft()
+        return self._joined
+
+    def _caught_up(self) -> bool:
+        """Whether the owner has answered what was late. The answer may be lost, as by an interrupt: so ask it again."""
+        assert self._late is not None
+        answer = self._answer(self._late, 0.0)
+        if answer is not None and not self._joined:
+            self._take_join(*answer)
+        elif answer is None and self._socket is not None and time.monotonic() >= self._next_try:
+            if self._joined:
+                self._next_try = time.monotonic() + RETRY_SECONDS
+                self._send(next(self._numbers), Operation.STATUS, pack_keys([]))
+            else:
+                self._drop()  # and ask to join again
+        return self._late is None and self._socket is not None
+
+    def _connect(self, wait: float) -> bool:
+        """Find an owner, at most once in `RETRY_SECONDS`, and join it. False: there is none, or it has not answered."""
+        if self._socket is not None or self._refused or (self._joined_before and time.monotonic() < self._next_try):
+            return self._joined
+        self._next_try = time.monotonic() + RETRY_SECONDS
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(self._answer_seconds)
+            connection.connect(self.path)
+            if (user := peer_of(connection)[1]) not in (os.getuid(), 0):
+                raise PermissionError(f"{shown(self.path)} is served by user {user}, not by this one")
+        except OSError as error:
+            connection.close()
+            if isinstance(error, PermissionError) and not self._joined_before:
+                raise
+            return False
+        except BaseException:
+            connection.close()
+            raise
+        held, number = self._memory, next(self._numbers)
+        self._socket, self._assembler, self._late = connection, Assembler(), number
+        asked = (
+            self._asked if held is None else {**self._asked, "number": self._number, "capacity": held.meaning.capacity}
+        )
+        message = next(datagrams(number, Operation.JOIN, json.dumps(asked).encode()))
+        try:
+            socket.send_fds(connection, [message], [] if held is None else [held.descriptor])
+        except OSError:
+            self._lose()
+            return False
+        answer = self._answer(number, wait, descriptors=held is None)
+        if answer is not None:
+            self._take_join(*answer)
+        elif not self._joined_before:
+            self._drop()
+        return self._joined
+
+    @property
+    def _joined_before(self) -> bool:
+        return self._memory is not None
+
+    def _take_join(self, kind: int, content: bytes) -> None:
+        """The owner's answer to JOIN. The first one brings the memory; a later owner must have the same."""
+        if kind != Operation.JOIN:
+            text = content.decode(errors="replace")
+            self._drop()
+            if self._joined_before and text.startswith(CapabilityError.__name__):
+                self._refused = True
+                LOGGER.warning(
+                    "the new owner of %s does not take this engine's memory (%s): its cache has no hits until you "
+                    "attach again and make a new engine", self.path, text,
+                )  # fmt: skip
+            if self._joined_before:
+                return
+            name, _, reason = text.partition(": ")
+            raise _ERRORS.get(name, CapabilityError)(reason)
+        said: dict[str, Any] = json.loads(content)
+        if self._memory is None:
+            asked = (bytes.fromhex(str(self._asked["fingerprint"])), bytes.fromhex(said["identity"]))
+            meaning = Meaning(int(said["capacity"]), int(str(self._asked["row_bytes"])), *asked)
+            if self._descriptor is None:
+                raise CapabilityError("the owner did not hand over its memory")
+            descriptor, self._descriptor = self._descriptor, None
+            if os.fstat(descriptor).st_size != meaning.nbytes:
+                os.close(descriptor)
+                raise CapabilityError("the owner's memory has another size than it says")
+            self._memory = PoolMemory(descriptor, meaning, headers=False)
+            self._number = int(said["number"])
+            self._memory.lock(self._number)
+        self.has_tiers = bool(said["tiers"])
+        self._joined = True
+
+    _descriptor: int | None = None  # that came with the answer to JOIN
+
+    def _answer(self, number: int, wait: float, *, descriptors: bool = False) -> tuple[int, bytes] | None:
+        """The answer with this number, if it comes in time; None otherwise, and then it is late."""
+        self._late, end = number, time.monotonic() + wait
+        while (message := self._message(wait, descriptors=descriptors)) is not None:
+            if message[0] >= number:
+                self._late = None
+                return message[1:]
+            wait = max(0.0, end - time.monotonic())
+        return None
+
+    def _message(self, wait: float, *, descriptors: bool = False) -> tuple[int, int, bytes] | None:
+        """The next message that is no answer to BRING; None: there is none in time, or the owner has ended."""
+        connection, end = self._socket, None
+        while connection is not None:
+            try:
+                connection.settimeout(wait)
+                if descriptors and self._descriptor is None:
+                    datagram, passed, _, _ = socket.recv_fds(connection, 65_536, 1, socket.MSG_CMSG_CLOEXEC)
+                    self._descriptor = passed[0] if passed else None
+                else:
+                    datagram = receive(connection)
+                message = self._assembler.take(datagram) if datagram else None
+            except (BlockingIOError, TimeoutError):
+                return None
+            except (OSError, MessageError):
+                datagram = b""
+            if not datagram:
+                self._lose()
+                return None
+            if message is not None:
+                if message[1] != Operation.BRING and message[0] not in self._bringing:
+                    return message
+                self._bringing.discard(message[0])
+            end = time.monotonic() + wait if end is None else end
+            wait = max(0.0, end - time.monotonic())
+        return None
+
+    def _send(self, number: int, operation: Operation, payload: bytes) -> bool:
+        if len(payload) + HEADER.size <= 48 << 10:
+            return self._send_datagram(HEADER.pack(number, operation, False) + payload)
+        return all(map(self._send_datagram, datagrams(number, operation, payload)))
+
+    def _send_datagram(self, datagram: bytes) -> bool:
+        assert self._socket is not None
+        try:
+            self._socket.settimeout(self._answer_seconds)
+            self._socket.send(datagram)
+        except (BlockingIOError, TimeoutError):
+            self._late = self._late or 0  # any answer shows that it reads again
+            return False
+        except OSError:
+            self._lose()
+            return False
+        return True
+
+    def _lose(self) -> None:
+        """The owner has ended."""
+        if self._joined:
+            LOGGER.warning("the owner of %s has ended: its keys are misses until another one serves it", self.path)
+            self.generation += 1
+        self._drop()
+
+    def _drop(self) -> None:
+        connection, self._socket = self._socket, None
+        self._joined, self._late = False, None
+        self._unsent.clear()
+        if connection is not None:
+            connection.close()
+
+    def _tend(self, ended: socket.socket | None) -> bool:
+        """For the thread: find a new owner if there is none, settle what has ended. Whether transfers are in flight.
+
+        Args:
+            ended: a connection whose other end is closed.
+        """
+        if self._closed:
+            return False
+        with self._lock:
+            if ended is not None and ended is self._socket:
+                self._lose()
+            if self._socket is None or self._late is not None or self._unsent:
+                self._ready()
+        return self._settle()
+
+
+def _settler(engine: weakref.ref[Any] | None, records: weakref.ref[Any]) -> Callable[[], bool]:
+    """Brings a cache up to date, and returns whether its transfers are in flight."""
+
+    def settle() -> bool:
+        its_engine, its_records = None if engine is None else engine(), records()
+        if its_records is None or (engine is not None and (its_engine is None or its_engine.closed)):
+            return False
+        if its_engine is not None:
+            its_engine.advance()
+        its_records.settle_ended(None)
+        state = its_records._state
+        with state.lock:
+            state.tidy()
+        return bool(state.storing or state.loading or state.awaited)
+
+    return settle
+
+
+def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
+    """The thread of a member: sleeps until transfers are in flight, or the owner has ended."""
+    busy = False
+    while True:
+        member = pool()
+        if member is None or member._closed:
+            return
+        connection = member._socket
+        poll = select.poll()
+        poll.register(wakeup, select.POLLIN)
+        if connection is not None and (descriptor := connection.fileno()) >= 0:
+            poll.register(descriptor, select.POLLRDHUP)
+        owes = connection is None or member._late is not None or member._unsent
+        wait = SETTLE_SECONDS if busy else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
+        del member
+        ended = None
+        for descriptor, _ in poll.poll(wait * 1000):
+            if descriptor == wakeup:
+                os.eventfd_read(wakeup)
+            else:
+                ended = connection
+        del connection
+        member = pool()
+        if member is None:
+            return
+        try:
+            busy = member._tend(ended)
+        except ClosedError:
+            busy = False
+        except Exception as error:  # noqa: BLE001  # a thread that ends would leave keys pending
+            LOGGER.warning("the thread of %s: %s", member, shown(error))
+            busy = False
+            time.sleep(SETTLE_SECONDS)
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    each.__name__: each for each in (CapacityError, CapabilityError, LayoutError, ValueError)
+}
