@@ -91,6 +91,7 @@ def test_closing_closes_the_engine_and_then_leaves_the_pool(owner: PoolOwner) ->
                 assert job.done
                 assert cache.engine.closed
                 left(owner)
+                del cache, job  # which keep the memory mapped
 
 
 def test_a_device_is_opened_and_closed(owner: PoolOwner, monkeypatch: pytest.MonkeyPatch) -> None:
