@@ -83,15 +83,17 @@ def test_closing_closes_the_engine_and_then_leaves_the_pool(owner: PoolOwner) ->
         left(owner)
         for _ in range(3):
             with leak_check(there.device):
-                cache = joined(there, owner)
-                keep(there, cache, 1)
-                job = cache.fetch(cache.keys(tokens(1), salt=""), IDS, after=NO_WAIT)
-                assert cache.close()
-                assert cache.close()
-                assert job.done
-                assert cache.engine.closed
+                ended = used_and_closed(there, owner)
                 left(owner)
-                del cache, job  # which keep the memory mapped
+            assert ended == (True, True, True, True)
+
+
+def used_and_closed(there: Host, owner: PoolOwner) -> tuple[bool, ...]:
+    """Nothing refers to the cache afterwards, which would keep its memory mapped."""
+    cache = joined(there, owner)
+    keep(there, cache, 1)
+    job = cache.fetch(cache.keys(tokens(1), salt=""), IDS, after=NO_WAIT)
+    return cache.close(), cache.close(), job.done, cache.engine.closed
 
 
 def test_a_device_is_opened_and_closed(owner: PoolOwner, monkeypatch: pytest.MonkeyPatch) -> None:
