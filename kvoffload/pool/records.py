@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.cache.entries import (
@@ -27,7 +29,7 @@ from kvoffload.cache.entries import (
     watch,
 )
 from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, guarded, locked
+from kvoffload.cache.records import Records, guarded
 from kvoffload.cache.reservations import CacheRequest, Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 
 _REQUEST = -1  # in `RequestRecord.notes`: the number of a request at the owner
 _STATUSES = (Status.MISS, Status.HIT, Status.PENDING)
+MOST_SECONDS = 60.0  # that a promotion by the owner is waited for
 _NO_OWNER = "the pool's owner does not answer"
 
 
@@ -75,6 +78,7 @@ class PooledState(CacheState):
         self.num_groups = pool.num_groups
         self.pool = pool
         self.numbers: dict[Record, tuple[int, int]] = {}
+        self.fetched: LeaseRecord | None = None  # the latest that a promotion holds, which its load shares
         self._clean = pool.generation  # nothing of owners before this generation is in use
 
     def tidy(self) -> None:
@@ -202,18 +206,22 @@ class PooledState(CacheState):
         self.proposed = lease = LeaseRecord(keys, [], ())
         if not keys:
             return lease
-        source = next(
-            (each for each in self.table.leases if each.keys[: len(keys)] == keys and not each.released), None
-        )
+        source = self.fetched
         self.table.leases.add(lease)
-        if source is not None:
+        if source is not None and not source.released and source.keys[: len(keys)] == keys:
             self.numbers[lease] = self.numbers[source]
             lease.indices = source.indices[: len(keys)]
             return lease
         payload = FLAGS.pack(PENDING * pending) + pack_keys(keys)
         answer = self._ask_for(lease, Operation.TAKE, payload)
         if answer:
-            lease.indices = unpack_entries(answer)
+            indices = unpack_entries(answer)
+            if pending:  # reserved by this member, but no transfer fills them, or it has failed
+                unfilled = {
+                    entry for each in self.table.reservations if each.stage is not SETTLING for entry in each.indices
+                }
+                indices = list(takewhile(lambda entry: entry not in unfilled, indices))
+            lease.indices = indices
             lease.keys = keys[: len(lease.indices)]
         if not lease.indices:
             lease.keys = []
@@ -300,19 +308,19 @@ class PoolRecords(Records):
         super().__init__(state, check_usable)
         self._pool, self._pooled = state.pool, state
 
-    @guarded
+    @partial(guarded, nested=lambda _, keys: [Status.MISS] * len(keys))
     def status(self, keys: list[bytes]) -> list[Status]:
         answer = self._ask(Operation.STATUS, pack_keys(keys))
         return [Status.MISS] * len(keys) if answer is None else [_STATUSES[code] for code in answer]
 
-    @guarded
+    @partial(guarded, nested=lambda *_: Status.MISS)
     def status_of(self, key: bytes) -> Status:
         answer = self._ask(Operation.STATUS, pack_keys([key]))
         status = Status.MISS if answer is None else _STATUSES[answer[0]]
         self._state.recorder.note_lookup([key], int(status is Status.HIT))
         return status
 
-    @guarded
+    @partial(guarded, nested=lambda _, given: [0] * len(given[0]))
     def look_up(self, given: tuple[list[list[bytes]], int | None]) -> list[int]:
         requests, most = given
         hits = list[int]()
@@ -329,11 +337,11 @@ class PoolRecords(Records):
         raise AttributeError("a shared pool does not list its keys: ask `status` for those that you know")
 
     def size(self) -> int:
-        return int(self._counts().get("resident", 0))
+        return int(self._counts(None).get("resident", 0))
 
     def statistics(self) -> CacheStatistics:
         """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region."""
-        counts = self._counts()
+        counts = self._counts(None)
         names = ("resident", "pending", "pinned")
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
         statistics = self._state.recorder.statistics(capacity=self.capacity, **found)
@@ -346,6 +354,7 @@ class PoolRecords(Records):
     @guarded
     def remove(self, keys: list[bytes] | None) -> int:
         """Raises nothing where no owner answers: the next one may have them still."""
+        self._pooled.fetched = None
         answer = self._ask(Operation.REMOVE, b"" if keys is None else pack_keys(keys))
         return 0 if answer is None else int(NUMBER.unpack(answer)[0])
 
@@ -386,21 +395,22 @@ class PoolRecords(Records):
             return statuses, None
         handle = Lease(self, record)
         watch(handle, record, self._state.abandoned.append)
+        self._pooled.fetched = record
         return statuses, handle
 
     def bring(self, keys: list[bytes], wait: float | None) -> None:
         """Let the owner promote these keys from its tiers, and wait for that, without the cache's lock."""
         pool = self._pool
         if pool.has_tiers and keys:
-            wait = 60.0 if wait is None else wait
-            payload = NUMBER.pack(int(wait * 1000)) + pack_keys(keys)
-            pool.ask(pool.next_number(), Operation.BRING, payload, wait=wait)
+            wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
+            pool.bring(NUMBER.pack(int(wait * 1000)) + pack_keys(keys), wait)
 
     def _ask(self, operation: Operation, payload: bytes) -> bytes | None:
         return self._pool.ask(self._pool.next_number(), operation, payload)
 
-    def _counts(self) -> dict[str, Any]:
-        answer = locked(self, lambda _: self._ask(Operation.COUNTS, b""))
+    @partial(guarded, nested=lambda *_: {})
+    def _counts(self, _: None) -> dict[str, Any]:
+        answer = self._ask(Operation.COUNTS, b"")
         return {} if answer is None else dict(json.loads(answer))
 
 

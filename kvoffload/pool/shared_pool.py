@@ -38,7 +38,17 @@ from kvoffload.errors import CapabilityError, CapacityError, ClosedError, Layout
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import Meaning, PoolMemory
-from kvoffload.pool.messages import HEADER, VERSION, Assembler, MessageError, Operation, datagrams, receive
+from kvoffload.pool.messages import (
+    ALL_OR_NOTHING,
+    HEADER,
+    VERSION,
+    Assembler,
+    MessageError,
+    Operation,
+    datagrams,
+    pack_keys,
+    receive,
+)
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -80,6 +90,7 @@ class SharedPool:
         self._socket: socket.socket | None = None
         self._assembler = Assembler()
         self._unsent: deque[bytes] = deque()
+        self._bringing = set[int]()  # numbers of messages that are answered later than those that follow
         self._late: int | None = None  # the number of an answer that has not come in time
         self._next_try = 0.0
         self._joined = self._refused = False
@@ -179,13 +190,13 @@ class SharedPool:
                 self._drop()
                 if self._memory is not None:
                     self._memory.close()
-                thread, self._thread = self._thread, None
-            if self._wakeup >= 0:
-                os.eventfd_write(self._wakeup, 1)
-                if thread is not None and thread is not threading.current_thread():
-                    thread.join()
-                os.close(self._wakeup)
-                self._wakeup = -1
+            self.wake()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            with self._lock:
+                wakeup, self._wakeup = self._wakeup, -1
+                if wakeup >= 0:
+                    os.close(wakeup)
 
     def __enter__(self) -> SharedPool:
         return self
@@ -213,9 +224,14 @@ class SharedPool:
                 "with host_memory=pool.host_memory"
             )
         state = PooledState(self, recorder(capacity), engine)
-        records = PoolRecords(state, None if engine is None else engine.check_process)
+        records = PoolRecords(state, self.check_usable if engine is None else engine.check_process)
         self._settle = _settler(None if engine is None else weakref.ref(engine), weakref.ref(records))
         return state, records
+
+    def check_usable(self) -> None:
+        """Raise ClosedError in a forked child, and after `close`. Takes no lock, which a child may never get."""
+        if len(FORKS) != self._forks or self._closed:
+            raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
 
     def next_number(self) -> int:
         """A number for a message."""
@@ -223,7 +239,9 @@ class SharedPool:
 
     def wake(self) -> None:
         """Transfers are in flight: look at them until they have ended, so that others see the keys."""
-        os.eventfd_write(self._wakeup, 1)
+        with self._lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def ask(
         self,
@@ -239,6 +257,7 @@ class SharedPool:
 
         Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
         """
+        self.check_usable()
         with self._lock:
             if not self._ready() or generation not in (None, self.generation):
                 return None
@@ -249,40 +268,72 @@ class SharedPool:
             return None
         kind, content = answer
         if kind == Operation.REFUSED:
-            if operation == Operation.RESERVE:
+            if operation == Operation.RESERVE and payload[0] & ALL_OR_NOTHING:
                 raise CapacityError(content.decode(errors="replace"))
             LOGGER.warning("the owner of %s has refused a message: %s", self.path, shown(content))
             return None
         return content
 
+    def bring(self, payload: bytes, wait: float) -> None:
+        """Let the owner promote keys, and wait for that, at most so many seconds. Other calls go on meanwhile."""
+        number, connection = self.next_number(), None
+        with self._lock:
+            if self._ready():
+                self._bringing.add(number)
+                connection = self._socket if self._send(number, Operation.BRING, payload) else None
+        end, poll = time.monotonic() + wait + self._answer_seconds, select.poll()
+        try:
+            if connection is not None:
+                poll.register(connection, select.POLLIN)
+            while connection is not None and number in self._bringing and time.monotonic() < end:
+                poll.poll(1000 * SETTLE_SECONDS)  # another thread may read the answer
+                with self._lock:
+                    if connection is not self._socket:
+                        return
+                    if self._late is None:
+                        self._message(0.0)
+        finally:
+            self._bringing.discard(number)
+
     def tell(self, operation: Operation, payload: bytes, *, keep: bool = False) -> None:
-        """Send a message that has no answer. Where the owner does not listen, it is kept for later, or dropped."""
+        """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later."""
+        if self._closed or len(FORKS) != self._forks:
+            return
         with self._lock:
             number = next(self._numbers)
-            if self._ready():
-                self._send(number, operation, payload)
-            elif keep and self._joined and len(self._unsent) < _MOST_UNSENT:
+            if self._ready() and self._send(number, operation, payload):
+                return
+            if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
                 self._unsent.extend(datagrams(number, operation, payload))
 
     # the connection -----------------------------------------------------------------------------------------------
 
     def _ready(self) -> bool:
         """Whether the owner listens: it has answered whatever was asked. Does not wait."""
-        if len(FORKS) != self._forks or self._closed:
-            raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
+        self.check_usable()
         if self._socket is None and not self._connect(self._answer_seconds):
             return False
-        if self._late is not None:
-            late = self._answer(self._late, 0.0)
-            if late is None:
-                return False
-            if not self._joined:
-                self._take_join(*late)
+        if self._late is not None and not self._caught_up():
+            return False
         while self._unsent and self._joined:
             if not self._send_datagram(self._unsent[0]):
                 return False
             self._unsent.popleft()
         return self._joined
+
+    def _caught_up(self) -> bool:
+        """Whether the owner has answered what was late. The answer may be lost, as by an interrupt: so ask it again."""
+        assert self._late is not None
+        answer = self._answer(self._late, 0.0)
+        if answer is not None and not self._joined:
+            self._take_join(*answer)
+        elif answer is None and self._socket is not None and time.monotonic() >= self._next_try:
+            if self._joined:
+                self._next_try = time.monotonic() + RETRY_SECONDS
+                self._send(next(self._numbers), Operation.STATUS, pack_keys([]))
+            else:
+                self._drop()  # and ask to join again
+        return self._late is None and self._socket is not None
 
     def _connect(self, wait: float) -> bool:
         """Find an owner, at most once in `RETRY_SECONDS`, and join it. False: there is none, or it has not answered."""
@@ -303,12 +354,11 @@ class SharedPool:
         except BaseException:
             connection.close()
             raise
-        self._socket, self._assembler, self._late = connection, Assembler(), None
-        held = self._memory
+        held, number = self._memory, next(self._numbers)
+        self._socket, self._assembler, self._late = connection, Assembler(), number
         asked = (
             self._asked if held is None else {**self._asked, "number": self._number, "capacity": held.meaning.capacity}
         )
-        number = next(self._numbers)
         message = next(datagrams(number, Operation.JOIN, json.dumps(asked).encode()))
         try:
             socket.send_fds(connection, [message], [] if held is None else [held.descriptor])
@@ -331,12 +381,13 @@ class SharedPool:
         if kind != Operation.JOIN:
             text = content.decode(errors="replace")
             self._drop()
-            if self._joined_before:
+            if self._joined_before and text.startswith(CapabilityError.__name__):
                 self._refused = True
                 LOGGER.warning(
                     "the new owner of %s does not take this engine's memory (%s): its cache has no hits until you "
                     "attach again and make a new engine", self.path, text,
                 )  # fmt: skip
+            if self._joined_before:
                 return
             name, _, reason = text.partition(": ")
             raise _ERRORS.get(name, CapabilityError)(reason)
@@ -360,8 +411,17 @@ class SharedPool:
 
     def _answer(self, number: int, wait: float, *, descriptors: bool = False) -> tuple[int, bytes] | None:
         """The answer with this number, if it comes in time; None otherwise, and then it is late."""
+        self._late, end = number, time.monotonic() + wait
+        while (message := self._message(wait, descriptors=descriptors)) is not None:
+            if message[0] >= number:
+                self._late = None
+                return message[1:]
+            wait = max(0.0, end - time.monotonic())
+        return None
+
+    def _message(self, wait: float, *, descriptors: bool = False) -> tuple[int, int, bytes] | None:
+        """The next message that is no answer to BRING; None: there is none in time, or the owner has ended."""
         connection, end = self._socket, None
-        self._late = number
         while connection is not None:
             try:
                 connection.settimeout(wait)
@@ -378,9 +438,10 @@ class SharedPool:
             if not datagram:
                 self._lose()
                 return None
-            if message is not None and message[0] == number:
-                self._late = None
-                return message[1:]
+            if message is not None:
+                if message[1] != Operation.BRING and message[0] not in self._bringing:
+                    return message
+                self._bringing.discard(message[0])
             end = time.monotonic() + wait if end is None else end
             wait = max(0.0, end - time.monotonic())
         return None
@@ -396,6 +457,7 @@ class SharedPool:
             self._socket.settimeout(self._answer_seconds)
             self._socket.send(datagram)
         except (BlockingIOError, TimeoutError):
+            self._late = self._late or 0  # any answer shows that it reads again
             return False
         except OSError:
             self._lose()
@@ -416,13 +478,19 @@ class SharedPool:
         if connection is not None:
             connection.close()
 
-    def _tend(self) -> bool:
-        """For the thread: find a new owner if there is none, settle what has ended. Whether transfers are in flight."""
+    def _tend(self, ended: socket.socket | None) -> bool:
+        """For the thread: find a new owner if there is none, settle what has ended. Whether transfers are in flight.
+
+        Args:
+            ended: a connection whose other end is closed.
+        """
         if self._closed:
             return False
         with self._lock:
-            if self._socket is None:
-                self._connect(self._answer_seconds)
+            if ended is not None and ended is self._socket:
+                self._lose()
+            if self._socket is None or self._late is not None or self._unsent:
+                self._ready()
         return self._settle()
 
 
@@ -456,16 +524,23 @@ def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
         poll.register(wakeup, select.POLLIN)
         if connection is not None and (descriptor := connection.fileno()) >= 0:
             poll.register(descriptor, select.POLLRDHUP)
-        wait = SETTLE_SECONDS if busy else RETRY_SECONDS if connection is None else 10 * RETRY_SECONDS
-        del member, connection
+        owes = connection is None or member._late is not None or member._unsent
+        wait = SETTLE_SECONDS if busy else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
+        del member
+        ended = None
         for descriptor, _ in poll.poll(wait * 1000):
             if descriptor == wakeup:
                 os.eventfd_read(wakeup)
+            else:
+                ended = connection
+        del connection
         member = pool()
         if member is None:
             return
         try:
-            busy = member._tend()
+            busy = member._tend(ended)
+        except ClosedError:
+            busy = False
         except Exception as error:  # noqa: BLE001  # a thread that ends would leave keys pending
             LOGGER.warning("the thread of %s: %s", member, shown(error))
             busy = False
