@@ -11,8 +11,9 @@ There is no second cache: `open_cache` makes the objects that you could make you
 is the handle on both. So what holds for these holds here: no key is visible without its bytes, a tier that fails or
 hangs shortens a fetch, and dropped handles release their leases.
 
-    open_cache      makes, from below:    layout   device   engine   cache (which attaches the tiers)
+    open_cache      makes, from below:    layout   (shared pool)   device   engine   cache (which attaches the tiers)
     cache.close     closes, from above:   tiers (their thread ends; loads of fetches are submitted)   engine   device
+                                          (shared pool)
 
 The engine is closed even if a call of a tier hangs: the pool's memory stays mapped as long as the tier refers to it. If
 `open_cache` raises or is interrupted, it closes what it has made, from above. If an interrupt loses the engine that a
@@ -23,29 +24,41 @@ Only what you name is made: a device that you pass, or that an array or `OwnedCa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict, Unpack, cast
 
-from kvoffload.cache.block_cache import BlockCache, Closing
+from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.device.device import Device, checked_devices, open_device
 from kvoffload.device.growth import Growing
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.sharded import ShardedEngine
+from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout, ShardedLayout
 
-if TYPE_CHECKING:  # what is imported where there are tiers
+if TYPE_CHECKING:  # what is imported where there are tiers, or a shared pool
     from kvoffload.cache.tiering.tier import Tier
+    from kvoffload.pool.shared_pool import SharedPool
+
+
+class CacheOptions(TypedDict, total=False):
+    """What `open_cache` passes on to `BlockCache`."""
+
+    policy: PolicyChoice
+    tenants: Mapping[str, Tenant] | None
+    prefill_tokens_per_second: float | None
 
 
 def open_cache(
     arrays: Any,
     *,
-    pool_bytes: int | Growing,
+    pool_bytes: int | Growing | None = None,
+    pool: str | Path | SharedPool | None = None,
     axes: Sequence[str] | None = None,
     blocks_per_slot: SupportsIndex = 1,
     device: Device | Sequence[Device] | int | None = None,
@@ -53,15 +66,12 @@ def open_cache(
     disk_bytes: int = 0,
     identity: str | None = None,
     tiers: Sequence[Tier] = (),
-    policy: PolicyChoice = DEFAULT_POLICY,
-    tenants: Mapping[str, Tenant] | None = None,
-    prefill_tokens_per_second: float | None = None,
+    **options: Unpack[CacheOptions],
 ) -> BlockCache[Any]:
     """A cache of the blocks of your KV cache in pinned host memory, and on a disk. Close it, or use it in `with`.
 
-    `fetch` loads what it has, `keep` stores, `keys` computes keys. What is below stays within reach: `cache.engine`,
-    `cache.engine.devices`, `cache.engine.layout`. For options that are not here, make those yourself, as `BlockCache`
-    says.
+    `fetch` loads what it has, `keep` stores, `keys` computes keys. Below are `cache.engine`, `cache.engine.devices` and
+    `cache.engine.layout`. For options that are not here, make those yourself, as `BlockCache` says.
 
     Args:
         arrays: an array in GPU memory, or a tree of them: lists, tuples and dicts, with an array a layer, say (CuPy,
@@ -70,7 +80,10 @@ def open_cache(
             memory must stay where it is until the cache is closed.
         pool_bytes: bytes of pinned host memory, on all devices together. A key takes a slot for each group: see
             `layout.slot_bytes`. `Growing(nbytes)`: this call returns once the first of them are pinned, and the cache
-            has more entries as the rest is.
+            has more entries as the rest is. Give this, or `pool`.
+        pool: instead, a pool that engines of this host share, each over one device: the path of its owner's socket (see
+            `kvoffload pool serve`), with `identity`; or a `SharedPool` attached to this layout, which you close after
+            the cache. Policy, tenants and tiers are the owner's: give none of them here.
         axes: for arrays, what each axis counts: "blocks", and where there are such axes "planes" (K and V, layers) and
             "tokens". The others are the axes of a block; call them what you like, but the same in all programs that
             share stored bytes: `("planes", "blocks", "tokens", "heads", "dim")`. Keys need "tokens".
@@ -80,8 +93,10 @@ def open_cache(
         disk: a file, or several on different disks, see `DiskTier`; created if missing. It needs the next two.
         disk_bytes: size of all files together.
         identity: a text for everything but the layout that the bytes depend on, such as model and revision. A disk with
-            another identity is refused: its keys would give the bytes of another model.
+            another identity is refused; in a shared pool each identity has keys and memory of its own.
         tiers: more tiers, below the disk. The cache closes them; if this call raises, close them yourself.
+
+    Keyword Args:
         policy, tenants: as for `BlockCache`.
         prefill_tokens_per_second: how fast the model computes. `fetch` then loads keys from tiers only where that is
             faster. None: measured, see `BlockCache`.
@@ -90,7 +105,7 @@ def open_cache(
         LayoutError: an array is not in GPU memory, or does not have these axes; or as for `KVLayout` and `DiskTier`.
         CapacityError: `pool_bytes` holds no key, or cannot be pinned; or there is too little disk.
         ValueError, TypeError: an argument.
-        The other errors of `open_device`, `OffloadEngine`, `DiskTier` and `BlockCache`. Nothing stays open then.
+        The others of `open_device`, `OffloadEngine`, `DiskTier`, `SharedPool.attach`, `BlockCache`. Nothing stays open.
     """
     layout = arrays if isinstance(arrays, KVLayout | ShardedLayout) else getattr(arrays, "layout", None)
     if not isinstance(layout, KVLayout | ShardedLayout):
@@ -98,49 +113,79 @@ def open_cache(
     elif axes is not None or blocks_per_slot != 1:
         raise ValueError(f"axes and blocks_per_slot are for arrays, and arrays={shown(arrays)} has a layout")
     devices = _devices_of(arrays, layout, device)
-    options = {"policy": policy, "tenants": tenants, "prefill_tokens_per_second": prefill_tokens_per_second}
-    return _make(layout, devices, pool_bytes, (disk, disk_bytes, identity), tiers=tiers, **options)
+    return _make(layout, devices, (pool_bytes, pool), (disk, disk_bytes, identity), tiers=tiers, **options)
 
 
 def _make(
     layout: KVLayout | ShardedLayout,
     devices: tuple[Device, ...] | int,
-    pool_bytes: int | Growing,
+    memory: tuple[Any, Any],
     files: tuple[Any, int, Any],
     *,
     tiers: Sequence[Tier],
     **options: Any,
 ) -> BlockCache[Any]:
-    (disk, disk_bytes, identity), opened = files, list[Closing]()
-    if not isinstance(pool_bytes, Growing):
-        at_least("pool_bytes", pool_bytes, 0)
-    if (disk is None) == bool(at_least("disk_bytes", disk_bytes, 0)) or (disk is None) != (identity is None):
+    if unknown := options.keys() - CacheOptions.__annotations__.keys():
+        raise TypeError(f"open_cache() got an unexpected keyword argument {min(unknown)!r}")
+    (pool_bytes, pool), (disk, disk_bytes, identity) = memory, files
+    opened = list[Callable[..., Any]]()  # the `close` of each
+    if pool is not None:
+        given = {"pool_bytes": pool_bytes, "disk": disk, "disk_bytes": disk_bytes, "tiers": tiers, **options}
+        _check_shared(pool, layout, identity, given)
+    elif (disk is None) == bool(at_least("disk_bytes", disk_bytes, 0)) or (disk is None) != (identity is None):
         raise ValueError(
             "disk needs disk_bytes, the size of its files, and identity, which names the model, and these need disk, "
             f'a path: disk_bytes=1 << 40, identity="llama-3.1-8b@0e9e39f"; got disk={shown(disk)}, '
             f"disk_bytes={shown(disk_bytes)}, identity={shown(identity)}"
         )
+    elif not isinstance(pool_bytes, Growing):
+        at_least("pool_bytes", pool_bytes, 0)
     if disk is not None:
         from kvoffload.tiers.disk import DiskTier
 
-        opened.append(below := DiskTier(disk, nbytes=disk_bytes, identity=identity))
+        opened.append((below := DiskTier(disk, nbytes=disk_bytes, identity=identity)).close)
         tiers = [below, *tiers]
     try:
+        slots = {"pool_bytes": pool_bytes}
+        if pool is not None:
+            from kvoffload.pool.shared_pool import SharedPool
+
+            if not isinstance(pool, SharedPool):
+                pool = SharedPool.attach(pool, cast(KVLayout, layout), identity=identity)
+                opened.append(lambda *_: pool.close())
+            options["pool"] = pool
+            slots = {"host_memory": pool.host_memory}
         if isinstance(devices, int):
-            opened.append(open_device(devices))
-            devices = tuple[Any, ...](opened[-1:])
+            opened.append((device := open_device(devices)).close)
+            devices = (device,)
         engine: Any
         if isinstance(layout, ShardedLayout):
-            engine = ShardedEngine(layout, devices=devices, pool_bytes=pool_bytes)
+            engine = ShardedEngine(layout, devices=devices, **slots)
         else:
-            engine = OffloadEngine(layout, device=devices[0], pool_bytes=pool_bytes)
-        opened.append(engine)
+            engine = OffloadEngine(layout, device=devices[0], **slots)
+        opened.append(engine.close)
         cache = BlockCache(engine, tiers=tiers, **options)
         cache._owned = tuple(reversed(opened))
     except BaseException:
-        run_all(each.close for each in reversed(opened))
+        run_all(reversed(opened))
         raise
     return cache
+
+
+def _check_shared(pool: Any, layout: KVLayout | ShardedLayout, identity: Any, given: dict[str, Any]) -> None:
+    """Raise ValueError, LayoutError: what was given with a shared pool is its owner's, or does not go with it."""
+    if refused := [name for name, value in given.items() if value not in (None, 0, (), [], DEFAULT_POLICY)]:
+        raise ValueError(
+            f"{' and '.join(refused)} cannot be given with pool: the owner of a shared pool has its own; see "
+            "`kvoffload pool serve --help`, or PoolOwner"
+        )
+    if isinstance(layout, ShardedLayout):
+        raise LayoutError("a shared pool is for engines over one device each, and the layout is over several")
+    if isinstance(pool, str | os.PathLike) != (identity is not None):
+        raise ValueError(
+            "pool needs identity, which names the model, if it is the path of an owner's socket; a SharedPool has been "
+            f"attached with one: got pool={shown(pool)}, identity={shown(identity)}"
+        )
 
 
 def _devices_of(arrays: Any, layout: KVLayout | ShardedLayout, device: Any) -> tuple[Device, ...] | int:

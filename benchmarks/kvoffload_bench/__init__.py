@@ -13,6 +13,7 @@ The benchmarks, each with `add_parser(benches)`:
                   memory; the scheduler's calls
     submit        host time of a call                    submit.py
     cache         bookkeeping of the prefix cache        cache_bookkeeping.py
+    pool          a pool that engines share              pool.py, pool_processes.py, pool_table.py
     disk          a disk tier                            disk.py, tier_calls.py
                   and a GPU's transfers                  disk_gpu.py
     remote        tiers over distributed stores          remote.py, tier_calls.py

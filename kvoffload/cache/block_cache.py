@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
@@ -37,12 +37,6 @@ if TYPE_CHECKING:  # what is imported where there are tiers
 BlockIds = Ids | Sequence[Ids]  # with several groups of planes a list for each
 Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
-
-
-class Closing(Protocol):
-    """An engine, a device or a tier."""
-
-    def close(self, timeout: float = 10.0) -> Any: ...
 
 
 class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
@@ -135,7 +129,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     ) -> None:
         check_engine(engine)
         below = None
-        self._owned: tuple[Closing, ...] = ()  # that `close` closes, in this order
+        self._owned: tuple[Callable[..., object], ...] = ()  # that `close` calls, with a timeout, in this order
         if prefill_tokens_per_second is not None or not isinstance(tiers, tuple) or tiers:
             from kvoffload.cache.tiering.attaching import TierPlan, seconds_per_key
 
@@ -435,8 +429,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         end = time.monotonic() + to_wait("timeout", timeout)
         ended = super().close(timeout)
         try:
-            for each in self._owned:
-                each.close(max(0.0, end - time.monotonic()))
+            for close in self._owned:
+                close(max(0.0, end - time.monotonic()))
         except TimeoutError:
             return False
         return ended

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("copiers",),
     ("engine",),
     ("cache",),
-    ("tiers",),
+    ("pool", "tiers"),
     ("door",),
     ("jax", "observability", "testing", "vllm"),
     ("__init__",),

@@ -1,0 +1,179 @@
+"""`open_cache(pool=...)`: a cache over a pool that its owner serves; what it owns, closes and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import AXES, KEY_BYTES, Host, host, tokens
+from tier_classes import DictTier
+from tiering import until
+
+import kvoffload
+from kvoffload import NO_WAIT, KVLayout, LayoutError, Tenant, door
+from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.testing import SimulatedDriver, leak_check
+
+SECONDS = 20.0
+IDS = list(range(4))
+NBYTES = 64 * KEY_BYTES  # of a region, which has room for fewer keys, beside its headers
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[PoolOwner]:
+    tenants = {"chat": Tenant(max_blocks=3)}
+    with PoolOwner(tmp_path / "pool", nbytes=2 * NBYTES, region_bytes=NBYTES, tenants=tenants) as served:
+        yield served
+
+
+def joined(there: Host, owner: PoolOwner, **more: Any) -> Any:
+    return kvoffload.open_cache(there.arrays, axes=AXES, **{"pool": owner.path, "identity": "model@1"} | more)
+
+
+def keep(there: Host, cache: Any, number: int) -> None:
+    for block in IDS:
+        there.write(block, 10 * number + block)
+    cache.keep(cache.keys(tokens(number), salt=""), IDS, after=NO_WAIT).wait(SECONDS)
+
+
+def fetched(there: Host, cache: Any, number: int) -> int:
+    """Hits of a request, whose bytes are right."""
+    for block in IDS:
+        there.write(block, 250)
+    hits = int(cache.fetch(cache.keys(tokens(number), salt=""), IDS, after=NO_WAIT).wait(SECONDS))
+    assert all(there.holds(block, 10 * number + block) for block in IDS[:hits])
+    assert all(there.holds(block, 250) for block in IDS[hits:])
+    return hits
+
+
+def test_what_one_cache_has_kept_another_fetches(owner: PoolOwner) -> None:
+    with host(1) as one, host(2) as other, joined(one, owner) as first, joined(other, owner) as second:
+        assert 55 < first.capacity == second.capacity < 64
+        assert fetched(other, second, 1) == 0
+        keep(one, first, 1)
+        assert fetched(other, second, 1) == 4
+        keep(other, second, 2)
+        assert fetched(one, first, 2) == 4
+        with host(3) as third, joined(third, owner, identity="model@2") as stranger:
+            assert stranger.lookup(stranger.keys(tokens(1), salt="")) == 0, "another model's bytes"
+
+
+def test_a_pool_that_was_attached_has_a_tenant_and_stays_its_callers(owner: PoolOwner) -> None:
+    with host() as there:
+        layout = KVLayout.from_tree(there.arrays, axes=AXES)
+        with SharedPool.attach(owner.path, layout, identity="model@1", tenant="chat") as pool:
+            with joined(there, owner, pool=pool, identity=None) as cache:
+                keep(there, cache, 1)
+                assert fetched(there, cache, 1) == 3, "its quota"
+            assert cache.engine.closed
+            assert pool.connected
+            assert owner.statistics()[0]["members"] == 1
+
+
+def left(owner: PoolOwner) -> None:
+    until(lambda: "0 connections" in repr(owner), "the member has left")
+
+
+def test_closing_closes_the_engine_and_then_leaves_the_pool(owner: PoolOwner) -> None:
+    with host() as there:
+        joined(there, owner).close()  # the owner has a region from now on
+        left(owner)
+        for _ in range(3):
+            with leak_check(there.device):
+                ended = used_and_closed(there, owner)
+                left(owner)
+            assert ended == (True, True, True, True)
+
+
+def used_and_closed(there: Host, owner: PoolOwner) -> tuple[bool, ...]:
+    """Nothing refers to the cache afterwards, which would keep its memory mapped."""
+    cache = joined(there, owner)
+    keep(there, cache, 1)
+    job = cache.fetch(cache.keys(tokens(1), salt=""), IDS, after=NO_WAIT)
+    return cache.close(), cache.close(), job.done, cache.engine.closed
+
+
+def test_a_device_is_opened_and_closed(owner: PoolOwner, monkeypatch: pytest.MonkeyPatch) -> None:
+    with host() as there:
+        driver = there.device.simulator
+        monkeypatch.setattr(door, "open_device", lambda index: kvoffload.open_device(index, backend=driver))
+        with joined(there, owner, device=0) as cache:
+            keep(there, cache, 1)
+            assert fetched(there, cache, 1) == 4
+        assert cache.engine.device.closed
+        assert not there.device.closed
+
+
+@pytest.mark.parametrize("call", ["cuStreamCreateWithPriority", "cuMemHostRegister"])
+def test_nothing_stays_open_if_a_driver_call_fails(owner: PoolOwner, call: str) -> None:
+    with host() as there:
+        joined(there, owner).close()
+        left(owner)
+        with leak_check(there.device):
+            there.device.simulator.faults.fail_call(call)
+            with pytest.raises((kvoffload.KVOffloadError, ValueError), match=call):
+                joined(there, owner)
+            left(owner)
+
+
+# what it refuses ------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "a pool of its own, too": (ValueError, "^pool_bytes cannot be given with pool: the owner", {"pool_bytes": 1 << 16}),
+    "a disk": (
+        ValueError,
+        "^disk and disk_bytes cannot be given with pool: .* `kvoffload pool serve --help`",
+        {"disk": "x", "disk_bytes": 1 << 20},
+    ),
+    "tiers": (ValueError, "^tiers cannot be given with pool", {"tiers": [DictTier()]}),
+    "a policy": (ValueError, "^policy cannot be given with pool", {"policy": "lru"}),
+    "tenants": (ValueError, "^tenants cannot be given with pool", {"tenants": {"a": Tenant()}}),
+    "a speed": (ValueError, "^prefill_tokens_per_second cannot", {"prefill_tokens_per_second": 1000.0}),
+    "no identity": (ValueError, "^pool needs identity, .* got pool='.*', identity=None", {"identity": None}),
+    "an identity that is no text": (TypeError, "identity", {"identity": 3}),
+    "no path": (ValueError, "^pool needs identity, .* got pool=3, identity='model@1'", {"pool": 3}),
+    "an unknown argument": (TypeError, r"open_cache\(\) got an unexpected .*'store_after'", {"store_after": 1}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_names_the_argument_and_leaves_nothing(owner: PoolOwner, case: str) -> None:
+    kind, text, changed = REFUSED[case]
+    with host() as there, leak_check(there.device), pytest.raises(kind, match=text):
+        joined(there, owner, **changed)
+    assert owner.statistics() == [], "no region was made"
+
+
+def test_what_is_the_default_may_be_given(owner: PoolOwner) -> None:
+    options: dict[str, Any] = {"policy": "prefix", "tenants": None, "prefill_tokens_per_second": None}
+    with host() as there, joined(there, owner, disk=None, disk_bytes=0, tiers=[], **options) as cache:
+        assert cache.capacity == owner.statistics()[0]["capacity"]
+
+
+def test_a_pool_that_was_attached_has_its_identity(owner: PoolOwner) -> None:
+    with host() as there:
+        layout = KVLayout.from_tree(there.arrays, axes=AXES)
+        with SharedPool.attach(owner.path, layout, identity="model@1") as pool:
+            with leak_check(there.device), pytest.raises(ValueError, match="a SharedPool has been attached with one"):
+                joined(there, owner, pool=pool)
+            assert pool.connected
+
+
+def test_an_engine_over_several_devices_has_no_shared_pool(owner: PoolOwner) -> None:
+    driver = SimulatedDriver(device_count=2)
+    devices = [kvoffload.open_device(index, backend=driver) for index in range(2)]
+    layouts = [KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=16)]) for device in devices]
+    with pytest.raises(LayoutError, match="a shared pool is for engines over one device each"):
+        kvoffload.open_cache(kvoffload.ShardedLayout(layouts), device=devices, pool=owner.path, identity="model@1")
+    for device in devices:
+        device.close()
+
+
+def test_no_owner_at_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach = partial(SharedPool.attach, timeout=0.05)
+    monkeypatch.setattr(SharedPool, "attach", attach)
+    with host() as there, leak_check(there.device), pytest.raises(TimeoutError, match=r"no owner answers at .*pool"):
+        kvoffload.open_cache(there.arrays, axes=AXES, pool=tmp_path / "pool", identity="model@1")
