@@ -344,7 +344,7 @@ class PoolRecords(Records):
         counts = self._counts(None)
         names = ("resident", "pending", "pinned")
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
-        statistics = self._state.recorder.statistics(capacity=self.capacity, **found)
+        statistics = self._state.recorder.statistics(capacity=self.most_entries, **found)
         return replace(statistics, evicted=int(counts.get("evicted", 0)))
 
     @guarded
