@@ -93,10 +93,8 @@ class CacheState:
         self.clock: Callable[[], float] = time.monotonic
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
         self.num_groups = 1 if engine is None else engine.layout.num_groups
-        self.growing: CacheEngine | None = None  # an engine whose pool grows, so that there will be more entries
-        if engine is not None and engine.pinned_slots < engine.num_slots:
-            self.growing = engine
-            self._grow(engine)
+        grows = engine is not None and engine.pinned_slots < engine.num_slots
+        self.growing = engine if grows else None  # so that each call asks how many entries there are
 
     # up to date ---------------------------------------------------------------------------------------------------
 
