@@ -96,10 +96,8 @@ class CacheState:
         self.journal: Journal | None = None  # told of every change before bytes may follow it
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
         self.num_groups = 1 if engine is None else engine.layout.num_groups
-        self.growing: CacheEngine | None = None  # an engine whose pool grows, so that there will be more entries
-        if engine is not None and engine.pinned_slots < engine.num_slots:
-            self.growing = engine
-            self._grow(engine)
+        grows = engine is not None and engine.pinned_slots < engine.num_slots
+        self.growing = engine if grows else None  # so that each call asks how many entries there are
         self.coded = any(codec != "raw" for codec in getattr(getattr(engine, "layout", None), "codecs", ()))
 
     # up to date ---------------------------------------------------------------------------------------------------
