@@ -35,7 +35,7 @@ _UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose 
 _WARPS = 4  # a program moves one tile, within device memory; 2 and 8 measured the same
 _MAX_TILE_FRAGMENTS = 1024
 _MAX_IDLE = 1 / 8  # of the threads: longer fragments may leave so many without a word to copy
-_CODING_WARPS = 4
+_CODED_TILE_BYTES, _CODING_WARPS = 2048, 1  # small: for room beside long kernels
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
 ARENA_BYTES = 1 << 20  # for each direction
 KERNEL_PLACES = 4  # of a driver's queue, that the two launches of a piece take
@@ -60,7 +60,8 @@ class FragmentShape(NamedTuple):
     @property
     def tile_fragments(self) -> int:
         """How many fragments a program moves."""
-        return min(_MAX_TILE_FRAGMENTS, _tile_bytes(self.alignment) // self.fragment_bytes)
+        nbytes = _tile_bytes(self.alignment) if self.coding is None else _CODED_TILE_BYTES
+        return min(_MAX_TILE_FRAGMENTS, nbytes // self.fragment_bytes)
 
 
 def _tile_bytes(alignment: int) -> int:
@@ -85,7 +86,6 @@ def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
                 ("VALUES", shape.coding.values),
                 ("CHUNKS", shape.tile_fragments),
                 ("ALIGNMENT", shape.alignment),
-                ("RECORD_ALIGNMENT", math.gcd(16, shape.coding.record_bytes)),
                 ("SUB_BLOCK_SHIFT", _SUB_BLOCK_SHIFT),
             ),
             warps=_CODING_WARPS,

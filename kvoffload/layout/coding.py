@@ -12,7 +12,7 @@ low half of its byte.
 The encoder takes the largest exponent of a chunk for the top of the window, so base is that less 14, or 0. If more
 values lie below the window than there are bytes for escapes, it takes the next smaller exponent that occurs, and so on,
 `TRIES` times at most: a few large values, infinities and NaN then are the escapes. If none is enough, the chunk does
-not fit, and its base is 255. The record of a chunk depends on nothing else.
+not fit: its base is 255, and there are no escapes. The record of a chunk depends on nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CODECS: tuple[CodecName, ...] = ("raw", "bf16-12")
 WINDOW = 14  # exponents, without 0
 ESCAPE = 15
 UNFIT = 255  # above every base
-TRIES = 15  # smaller tops
+TRIES = 8  # smaller tops
 RECORD_PART, CHUNK_PARTS = 49, 64  # a record has so many parts of its chunk's bytes
 _MOST_VALUES, _LEAST_VALUES = 1024, 256
 
@@ -86,7 +86,7 @@ class Coding(NamedTuple):
         rest[:, 0] = np.where(fits, np.maximum(top - WINDOW, 0), UNFIT)
         chunk, value = escaped.nonzero()
         place = escaped.cumsum(axis=1)[chunk, value]
-        kept = place <= self.most_escapes
+        kept = fits[chunk]
         rest[chunk[kept], place[kept]] = exponents[chunk, value][kept]
         return records, fits
 

@@ -350,16 +350,6 @@ def load_unfit(w: Any) -> None:
         pass
 
 
-def commit_unfit(w: Any) -> None:
-    """Without the jobs, a load finds out."""
-    with w.cache.reserve(keys([5])) as reservation:
-        w.engine.store([5], reservation.slots(), after=NO_WAIT).wait(SECONDS)
-    try:
-        w.cache.load(keys([5]), TARGETS[:1], after=NO_WAIT).wait(SECONDS)
-    except kvoffload.TransferError:
-        pass
-
-
 def reserve_block(w: Any) -> None:
     with w.cache.reserve(keys([4, 5])) as reservation:
         w.write(reservation)
@@ -756,7 +746,6 @@ TABLE: tuple[Row, ...] = (
     Row("lookup", "coded", stored, lambda w: w.cache.lookup(keys([4, 5, 9]))),
     Row("load.pending", "coded", lambda w: w.store(4, 5, after=w.held_stream()), load_unfit),
     Row("reserve.commit_job", "coded, two coded", None, commit_job),
-    Row("reserve.commit", "coded", None, commit_unfit),
     Row("load.parts", "coded", None, lambda w: w.cache.load(keys([0, 1]), TARGETS[:2], after=NO_WAIT, parts=PLANES)),
     # tiers
     Row(
