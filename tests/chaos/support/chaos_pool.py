@@ -149,7 +149,7 @@ class Engine:
             blocks = plan.universe + TARGETS
             planes = device.allocate_planes(PLANES, block_bytes=plan.row_bytes, num_blocks=blocks)
             self.buffer: Any = planes[0].owner
-            self.starts = [plane.address - self.buffer.address for plane in planes]
+            self.starts = [int(plane.address) - int(self.buffer.address) for plane in planes]
             self.fill()
             layout = layout_of(planes)
             self.enter(State.ATTACHING)
@@ -350,7 +350,7 @@ def run_owner(plan: Plan, path: str, ready: Any, seed: int, errors: Path) -> Non
         options: dict[str, Any] = {}
         if seed % 3 == 0:
             options = {"tiers": lambda *_: [MemoryTier(plan.region_bytes * 4)], "write": "through"}
-        policy = ("prefix", "lru", "s3fifo")[seed % 5 % 3]
+        policy: Any = ("prefix", "lru", "s3fifo")[seed % 5 % 3]
         with PoolOwner(path, nbytes=plan.region_bytes, policy=policy, **options) as owner:
             while not ready["stop"]:
                 ready["state"] = 1
