@@ -481,7 +481,7 @@ def test_attach_says_what_is_wrong(tmp_path: Path) -> None:
                 SharedPool.attach(path, layout, identity="m", tenant="x")
             for wrong in ({"identity": 3}, {"identity": "m", "tenant": b"x"}, {"identity": "m", "timeout": "x"}):
                 with pytest.raises((TypeError, ValueError, KVOffloadError)):
-                    SharedPool.attach(path, layout, **wrong)  # type: ignore[arg-type]
+                    SharedPool.attach(path, layout, **wrong)
 
 
 def test_promotions_and_requests_of_a_member_that_is_gone_end(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -148,8 +148,8 @@ class Engine:
         with kvoffload.open_device(max(0, plan.gpu), **backend) as device:
             blocks = plan.universe + TARGETS
             planes = device.allocate_planes(PLANES, block_bytes=plan.row_bytes, num_blocks=blocks)
-            self.buffer: Any = planes[0].owner
-            self.starts = [int(plane.address) - int(self.buffer.address) for plane in planes]
+            self.buffer = buffer = cast(kvoffload.DeviceBuffer, planes[0].owner)
+            self.starts = [plane.address - buffer.address for plane in planes]
             self.fill()
             layout = layout_of(planes)
             self.enter(State.ATTACHING)
