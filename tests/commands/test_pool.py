@@ -77,7 +77,7 @@ def test_it_serves_members_and_says_its_statistics_at_a_signal_and_at_the_end(tm
                 "evicted",
             ]
             _, _, unit, members, keys, capacity, *others = lines[5].split()
-            assert (unit, members, keys, int(capacity), others) == ("KiB", "1", "3", cache.capacity, ["0", "0", "0"])
+            assert (unit, members, keys, int(capacity), others) == ("MiB", "1", "3", cache.capacity, ["0", "0", "0"])
         code, out, errors = ended(process, signal.SIGTERM)
     assert (code, errors) == (0, "")
     assert out.startswith("pool: 0 members in 1 region, ")
