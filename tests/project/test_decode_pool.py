@@ -28,7 +28,7 @@ def check_both(output: str) -> None:
     assert [tuple(map(int, found)) for found in IN_POOL.findall(output)] == [(stored, 0), (stored, loaded)]
 
 
-@pytest.mark.parametrize("name", BOTH if HAS_JAX else BOTH[:1])
+@pytest.mark.parametrize("name", BOTH[1:] if HAS_JAX else BOTH[:1])
 def test_a_process_continues_what_another_one_has_put_into_the_pool(name: str) -> None:
     output = run(name, *FEW, "--pool")
     check_both(output)
