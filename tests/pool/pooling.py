@@ -213,6 +213,12 @@ class RawMember:
         assert kind == Operation.RESERVE, content
         return self.number, unpack_entries(content, 1 + len(keys))
 
+    def room(self, count: int) -> int:
+        """How many of so many new keys would get entries now."""
+        number, entries = self.reserve([b"room %d %d" % (self.number, each) for each in range(count)])
+        self.end(number, well=False)
+        return len(entries)
+
     def take(self, keys: Sequence[bytes], flags: int = 0) -> tuple[int, list[int]]:
         kind, content = self.ask(Operation.TAKE, FLAGS.pack(flags) + pack_keys(keys))
         assert kind == Operation.TAKE, content
