@@ -8,7 +8,8 @@ with computing the prefix again. Code shared with cupy_paged_decode.py is in pag
     python examples/jax_paged_decode.py --plot timeline.png       # pip install 'kvoffload[jax,plot]'
     python examples/jax_paged_decode.py --devices 2               # divide heads and hidden units among two GPUs
     python examples/jax_paged_decode.py --device simulated        # on the CPU; with numpy if JAX is missing
-    python examples/jax_paged_decode.py --store mooncake --start-store      # also continue from another process's work
+    python examples/jax_paged_decode.py --pool                    # also continue another process's work, in one pool
+    python examples/jax_paged_decode.py --store mooncake --start-store      # the same by way of a store
 """
 
 from __future__ import annotations

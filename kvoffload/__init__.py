@@ -17,6 +17,7 @@
 
 Imported by name:
 
+    kvoffload.pool            one pool of host memory for the engines of a host: its owner, its members
     kvoffload.jax             OwnedCache: a cache in JAX, one array or a tree of arrays, on one GPU or several
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
     kvoffload.observability   Prometheus metrics; NVTX ranges; notebook cards, which need no import

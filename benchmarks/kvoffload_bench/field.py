@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.terminal.console import Output
-from kvoffload.terminal.options import COMMON, add_command, models, numbers, whole
+from kvoffload.terminal.options import COMMON, add_command, models, numbers, size, whole
 from kvoffload_bench import field_report
 from kvoffload_bench.field_compute import Situation
 from kvoffload_bench.field_methods import ContiguousSeries, FieldMethods, FieldSetup, contiguous_series, series_size
@@ -34,7 +33,6 @@ _SIMULATED_MODELS = ("qwen2.5-0.5b",)  # kernels are interpreted there, slowly
 _QUICK_LAYOUTS = ("block-major", "plane-major")
 _QUICK_SITUATIONS = (Situation.IDLE, Situation.LARGE)
 _BYTES, _MOST_BYTES = 64 << 20, 4 << 30  # of a transfer
-_UNITS = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}
 _MOST_BLOCKS = 512
 _MOST_TRANSFERS = 64
 _REPEATS = 3
@@ -77,9 +75,9 @@ def add_parser(benches: Any) -> None:
     ):
         add(name, nargs="+", choices=values, metavar="NAME", help=", ".join(values))
     blocks, most = partial(numbers, maximum=_MOST_BLOCKS), whole(1, _MOST_TRANSFERS)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--bytes", type=size_of, metavar="N", help="of a transfer, such as 4MiB (default 64MiB)")
-    size.add_argument("--blocks", type=blocks, metavar="N,...", help=f"of a transfer, 1 to {_MOST_BLOCKS}")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--bytes", type=size_of, metavar="N", help="of a transfer, such as 4MiB (default 64MiB)")
+    extent.add_argument("--blocks", type=blocks, metavar="N,...", help=f"of a transfer, 1 to {_MOST_BLOCKS}")
     add("--transfers", type=most, metavar="N", help="of a series (default: 256 MiB of them)")
     add("--quick", action="store_true", help="fewer geometries, layouts and situations")
     add_bench_options(parser, _REPEATS)
@@ -87,11 +85,8 @@ def add_parser(benches: Any) -> None:
 
 
 def size_of(text: str) -> int:
-    """An argparse type: bytes, as 4194304 or 4MiB."""
-    found = re.fullmatch(r"(\d+) ?([KMG]iB)?", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be bytes such as 4194304 or 4MiB, got {text!r:.80}")
-    return whole(1, _MOST_BYTES)(str(int(found[1]) << _UNITS[found[2] or ""]))
+    """An argparse type: bytes of a transfer."""
+    return whole(1, _MOST_BYTES)(str(size(text)))
 
 
 def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import kvoffload
+from kvoffload.pool import SharedPool
 from kvoffload.tiers import Tier, TierStatistics
 from paged_decode.backend import Backend
 from paged_decode.model import BLOCK_TOKENS
@@ -18,10 +21,17 @@ def complete_tokens(tokens: list[int]) -> int:
 Engine = kvoffload.OffloadEngine | kvoffload.ShardedEngine
 
 
-def open_engine(backend: Backend, layout: kvoffload.KVLayout | kvoffload.ShardedLayout, num_slots: int) -> Engine:
-    """An engine over a backend's cache, on one device or on several."""
+def open_engine(
+    backend: Backend,
+    layout: kvoffload.KVLayout | kvoffload.ShardedLayout,
+    num_slots: int,
+    pool: SharedPool | None = None,
+) -> Engine:
+    """An engine over a backend's cache, on one device or on several; or over the memory of a shared pool."""
     if isinstance(layout, kvoffload.ShardedLayout):
         return kvoffload.ShardedEngine(layout, devices=backend.devices, num_slots=num_slots)
+    if pool is not None:
+        return kvoffload.OffloadEngine(layout, device=backend.devices[0], host_memory=pool.host_memory)
     return kvoffload.OffloadEngine(layout, device=backend.devices[0], num_slots=num_slots)
 
 
@@ -40,7 +50,8 @@ class Offloader:
         by_layer: load one part for each layer, so that the first layer need not wait for the last.
         corrupt: spoil a stored block before the first load.
         tier: keeps blocks that do not fit on the host; `close` closes it. None: the host has room for all.
-        stores: False if another process has put the blocks of all conversations into the tier.
+        pool: which the engine's memory belongs to; None: the engine's own. `close` leaves it open.
+        stores: False if another process has put the blocks of all conversations into the tier, or the pool.
     """
 
     def __init__(
@@ -52,12 +63,13 @@ class Offloader:
         by_layer: bool,
         corrupt: bool,
         tier: Tier | None = None,
+        pool: SharedPool | None = None,
         stores: bool = True,
     ) -> None:
         self._backend, self._engine, self._timeline = backend, engine, timeline
         self._by_layer, self._corrupt, self._stores_blocks = by_layer, corrupt, stores
-        tiers = [] if tier is None else [tier]
-        self._cache = kvoffload.BlockCache(engine, tiers=tiers, write="through" if stores else "none")
+        below: dict[str, Any] = {} if tier is None else {"tiers": [tier], "write": "through" if stores else "none"}
+        self._cache = kvoffload.BlockCache(engine, pool=pool, **below)
         self._stores: dict[int, kvoffload.CacheJob] = {}
         self._loads: dict[int, kvoffload.CacheJob] = {}
 
@@ -109,8 +121,12 @@ class Offloader:
         found = self._cache.tier_statistics()
         return found[0].tier if found else None
 
+    def statistics(self) -> kvoffload.CacheStatistics:
+        """Counts of the cache; in a shared pool `resident` is of all members together."""
+        return self._cache.statistics()
+
     def clear(self) -> None:
-        """Remove all blocks, also those that earlier runs left in the tier."""
+        """Remove all blocks, also those that earlier runs left in the tier, or the pool."""
         self._cache.clear()
 
     def close(self) -> None:

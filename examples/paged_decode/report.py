@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload import KVLayout
 from kvoffload.tiers import DiskTier, Tier
 from paged_decode import model, shared_store, timeline, workload
 from paged_decode.backend import Backend
@@ -17,11 +18,13 @@ from paged_decode.offload import Offloader, block_bytes, open_engine
 from paged_decode.server import (
     FITS,
     FROM_DISK,
+    FROM_POOL,
     FROM_STORE,
     LAYER_WISE,
     ON_DEMAND,
     PREFETCHED,
     RECOMPUTED,
+    TO_POOL,
     TO_STORE,
     Mode,
     Run,
@@ -72,6 +75,8 @@ def command_line(description: str, *, by_layer: bool = False, sharded: bool = Fa
         heads = model_size(options).kv_heads
         if options.devices < 1 or heads % options.devices:
             parser.error(f"--devices must divide the {heads} heads of K and V, got {options.devices}")
+        if options.pool is not None and options.devices > 1:
+            parser.error("--pool is for engines over one device: leave out --devices")
         if options.plot and options.devices > 1:
             parser.error("--plot shows one device: leave out --devices")
     return options
@@ -149,9 +154,10 @@ def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out
 def modes_of(options: argparse.Namespace) -> list[Mode]:
     """The modes to serve in, one after the other."""
     if options.role == shared_store.WRITE:
-        return [TO_STORE]
+        return [TO_POOL if options.pool else TO_STORE]
     modes = [FITS, PREFETCHED, ON_DEMAND, *([LAYER_WISE] if options.layer_wise else [])]
     modes += [*([FROM_DISK] if options.disk else []), *([FROM_STORE] if options.store else [])]
+    modes += [FROM_POOL] if options.pool else []
     return [*modes, RECOMPUTED]
 
 
@@ -173,7 +179,10 @@ def serve(
         if options.plot and mode in (FITS, PREFETCHED, RECOMPUTED):
             notes = stack.enter_context(closing(timeline.Timeline(backend.devices[0])))
         if mode.offloads:
-            engine = open_engine(backend, layout, slots_of(work, mode))
+            pool = None
+            if mode.in_pool and isinstance(layout, KVLayout):
+                pool = stack.enter_context(shared_store.open_pool(options.pool, layout))
+            engine = open_engine(backend, layout, slots_of(work, mode), pool)
             stack.enter_context(engine)
             offloader = Offloader(
                 backend,
@@ -182,6 +191,7 @@ def serve(
                 by_layer=mode.by_layer,
                 corrupt=options.corrupt,
                 tier=open_tier(mode, options),
+                pool=pool,
                 stores=not mode.from_store,
             )
             stack.callback(offloader.close)
@@ -205,7 +215,8 @@ def open_tier(mode: Mode, options: argparse.Namespace) -> Tier | None:
     """The tier of a mode, or None. The disk has room for twice any of these workloads."""
     if mode.from_disk:
         return DiskTier(options.disk, nbytes=2 << 30, identity=shared_store.IDENTITY, reset=True)
-    return shared_store.open_tier(options.store) if mode.to_store or mode.from_store else None
+    in_store = (mode.to_store or mode.from_store) and not mode.in_pool
+    return shared_store.open_tier(options.store) if in_store else None
 
 
 def print_counts(run: Run, megabytes: float, offloader: Offloader | None) -> None:
@@ -216,6 +227,9 @@ def print_counts(run: Run, megabytes: float, offloader: Offloader | None) -> Non
         f"{run.loaded} loaded ({run.loaded * megabytes:,.1f} MB)",
         flush=True,
     )
+    if offloader is not None and mode.in_pool:
+        found = offloader.statistics()
+        print(f"    in the pool: {found.resident} blocks; {found.hits} hits of another process's", flush=True)
     below = None if offloader is None else offloader.tier_statistics()
     if below is not None:
         put, got = f"{below.bytes_written / 1e9:,.3f} GB", f"{below.bytes_read / 1e9:,.3f} GB"
@@ -233,8 +247,8 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
         yield f"{run.mode.name:26} {rate:>18} {median:>20} {p95:>20}"
     yield "(ratio to the first row); tokens/s: generated tokens over the whole time; TTFT: for turns that continue a"
     yield "conversation, from the beginning of the turn until its first token is on the host"
-    if any(run.mode.from_store for run in runs):
-        yield f"tokens/s of '{FROM_STORE.name}' do not compare: the first turns were served by the other process"
+    for mode in (run.mode for run in runs if run.mode.from_store):
+        yield f"tokens/s of '{mode.name}' do not compare: the first turns were served by the other process"
 
 
 def _figures(run: Run) -> tuple[float, float, float]:

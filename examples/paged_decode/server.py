@@ -26,6 +26,7 @@ class Mode(NamedTuple):
         from_disk: the host has room for a part of the blocks, and a disk tier for all.
         to_store: store the blocks also in a store for other processes.
         from_store: another process has served the first turns, and all blocks are in a store.
+        in_pool: instead of a store, the blocks are in a pool of host memory that both processes map.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Mode(NamedTuple):
     from_disk: bool = False
     to_store: bool = False
     from_store: bool = False
+    in_pool: bool = False
 
 
 FITS = Mode("cache that fits", fits=True)
@@ -45,6 +47,8 @@ LAYER_WISE = Mode("offload, layer-wise", offloads=True, by_layer=True)
 FROM_DISK = Mode("offload to disk, on demand", offloads=True, from_disk=True)
 TO_STORE = Mode("computed, put into the store", fits=True, offloads=True, to_store=True)
 FROM_STORE = Mode("continued from the store", offloads=True, from_store=True)
+TO_POOL = Mode("computed, put into the pool", fits=True, offloads=True, to_store=True, in_pool=True)
+FROM_POOL = Mode("continued from the pool", offloads=True, from_store=True, in_pool=True)
 RECOMPUTED = Mode("recomputation")
 
 

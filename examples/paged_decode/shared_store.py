@@ -1,4 +1,6 @@
-"""Two processes over one store: the first computes all prefixes and stores them, the second continues from them."""
+"""Two processes over one store, or one pool of host memory: the first computes all prefixes and stores them, the second
+continues from them.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,20 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
+from kvoffload import KVLayout
 from kvoffload.commands.stores import probe
+from kvoffload.pool import SharedPool
 from kvoffload.terminal.stores import argument
 from kvoffload.tiers import Tier, TierStatistics, load_tier
 
 BOTH, WRITE, READ = "both", "write", "read"
 LOOPBACK = "127.0.0.1"
 IDENTITY = "paged decode, random weights"
+NEW = ""  # of --pool: start an owner
 START_SECONDS = 60.0
 
 
@@ -29,7 +35,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", help=help_text, **words)
     help_text = "with --store mooncake: start a master and a store process for this run"
     parser.add_argument("--start-store", action=argparse.BooleanOptionalAction, default=False, help=help_text)
-    help_text = "write: compute and put into the store; read: continue from the store; both: one process for each"
+    help_text = "also continue from blocks that another process has put into the pool that an owner serves at PATH; "
+    help_text += "without PATH, a process is started that owns one"
+    parser.add_argument("--pool", nargs="?", const=NEW, metavar="PATH", help=help_text)
+    help_text = "write: compute and put into store or pool; read: continue from there; both: one process for each"
     parser.add_argument("--role", choices=(BOTH, WRITE, READ), default=BOTH, help=help_text)
 
 
@@ -41,19 +50,21 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error("--start-store starts a master of its own: leave out master=")
     if options.start_store and options.role != BOTH:
         parser.error(f"--start-store ends the store with this run: leave out --role {options.role}")
-    if options.role != BOTH and not options.store:
-        parser.error(f"--role {options.role} needs --store")
+    if options.store and options.pool is not None:
+        parser.error("--store and --pool are two ways to the same: give one of them")
+    if options.role != BOTH and not options.store and options.pool in (None, NEW):
+        parser.error(f"--role {options.role} needs --store, or --pool PATH")
 
 
 @contextmanager
 def ready(options: argparse.Namespace, nbytes: int) -> Iterator[None]:
-    """Inside, the store answers. With `--role both`, another process has put all blocks into it and has ended.
+    """Inside, store or pool answer. With `--role both`, another process has put all blocks into it and has ended.
 
     Enter it before the framework takes memory on the GPU.
 
     Args:
-        options: with --start-store, `options.store` gets the address of the master.
-        nbytes: memory for the records, if a store is started.
+        options: with --start-store, `options.store` gets the address of the master; `options.pool` that of a new owner.
+        nbytes: memory for the records, if a store or an owner is started.
 
     Raises:
         SystemExit: the store cannot be used, or the other process failed.
@@ -66,18 +77,49 @@ def ready(options: argparse.Namespace, nbytes: int) -> Iterator[None]:
             if problem is not None:
                 raise SystemExit(f"--store {' '.join(options.store)} cannot be used: {problem}")
             if options.role == BOTH:
-                print("a process puts the blocks of all turns into the store:", flush=True)
-                roles = ["--no-start-store", "--role", WRITE, "--store", *options.store]
-                done = subprocess.run([sys.executable, *sys.argv, *roles], check=False)
-                if done.returncode != 0:
-                    raise SystemExit(f"the process that writes to the store ended with exit code {done.returncode}")
-                print("that process has ended", flush=True)
+                write("store", "--no-start-store", "--role", WRITE, "--store", *options.store)
+        if options.pool == NEW:
+            options.pool = stack.enter_context(owner(nbytes))
+        if options.pool is not None and options.role == BOTH:
+            write("pool", "--role", WRITE, "--pool", options.pool)
         yield
+
+
+def write(where: str, *options: str) -> None:
+    """Have a process compute all blocks and put them into store or pool. It has ended when this returns."""
+    print(f"a process puts the blocks of all turns into the {where}:", flush=True)
+    done = subprocess.run([sys.executable, *sys.argv, *options], check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"the process that writes to the {where} ended with exit code {done.returncode}")
+    print("that process has ended", flush=True)
+
+
+@contextmanager
+def owner(nbytes: int) -> Iterator[str]:
+    """A process that owns a pool of so many bytes. Gives the path of its socket."""
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/pool"
+        command = [sys.executable, "-m", "kvoffload", "pool", "serve", path, "--bytes", str(nbytes)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            end = time.monotonic() + START_SECONDS
+            while not Path(path).exists() and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.02)
+            print(f"process {process.pid} owns a pool of {nbytes >> 20} MiB", flush=True)
+            yield path
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def open_tier(words: Sequence[str]) -> Tier:
     """The tier that --store names. It is not attached yet."""
     return load_tier(words[0], **({"identity": IDENTITY} | dict(map(argument, words[1:]))))
+
+
+def open_pool(path: str, layout: KVLayout) -> SharedPool:
+    """The membership in the pool of --pool."""
+    return SharedPool.attach(path, layout, identity=IDENTITY)
 
 
 def check_written(statistics: TierStatistics, num_blocks: int) -> None:

@@ -3,6 +3,7 @@
     doctor          checks GPU, packages and limits, and gives remedies                    doctor.py
     demo            a synthetic chat workload, every byte verified                         demo.py
     replay          a trace or synthetic traffic through the cache                         kvoffload.replay
+    pool            serves memory that the engines of a host share                         pool.py
     bench           measurements: the distribution kvoffload-bench
     tune            measures the cost of transfers on this machine                         tune.py
 
@@ -20,7 +21,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvoffload import __version__
-from kvoffload.commands import demo, doctor, tune
+from kvoffload.commands import demo, doctor, pool, tune
 from kvoffload.errors import KVOffloadError
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import CommandError, OutputError, ReaderEndedError, discard_out, write_error, write_out
@@ -101,6 +102,8 @@ commands:
       kvoffload demo
   replay    hit rates of your trace, or of synthetic traffic
       kvoffload replay --workload chat --slots 2048 --metadata-only --policy all
+  pool      one pool of host memory for the engines of a host
+      kvoffload pool serve /run/kvoffload/pool --bytes 64GiB
   tune      measure the cost of transfers on this machine
       kvoffload tune
   bench     compare copy methods, with and without concurrent computation
@@ -125,7 +128,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
     parser = _Overview(prog="kvoffload", usage="%(prog)s COMMAND [options]")
     parser.add_argument("--version", nargs=0, action=_Version)
     commands = parser.add_subparsers(metavar="COMMAND", prog="kvoffload", parser_class=_Parser)
-    for module in (doctor, demo, replay, tune):
+    for module in (doctor, demo, replay, pool, tune):
         module.add_parser(commands)
     _add_benchmarks(commands, wanted=command == NAME)
     parser.set_defaults(run=lambda _: parser.print_help())

@@ -1,4 +1,5 @@
-"""SharedSlots: slots in memory that several processes of a machine map. No named file can be left behind.
+"""SharedSlots: slots of one engine in memory that other processes of the machine map. (Engines that share keys have a
+`kvoffload.pool` in common, whose memory is allocated in the same way.) No named file can be left behind.
 
     the process of an engine                              another process, such as that of a CacheIndex
 

@@ -91,6 +91,18 @@ def whole(minimum: int, maximum: int = LARGEST) -> Callable[[str], int]:
     return parse
 
 
+def size(text: str) -> int:
+    """An argparse type: bytes, such as 64GiB, 1.5TiB or 4096; at least 1."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB|B)?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be bytes, such as 64GiB, 1.5TiB or 65536, got {text!r:.80}")
+    number, unit = found.groups()
+    nbytes = float(number) * 1024 ** " KMGT".index(unit[0]) if unit not in (None, "B") else whole(0, 1 << 60)(number)
+    if not 1 <= nbytes <= 1 << 60:
+        raise argparse.ArgumentTypeError(f"must be 1 byte to 2**60, got {text!r:.80}")
+    return int(nbytes)
+
+
 def scale(text: str) -> float:
     """An argparse type: a number above 0 and at most 1."""
     try:

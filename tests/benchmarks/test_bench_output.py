@@ -40,7 +40,10 @@ COMMANDS = [
 ]
 HELPS = [
     ("bench", "--help"),
-    *(("bench", name, "--help") for name in (*BENCHES, "interop", "vllm", "cache", "disk", "remote", "fleet", "plot")),
+    *(
+        ("bench", name, "--help")
+        for name in (*BENCHES, "interop", "vllm", "cache", "pool", "disk", "remote", "fleet", "plot")
+    ),
 ]
 
 

@@ -30,7 +30,11 @@ COMMANDS = [
     (*WITH_BYTES, *SIMULATED),
     METADATA,
 ]
-HELPS = [("--help",), *((name, "--help") for name in ("doctor", "demo", "replay", "tune"))]
+HELPS = [
+    ("--help",),
+    *((name, "--help") for name in ("doctor", "demo", "replay", "tune", "pool")),
+    ("pool", "serve", "--help"),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: " ".join(each[:2]))

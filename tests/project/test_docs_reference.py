@@ -17,6 +17,7 @@ PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 SHOWN = [name for page in PAGES for name in objects(page.read_text())]
 PUBLIC = (
     "kvoffload",
+    "kvoffload.pool",
     "kvoffload.jax",
     "kvoffload.testing",
     "kvoffload.cache.policies",

@@ -1,0 +1,194 @@
+"""`kvoffload pool serve`: what it serves and prints, how it ends, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benching import refused
+from helpers import simulated
+from tiering import until
+
+import kvoffload
+from kvoffload import NO_WAIT
+from kvoffload.commands import main
+from kvoffload.pool import PoolOwner
+from kvoffload.terminal.options import size
+
+AXES = ("planes", "blocks", "tokens", "head")
+BLOCKS = [0, 1, 2]
+
+
+@contextmanager
+def serving(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that serves folder/pool, and has said so."""
+    command = [sys.executable, "-W", "error", "-m", "kvoffload", "pool", "serve", str(folder / "pool"), *more]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            until(lambda: (folder / "pool").exists() or process.poll() is not None, "the socket")
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(process: subprocess.Popen[str], by: signal.Signals) -> tuple[int, str, str]:
+    process.send_signal(by)
+    out, errors = process.communicate(timeout=60)
+    return process.returncode, out, errors
+
+
+@contextmanager
+def member(folder: Path) -> Iterator[Any]:
+    """A cache over it, which has stored three keys."""
+    with simulated() as device:
+        array = device.empty((2, 16, 4, 8), "uint8")
+        with kvoffload.open_cache(array, axes=AXES, pool=folder / "pool", identity="model@1") as cache:
+            cache.keep(cache.keys(range(12), salt=""), BLOCKS, after=NO_WAIT).wait()
+            yield cache
+
+
+def test_it_serves_members_and_says_its_statistics_at_a_signal_and_at_the_end(tmp_path: Path) -> None:
+    with serving(tmp_path, "--bytes", "1MiB", "--policy", "lru") as process:
+        assert process.stdout is not None
+        first = process.stdout.readline() + process.stdout.readline()
+        assert first == f"pool: process {process.pid} serves 1.00 MiB until Ctrl-C, at\n{tmp_path}/pool\n"
+        with member(tmp_path) as cache:
+            process.send_signal(signal.SIGUSR1)
+            lines = [process.stdout.readline() for _ in range(6)]
+            assert lines[0].startswith("pool: 1 member in 1 region, ")
+            assert lines[3].split() == [
+                "region",
+                "bytes",
+                "members",
+                "keys",
+                "at",
+                "most",
+                "pending",
+                "pinned",
+                "evicted",
+            ]
+            _, _, unit, members, keys, capacity, *others = lines[5].split()
+            assert (unit, members, keys, int(capacity), others) == ("MiB", "1", "3", cache.capacity, ["0", "0", "0"])
+        code, out, errors = ended(process, signal.SIGTERM)
+    assert (code, errors) == (0, "")
+    assert out.startswith("pool: 0 members in 1 region, ")
+    assert not (tmp_path / "pool").exists()
+
+
+def test_ctrl_c_ends_it_as_every_command(tmp_path: Path) -> None:
+    with serving(tmp_path, "--bytes", "1MiB", "--json") as process:
+        code, out, errors = ended(process, signal.SIGINT)
+    assert (code, errors) == (130, "kvoffload: interrupted\n")
+    assert json.loads(out) == {"pool": f"{tmp_path}/pool", "nbytes": 1 << 20, "regions": []}
+
+
+def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
+    disk = ("--disk", str(tmp_path), "--disk-bytes", "1MiB", "--json")
+    with serving(tmp_path, "--bytes", "1MiB", *disk) as process:
+        with member(tmp_path) as cache:
+            keys = cache.keys(range(12), salt="")
+            for _ in range(3):  # asked for again: worth a write
+                cache.lookup(keys)
+                cache.touch(keys)
+        code, out, errors = ended(process, signal.SIGTERM)
+    assert (code, errors) == (0, "")
+    [region] = json.loads(out)["regions"]
+    assert (region["members"], region["resident"]) == (0, 3)
+    [file] = tmp_path.glob("*.kv")
+    assert file.stat().st_size >= 1 << 20
+    with serving(tmp_path, "--bytes", "1MiB", *disk) as process:
+        with member(tmp_path):
+            assert list(tmp_path.glob("*.kv")) == [file], "the same layout and identity have the same name"
+        assert ended(process, signal.SIGTERM)[0] == 0
+
+
+def test_tenants_have_quotas(tmp_path: Path) -> None:
+    with serving(tmp_path, "--bytes", "1MiB", "--tenant", "chat=2", "--tenant", "batch") as process:
+        with simulated() as device:
+            array = device.empty((2, 16, 4, 8), "uint8")
+            layout = kvoffload.KVLayout.from_tree(array, axes=AXES)
+            for tenant, fits in (("chat", 2), ("batch", 3)):
+                pool = kvoffload.pool.SharedPool.attach(tmp_path / "pool", layout, identity="m", tenant=tenant)
+                with pool, kvoffload.open_cache(layout, device=device, pool=pool) as cache:
+                    keys = cache.keys(range(12), salt=tenant)
+                    cache.keep(keys, BLOCKS, after=NO_WAIT).wait()
+                    assert cache.lookup(keys) == fits
+        assert ended(process, signal.SIGTERM)[0] == 0
+
+
+# what it refuses ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "the following arguments are required: --bytes"),
+        (("--bytes", "8GB"), "argument --bytes: must be bytes, such as 64GiB, 1.5TiB or 65536, got '8GB'"),
+        (("--bytes", "0"), "argument --bytes: must be 1 byte to 2**60, got '0'"),
+        (("--bytes", "1MiB", "--tenant", "a=no"), "argument --tenant: must be an integer, got 'no'"),
+        (("--bytes", "1MiB", "--tenant", "a=0"), "argument --tenant: must be at least 1, got 0"),
+        (("--bytes", "1MiB", "--policy", "best"), "argument --policy: invalid choice: 'best'"),
+        (("--bytes", "1MiB", "--disk", "."), "--disk FOLDER and --disk-bytes SIZE go together"),
+        (("--bytes", "1MiB", "--disk-bytes", "1MiB"), "--disk FOLDER and --disk-bytes SIZE go together"),
+        (("--bytes", "1MiB", "--disk", "/none", "--disk-bytes", "1MiB"), "--disk /none cannot be used: "),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
+)
+def test_options_that_cannot_be_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    assert said in refused(capsys, "pool", "serve", str(tmp_path / "pool"), *options)
+    assert not (tmp_path / "pool").exists()
+
+
+def test_a_path_that_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    said = refused(capsys, "pool", "serve", str(tmp_path / "none" / "pool"), "--bytes", "1MiB")
+    assert said == f"kvoffload: error: {tmp_path}/none: No such file or directory\n"
+    with PoolOwner(tmp_path / "pool", nbytes=1 << 20):
+        said = refused(capsys, "pool", "serve", str(tmp_path / "pool"), "--bytes", "1MiB")
+        assert "another owner serves" in said
+    (tmp_path / "open").mkdir()
+    os.chmod(tmp_path / "open", 0o777)
+    said = refused(capsys, "pool", "serve", str(tmp_path / "open" / "pool"), "--bytes", "1MiB")
+    assert "others may write to" in said
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == masked
+
+
+def test_more_bytes_than_there_are_are_noted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.internal.hostinfo.available_bytes", lambda: 1 << 20)
+    said = refused(capsys, "pool", "serve", str(tmp_path / "none" / "pool"), "--bytes", "2MiB")
+    assert said.startswith("kvoffload: --bytes is 2.00 MiB, and 1.00 MiB are available now\n")
+
+
+def test_pool_alone_shows_its_actions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pool"]) == 0
+    assert "serve " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("2KiB", 2048),
+        ("1.5 MiB", 3 << 19),
+        ("64GiB", 64 << 30),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_sizes_in_units(text: str, nbytes: int) -> None:
+    assert size(text) == nbytes
