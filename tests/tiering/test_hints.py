@@ -82,6 +82,27 @@ def test_prefetch_brings_the_latest_request_and_holds_nothing(make: MakeTier) ->
         assert hits(bench, *MINE) == []
 
 
+def test_prefetch_with_due_displaces_promises_that_are_due_later_and_is_retained(make: MakeTier) -> None:
+    with tiered(make(), write="through") as bench:
+        for session, numbers, due in (("c", LATER, 30.0), ("a", MINE, 3000.0), ("b", OTHERS, 300.0)):
+            for _ in range(3):  # the first promise is not trusted
+                turn(bench, session, numbers)
+                bench.cache.hint("retain", session=session, ttl=due, due=due)
+        assert bench.cache.drain(SECONDS)
+        with bench.cache.open_request(session="c") as request:
+            bench.cache.hint("retain", session="c", ttl=30.0, due=30.0)
+            for block, number in enumerate(LATER):
+                bench.write(block, number)
+            bench.cache.store(keys(LATER), range(4), after=NO_WAIT, request=request).wait(SECONDS)
+        assert hits(bench, *MINE, *OTHERS, *LATER) == [*OTHERS, *LATER], "a is due last"
+        assert bench.cache.hint("prefetch", session="a", ttl=60.0, due=1.0) == ("prefetch", "accepted", 4, "")
+        until(lambda: hits(bench, *MINE) == MINE)
+        assert hits(bench, *OTHERS, *LATER) == LATER, "now b is due last"
+        bench.store(OTHERS)
+        assert hits(bench, *MINE) == MINE, "retained"
+        bench.check_loaded(MINE)
+
+
 def test_what_others_have_used_is_not_demoted() -> None:
     with tiered(tier := DictTier(), write="admitted") as bench:
         turn(bench, "a", MINE)
