@@ -394,6 +394,15 @@ class Records:
         state.consistent = True
 
     @guarded
+    def hinted(self, keys: tuple[bytes, ...]) -> dict[bytes, bool]:
+        """Which of these keys are retained by a hint (True), and which released (False)."""
+        table, pools = self._state.table, self._state.pools.all
+        if len(pools) == 1:
+            return {}
+        here = [(key, pools[table.pool_of[table.of[key]]]) for key in keys if key in table.of]
+        return {key: not pool.released for key, pool in here if pool.beside is not None}
+
+    @guarded
     def next_to_go(self, count: int) -> list[bytes]:
         """The keys that would be evicted for `count` new ones, beyond the free entries. Changes nothing."""
         table, found = self._state.table, list[bytes]()
