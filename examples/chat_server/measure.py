@@ -9,8 +9,11 @@ All must give the same answers: the exit status is 1 if one differs.
 
 With `--hints` a pool has room for `--pool` of all blocks, and is compared with itself: by LRU ("lru"); as it is by
 default ("none"); with the names of the sessions ("names"); and if each request says, rounded up, when the next one of
-its session is due, or that it is the last ("due"). "prefetch" is "due", and a second before a session comes back the
-cache is told to bring its blocks from the disk; the last line says how many of them were loaded without the disk then.
+its session is due, or that it is the last ("due"). "prefetch" is "due", and `--lead` seconds before a session comes
+back the cache is told to bring its blocks from the disk. Below each cache with a disk a line tells of the sessions that
+came back after more than twice that time: how many requests were loaded from host memory alone, how many from the disk,
+too, and how long the first token took in the median; and of those that had to be prefetched, how many were in host
+memory in time.
 
 A trace has JSON lines with "timestamp" (ms), "hash_ids", one for each stretch of a prompt, and "output_length".
 Requests with equal leading ids share that prefix, as in the Mooncake traces. A stretch becomes `--tokens` tokens, the
@@ -40,7 +43,6 @@ from paged_decode.model import BLOCK_TOKENS
 
 CACHES = ("device", "host", "disk", "unbounded")
 HINTS = ("lru", "none", "names", "due", "prefetch")
-_LEAD = 1.0  # seconds before its request that a session is prefetched
 _DUE = (8.0, 32.0, 128.0, 512.0, 2048.0)  # seconds of the trace
 _STRETCH = 512  # tokens of the recorded prompts that a hash id stands for
 _LEAST_DEVICE = 1  # context, however much is oversubscribed
@@ -80,6 +82,28 @@ class Served:
     device: int
     host: int
     disk: int
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Requests of sessions that came back after more than twice `--lead`; medians of the time to the first token are in
+    milliseconds, and None where there are no requests.
+
+    Attributes:
+        host: loaded from host memory alone, and not prefetched.
+        disk: loaded from the disk, too.
+        prefetched: had blocks that were not in host memory, `--lead` seconds before.
+        in_time: of these, loaded from host memory alone.
+    """
+
+    requests: int
+    host: int
+    host_ms: float | None
+    disk: int
+    disk_ms: float | None
+    prefetched: int
+    in_time: int
+    in_time_ms: float | None
 
 
 def read(chosen: argparse.Namespace) -> tuple[list[Recorded], int]:
@@ -145,7 +169,7 @@ def wanted(recorded: Recorded, hints: str, pace: float) -> Any:
 
 
 def serve(
-    engine: Any, requests: list[Recorded], prompts: list[list[int]], pace: float, hints: str
+    engine: Any, requests: list[Recorded], prompts: list[list[int]], pace: float, hints: str, lead: float
 ) -> tuple[list[Any], float, list[int]]:
     """Submit each at its time, and wait for all; the engine's requests, the seconds that it took, and which requests
     had no host memory for some of their blocks when their sessions were prefetched.
@@ -154,11 +178,11 @@ def serve(
     begin, first = time.monotonic(), requests[0].seconds
     events = [(each.seconds - first, place, False) for place, each in enumerate(requests)]
     for place, each in enumerate(requests if hints == "prefetch" else ()):
-        if each.returns is not None and each.returns > 2 * _LEAD * pace:  # the next one's, which is still to come
+        if each.returns is not None and each.returns > 2 * lead * pace:  # the next one's, which is still to come
             following = next(
                 number for number in range(place + 1, len(requests)) if requests[number].session == each.session
             )
-            events.append((requests[following].seconds - first - _LEAD * pace, following, True))
+            events.append((requests[following].seconds - first - lead * pace, following, True))
 
     def deliver(token: int | None) -> None:
         if token is None:
@@ -168,13 +192,32 @@ def serve(
         time.sleep(max(0.0, begin + seconds / pace - time.monotonic()))
         if not prefetch:
             served.append(engine.submit(prompts[place], wanted(requests[place], hints, pace), deliver))
-        elif engine.cache.hint("prefetch", session=requests[place].session, ttl=10 * _LEAD).blocks:
+        elif engine.cache.hint("prefetch", session=requests[place].session, ttl=10 * lead, due=lead).blocks:
             fetched.append(place)
     for _ in served:
         while not ended.acquire(timeout=1.0):
             if engine.error is not None:
                 raise RuntimeError("the engine has ended") from engine.error
     return served, max(each.finished for each in served) - begin, fetched
+
+
+def returned_of(requests: list[Recorded], served: list[Any], first: Any, longer: float, fetched: list[int]) -> Returned:
+    """`first`: milliseconds to the first token; `longer`: seconds of the trace; `fetched`: the requests whose sessions
+    were prefetched in part.
+    """
+    came = dict[str, float]()
+    returning = []
+    for place, each in enumerate(requests):
+        if came.get(each.session, 0.0) > longer:
+            returning.append(place)
+        came[each.session] = each.returns or 0.0
+    disk = [place for place in returning if served[place].hits["disk"]]
+    host = [place for place in returning if served[place].hits["host"] and place not in disk]
+    in_time = [place for place in fetched if place in host]
+    rest = [place for place in host if place not in fetched]
+    middle = [round(float(np.median(first[each])), 1) if each else None for each in (rest, disk, in_time)]
+    counts = len(fetched), len(in_time)
+    return Returned(len(returning), len(rest), middle[0], len(disk), middle[1], *counts, middle[2])
 
 
 def engine_options(
@@ -212,10 +255,11 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     live = live_at_once(requests) * chosen.tokens // BLOCK_TOKENS
     size = model.size
     block_bytes = 2 * size.layers * BLOCK_TOKENS * size.kv_heads * size.head_size * (2 if dtype == "bfloat16" else 4)
-    table, answers, differ, in_time = list[Served](), list[list[int]](), 0, dict[str, Any]()
-    below = [(cache, hints) for cache in CACHES[1:3] for hints in chosen.hints or ("none",)]
-    cells = [("unbounded", "none", 1.0)]
-    cells += [(*cell, over) for over in chosen.oversubscribed for cell in [("device", "none"), *below]]
+    table, answers, differ, returned = list[Served](), list[list[int]](), 0, dict[str, Returned]()
+    told = {"device": ["none"], "host": chosen.hints or ["none"], "disk": chosen.hints or ["none"]}
+    cells = [("unbounded", "none", 1.0)] if "unbounded" in chosen.caches else []
+    for over in chosen.oversubscribed:
+        cells += [(cache, hints, over) for cache in told if cache in chosen.caches for hints in told[cache]]
     for cache, hints, over in cells:
         options = engine_options(chosen, cache, hints, blocks, live / over, block_bytes)
         with tempfile.TemporaryDirectory(dir=chosen.disk) as folder:
@@ -233,7 +277,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
             with Engine(model.size, model.weights, given) as engine:
                 engine.warm_up()
                 engine.start()
-                served, seconds, fetched = serve(engine, requests, prompts, chosen.pace, hints)
+                served, seconds, fetched = serve(engine, requests, prompts, chosen.pace, hints, chosen.lead)
         answers = answers or [each.generated for each in served]
         differ += sum(each.generated != answer for each, answer in zip(served, answers, strict=True))
         first = np.array([each.first_token - each.submitted for each in served]) * 1e3
@@ -243,11 +287,9 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         name = f"{cache}, {hints}" if chosen.hints and cache in ("host", "disk") else cache
         table.append(Served(name, over, p50, p95, round(generated / seconds, 1), computed, **hits))
         show(table[-1], len(table) == 1)
-        if cache == "disk" and fetched:
-            late = [place for place in fetched if served[place].hits["disk"]]
-            early = [place for place in fetched if served[place].hits["host"] and place not in late]
-            medians = [round(float(np.median(first[each])), 1) if each else None for each in (early, late)]
-            in_time = {"early": len(early), "late": len(late), "early_ms": medians[0], "late_ms": medians[1]}
+        if cache == "disk" and chosen.hints:
+            returned[hints] = returned_of(requests, served, first, 2 * chosen.lead * chosen.pace, fetched)
+            print(f"            returning: {returned[hints]}", flush=True)
     return {
         "trace": chosen.trace.name,
         "model": chosen.model,
@@ -258,7 +300,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         "different_bytes": blocks * block_bytes,
         "live_bytes": live * block_bytes,
         "different_answers": differ,
-        "prefetched": in_time,
+        "returned": {hints: asdict(each) for hints, each in returned.items()},
         "served": [asdict(each) for each in table],
     }
 
@@ -292,12 +334,14 @@ def main(arguments: list[str] | None = None) -> int:
     add("--batch", type=int, default=16, help="requests that are served at the same time (%(default)s)")
     add("--chunk", type=int, default=256, help="tokens of a prompt that a step computes (%(default)s)")
     add("--oversubscribed", type=lambda text: [float(each) for each in text.split(",")], default=[1.0, 2.0, 4.0, 8.0])
+    add("--caches", type=lambda text: text.split(","), default=CACHES, help=f"of {', '.join(CACHES)} (default: all)")
     add("--pool", type=float, default=0.5, help="what the pool above a disk holds of all blocks (%(default)s)")
     add(
         "--hints",
         type=lambda text: text.split(","),
         help=f"of a session's requests: {', '.join(HINTS)} (default: none)",
     )
+    add("--lead", type=float, default=1.0, help="seconds before its request that a session is prefetched (%(default)s)")
     add("--prefill", type=float, help="tokens per second, for what is worth reading from a disk (default: measured)")
     add("--disk", type=Path, help="the folder of the disk's file (default: the system's for temporary files)")
     add("--json", type=Path, help="write the figures to this file")
@@ -309,11 +353,6 @@ def main(arguments: list[str] | None = None) -> int:
     blocks, live = (f"{found[name] / 1e9:.2f} GB" for name in ("different_bytes", "live_bytes"))
     amount = f"{found['prompt_tokens']:,} tokens of prompts, {blocks} of different blocks, {live} live at once"
     print(f"{requests}, {where}: {amount}; {found['different_answers']} answers differ")
-    if told := found["prefetched"]:
-        print(
-            f"prefetched {_LEAD:g} s before, {told['early']} requests loaded from host memory alone (first token "
-            f"{told['early_ms']} ms in the median), {told['late']} from the disk, too ({told['late_ms']} ms)"
-        )
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found, indent=1))
     return int(found["different_answers"] > 0)

@@ -227,7 +227,8 @@ class KeyCache:
         "release": the session has ended. What nobody else has used goes before all other keys.
         "demote": the session waits for long. Its keys are written to the tiers, as far as they are not evicted first,
             and then go as released ones do.
-        "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries.
+        "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries. With
+            `due`, if the session has promised to come back, they are retained until then, as by "retain".
 
         Args:
             session: a name given to `open_request`.
@@ -253,12 +254,17 @@ class KeyCache:
             if not to_wait(name, seconds) > 0:
                 raise ValueError(f"{name} must be seconds above 0, got {seconds!r:.80}")
         hint = Hint(action, session, tenant, to_wait("ttl", ttl), None if due is None else to_wait("due", due))
-        answer, keys = self._records.hint((hint, self._tiers is not None))
+        answer, keys, request = self._records.hint((hint, self._tiers is not None))
         if keys and self._tiers is not None and action == "demote":
             self._tiers.demote(tuple(keys), tenant)
-        elif keys:
-            promotion = self.promote(keys, deadline=ttl, tenant=tenant, counted=False)
-            promotion._record.released = True  # it goes on, and holds nothing
+        elif keys and self._tiers is not None:
+            from kvoffload.cache.tiering.promotion import PromotionRecord
+
+            self._check_open()
+            until, refuse = time.monotonic() + hint.ttl, self._tiers.refuse_nested
+            record = PromotionRecord(keys, tenant, until, refuse, counted=False)
+            record.request, record.released = request, True  # it holds nothing
+            self._tiers.promote(record)
         return answer
 
     def reserve(

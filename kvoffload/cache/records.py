@@ -391,28 +391,34 @@ class Records:
         return True
 
     @guarded
-    def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes]]:
-        """`given`: a hint, and whether there are tiers. Returns the answer, and the keys that tiers are to move."""
-        state = self._state
-        state.pools.of(given[0].tenant)
+    def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
+        """`given`: a hint, and whether there are tiers. Returns the answer, the keys that tiers are to move, and the
+        request that they are for if they come.
+        """
+        (hint, has_tiers), state = given, self._state
+        state.pools.of(hint.tenant)
+        request = RequestRecord(state, hint.tenant, None)
         state.consistent = False
-        result = state.with_sessions().execute(*given)
+        sessions = state.with_sessions()
+        answer, keys = sessions.execute(hint, has_tiers)
+        if keys and hint.action == "prefetch":
+            sessions.promised(hint, request)
         state.consistent = True
-        return result
+        return answer, keys, request
 
     # for tiers ----------------------------------------------------------------------------------------------------
 
     @guarded
-    def reserve_each(self, given: tuple[list[bytes], str]) -> list[ReservationRecord]:
-        """Reserve entries for `keys, tenant`, with one record for each key that gets an entry, in the order of the
-        keys.
+    def reserve_each(self, given: tuple[list[bytes], str, RequestRecord | None]) -> list[ReservationRecord]:
+        """Reserve entries for `keys, tenant, request`, with one record for each key that gets an entry, in the order of
+        the keys.
 
         End each by `commit` or `abort_after`. Only for a thread that no signal handler interrupts: an interrupt would
         leave keys pending for ever.
         """
-        keys, tenant = given
+        keys, tenant, request = given
         state = self._state
-        record = state.propose(keys, tenant, False, None, False)
+        record = state.propose(keys, tenant, False, request, False)
         record.promoted, record.declined = True, []
         if not record.keys:
             return []
@@ -474,6 +480,15 @@ class Records:
         state.consistent = False
         state.with_sessions().set_free([key for key in keys if key in state.table.of], tenant)
         state.consistent = True
+
+    @guarded
+    def hinted(self, keys: tuple[bytes, ...]) -> dict[bytes, bool]:
+        """Which of these keys are retained by a hint (True), and which released (False)."""
+        table, pools = self._state.table, self._state.pools.all
+        if len(pools) == 1:
+            return {}
+        here = [(key, pools[table.pool_of[table.of[key]]]) for key in keys if key in table.of]
+        return {key: not pool.released for key, pool in here if pool.beside is not None}
 
     @guarded
     def next_to_go(self, count: int) -> list[bytes]:

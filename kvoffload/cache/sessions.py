@@ -271,7 +271,9 @@ class Sessions:
     # hints --------------------------------------------------------------------------------------------------------
 
     def execute(self, hint: Hint, has_tiers: bool) -> tuple[HintAnswer, list[bytes]]:
-        """Returns the answer, and the keys that the tiers are to write ("demote") or to bring ("prefetch")."""
+        """Returns the answer, and the keys that the tiers are to write ("demote") or to bring ("prefetch"); see
+        `promised`.
+        """
         self.advance()
         answer, keys = self._execute(hint, has_tiers)
         self.answers[answer.action, answer.outcome] += 1
@@ -292,11 +294,24 @@ class Sessions:
         if hint.action == "demote":
             mine, resident = self._own(session)
             return hint.done(len(mine), "" if len(mine) == len(resident) else _SHARED), mine
-        keys = session.chains[-1].keys if session.chains else []
-        absent = sum(key not in self._table.of for key in keys)
+        chain = session.chains[-1] if session.chains else Chain([])
+        absent = sum(key not in self._table.of for key in chain.keys)
         if not absent:
             return hint.declined("all keys of its latest request are in entries"), []
-        return hint.done(absent), keys
+        if session.watched and hint.due is not None:  # it has promised to come back, and now says more exactly when
+            self._promise(session, chain, hint.ttl, hint.due)
+            chain.promise = chain.promise or self._new_promise(session.tenant, hint.ttl, hint.due)
+        return hint.done(absent), chain.keys
+
+    def promised(self, hint: Hint, record: RequestRecord) -> None:
+        """Keys that tiers bring for "prefetch" are retained as those of an open request are: `record`."""
+        session = self._all[hint.tenant, hint.session]
+        chain, retained = session.chains[-1], self._pools.beside(self._pools.of(session.tenant), retained=True)
+        record.keys.update(dict.fromkeys(chain.keys))
+        record.of_session = of_session = SessionRequest(session, weakref.ref(record))
+        of_session.promised = chain.promise
+        if chain.promise is not None:
+            of_session.retained = retained, self._tenant_share(session.tenant, retained, chain.keys)
 
     def _retain(self, session: Session, hint: Hint) -> HintAnswer:
         longest, request = LONGEST_WITHOUT_DUE if hint.due is None else LONGEST_TTL, session.request
@@ -369,7 +384,7 @@ class Sessions:
         if session.watched and chain.promise is not None:
             session.settle(0, _RENEWED * len(session.watched))
         self._end_promise(session.tenant, chain.promise)
-        promise = self._new_promise(session.tenant, ttl, due)
+        chain.promise, promise = None, self._new_promise(session.tenant, ttl, due)
         session.watched, session.until = frozenset(chain.keys), promise.until
         self._promising += 0 if chain.counted else len(chain.keys)
         chain.counted = True

@@ -63,6 +63,10 @@ class PrefixOracle(Oracle):
         self.learned: set[int] = set()
         self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders; uses
         self.by_recency, self.caution = False, 1.0
+        self.room = self.capacity
+        self.recent: dict[object, int] = {}  # by call and kind, the oldest first: how many of these keys LRU would hold
+        self.hits = self.recent_hits = 0.0  # of this cache and of LRU, those of earlier rounds fading
+        self.leeway = 1.0
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
         self.now = self.calls = self.generation = 0
         self.due = self.round
@@ -88,7 +92,16 @@ class PrefixOracle(Oracle):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            del self.here[key]
+            self.leaves(self.here.pop(key))
+
+    def leaves(self, record: Record) -> bool:
+        """The key was used again, or is gone. Returns whether LRU would hold it."""
+        held = self.recent.get(record.run, 0)
+        if held > 1:
+            self.recent[record.run] = held - 1
+        else:
+            self.recent.pop(record.run, None)
+        return held > 0
 
     def name(self, keys: Sequence[bytes], *, counted: bool, ends: bool) -> None:
         asked = 0
@@ -97,10 +110,14 @@ class PrefixOracle(Oracle):
         for place, key in enumerate(keys):
             old, resident = before[key], key in self.here
             renews = old is not None and resident and old.counted and not counted
+            recent = old is not None and self.leaves(old)
             if not renews:
                 asked += 1
                 if old is not None:
                     self.observations.append(Observation(old.kind, self.now - old.time, reused=True, hit=resident))
+                    self.hits, self.recent_hits = self.hits + resident, self.recent_hits + recent
+                    if self.hits < self.recent_hits * (1 - self.leeway):
+                        self.by_recency, self.caution = True, 0.0
             uses = 1 if old is None else old.uses if renews else min(6, old.uses + 1)
             at_end = ends and place == len(keys) - 1
             record = Record(uses, at_end, self.now, counted, self.calls, place, resident or counted)
@@ -109,7 +126,14 @@ class PrefixOracle(Oracle):
                 self.here[key] = record
             else:
                 absent.append((key, record))
+            self.recent[record.run] = self.recent.pop(record.run, 0) + 1
         self.calls += 1
+        if not counted or sum(self.recent.values()) > 2 * self.room:
+            while (excess := sum(self.recent.values()) - self.room) > 0:
+                oldest = next(iter(self.recent))
+                self.recent[oldest] -= min(excess, self.recent[oldest])
+                if not self.recent[oldest]:
+                    del self.recent[oldest]
         for key, _ in absent:
             self.gone.pop(key, None)
         places = {key: place for place, key in enumerate(keys)}
@@ -171,6 +195,10 @@ class PrefixOracle(Oracle):
         least = recent * (1 + 0.04 * (recent / (every + 8)) ** 8)
         self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < least
         self.caution = 0.5 if self.by_recency else 1.0
+        self.leeway = 0.0003 + max(0.0, 1 - self.recent_hits / (every + 8)) ** 4
+        if self.hits < self.recent_hits * (1 - self.leeway):
+            self.by_recency, self.caution = True, 0.0
+        self.hits, self.recent_hits = 0.95 * self.hits, 0.95 * self.recent_hits
 
     def learn(self) -> None:
         self.judge()
@@ -217,8 +245,9 @@ class PrefixOracle(Oracle):
         return self.worths[record.kind][self.range_of(self.now - record.time)]
 
     def claim(self, record: Record) -> float:
-        claim = self.recent_claim if self.by_recency else self.learned_claim
-        return claim(record.kind, self.range_of(self.now - record.time))
+        if self.by_recency:
+            return record.time
+        return self.learned_claim(record.kind, self.range_of(self.now - record.time))
 
     def learned_claim(self, kind: int, place: int) -> float:
         return max(worth for low in range(kind + 1) for worth in self.worths[low][place:])
@@ -244,6 +273,7 @@ class PrefixOracle(Oracle):
             if (
                 admitted
                 and going
+                and self.caution
                 and self.arriving(newcomers, admitted - 1) <= self.caution * self.worth(self.here[going[0]])
             ):
                 admitted -= 1
@@ -251,6 +281,7 @@ class PrefixOracle(Oracle):
                 victims.append(going.pop(0))
             else:
                 return None
+        self.room = len(self.here) if victims else self.room
         items = [(key, self.here.pop(key)) for key in victims]
         for _, part in groupby(items, key=lambda item: item[1].run):
             self.remember(list(part))

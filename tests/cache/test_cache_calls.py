@@ -71,7 +71,7 @@ def test_no_call_leaves_anything_to_be_repaired() -> None:
         "release": lambda: lease[0].release(),
         "evict": lambda: index.reserve(keys(3, 4, 5)).commit(),
         "remove": lambda: index.remove(keys(0, 3)),
-        "reserve_each": lambda: index.records.reserve_each((keys(6, 7), "")),
+        "reserve_each": lambda: index.records.reserve_each((keys(6, 7), "", None)),
         "clear": index.clear,
     }
     for name, call in calls.items():

@@ -755,7 +755,7 @@ def test_a_promotion_that_ends_without_bytes_is_no_failed_store() -> None:
     """And neither is an aborted reservation whose keys were removed: nothing is told of either."""
     events: list[CacheEvent] = []
     index = CacheIndex(4, on_event=events.append)
-    for record in index.records.reserve_each((keys(0, 1), "")):
+    for record in index.records.reserve_each((keys(0, 1), "", None)):
         index.records.abort_after(record, ())
     assert (index.status(keys(0, 1)), events, index.statistics().failed) == ([MISS, MISS], [], 0)
     reservation = index.reserve(keys(2))

@@ -156,8 +156,8 @@ def test_worth_is_the_best_density_of_uses() -> None:
     """100 blocks: 10 used at age 0..1, 30 at 4..6, 60 forgotten at 11..15; by hand."""
 
     def observe(model: ReuseModel) -> None:
-        model.reused(1, 1, 10, resident=True)
-        model.reused(1, 5, 30, resident=True)
+        model.reused(1, 1, 10, resident=True, recent=0)
+        model.reused(1, 5, 30, resident=True, recent=0)
         model.lost(1, 12, 60)
         model.learn([])
 
@@ -174,7 +174,7 @@ def test_worth_is_the_best_density_of_uses() -> None:
 @pytest.mark.usefixtures("small")
 def test_what_still_waits_counts_as_far_as_it_has_waited() -> None:
     def observe(model: ReuseModel) -> None:
-        model.reused(1, 5, 30, resident=True)
+        model.reused(1, 5, 30, resident=True, recent=0)
         model.learn([Survivors(1, 3, 50)])
 
     model = model_of(observe)
@@ -185,17 +185,17 @@ def test_what_still_waits_counts_as_far_as_it_has_waited() -> None:
 def test_too_few_observations_conclude_nothing() -> None:
     model = ReuseModel(100)
     before = [model.worth(kind, 0) for kind in range(KINDS)]
-    model.reused(3, 0, 8, resident=True)
+    model.reused(3, 0, 8, resident=True, recent=0)
     model.learn([])
     assert [model.worth(kind, 0) for kind in range(KINDS)] == before
-    model.reused(3, 0, 8, resident=True)
+    model.reused(3, 0, 8, resident=True, recent=0)
     model.learn([])
     assert model.worth(3, 0) != before[3]
 
 
 def test_observations_fade() -> None:
     def observe(model: ReuseModel) -> None:
-        model.reused(1, 1_000, 1_000, resident=True)
+        model.reused(1, 1_000, 1_000, resident=True, recent=0)
         model.learn([])
         for _ in range(30):
             model.lost(1, 100_000, 1_000)
@@ -215,13 +215,29 @@ def test_it_evicts_by_recency_where_that_would_have_found_more() -> None:
     """With room for 10 of 20 blocks: it has learned that the often used ones come back, and then the new ones do."""
     model = ReuseModel(10)
     waiting = [Survivors(10, 1_000, 10), Survivors(0, 200, 10)]
-    model.reused(10, 1_000, 300, resident=True)
+    model.reused(10, 1_000, 300, resident=True, recent=0)
     model.lost(0, 200, 300)
     model.learn(waiting)
+    assert model.chain_worths is not None
     assert model.chain_worths[10] != model.chain_worths[0], "by what it has learned"
-    model.reused(0, 200, 3_000, resident=False)
+    model.reused(0, 200, 3_000, resident=False, recent=0)
     model.learn(waiting)
-    assert model.chain_worths[10] == model.chain_worths[0] == sorted(model.chain_worths[0], reverse=True)
+    assert model.chain_worths is None
+
+
+def test_it_becomes_lru_at_once_where_lru_finds_more_and_declines_nothing_until_it_has_caught_up() -> None:
+    model = ReuseModel(10)
+    model.reused(10, 1_000, 10_000, resident=True, recent=10_000)
+    model.learn([])
+    model.reused(10, 1_000, 2, resident=False, recent=2)
+    assert model.worth(10, 1_000) > 0, "within its leeway, a few in ten thousand"
+    model.reused(10, 1_000, 50, resident=False, recent=50)
+    assert (model.chain_worths, model.worth(10, 1_000)) == (None, -1.0)
+    model.learn([])
+    assert (model.chain_worths, model.worth(10, 1_000)) == (None, -1.0)
+    model.reused(10, 1_000, 100, resident=True, recent=0)
+    model.learn([])
+    assert model.worth(10, 1_000) > 0
 
 
 @pytest.mark.usefixtures("small")
@@ -230,9 +246,10 @@ def test_chain_worths_cover_what_may_need_a_block(seed: int, monkeypatch: pytest
     chance = random.Random(seed)
     model = ReuseModel(100)
     for _ in range(200):
-        model.reused(chance.randrange(KINDS), chance.randrange(100), chance.randint(1, 9), resident=True)
+        model.reused(chance.randrange(KINDS), chance.randrange(100), chance.randint(1, 9), resident=True, recent=0)
         model.lost(chance.randrange(KINDS), chance.randrange(400), chance.randint(1, 9))
     model.learn([])
+    assert model.chain_worths is not None
     for kind in range(KINDS):
         for place, age in enumerate(EDGES):
             needing = [model.worth(low, old) for low in range(kind + 1) for old in EDGES if old >= age]

@@ -62,17 +62,20 @@ def test_all_caches_give_the_same_answers_and_find_what_they_hold(tmp_path: Path
         assert served["disk"]["disk"] > 0
 
 
-def test_sessions_prefetched_in_time_load_from_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_prefetched_in_time_load_from_host_memory(tmp_path: Path) -> None:
     from chat_server import measure
 
-    monkeypatch.setattr(measure, "_LEAD", 0.3)
     trace, output = tmp_path / "trace.jsonl", tmp_path / "found.json"
     write_trace(trace, sessions=True)
     small = ["--model", "tiny", "--context", "256", "--batch", "2", "--chunk", "32", "--tokens", "16", "--pace", "5"]
     small += ["--most-answer", "4", "--prefill", "1", "--requests", "18", "--pool", "0.4", "--hints", "prefetch"]
-    small += ["--conversations", "6"]
+    small += ["--conversations", "7", "--lead", "0.3", "--caches", "disk"]
     where = ["--disk", str(tmp_path), "--json", str(output), "--oversubscribed", "8"]
     assert measure.main([str(trace), *small, *where]) == 0
     found = json.loads(output.read_text())
     assert found["different_answers"] == 0
-    assert found["prefetched"]["early"] > 0
+    assert [each["cache"] for each in found["served"]] == ["disk, prefetch"]
+    returned = found["returned"]["prefetch"]
+    assert returned["requests"] == CONVERSATIONS * (TURNS - 1)
+    assert returned["prefetched"] >= returned["in_time"] > 0
+    assert returned["host"] + returned["disk"] + returned["in_time"] <= returned["requests"]

@@ -82,6 +82,60 @@ def test_prefetch_brings_the_latest_request_and_holds_nothing(make: MakeTier) ->
         assert hits(bench, *MINE) == []
 
 
+def test_prefetch_with_due_displaces_promises_that_are_due_later_and_is_retained(make: MakeTier) -> None:
+    with tiered(make(), write="through") as bench:
+        for session, numbers, due in (("c", LATER, 30.0), ("a", MINE, 3000.0), ("b", OTHERS, 300.0)):
+            for _ in range(3):  # the first promise is not trusted
+                turn(bench, session, numbers)
+                bench.cache.hint("retain", session=session, ttl=due, due=due)
+        assert bench.cache.drain(SECONDS)
+        with bench.cache.open_request(session="c") as request:
+            bench.cache.hint("retain", session="c", ttl=30.0, due=30.0)
+            for block, number in enumerate(LATER):
+                bench.write(block, number)
+            bench.cache.store(keys(LATER), range(4), after=NO_WAIT, request=request).wait(SECONDS)
+        assert hits(bench, *MINE, *OTHERS, *LATER) == [*OTHERS, *LATER], "a is due last"
+        assert bench.cache.hint("prefetch", session="a", ttl=60.0, due=1.0) == ("prefetch", "accepted", 4, "")
+        until(lambda: hits(bench, *MINE) == MINE)
+        assert hits(bench, *OTHERS, *LATER) == LATER, "now b is due last"
+        bench.store(OTHERS)
+        assert hits(bench, *MINE) == MINE, "retained"
+        bench.check_loaded(MINE)
+
+
+def test_what_a_session_leaves_behind_is_not_written(make: MakeTier) -> None:
+    with tiered(make(), write="back") as bench:
+        turn(bench, "a", MINE)
+        bench.cache.hint("release", session="a")
+        for numbers in (OTHERS, LATER, [300, 301, 302, 303]):
+            bench.store(numbers)
+            assert bench.cache.drain(SECONDS)
+        assert not below(bench, *MINE)
+        assert below(bench, *OTHERS), "ordinary keys are written before they go"
+        bench.check_loaded(LATER)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_new_blocks_of_a_session_that_comes_back_are_written(told: bool) -> None:
+    with tiered(DictTier(), write="admitted") as bench:
+        for number in range(1_000, 3_400, 8):
+            turn(bench, "once", range(number, number + 8))
+            assert bench.cache.drain(SECONDS)
+        written = bench.cache.tier_statistics()[0].written
+        assert written < 2_200, "it has learned that nothing comes back"
+        for count in (*[3] * 40, 6):  # all promises get the part of the entries that their requests have of all blocks
+            with bench.cache.open_request(session="a") as request:
+                if told:
+                    bench.cache.hint("retain", session="a", ttl=60.0, due=5.0)
+                wanted = keys(range(count))
+                for block in range(count):
+                    bench.write(block, block)
+                bench.cache.store(wanted, range(count), after=NO_WAIT, request=request).wait(SECONDS)
+            assert bench.cache.drain(SECONDS)
+        assert below(bench, 3, 4) == ([3, 4] if told else [])
+        bench.check_loaded(range(6))
+
+
 def test_what_others_have_used_is_not_demoted() -> None:
     with tiered(tier := DictTier(), write="admitted") as bench:
         turn(bench, "a", MINE)

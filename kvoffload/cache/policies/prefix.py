@@ -3,7 +3,7 @@
 Keys of one request that were used equally often form a *run*. It knows when they were used, and lies in the queue of
 its kind (see `reuse.py`), ordered by time. A request that stores its keys in pieces adds to its runs, which move to the
 end of their queues. So the oldest of each kind stand at the heads of eleven queues, victims come from the head with the
-lowest chain worth, and within a run the deepest key goes first:
+lowest chain worth (in LRU's order: the longest unused one), and within a run the deepest key goes first:
 
     kind 0   run(t=310: e) run(t=402: j) ...        used once, the end of a request
     kind 1   run(t=310: b c d) run(t=402: g h i)    used once           <- goes from d to b
@@ -11,7 +11,7 @@ lowest chain worth, and within a run the deepest key goes first:
     kind 10  run(t=402: a)                          used six times or more
 
 A key that is used again moves to a new run; the old run drops it when its turn comes. Where LRU's order would have
-found more lately, the model makes all worths those of that order (see `reuse.py`), and the same queues give it.
+found more lately, the model says so (see `reuse.py`), and the same queues give that order.
 
 Ages are counted in blocks asked for; once requests name sessions, in milliseconds, too: people and tools take as long
 to answer when the cache is idle.
@@ -41,12 +41,13 @@ SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at le
 
 Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
 Bound: TypeAlias = tuple[float, int]
+ChainWorths: TypeAlias = list[list[float]]
 
 
 class Run:
     """Keys of one request with one number of uses; the deepest last."""
 
-    __slots__ = ("counted", "keys", "kind", "live", "request", "time", "uses")
+    __slots__ = ("counted", "keys", "kind", "live", "recent", "request", "time", "uses")
 
     def __init__(self, uses: int, kind: int, time: int, counted: bool, request: Notes | None = None) -> None:
         self.uses = uses
@@ -55,6 +56,7 @@ class Run:
         self.counted = counted  # whether the use by the unfinished request is among `uses`
         self.keys: list[bytes] = []
         self.live = 0  # those of `keys` that are resident and have not moved on
+        self.recent = 0  # how many keys of this use, resident or not, LRU would hold
         self.request = request  # the notes of the open request that has inserted or loaded them
 
 
@@ -79,6 +81,7 @@ class Prefix(Policy):
         self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
         self._bounds = LowerBounds()
         self._run_of: dict[bytes, Run] = {}
+        self._recency = Recency(capacity)
         self._gone = _Ghosts(max(FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
         self._round = max(SHORTEST_ROUND, capacity)
         self._now = 0  # blocks asked for, and milliseconds
@@ -96,9 +99,13 @@ class Prefix(Policy):
         self._use(keys, counted=False, ends=True)
 
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+        if evicted and keys:
+            self._recency.room = len(self)
         for run, same in _neighbours(list(map(self._run_of.pop, keys)), keys):
             if evicted:
                 self._remember(same, run)
+            else:
+                self._recency.leave(run, len(same))
             self._leave(run, len(same))
 
     def at(self, seconds: float, promised: float) -> None:
@@ -146,6 +153,7 @@ class Prefix(Policy):
         olds = () if request is None else {old for _, old, _ in found}
         for resident, old, part in found:
             uses = 1
+            recent = 0 if old is None else self._recency.leave(old, len(part))
             if old is None:  # case 1
                 asked += len(part)
             elif resident and old.counted and not counted:  # case 2
@@ -153,7 +161,7 @@ class Prefix(Policy):
             else:  # case 3
                 uses = min(old.uses + 1, MOST_USES)
                 asked += len(part)
-                self._model.reused(old.kind, self._now - old.time, len(part), resident)
+                self._model.reused(old.kind, self._now - old.time, len(part), resident, recent)
             stays = resident or counted
             # A request's end has a kind of its own: it is often partly filled, and then not asked for again.
             for is_end, same in ((False, part),) if part[-1] is not last else ((False, part[:-1]), (True, part[-1:])):
@@ -167,6 +175,7 @@ class Prefix(Policy):
                     else:
                         run = self._run_of_request(request, uses, olds)
                     fresh[uses, kind, stays] = run
+                self._recency.use(run, len(same))
                 if stays:
                     for key in same:
                         run_of[key] = run
@@ -176,6 +185,7 @@ class Prefix(Policy):
         for resident, old, part in found:
             if resident and old is not None:
                 self._leave(old, len(part))
+        self._recency.trim(in_request=counted)
         # Runs of ghosts have no keys, and stay out of the queues; an open request's runs move to the recent end.
         for run in fresh.values():
             if run.keys:
@@ -321,6 +331,44 @@ class _ForRequest:
         return self._policy.make_room(newcomers, room, protected, self._notes)
 
 
+class Recency:
+    """What LRU would hold: the keys used last. It counts them by run, whether they are resident or not; O(runs).
+
+    Attributes:
+        room: the keys that it holds.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._runs: Queue = OrderedDict()  # the oldest first
+        self._held = 0
+
+    def leave(self, run: Run, count: int) -> int:
+        """So many keys of a run are used again, or are gone. Returns how many of these LRU would hold."""
+        held = min(count, run.recent)
+        run.recent -= held
+        self._held -= held
+        if held and not run.recent:
+            del self._runs[run]
+        return held
+
+    def use(self, run: Run, count: int) -> None:
+        """So many keys are used now, and belong to this run."""
+        run.recent += count
+        self._held += count
+        self._runs[run] = None
+        self._runs.move_to_end(run)
+
+    def trim(self, *, in_request: bool) -> None:
+        """Drop the oldest keys beyond `room`. While a request goes on, its keys stay, however old they are; so twice as
+        many are held until it ends.
+        """
+        if in_request and self._held <= 2 * self.room:
+            return
+        while self._held > self.room:
+            self.leave(next(iter(self._runs)), self._held - self.room)
+
+
 class _Ghosts:
     """Keys that are not resident, with their last run: at least half of `most`, the latest.
 
@@ -391,11 +439,13 @@ class LowerBounds:
     """
 
     def __init__(self) -> None:
-        self._chain_worths: list[list[float]] | None = None
+        self._chain_worths: ChainWorths | None = None
         self._known: list[tuple[int, float, float]]  # by kind: of a run of this time, until this moment, its bound
 
-    def of(self, queues: list[Queue], chain_worths: list[list[float]], now: int) -> list[Bound]:
+    def of(self, queues: list[Queue], chain_worths: ChainWorths | None, now: int) -> list[Bound]:
         """The bound and the kind of each queue that is not empty."""
+        if chain_worths is None:
+            return [(next(iter(queue)).time, kind) for kind, queue in enumerate(queues) if queue]
         if chain_worths is not self._chain_worths:
             self._chain_worths, self._known = chain_worths, [(0, 0, 0.0)] * len(queues)
         found: list[Bound] = []
@@ -423,7 +473,7 @@ class Heads:
     def __init__(
         self,
         queues: list[Queue],
-        chain_worths: list[list[float]],
+        chain_worths: ChainWorths | None,
         now: int,
         bounds: list[Bound],
         walk: Callable[[Queue], Iterator[tuple[Run, list[bytes]]]],
@@ -450,7 +500,9 @@ class Heads:
             if not head.advance():
                 bounds.remove(bound)
                 continue
-            worth = self._chain_worths[kind][bisect_right(EDGES, self._now - head.run.time) - 1]
+            worth: float = head.run.time
+            if self._chain_worths is not None:
+                worth = self._chain_worths[kind][bisect_right(EDGES, self._now - head.run.time) - 1]
             if worth == bound[0]:
                 return head
             bounds[bounds.index(bound)] = worth, kind

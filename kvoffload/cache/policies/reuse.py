@@ -15,6 +15,11 @@ So there are two orders of eviction: by what was learned, and by recency, as LRU
 is learned, both are judged by the uses of that round, which neither has seen: how many of them would a cache have found
 that keeps the blocks that the order puts last? The better order of the latest rounds is used. Where recency finds
 nearly all, the learned order must be better by a few percent, as there is little to win and something to lose.
+
+What an order declines, and what follows from an order over several rounds, is judged by the outcome: how many blocks
+were found, and how many would LRU have found? Where LRU would have found more, by a leeway that is the wider the more
+of the uses LRU misses, the cache becomes LRU until it is no longer behind: it evicts in LRU's order, and declines
+nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +42,9 @@ _RISK = 0.04  # how much better the learned order must be where recency finds al
 _NEARLY_ALL = 8  # the power of what recency finds by which that falls where it finds less
 CREDIT = 96.0  # hits that the learned order has at first: chance in the first rounds should not decide
 _TIE = 1e-6  # hits that are no difference
+_LEEWAY = 0.0003  # of LRU's hits: so far the cache may be behind before it does as LRU does; and
+_DARING = 1.0  # so much more where LRU misses all uses, and by
+_MISSING = 4  # this power of what it misses
 _CAUTION = 0.5  # in LRU's order: decline blocks that are worth less than this share of what they displace
 
 EDGES = (
@@ -74,15 +82,16 @@ class ReuseModel:
     Attributes:
         promised: see `Policy.at`. The more comes with a promise, the less the others' past says what room there is for
             them: then recency orders them, and fewer are declined.
-        chain_worths: of the order in use, by kind and range of ages: the worth of a block together with all that may
-            need it. Those were last used at the same time or earlier and not more often; so this is the highest worth
-            over its kind and lower ones, at its age and above. A policy that evicts the lowest chain worth, and among
-            equals the lowest kind, evicts a block only after the blocks that need it.
+        chain_worths: None: LRU's order is in use. Else, by kind and range of ages: the worth of a block together with
+            all that may need it. Those were last used at the same time or earlier and not more often; so this is the
+            highest worth over its kind and lower ones, at its age and above. A policy that evicts the lowest chain
+            worth, and among equals the lowest kind, evicts a block only after the blocks that need it.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._hits = 0.0
+        self._hits = self._recent_hits = 0.0  # of the cache, and of LRU in its place
+        self._leeway = 1.0
         self._judged = [CREDIT, 0.0, 0.0]  # hits that the learned order would have had, and LRU's; and all uses
         self._caution = 1.0
         self.promised = 0.0
@@ -92,19 +101,25 @@ class ReuseModel:
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
         self._known = [False] * KINDS
-        self._learned = self.chain_worths = _chain_worths(self._worth)
+        self._learned = _chain_worths(self._worth)
+        self.chain_worths: list[list[float]] | None = self._learned
 
-    def reused(self, kind: int, age: int, count: int, resident: bool) -> None:
-        """`resident`: the cache still had the blocks."""
+    def reused(self, kind: int, age: int, count: int, resident: bool, recent: int) -> None:
+        """`resident`: the cache still had the blocks; LRU would have had `recent` of them."""
         self._hits += count * resident
+        self._recent_hits += recent
+        if self._hits < self._recent_hits * (1 - self._leeway):
+            self.chain_worths, self._caution = None, 0.0
         self.reused_counts[kind][bisect_right(EDGES, age) - 1] += count
 
     def lost(self, kind: int, age: int, count: int) -> None:
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
 
     def worth(self, kind: int, age: int) -> float:
-        """Uses to expect for each block of age that a block is kept from now on; in LRU's order, a share of that."""
-        return self._caution * self._worth[kind][bisect_right(EDGES, age) - 1]
+        """Uses to expect for each block of age that a block is kept from now on; in LRU's order, a share of that, or
+        -1: nothing is declined for it.
+        """
+        return self._caution * self._worth[kind][bisect_right(EDGES, age) - 1] if self._caution else -1.0
 
     def promise(self, kind: int) -> float:
         """The worth of a block of a kind on arrival; infinite while nothing is known of the kind."""
@@ -136,7 +151,11 @@ class ReuseModel:
         least = 1 + (_RISK + self.promised) * (recent / (every + _FEWEST)) ** _NEARLY_ALL
         by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent * least
         self._caution = _CAUTION * (1 - self.promised) if by_recency else 1.0
-        self._hits *= _JUDGED_FADING
+        missed = max(0.0, 1 - self._recent_hits / (every + _FEWEST))
+        self._leeway = _LEEWAY + _DARING * missed**_MISSING
+        if self._hits < self._recent_hits * (1 - self._leeway):
+            by_recency, self._caution = True, 0.0
+        self._hits, self._recent_hits = _JUDGED_FADING * self._hits, _JUDGED_FADING * self._recent_hits
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
         for kind in range(KINDS):
             self._known[kind] |= _update(self._worth[kind], self.reused_counts[kind], self._lost[kind], waiting[kind])
@@ -144,7 +163,7 @@ class ReuseModel:
                 table[kind] = [_FADING * count for count in table[kind]]
         self._counts_before = [counts[:] for counts in self.reused_counts]
         self._learned = _chain_worths(self._worth)
-        self.chain_worths = self._recency if by_recency else self._learned
+        self.chain_worths = None if by_recency else self._learned
 
 
 def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:

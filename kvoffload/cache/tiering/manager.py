@@ -295,11 +295,17 @@ class TierManager:
             keys = self._ended.popleft()
             if self._choice.learns:
                 self._choice.left_disk([key for key, has in zip(keys, self._has(keys), strict=True) if not has])
-            self._write(self._choice.ended(keys))
+            chosen = self._choice.ended(keys)
+            hinted = self._records.hinted(keys) if self._choice.learns else {}
+            # A session that has promised to come back is worth a write, and one that has ended is not.
+            worth = set(chosen) if hinted else ()
+            self._write([key for key in keys if hinted.get(key, key in worth)] if hinted else chosen)
         if self._filled and self._choice.looks_ahead:
             self._filled = False
             ahead = min(self._records.share(_WRITING), _MOST_AHEAD)
-            self._write(self._choice.about_to_go(self._records.next_to_go(ahead)))
+            keys = tuple(self._records.next_to_go(ahead))
+            hinted = self._records.hinted(keys)
+            self._write(self._choice.about_to_go([key for key in keys if hinted.get(key, True)]))
 
     def _heard(self, event: CacheEvent) -> None:
         self._filled |= event.kind in ("stored", "promoted")

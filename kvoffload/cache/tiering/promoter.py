@@ -198,7 +198,8 @@ class Promoter:
         keys = [record.keys[position] for position in positions[:room]]
         if keys:
             try:
-                reserved = {each.keys[0]: each for each in self._records.reserve_each((keys, record.tenant))}
+                given = keys, record.tenant, record.request
+                reserved = {each.keys[0]: each for each in self._records.reserve_each(given)}
             except (KVOffloadError, ValueError):
                 reserved = {}
             for position, key in zip(positions, keys, strict=False):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 from kvoffload.cache.entries import ReservationRecord, Status
+from kvoffload.cache.pools import RequestRecord
 from kvoffload.cache.records import Records
 from kvoffload.cache.reservations import CacheJob, Lease
 from kvoffload.cache.tiering.below import ComputeTime, TierBelow
@@ -89,6 +90,7 @@ class PromotionRecord:
         leases: hold the entries of keys that came, or were there.
         brought: how many of the leased entries tiers have filled.
         refuse_nested: raises RuntimeError inside another call, which must not wait.
+        request: open, whose keys these are.
         tiers: by position, the name of the tier that brought the key.
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
@@ -107,6 +109,7 @@ class PromotionRecord:
     ) -> None:
         self.refuse_nested = refuse_nested
         self.keys, self.tenant, self.deadline, self.counted = keys, tenant, deadline, counted
+        self.request: RequestRecord | None = None
         self.tiers: dict[int, str] = {}
         self.here = bytearray(len(keys))
         self.gone = bytearray(len(keys))
