@@ -301,6 +301,11 @@ class PooledState(CacheState):
         self.tidy()
 
 
+def _not_now(records: PoolRecords, _: None) -> bytes | None:
+    """Inside another call."""
+    del records
+
+
 class PoolRecords(Records):
     """The calls of an index that its owner answers. Inside another call, where the owner cannot be asked, every key is
     a miss.
@@ -379,12 +384,12 @@ class PoolRecords(Records):
         return True
 
     @guarded
-    def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes]]:
+    def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
+        """The owner moves the keys itself."""
         hint, _ = given
         answer = self._ask(Operation.HINT, json.dumps(hint._asdict()).encode())
-        if answer is None:
-            return hint.declined(_NO_OWNER), []
-        return HintAnswer(*json.loads(answer)), []
+        said = hint.declined(_NO_OWNER) if answer is None else HintAnswer(*json.loads(answer))
+        return said, [], RequestRecord(self._state, hint.tenant, None)
 
     @guarded
     def hold_ready(self, given: tuple[list[bytes], bool]) -> tuple[list[Status | None], Lease | None]:
@@ -407,7 +412,7 @@ class PoolRecords(Records):
             wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
             pool.bring(NUMBER.pack(int(wait * 1000)) + pack_keys(keys), wait)
 
-    @partial(guarded, nested=lambda *_: None)
+    @partial(guarded, nested=_not_now)
     def _count(self, _: None) -> bytes | None:
         return self._ask(Operation.COUNTS, b"")
 
