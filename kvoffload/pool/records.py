@@ -304,7 +304,7 @@ class PooledState(CacheState):
 def _not_now(records: PoolRecords, _: None) -> bytes | None:
     """Inside another call."""
     del records
-    return None  # noqa: RET501
+    return None
 
 
 class PoolRecords(Records):
