@@ -406,12 +406,13 @@ class Device:
         return [engine for known in list(self._users) if (engine := known()) is not None]
 
     def refuse_nested(self, call: str) -> None:
-        """Raise RuntimeError, which names `call`, if this thread is inside a call of an engine on this device.
+        """Raise RuntimeError, which names `call`, if this thread is inside a call of an engine on this device, or pins
+        a piece of its pool (a finalizer can run there).
 
         Call it before you take `lifecycle`, which must never be taken inside an engine's lock.
         """
         for engine in self.engines():
-            refuse_nested(engine.lock, call)
+            engine.refuse_nested(call)
 
     def advance_engines(self) -> None:
         """Ask the GPU, without waiting, which transfers have ended. (An unfinished one keeps its engine alive.)"""

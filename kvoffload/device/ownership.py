@@ -58,6 +58,8 @@ class DeviceUser(Protocol):
 
     lock: threading.RLock
 
+    def refuse_nested(self, call: str) -> None: ...
+
     @property
     def submitted(self) -> int: ...
 

@@ -123,6 +123,7 @@ class PinnedMemory(RegisteredMemory):
 
     Attributes:
         ready_bytes: how many bytes, from the first on, have been pinned. It never falls.
+        pinning: held while a range is being pinned.
 
     Raises:
         CapacityError: memory is short, or the driver cannot pin that much. Nothing stays registered.
@@ -145,7 +146,7 @@ class PinnedMemory(RegisteredMemory):
         self.ready_bytes = 0
         self._numa_cpus, self._progress, self._grows = numa_cpus, progress, piece_bytes is not None
         self._range_bytes = whole_units(RANGE_BYTES if piece_bytes is None else piece_bytes, unit_bytes)
-        self._pinning = threading.RLock()  # held while a range is being pinned
+        self.pinning = threading.RLock()
         self._stopped = False
         if holder is not None:
             holder.append(self)
@@ -170,7 +171,7 @@ class PinnedMemory(RegisteredMemory):
         Raises:
             CapacityError: memory is short, or the driver cannot pin more. The ranges before stay pinned.
         """
-        with self._pinning:
+        with self.pinning:
             start, stop = self.ready_bytes, min(self.ready_bytes + self._range_bytes, self.nbytes)
             if self._stopped or start == stop:
                 return False
@@ -192,7 +193,7 @@ class PinnedMemory(RegisteredMemory):
     def stop(self) -> None:
         """Pin nothing from now on. Waits for a range that another thread is pinning, which then is `release`d, too."""
         self._stopped = True
-        with self._pinning:
+        with self.pinning:
             pass
 
     def _check_available(self, range_bytes: int) -> None:

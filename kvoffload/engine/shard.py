@@ -562,10 +562,14 @@ class Shard:
 
         wait_until(ended, timeout, f"{self.in_flight} jobs in flight")
 
+    def refuse_nested(self, call: str) -> None:
+        for lock in (self.lock, *(memory.pinning for memory in self.parts.growing)):
+            refuse_nested(lock, call)
+
     def close(self, timeout: float | None = None) -> None:
         if self.device.foreign:
             return
-        refuse_nested(self.lock, "close")
+        self.refuse_nested("close")
         timeout, token = as_timeout(timeout), object()
         try:
             self._closing.add(token)

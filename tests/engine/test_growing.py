@@ -452,6 +452,32 @@ def test_progress_may_close_the_engine(device: kvoffload.Device) -> None:
     assert made[0].statistics().pinning_error is None
 
 
+def test_a_finalizer_in_the_thread_that_pins_is_refused(
+    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for what `close` in another thread holds, while that waits for this piece."""
+    refused: list[str] = []
+    with growing(device) as (engine, pieces):
+        register = device.driver.host_register
+
+        def finalized(address: int, nbytes: int) -> None:
+            for call in (engine.close, device.close, lambda: device.allocate(64)):
+                with pytest.raises(RuntimeError, match="in the middle of another call of the library") as caught:
+                    call()
+                refused.append(str(caught.value))
+            register(address, nbytes)
+
+        monkeypatch.setattr(device.driver, "host_register", finalized)
+        pieces.let(1)
+        wait_for(engine, 6)
+        monkeypatch.undo()
+        assert len(refused) == 3
+        pieces.let_all()
+        wait_for_the_end(engine)
+        assert (engine.pinned_slots, engine.statistics().pinning_error) == (SLOTS, None)
+        engine.store([1], [11], after=NO_WAIT).wait(SECONDS)
+
+
 PROGRAM = """
 import os, sys, threading, time, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
@@ -470,7 +496,6 @@ wait_for(engine, 2)
 def test_the_interpreter_ends_in_the_middle() -> None:
     run_program(PROGRAM + "engine.store([1], [1])")
     run_program(PROGRAM + "pieces.let_all()")
-    run_program(PROGRAM + "sys.exit(3)", exit_code=3)
 
 
 def test_a_forked_child_does_nothing_and_the_parent_grows_on() -> None:

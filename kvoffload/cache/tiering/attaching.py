@@ -158,7 +158,7 @@ class TierPlan:
         if any(tier.capabilities.pins_pool for tier in self.tiers):
             wait_until(lambda: not engine.growing, None, "pinning the pool")
             entries = engine.pinned_slots // groups
-        pools = [pool[: entries * groups].reshape(entries, -1) for pool in slots]
+        pools = [pool[: entries * groups].reshape(entries, groups * pool.shape[1]) for pool in slots]
         try:
             layout = bytes(engine.layout.fingerprint)
         except LayoutError:
