@@ -16,6 +16,7 @@ PACK = "tests/copiers/test_pack.py"
 POOL_MEMBERS = "tests/pool/test_pool_members.py"
 POOL_MEMORY = "tests/pool/test_pool_memory.py"
 POOL_OWNER = "tests/pool/test_pool_owner.py"
+POOL_REGION = "tests/pool/test_pool_region.py"
 
 
 class Mutation(NamedTuple):
@@ -618,7 +619,7 @@ MUTATIONS = (
         "pool/region.py",
         "        self.settle()  # else a quarantine",
         "        # else a quarantine",
-        (f"{POOL_OWNER}::test_a_number_is_given_again_only_when_nothing_of_its_last_member_is_in_quarantine",),
+        (f"{POOL_REGION}::test_a_number_is_given_again_only_when_nothing_of_its_last_member_is_in_quarantine",),
     ),
     Mutation(
         "a-member-takes-no-lock",
