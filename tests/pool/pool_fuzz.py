@@ -1,6 +1,6 @@
 """Random calls of several members of a pool, compared with a model that knows which bytes a hit may have.
 
-Each store of a key writes other bytes. The model has for each key the bytes of the last store that was accepted, or
+Each store of a key writes other bytes; with a tier, which keeps the first ones, each after a removal. The model has for each key the bytes of the last store that was accepted, or
 None if it was removed since: a hit must give exactly these. A miss is always legal, since keys are evicted, and misses
 where no owner answers; so the number of hits is counted, and must be large.
 """
@@ -48,11 +48,12 @@ class Fuzz:
     capacity: int = 10
     num_members: int = 3
     options: dict[str, Any] = field(default_factory=dict)
+    tiered: bool = False
 
     def __post_init__(self) -> None:
         self.rng, self.counts = random.Random(self.seed), Counter[str]()
         self.allowed: dict[int, int | None] = dict.fromkeys(range(NUMBERS))
-        self.version = 0
+        self.version, self.removals = 0, Counter[int]()
         self.held: list[Held] = []
         self.opened: list[tuple[Member, Any, dict[int, int]]] = []  # reservations
         self.path = str(self.folder / "pool")
@@ -102,12 +103,16 @@ class Fuzz:
     def write_sources(self, one: Member, numbers: list[int]) -> list[int]:
         """New bytes for each key in its source block; their versions."""
         one.engine.drain(SECONDS)  # nothing reads the blocks
-        versions = []
-        for number in numbers:
-            self.version += 1
-            versions.append(self.version)
-            self.put(one, number, bytes_of(number, self.version))
+        versions = list(map(self.next_version, numbers))
+        for number, version in zip(numbers, versions, strict=True):
+            self.put(one, number, bytes_of(number, version))
         return versions
+
+    def next_version(self, number: int) -> int:
+        if self.tiered:
+            return self.removals[number]
+        self.version += 1
+        return self.version
 
     def put(self, one: Member, block: int, rows: npt.NDArray[np.uint8]) -> None:
         for plane, row in zip(one.planes, rows, strict=True):
@@ -191,9 +196,8 @@ class Fuzz:
         reservation = one.cache.reserve(keys_of(numbers))
         versions = {}
         for number, slot in zip(map(int, reservation.keys), reservation.slots(), strict=True):
-            self.version += 1
-            one.row(slot)[:] = bytes_of(number, self.version).reshape(-1)
-            versions[number] = self.version
+            versions[number] = self.next_version(number)
+            one.row(slot)[:] = bytes_of(number, versions[number]).reshape(-1)
             self.allowed[number] = None
         self.opened.append((one, reservation, versions))
 
@@ -241,6 +245,7 @@ class Fuzz:
     def removed(self, one: Member, numbers: list[int]) -> None:
         if one.pool.connected:  # else no owner has done it
             self.allowed |= dict.fromkeys(numbers)
+            self.removals.update(numbers)
             for _, _, versions in self.opened:
                 for number in numbers:
                     versions.pop(number, None)

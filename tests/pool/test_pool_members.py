@@ -176,9 +176,8 @@ def test_what_a_late_owner_has_granted_ends_without_another_call(tmp_path: Path)
         one.store(1)
         standing = next(each for each in policies if not each.go.is_set() and len(each))
         one.cache.touch(keys_of([1]))
+        assert one.store(2, 3).keys == ()
         assert one.hits(1) == 0, "every key is a miss"
-        job = one.store(2, 3)
-        assert job.keys == ()
         reservation = one.cache.reserve(keys_of([4]))
         assert reservation.declined == (key_of(4),)
         with pytest.raises(MissingKeyError):

@@ -713,13 +713,6 @@ MUTATIONS = (
         (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
     ),
     Mutation(
-        "a-header-says-ready-before-the-rest-is-there",
-        "pool/memory.py",
-        '        headers["key"][chosen] =',
-        '        headers["state"][chosen] = READY\n        headers["key"][chosen] =',
-        (f"{POOL_MEMORY}::test_every_prefix_of_what_an_owner_writes_is_a_state_to_go_on_from",),
-    ),
-    Mutation(
         "a-header-names-its-writer-only",
         "pool/memory.py",
         '        headers["state"][chosen] = RESERVED\n',
