@@ -1,8 +1,8 @@
 """Random calls of several members of a pool, compared with a model that knows which bytes a hit may have.
 
-Each store of a key writes other bytes; with a tier, which keeps the first ones, each after a removal. The model has for each key the bytes of the last store that was accepted, or
-None if it was removed since: a hit must give exactly these. A miss is always legal, since keys are evicted, and misses
-where no owner answers; so the number of hits is counted, and must be large.
+Each store of a key writes other bytes; with a tier, which keeps the first ones, only after a removal. The model has for
+each key the bytes of the last store that was accepted, or None if it was removed since: a hit must give exactly these.
+A miss is always legal, since keys are evicted, and misses where no owner answers; so hits are counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fuzz:
 
     folder: Path
     seed: int
-    capacity: int = 10
+    capacity: int = 14
     num_members: int = 3
     options: dict[str, Any] = field(default_factory=dict)
     tiered: bool = False
