@@ -42,6 +42,7 @@ FAMILIES = (
     ("tiers",),
     ("growing", "sharded.growing"),
     ("coded",),
+    ("pool",),
 )
 
 
