@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from kvoffload.testing import SimulatedDriver, leak_check
 SECONDS = 20.0
 IDS = list(range(4))
 NBYTES = 64 * KEY_BYTES  # of a region, which has room for fewer keys, beside its headers
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members wait for answers: on a busy machine a late one would be a miss."""
+    monkeypatch.setattr(SharedPool, "attach", partial(SharedPool.attach, answer_seconds=10.0))
 
 
 @pytest.fixture
