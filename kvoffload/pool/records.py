@@ -84,8 +84,9 @@ class PooledState(CacheState):
     def tidy(self) -> None:
         """Tell a new owner once nothing is in use any more that the last one granted. Under the lock."""
         generation = self.pool.generation
-        clean = all(granted == generation for granted, _ in self.numbers.values())
-        if self._clean != generation and clean and self.pool.connected:
+        if self._clean == generation or not self.pool.connected:
+            return
+        if all(granted == generation for granted, _ in self.numbers.values()):
             self._clean = generation
             self.pool.tell(Operation.CLEAN, b"", keep=True)
 
@@ -297,6 +298,7 @@ class PooledState(CacheState):
         if generation == self.pool.generation and list(self.numbers.values()).count(granted) == 1:
             self.pool.tell(Operation.END, ENDING.pack(number, well), keep=True)
         self.numbers.pop(record, None)
+        self.tidy()
 
 
 class PoolRecords(Records):

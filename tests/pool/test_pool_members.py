@@ -12,8 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupts import interrupt_at
-from pooling import SECONDS, SOURCES, Member, eventually, key_of, keys_of, member, members, raw, region_bytes, serve
+from interrupts import interrupt_at, trace_points
+from pooling import (
+    SECONDS,
+    SOURCES,
+    Member,
+    eventually,
+    held,
+    key_of,
+    keys_of,
+    member,
+    members,
+    raw,
+    region_bytes,
+    serve,
+)
 from tier_classes import DictTier
 
 from kvoffload import NO_WAIT, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
@@ -90,6 +103,59 @@ def test_a_load_of_pending_keys_follows_their_store(tmp_path: Path) -> None:
             other.cache.load(keys_of([9]), [SOURCES], after=NO_WAIT, pending=True)
 
 
+def test_a_key_is_no_hit_before_its_transfer_has_ended(tmp_path: Path) -> None:
+    with serve(tmp_path, 8) as owner, members(str(tmp_path / "pool"), 2) as (one, other), held(one) as (stream, gate):
+        job = one.store(1, 2, wait=False, after=stream)
+        reservation = one.cache.reserve(keys_of([3]))
+        reservation.commit(one.engine.store([3], reservation.slots(), after=stream))
+        for _ in range(3):
+            one.cache.status([])
+            assert other.cache.status(keys_of([1, 2, 3])) == [Status.PENDING] * 3
+            assert other.hits(1) == 0
+        reservation = one.cache.reserve(keys_of([4]))
+        one.engine.store([4], reservation.slots(), after=stream)
+        reservation.abort()  # its transfer may still write the entry
+        assert owner.statistics()[0]["pending"] == 4
+        gate.open()
+        job.wait(SECONDS)
+        eventually(lambda: other.cache.status(keys_of([1, 2, 3, 4])) == [Status.HIT] * 3 + [Status.MISS], "they end")
+        other.check_load(1, 2, 3)
+
+
+@pytest.mark.parametrize("how", ["load", "fetch", "lease"])
+def test_entries_are_kept_until_the_transfers_that_read_them_have_ended(how: str, tmp_path: Path) -> None:
+    targets = range(SOURCES, SOURCES + 3)
+    with serve(tmp_path, 8) as owner, members(str(tmp_path / "pool"), 2) as (one, other), held(one) as (stream, gate):
+        one.store(1, 2, 3)
+        one.poison(targets)
+        if how == "load":
+            one.cache.load(keys_of([1, 2, 3]), targets, after=stream)
+        elif how == "fetch":  # its load shares what its promotion held, which is released at once
+            assert one.cache.fetch(keys_of([1, 2, 3]), targets, after=stream).hits == 3
+        else:
+            lease = one.cache.acquire(keys_of([1, 2, 3]))
+            one.engine.load(lease.slots(), targets, after=stream)
+            del lease  # what reads its slots is not known: it is held until all transfers have ended
+        for first in range(10, 40, 5):
+            one.cache.status([])
+            assert len(other.store(*range(first, first + 5)).keys) == 5
+        assert owner.statistics()[0]["pinned"] == 3
+        gate.open()
+        one.engine.drain(SECONDS)
+        assert one.wrong([1, 2, 3], targets) == []
+        eventually(lambda: owner.statistics()[0]["pinned"] == 0, "nothing is held")
+
+
+def test_each_member_says_by_a_lock_that_it_may_touch_the_memory(tmp_path: Path) -> None:
+    with serve(tmp_path, 8), raw(str(tmp_path / "pool"), join=False) as other:
+        with members(str(tmp_path / "pool"), 2) as (one, _):
+            other.asked["fingerprint"] = one.layout.fingerprint.hex()
+            other.join()
+            assert other.memory is not None
+            assert [number for number in range(63) if other.memory.locked(number)] == [0, 1, 2]
+        assert [number for number in range(63) if other.memory.locked(number)] == [2]
+
+
 def test_others_see_what_was_stored_without_another_call_of_the_member(tmp_path: Path) -> None:
     with serve(tmp_path, 8), members(str(tmp_path / "pool"), 2) as (one, other):
         one.store(1, 2, wait=False)
@@ -163,9 +229,9 @@ def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Pat
 def test_keys_that_only_the_owners_tier_has_come_back(tmp_path: Path) -> None:
     tier = DictTier()
     with serve(tmp_path, 4, tiers=lambda *_: [tier], write="through") as owner, member(str(tmp_path / "pool")) as one:
-        for first in range(0, 12, 4):
-            one.store(*range(first, first + 4))
-            eventually(lambda most=first + 4: len(tier.store) >= most, "the tier has the keys")
+        for number in range(12):  # one after another: entries are held while they are written
+            eventually(lambda number=number: one.store(number).keys, "there is room")
+            eventually(lambda number=number: key_of(number) in tier.store, "the tier has the key")
         assert one.hits(0, 1) == 0
         one.poison(range(SOURCES, SOURCES + 2))
         assert one.cache.fetch(keys_of([0, 1]), [SOURCES, SOURCES + 1], after=NO_WAIT).wait(SECONDS) == 2
@@ -281,8 +347,25 @@ def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_pat
             one.check_load(1)
             if outcome.point is None:
                 break
-            points, number = points + 1, number + 7
-        assert points > 10
+            points, number = points + 1, number + 29
+        assert points > 3
+
+
+def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_path: Path) -> None:
+    """The last point before it is stored."""
+    with member_of_many_owners(str(tmp_path / "pool")) as (one, restart):
+        restart()
+        with one.pool._lock:
+            one.pool._next_try = 0.0
+            points = trace_points(lambda: [one.hits(1) for _ in range(3)])
+        number = next(place for place, point in enumerate(points, 1) if point.what == "SharedPool._take_join")
+        restart()
+        with one.pool._lock:
+            one.pool._next_try = 0.0
+            outcome = interrupt_at(number, lambda: [one.hits(1) for _ in range(3)])
+        assert outcome.point is not None
+        assert outcome.point.what == "SharedPool._take_join"
+        taken_over(one, 1)
 
 
 class member_of_many_owners:  # noqa: N801  (a context manager)
@@ -316,16 +399,16 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> Non
     with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
         one.store(1, 2)
         index: Any = CacheIndex(one.pool)
-        held, go = threading.Event(), threading.Event()
+        taken, go = threading.Event(), threading.Event()
 
         def hold() -> None:
             with one.pool._lock:
-                held.set()
+                taken.set()
                 go.wait(SECONDS)
 
         thread = threading.Thread(target=hold)
         thread.start()
-        assert held.wait(SECONDS)
+        assert taken.wait(SECONDS)
         child = os.fork()
         if child == 0:
             refused = 0
