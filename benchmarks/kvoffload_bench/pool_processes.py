@@ -27,7 +27,7 @@ from kvoffload.terminal.console import CommandError
 from kvoffload_bench.pool_table import SharedTable
 
 _SECONDS = 120.0  # that an answer is waited for
-_IDENTITY = "kvoffload bench pool"
+_JOINED: dict[str, Any] = {"identity": "kvoffload bench pool", "timeout": 60.0, "answer_seconds": 5.0}  # no misses
 OWN, POOL, TABLE = "own", "pool", "table"
 STORE, LOAD = "store", "load"
 _DESCRIBED: dict[str, Any] = {"dtype": "uint8", "tokens_per_block": 16, "block_axes": ("tokens", "dim")}
@@ -150,7 +150,7 @@ class Asker:
         with ExitStack() as undo:
             device = undo.enter_context(open_device(backend=SimulatedDriver()))
             layout = KVLayout([device.allocate_blocks(2, planes=1, block_bytes=ENTRY_BYTES)], **_DESCRIBED)
-            pool = undo.enter_context(SharedPool.attach(path, layout, identity=_IDENTITY, answer_seconds=5.0))
+            pool = undo.enter_context(SharedPool.attach(path, layout, **_JOINED))
             pooled = undo.enter_context(CacheIndex(pool))
             indexes = [pooled] * fill
             self._lookups: dict[str, Callable[[Sequence[bytes]], int]] = {POOL: pooled.lookup}
@@ -232,7 +232,7 @@ class Mover:
             planes = opened.allocate_blocks(2 * moves.blocks, planes=moves.planes, block_bytes=moves.block_bytes)
             self._memory = cast(DeviceBuffer, planes[0].owner)
             layout = KVLayout([planes], **_DESCRIBED)
-            pool = undo.enter_context(SharedPool.attach(path, layout, identity=_IDENTITY, timeout=60))
+            pool = undo.enter_context(SharedPool.attach(path, layout, **_JOINED))
             shared = undo.enter_context(OffloadEngine(layout, device=opened, host_memory=pool.host_memory))
             own = undo.enter_context(OffloadEngine(layout, device=opened, num_slots=moves.slots))
             self._contents: dict[int, UInt8Array] = {}

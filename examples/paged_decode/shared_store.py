@@ -118,8 +118,8 @@ def open_tier(words: Sequence[str]) -> Tier:
 
 
 def open_pool(path: str, layout: KVLayout) -> SharedPool:
-    """The membership in the pool of --pool."""
-    return SharedPool.attach(path, layout, identity=IDENTITY)
+    """The membership in the pool of --pool. It waits for answers, since a block that is missing is an error here."""
+    return SharedPool.attach(path, layout, identity=IDENTITY, answer_seconds=10.0)
 
 
 def check_written(statistics: TierStatistics, num_blocks: int) -> None:

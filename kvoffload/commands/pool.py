@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     summary = "one pool of host memory for the engines of a host"
     pool = add_command(
         commands, "pool", summary, "Pools that engines share.",
-        example="pool serve /run/kvoffload/pool --bytes 64GiB", usage="serve PATH --bytes SIZE [options]",
+        example="pool serve /run/kvoffload/pool --bytes 64GiB", usage="ACTION [options]",
     )  # fmt: skip
     actions = pool.add_subparsers(title="actions", metavar="ACTION", prog="kvoffload pool")
     parser = add_command(

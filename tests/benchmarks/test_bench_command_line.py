@@ -152,6 +152,7 @@ def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.
         "vllm",
         "submit",
         "cache",
+        "pool",
         "disk",
         "remote",
         "fleet",

@@ -207,7 +207,7 @@ def test_without_a_command_the_overview_is_printed(capsys: pytest.CaptureFixture
     overview = capsys.readouterr().out
     assert main(["--help"]) == 0
     assert capsys.readouterr().out == overview
-    for name in ("doctor", "demo", "replay", "tune", "bench"):
+    for name in ("doctor", "demo", "replay", "pool", "tune", "bench"):
         assert re.search(rf"^ {{6,}}kvoffload {name}", overview, re.MULTILINE), "an example of each"
     assert "exit codes: 0 done" in overview
 

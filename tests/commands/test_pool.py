@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,17 @@ from tiering import until
 import kvoffload
 from kvoffload import NO_WAIT
 from kvoffload.commands import main
-from kvoffload.pool import PoolOwner
+from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.terminal.options import size
 
 AXES = ("planes", "blocks", "tokens", "head")
 BLOCKS = [0, 1, 2]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members wait for answers: on a busy machine a late one would be a miss."""
+    monkeypatch.setattr(SharedPool, "attach", partial(SharedPool.attach, answer_seconds=10.0))
 
 
 @contextmanager
@@ -118,7 +125,7 @@ def test_tenants_have_quotas(tmp_path: Path) -> None:
             array = device.empty((2, 16, 4, 8), "uint8")
             layout = kvoffload.KVLayout.from_tree(array, axes=AXES)
             for tenant, fits in (("chat", 2), ("batch", 3)):
-                pool = kvoffload.pool.SharedPool.attach(tmp_path / "pool", layout, identity="m", tenant=tenant)
+                pool = SharedPool.attach(tmp_path / "pool", layout, identity="m", tenant=tenant)
                 with pool, kvoffload.open_cache(layout, device=device, pool=pool) as cache:
                     keys = cache.keys(range(12), salt=tenant)
                     cache.keep(keys, BLOCKS, after=NO_WAIT).wait()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doors import AXES, KEY_BYTES, Host, host, tokens
+from interrupts import interrupt_at
+from seeds import rest_long
 from tier_classes import DictTier
 from tiering import until
 
@@ -19,6 +24,12 @@ from kvoffload.testing import SimulatedDriver, leak_check
 SECONDS = 20.0
 IDS = list(range(4))
 NBYTES = 64 * KEY_BYTES  # of a region, which has room for fewer keys, beside its headers
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members wait for answers: on a busy machine a late one would be a miss."""
+    monkeypatch.setattr(SharedPool, "attach", partial(SharedPool.attach, answer_seconds=10.0))
 
 
 @pytest.fixture
@@ -116,6 +127,41 @@ def test_nothing_stays_open_if_a_driver_call_fails(owner: PoolOwner, call: str) 
             with pytest.raises((kvoffload.KVOffloadError, ValueError), match=call):
                 joined(there, owner)
             left(owner)
+
+
+@pytest.mark.parametrize("first", rest_long(range(1, 9), 1))
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # what an interrupted constructor did not get to return
+def test_nothing_stays_open_if_it_is_interrupted(owner: PoolOwner, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At many points, with a device of its own; the owner sees each member leave."""
+    with host() as there:
+        driver = there.device.simulator
+        monkeypatch.setattr(door, "open_device", lambda index: kvoffload.open_device(index, backend=driver))
+        joined(there, owner).close()
+        left(owner)
+        number = first
+        while True:
+            kept: list[Any] = []
+            before = driver.leaks() | {"files": len(os.listdir("/proc/self/fd"))}
+
+            def open_one(kept: list[Any] = kept) -> None:
+                kept.append(joined(there, owner, device=0))
+
+            outcome = interrupt_at(number, open_one)
+            for cache in kept:
+                cache.close()
+            kept.clear()
+            gc.collect()
+            kvoffload.open_device(backend=driver).close()  # which releases devices that are garbage
+            left(owner)
+            gc.collect()
+            after = driver.leaks() | {"files": len(os.listdir("/proc/self/fd"))}
+            grown = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
+            assert sum(grown.values()) <= 1, f"{outcome}: {grown}"  # the handle that the interrupted call returned
+            if outcome.point is None:
+                assert not outcome.raised, outcome
+                break
+            number += 16 + number // 8
+        assert number > 200
 
 
 # what it refuses ------------------------------------------------------------------------------------------------------
