@@ -14,6 +14,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.records import leading, locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
+from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ class Holdings:
     """What one member has of a region.
 
     Attributes:
-        number: the member's, and its lock's.
+        number: the member's, and its lock's. Processes of one engine share it.
         tenant: of all its calls.
+        joined: what its JOIN said.
         reservations, leases: by the number of the message that asked for them.
         requests: by the member's number for them.
         promotions: hold keys until it takes them.
@@ -62,11 +64,17 @@ class Holdings:
 
     def __init__(self, number: int, tenant: str) -> None:
         self.number, self.tenant = number, tenant
+        self.joined: dict[str, Any] = {}
         self.reservations: dict[int, ReservationRecord] = {}
         self.leases: dict[int, LeaseRecord] = {}
         self.requests: dict[int, CacheRequest] = {}
         self.promotions: list[Promotion] = []
         self.marked: set[int] = set()
+
+    @property
+    def engine(self) -> str:
+        """The name of an engine of several processes, each of which has joined; "" for one of a single process."""
+        return str(self.joined.get("engine", ""))
 
     def release_promotions(self) -> None:
         for promotion in self.promotions:
@@ -81,14 +89,13 @@ class Region:
         make_index: makes the index, with the owner's tiers.
 
     Attributes:
-        members: by their numbers.
         inherited: what members of the last owner may still read or write, by their numbers; from `adopt` on, until the
             member says that it has ended, or its lock is free.
     """
 
     def __init__(self, memory: PoolMemory, make_index: MakeIndex) -> None:
         self.memory = memory
-        self.members: dict[int, Holdings] = {}
+        self.members: set[Holdings] = set()
         self.inherited: dict[int, LeaseRecord] = {}
         self._writer, self._sequence = OWNER, 0
         self.index = make_index(memory)
@@ -151,23 +158,43 @@ class Region:
 
     # members ------------------------------------------------------------------------------------------------------
 
-    def free_number(self) -> int | None:
-        """A number that no member has, and no process the lock of."""
-        taken = (
-            number in self.members or number in self.inherited or self.memory.locked(number) for number in range(OWNER)
-        )
-        return next((number for number, each in enumerate(taken) if not each), None)
+    def of_engine(self, name: str) -> list[Holdings]:
+        """The processes of an engine that have joined."""
+        return [member for member in self.members if name and member.engine == name]
 
-    def leave(self, number: int) -> None:
+    def number_for(self, member: Holdings, old: int | None) -> int:
+        """The number of a member that joins: that of its engine's other processes, or one that no member has, and no
+        process the lock of.
+
+        Args:
+            old: that a member with the memory of the last owner has.
+
+        Raises CapacityError, CapabilityError, ValueError.
+        """
+        beside = self.of_engine(member.engine)
+        if "processes" in member.joined and any("processes" in each.joined for each in beside):
+            raise ValueError(f"an engine named {member.engine:.80} is there already: give each a name of its own")
+        numbers = {each.number for each in self.members.difference(beside)}
+        place = old
+        if old is None:
+            free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys())
+            place = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
+        if place is None or place in numbers:
+            raise CapacityError("the region has as many members as it can, 63, or processes of theirs are left")
+        if any(each.number != place for each in beside):
+            raise CapabilityError(f"processes of the engine {member.engine:.80} have joined under another number")
+        return place
+
+    def leave(self, member: Holdings) -> None:
         """A member has gone. What it was writing stays in quarantine until nothing of it can write any more; what it
         was reading does not matter to others.
         """
-        member = self.members.pop(number)
+        self.members.discard(member)
         member.release_promotions()
         for lease in member.leases.values():
             self._records.release(lease)
         for record in member.reservations.values():
-            self._records.abort_after(record, (Alive(self.memory, number, self._records.lock),))
+            self._records.abort_after(record, (Alive(self.memory, member.number, self._records.lock),))
         for request in member.requests.values():
             request._record.ended = True
 

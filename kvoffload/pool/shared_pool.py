@@ -28,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.device.ownership import FORKS
@@ -54,12 +54,30 @@ if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
     from kvoffload.cache.records import Records
     from kvoffload.cache.state import CacheState
-    from kvoffload.layout.layout import KVLayout
 
 ANSWER_SECONDS = 0.1
 RETRY_SECONDS = 1.0  # between attempts to find a new owner
 SETTLE_SECONDS = 0.002  # between looks at transfers in flight
 _MOST_UNSENT = 65_536  # messages
+
+
+class RowLayout(Protocol):
+    """What a pool needs of a layout: a `KVLayout` has it.
+
+    Attributes:
+        fingerprint: 16 bytes, the same for the same meaning of a row.
+        slot_bytes: a multiple of 4096.
+        num_groups: slots of a row.
+    """
+
+    @property
+    def fingerprint(self) -> bytes: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def num_groups(self) -> int: ...
 
 
 class SharedPool:
@@ -74,17 +92,17 @@ class SharedPool:
         num_groups: of the layout.
     """
 
-    def __init__(self, path: str, layout: KVLayout, identity: str, tenant: str, answer_seconds: float) -> None:
-        self.path, self.tenant, self.num_groups = path, tenant, layout.num_groups
-        self._slot_bytes = layout.slot_bytes
-        self._asked = {
-            "version": VERSION,
-            "fingerprint": layout.fingerprint.hex(),
-            "identity": identity,
-            "row_bytes": layout.slot_bytes * layout.num_groups,
-            "tenant": tenant,
-        }
-        self._answer_seconds = answer_seconds
+    def __init__(
+        self, path: str | Path, asked: dict[str, Any], *, tenant: str, num_groups: int, answer_seconds: float
+    ) -> None:
+        for name, value in (("identity", asked.get("identity", "")), ("tenant", tenant), ("engine", asked["engine"])):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} must be a string, got {shown(value)}")
+        if not hasattr(os, "eventfd"):
+            raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
+        self.path, self.tenant, self.num_groups = os.fspath(path), tenant, num_groups
+        self._asked = {"version": VERSION, "tenant": tenant, **asked}
+        self._answer_seconds = seconds("answer_seconds", answer_seconds)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._socket: socket.socket | None = None
@@ -107,10 +125,11 @@ class SharedPool:
     def attach(
         cls,
         path: str | Path,
-        layout: KVLayout,
+        layout: RowLayout,
         *,
         identity: str,
         tenant: str = "",
+        engine: str = "",
         timeout: float = 10.0,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> SharedPool:
@@ -122,6 +141,8 @@ class SharedPool:
                 their own.
             identity: a text for everything but the layout that the bytes depend on, such as model and revision.
             tenant: one of the owner's tenants. All calls of a cache over this pool are this tenant's.
+            engine: a name, if several processes are one engine: those that copy give it here, and the one that has the
+                index gives it to `beside`. No other engine may have it.
             timeout: seconds that an owner is waited for, if there is none yet or it is busy: the first member of a
                 region waits until its memory is allocated.
             answer_seconds: how long a call waits for the owner's answer before its keys are misses.
@@ -136,26 +157,60 @@ class SharedPool:
         """
         if not hasattr(layout, "slot_bytes") or not hasattr(layout, "num_groups"):
             raise LayoutError(f"layout must be a KVLayout, of one device, got {shown(layout)}")
-        for name, value in (("identity", identity), ("tenant", tenant)):
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, got {shown(value)}")
-        if not hasattr(os, "eventfd"):
-            raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
-        pool = cls(os.fspath(path), layout, identity, tenant, seconds("answer_seconds", answer_seconds))
+        asked = {
+            "fingerprint": layout.fingerprint.hex(),
+            "identity": identity,
+            "row_bytes": layout.slot_bytes * layout.num_groups,
+            "engine": engine,
+        }
+        pool = cls(path, asked, tenant=tenant, num_groups=layout.num_groups, answer_seconds=answer_seconds)
+        return pool._joining(timeout, "")
+
+    @classmethod
+    def beside(
+        cls,
+        path: str | Path,
+        engine: str,
+        processes: int,
+        *,
+        tenant: str = "",
+        timeout: float = 10.0,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> SharedPool:
+        """Join a pool as the process that has the index of an engine, for a `CacheIndex`. Other processes copy.
+
+        To the owner all are one member. If this one ends, what it had reserved is not used again before they have
+        ended, too: they may still be writing. An entry is a row of the memory, whatever the groups of the layout.
+
+        Args:
+            engine: the name that the others have given to `attach`.
+            processes: how many these are.
+            path, tenant, timeout, answer_seconds: as for `attach`. It also waits for the other processes.
+
+        Raises:
+            TimeoutError: no owner serves `path`, or these processes have not joined in `timeout` seconds.
+            ValueError: another process has joined as the one with this engine's index.
+            Also errors of `attach`.
+        """
+        asked = {"engine": engine, "processes": processes}
+        pool = cls(path, asked, tenant=tenant, num_groups=1, answer_seconds=answer_seconds)
+        return pool._joining(timeout, f" for {processes} processes of engine {engine:.80}")
+
+    def _joining(self, timeout: float, whom: str) -> SharedPool:
         end = time.monotonic() + seconds("timeout", timeout)
         try:
-            while not pool._connect(max(0.001, end - time.monotonic())):
+            while not self._connect(max(0.001, end - time.monotonic())):
                 if time.monotonic() >= end:
-                    raise TimeoutError(f"no owner answers at {shown(pool.path)}; waited {timeout:g} seconds")
+                    raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; waited {timeout:g} seconds")
                 time.sleep(0.02)
         except BaseException:
-            pool.close()
+            self.close()
             raise
-        pool._thread = threading.Thread(
-            target=_watch, args=(weakref.ref(pool), pool._wakeup), name="kvoffload-pool", daemon=True
+        self._thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._wakeup), name="kvoffload-pool", daemon=True
         )
-        pool._thread.start()
-        return pool
+        self._thread.start()
+        return self
 
     @property
     def capacity(self) -> int:
@@ -171,7 +226,15 @@ class SharedPool:
         """The value for `OffloadEngine(host_memory=)`. Give it to one engine, which pins the memory."""
         rows = self._region.rows
         slots = len(rows) * self.num_groups
-        return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots, slot_stride=self._slot_bytes)
+        return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots, slot_stride=rows.nbytes // slots)
+
+    def host_memory_of(self, part: int) -> HostMemory:
+        """The same for one of the processes of an engine: slot `e` is part number `part` of row `e`. Each has another
+        part; a row has as many as the layout given to `attach` has groups.
+        """
+        rows = self._region.rows
+        options = {"slot_stride": rows.shape[1], "offset": part * rows.shape[1] // self.num_groups}
+        return HostMemory.of_buffer(rows.reshape(-1), num_slots=len(rows), **options)
 
     @property
     def _region(self) -> PoolMemory:
@@ -366,6 +429,7 @@ class SharedPool:
             raise _ERRORS.get(name, CapabilityError)(reason)
         said: dict[str, Any] = json.loads(content)
         if self._memory is None:
+            self._asked = said["joined"]
             asked = (bytes.fromhex(str(self._asked["fingerprint"])), bytes.fromhex(said["identity"]))
             meaning = Meaning(int(said["capacity"]), int(str(self._asked["row_bytes"])), *asked)
             if self._descriptor is None:
