@@ -16,6 +16,7 @@ from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
+from kvoffload.pool.messages import MISSING, STORING
 
 if TYPE_CHECKING:
     from kvoffload.cache.tiering.promotion import Promotion
@@ -241,6 +242,19 @@ class Region:
             member.reservations[number] = record
         return record
 
+    def take_each(self, member: Holdings, number: int, keys: list[bytes]) -> list[int]:
+        """Hold the keys that are ready. Returns for each its entry, `MISSING`, or `STORING`."""
+        own = set(member.reservations.values())
+
+        def step(state: CacheState) -> LeaseRecord:
+            of, pending = state.table.of, state.table.pending
+            return _begin(state, [key for key in keys if key in of and key not in pending], checked=True)
+
+        record = locked(self._records, step)
+        self._hold(member, number, record)
+        found, pending = dict(zip(record.keys, record.indices, strict=True)), self._records._state.table.pending
+        return [found.get(key, STORING if pending.get(key) in own else MISSING) for key in keys]
+
     def take(self, member: Holdings, number: int, keys: list[bytes], *, pending: bool) -> list[int]:
         """Hold the leading keys that are ready, or that the member itself is storing. Returns their entries."""
         own = set(member.reservations.values()) if pending else set()
@@ -256,13 +270,16 @@ class Region:
             return _begin(state, keys[:found], checked=True)
 
         record = locked(self._records, step)
+        self._hold(member, number, record)
+        return record.indices
+
+    def _hold(self, member: Holdings, number: int, record: LeaseRecord) -> None:
         if not record.keys:
             self._records.release(record)
-            return []
+            return
         member.leases[number] = record
         self.memory.reading(record.indices, member.number)
         member.marked.update(record.indices)
-        return record.indices
 
     def end(self, member: Holdings, number: int, *, well: bool) -> None:
         """End what the member holds under the number. Numbers that it holds nothing under are ignored."""
