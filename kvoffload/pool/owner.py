@@ -347,7 +347,9 @@ class PoolOwner:
             named = member.holdings.engine
             found = (key for key, each in self._regions.items() if len(each.of_engine(named)) == asked["processes"])
             return next(found, None)
-        identity = str(asked["identity"])[:MOST_TEXT]
+        identity = str(asked["identity"])
+        if len(identity) > MOST_TEXT:
+            raise ValueError(f"identity has {len(identity)} characters, and may have {MOST_TEXT}: give a digest of it")
         fingerprint, row_bytes = bytes.fromhex(str(asked["fingerprint"])), int(asked["row_bytes"])
         if len(fingerprint) != 16 or not 0 < row_bytes < 1 << 40 or row_bytes % 4096:
             raise ValueError(f"a member's layout is wrong: {row_bytes} bytes an entry")

@@ -129,7 +129,7 @@ class SharedPool:
         *,
         identity: str,
         tenant: str = "",
-        engine: str = "",
+        engine: tuple[str, int] | None = None,
         timeout: float = 10.0,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> SharedPool:
@@ -141,8 +141,9 @@ class SharedPool:
                 their own.
             identity: a text for everything but the layout that the bytes depend on, such as model and revision.
             tenant: one of the owner's tenants. All calls of a cache over this pool are this tenant's.
-            engine: a name, if several processes are one engine: those that copy give it here, and the one that has the
-                index gives it to `beside`. No other engine may have it.
+            engine: name and part, if several processes are one engine: those that copy give them here, and the one that
+                has the index gives the name to `beside`. No other engine may have the name. A row then has as many
+                parts as the layout has groups, `host_memory` is one part of each, and no other process has it.
             timeout: seconds that an owner is waited for, if there is none yet or it is busy: the first member of a
                 region waits until its memory is allocated.
             answer_seconds: how long a call waits for the owner's answer before its keys are misses.
@@ -161,9 +162,10 @@ class SharedPool:
             "fingerprint": layout.fingerprint.hex(),
             "identity": identity,
             "row_bytes": layout.slot_bytes * layout.num_groups,
-            "engine": engine,
+            "engine": "" if engine is None else engine[0],
         }
         pool = cls(path, asked, tenant=tenant, num_groups=layout.num_groups, answer_seconds=answer_seconds)
+        pool._part = None if engine is None else engine[1]
         return pool._joining(timeout, "")
 
     @classmethod
@@ -225,16 +227,12 @@ class SharedPool:
     def host_memory(self) -> HostMemory:
         """The value for `OffloadEngine(host_memory=)`. Give it to one engine, which pins the memory."""
         rows = self._region.rows
-        slots = len(rows) * self.num_groups
-        return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots, slot_stride=rows.nbytes // slots)
-
-    def host_memory_of(self, part: int) -> HostMemory:
-        """The same for one of the processes of an engine: slot `e` is part number `part` of row `e`. Each has another
-        part; a row has as many as the layout given to `attach` has groups.
-        """
-        rows = self._region.rows
-        options = {"slot_stride": rows.shape[1], "offset": part * rows.shape[1] // self.num_groups}
-        return HostMemory.of_buffer(rows.reshape(-1), num_slots=len(rows), **options)
+        stride, slots = rows.shape[1], len(rows)
+        if self._part is not None:
+            offset = self._part * stride // self.num_groups
+            return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots, slot_stride=stride, offset=offset)
+        factor = self.num_groups
+        return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots * factor, slot_stride=stride // factor)
 
     @property
     def _region(self) -> PoolMemory:
@@ -444,6 +442,7 @@ class SharedPool:
         self.has_tiers = bool(said["tiers"])
         self._joined = True
 
+    _part: int | None = None  # of each row, which `host_memory` is
     _descriptor: int | None = None  # that came with the answer to JOIN
 
     def _answer(self, number: int, wait: float, *, descriptors: bool = False) -> tuple[int, bytes] | None:
