@@ -218,7 +218,7 @@ class PoolMemory:
         headers["check"][chosen] = list(map(_check, keys, entries, sequences))
         headers["state"][chosen] = READY
 
-    def gone(self, entries: Sequence[int]) -> None:
+    def gone(self, entries: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """These entries have no keys any more. Those that are being written are so still."""
         chosen = np.array(entries, np.int64)
         self.headers["state"][chosen[self.headers["state"][chosen] == READY]] = FREE

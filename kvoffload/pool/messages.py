@@ -104,6 +104,8 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     (count,) = NUMBER.unpack_from(payload, start)
     begin = start + 4 + count
     lengths = payload[start + 4 : begin]
+    if max(lengths, default=0) > MOST_KEY_BYTES:
+        raise MessageError(f"a key has {max(lengths)} bytes")
     if len(lengths) != count or len(payload) != begin + sum(lengths):
         raise MessageError("a list of keys has another length than it says")
     if count and lengths.count(lengths[0]) == count:  # the usual case

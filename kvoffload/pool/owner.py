@@ -15,6 +15,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -50,6 +51,7 @@ class Member:
 
     Attributes:
         process: a pidfd; None: the process cannot be seen from here.
+        joins: it has asked to join.
         region: once it has joined; `holdings` is then what it has of that.
         memory: a descriptor that came with its JOIN.
     """
@@ -58,6 +60,7 @@ class Member:
         self.connection, self.process = connection, process
         self.assembler = Assembler()
         self.outgoing: deque[bytes] = deque()
+        self.joins = False
         self.region: Region | None = None
         self.holdings = Holdings(-1, "")
         self.memory: int | None = None
@@ -107,24 +110,30 @@ class PoolOwner:
         self._waiting: list[tuple[Member, int, dict[str, Any]]] = []  # to join when the grace is over
         self._members: set[Member] = set()
         self._done: deque[Callable[[], None]] = deque()  # of other threads, for ours
+        self._listener, follows = _listen(self.path)
+        self._bound = _file(self.path)
         self._selector = selectors.DefaultSelector()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
-        self._closing = False
-        self._listener, follows = _listen(self.path)
+        self._waking = threading.RLock()
+        self._closing = self._ended = False
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
         self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        _SERVING.add(self)
         self._thread = threading.Thread(target=self._serve, name="kvoffload-pool-owner", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End. Members go on without hits; what they have of the memory stays mapped there. Idempotent."""
         self._closing = True
-        if self._wakeup >= 0:
-            os.eventfd_write(self._wakeup, 1)
-            self._thread.join()
-            os.close(self._wakeup)
-            self._wakeup = -1
+        with self._waking:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        with self._waking:
+            wakeup, self._wakeup = self._wakeup, -1
+            if wakeup >= 0:
+                os.close(wakeup)
 
     def statistics(self) -> list[dict[str, int]]:
         """For each region: members, bytes, capacity, and keys resident, pending and pinned."""
@@ -152,8 +161,7 @@ class PoolOwner:
                 timeout = QUARANTINE_SECONDS if waits or self._waiting else None
                 for key, events in self._selector.select(timeout):
                     self._handle(key, events)
-                while self._done:
-                    self._done.popleft()()
+                self._run_done()
                 if self._waiting and time.monotonic() >= self._grace_until:
                     joining, self._waiting = self._waiting, []
                     for each in joining:
@@ -172,7 +180,7 @@ class PoolOwner:
         elif not key.data.gone:
             member: Member = key.data
             if key.fd == member.process:
-                self._lose(member)
+                self._lose(member, dead=True)
                 return
             try:
                 if events & selectors.EVENT_WRITE:
@@ -228,7 +236,8 @@ class PoolOwner:
                 return
 
     def _execute(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        if kind == Operation.JOIN and member.region is None:
+        if kind == Operation.JOIN and not member.joins:
+            member.joins = True
             self._join(member, number, unpack_json(payload))
             return
         if member.region is None or kind not in OPERATIONS:
@@ -256,7 +265,9 @@ class PoolOwner:
                 member.connection.send(member.outgoing[0])
             except BlockingIOError:
                 if len(member.outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
-                    raise MessageError("it does not read its answers") from None
+                    LOGGER.warning("a member of %s is cut off: it does not read its answers", self.path)
+                    self._lose(member)
+                    return
                 break
             except OSError:
                 self._lose(member)
@@ -266,7 +277,8 @@ class PoolOwner:
         if self._selector.get_key(member.connection).events != wanted:
             self._selector.modify(member.connection, wanted, member)
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: Member, *, dead: bool = False) -> None:
+        """`dead`: its process is known to have ended."""
         if member.gone:
             return
         member.gone = True
@@ -278,7 +290,7 @@ class PoolOwner:
             os.close(member.process)
         self._forget_memory(member)
         if member.region is not None:
-            member.region.leave(member.holdings)
+            member.region.leave(member.holdings, dead=dead)
 
     def _forget_memory(self, member: Member) -> None:
         if member.memory is not None:
@@ -288,22 +300,33 @@ class PoolOwner:
     def _post(self, step: Callable[[], None]) -> None:
         """Have the thread do something. For any thread."""
         self._done.append(step)
-        if self._wakeup >= 0:
-            os.eventfd_write(self._wakeup, 1)
+        with self._waking:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+        if self._ended:
+            self._run_done()
+
+    def _run_done(self) -> None:
+        while self._done:
+            try:
+                step = self._done.popleft()
+            except IndexError:  # another thread was faster, after the end
+                return
+            step()
 
     def _end(self) -> None:
         for member in list(self._members):
             self._lose(member)
         self._selector.unregister(self._listener)
-        self._listener.close()
-        try:
+        if _file(self.path) == self._bound:  # before the listener ends: a new owner may bind the path from then on
             os.unlink(self.path)
-        except OSError:
-            pass
+        self._listener.close()
         for region in self._regions.values():
             region.close()
         self._regions.clear()
         self._selector.close()
+        self._ended = True
+        self._run_done()
 
     # joining ------------------------------------------------------------------------------------------------------
 
@@ -404,7 +427,9 @@ class PoolOwner:
         def made(region: Region | None, error: Exception | None) -> None:
             self._making_bytes -= meaning.nbytes
             joining = self._making.pop(key)
-            if region is not None:
+            if region is not None and self._closing:
+                region.close()
+            elif region is not None:
                 self._regions[key] = region
             for each in joining:
                 if error is None:
@@ -433,6 +458,26 @@ class PoolOwner:
         capacity = memory.meaning.capacity
         return CacheIndex(capacity, tiers=tiers, pools=pools, layout=layout, write=self._write, **self._options)
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: hold nothing by which others take it for the owner. The thread is in the parent."""
+        self._closing, self._wakeup = True, -1
+        self._listener.close()
+        for member in self._members:
+            member.connection.close()
+
+
+_SERVING: weakref.WeakSet[PoolOwner] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [owner._leave_to_parent() for owner in list(_SERVING)])
+
+
+def _file(path: str) -> tuple[int, int] | None:
+    """Which file is there."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
 
 def _listen(path: str) -> tuple[socket.socket, bool]:
     """A listener, and whether it follows one whose owner has died. The folder is locked meanwhile."""
@@ -447,8 +492,10 @@ def _listen(path: str) -> tuple[socket.socket, bool]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        follows = os.path.exists(path)
+        follows = os.path.lexists(path)
         if follows:
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise ValueError(f"{shown(path)} is no socket of an owner: choose another path")
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
                 probe.setblocking(False)
                 answer = probe.connect_ex(path)

@@ -13,6 +13,8 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.cache.entries import (
@@ -28,7 +30,7 @@ from kvoffload.cache.entries import (
     watch,
 )
 from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, guarded, locked
+from kvoffload.cache.records import Records, guarded
 from kvoffload.cache.reservations import CacheRequest, Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 
 _REQUEST = -1  # in `RequestRecord.notes`: the number of a request at the owner
 _STATUSES = (Status.MISS, Status.HIT, Status.PENDING)
+MOST_SECONDS = 60.0  # that a promotion by the owner is waited for
 _NO_OWNER = "the pool's owner does not answer"
 
 
@@ -237,7 +240,13 @@ class PooledState(CacheState):
         payload = FLAGS.pack(PENDING * pending) + self.pack(keys)
         answer = self._ask_for(lease, Operation.TAKE, payload)
         if answer:
-            lease.indices = unpack_entries(answer)
+            indices = unpack_entries(answer)
+            if pending:  # reserved by this member, but no transfer fills them, or it has failed
+                unfilled = {
+                    entry for each in self.table.reservations if each.stage is not SETTLING for entry in each.indices
+                }
+                indices = list(takewhile(lambda entry: entry not in unfilled, indices))
+            lease.indices = indices
             lease.keys = keys[: len(lease.indices)]
         if not lease.indices:
             lease.keys = []
@@ -324,19 +333,19 @@ class PoolRecords(Records):
         super().__init__(state, check_usable)
         self._pool, self._pooled = state.pool, state
 
-    @guarded
+    @partial(guarded, nested=lambda _, keys: [Status.MISS] * len(keys))
     def status(self, keys: list[bytes]) -> list[Status]:
         answer = self._ask(Operation.STATUS, self._pooled.pack(keys))
         return [Status.MISS] * len(keys) if answer is None else [_STATUSES[code] for code in answer]
 
-    @guarded
+    @partial(guarded, nested=lambda *_: Status.MISS)
     def status_of(self, key: bytes) -> Status:
         answer = self._ask(Operation.STATUS, self._pooled.pack([key]))
         status = Status.MISS if answer is None else _STATUSES[answer[0]]
         self._state.recorder.note_lookup([key], int(status is Status.HIT))
         return status
 
-    @guarded
+    @partial(guarded, nested=lambda _, given: [0] * len(given[0]))
     def look_up(self, given: tuple[list[list[bytes]], int | None]) -> list[int]:
         requests, most = given
         hits = list[int]()
@@ -353,11 +362,11 @@ class PoolRecords(Records):
         raise AttributeError("a shared pool does not list its keys: ask `status` for those that you know")
 
     def size(self) -> int:
-        return int(self._counts().get("resident", 0))
+        return int(self._counts(None).get("resident", 0))
 
     def statistics(self) -> CacheStatistics:
         """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region."""
-        counts = self._counts()
+        counts = self._counts(None)
         names = ("resident", "pending", "pinned")
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
         statistics = self._state.recorder.statistics(capacity=self.capacity, **found)
@@ -439,15 +448,15 @@ class PoolRecords(Records):
         """Let the owner promote these keys from its tiers, and wait for that, without the cache's lock."""
         pool = self._pool
         if pool.has_tiers and keys:
-            wait = 60.0 if wait is None else wait
-            payload = NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys)
-            pool.ask(pool.next_number(), Operation.BRING, payload, wait=wait)
+            wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
+            pool.bring(NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys), wait)
 
     def _ask(self, operation: Operation, payload: bytes) -> bytes | None:
         return self._pool.ask(self._pool.next_number(), operation, payload)
 
-    def _counts(self) -> dict[str, Any]:
-        answer = locked(self, lambda _: self._ask(Operation.COUNTS, b""))
+    @partial(guarded, nested=lambda *_: {})
+    def _counts(self, _: None) -> dict[str, Any]:
+        answer = self._ask(Operation.COUNTS, b"")
         return {} if answer is None else dict(json.loads(answer))
 
 

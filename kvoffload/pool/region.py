@@ -23,26 +23,25 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
 _MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
-_HELD = b"held ".ljust(61, b".")  # with an entry's number 65 bytes, which no member's key has
 
 MakeIndex = Callable[[PoolMemory], CacheIndex]
 
 
 class Alive:
-    """A member that has gone, as a transfer that may still write entries: it has ended once no process holds the
-    member's lock. A `Completion`.
+    """A member that has gone, as a transfer that may still touch entries: it has ended once no process holds the
+    member's lock, or the member is back and says that it has. A `Completion`.
     """
 
     error = None
 
     def __init__(self, memory: PoolMemory, number: int, lock: Any) -> None:
         self._memory, self._number, self.lock = memory, number, lock
-        self._ended = False
+        self.ended = False
 
     @property
     def finished(self) -> bool:
-        self._ended = self._ended or not self._memory.locked(self._number)
-        return self._ended
+        self.ended = self.ended or not self._memory.locked(self._number)
+        return self.ended
 
     done = finished
 
@@ -87,19 +86,26 @@ class Region:
     """Memory, index, and the members that are there.
 
     Args:
+        memory: closed with the region, also if this raises.
         make_index: makes the index, with the owner's tiers.
 
     Attributes:
         inherited: what members of the last owner may still read or write, by their numbers; from `adopt` on, until the
             member says that it has ended, or its lock is free.
+        gone: members that have gone, and may still touch entries, by their numbers.
     """
 
     def __init__(self, memory: PoolMemory, make_index: MakeIndex) -> None:
         self.memory = memory
         self.members: set[Holdings] = set()
         self.inherited: dict[int, LeaseRecord] = {}
+        self.gone: dict[int, Alive] = {}
         self._writer, self._sequence = OWNER, 0
-        self.index = make_index(memory)
+        try:
+            self.index = make_index(memory)
+        except BaseException:
+            memory.close()
+            raise
         self._records = self.index.records
         self._records._state.journal = self
         if not memory.locked(OWNER):
@@ -109,29 +115,28 @@ class Region:
     def adopt(cls, memory: PoolMemory, make_index: MakeIndex) -> Region:
         """A region of an owner that has ended, with the keys that its headers say are there."""
         region = cls(memory, make_index)
+        try:
+            region._read_headers()
+        except BaseException:
+            region.close()
+            raise
+        return region
+
+    def _read_headers(self) -> None:
+        memory, records = self.memory, self._records
         found, living = memory.found(), [number for number in range(64) if memory.locked(number)]
         users = {
             number: [entry for entry, bits in found.users if bits >> number & 1]
             for number in living
             if number != OWNER or not memory.holds_lock
         }
-        key_of = dict(zip(found.entries.tolist(), found.keys, strict=True))
-        keyless = sorted({entry for entries in users.values() for entry in entries if entry not in key_of})
-        held = [_HELD + entry.to_bytes(4, "little") for entry in keyless]
-        key_of |= zip(keyless, held, strict=True)
-        tenants = {tenant_digest(name): name for name in region._records._state.pools.by_tenant}
-        region.index.restore(
-            held + found.keys,
-            np.r_[np.array(keyless, np.int64), found.entries],
-            np.r_[-1 - np.arange(len(keyless)), found.sequences].astype(np.int64),
-            tenants=[*[""] * len(held), *[tenants.get(digest, "") for digest in found.tenants]],
-        )
-        region._sequence = int(found.sequences[-1]) + 1 if len(found.sequences) else 0
-        for number, entries in users.items():
-            keys = [key_of[entry] for entry in entries]
-            region.inherited[number] = locked(region._records, partial(_begin, keys=keys))
-        region.index.remove(held, below=False)
-        return region
+        tenants = {tenant_digest(name): name for name in records._state.pools.by_tenant}
+        named = [tenants.get(digest, "") for digest in found.tenants]
+        self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
+        self._sequence = int(found.sequences[-1]) + 1 if len(found.sequences) else 0
+        self.inherited = locked(records, partial(_hold, users=users))
+        kept = locked(records, lambda state: list(state.table.of.values()))
+        memory.gone(np.setdiff1d(np.flatnonzero(memory.headers["state"]), kept))  # keys that this index does not have
 
     @property
     def busy(self) -> bool:
@@ -146,6 +151,7 @@ class Region:
     # the journal, which the index tells under its lock --------------------------------------------------------------
 
     def reserved(self, record: ReservationRecord) -> None:
+        self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
         if record.indices:
             self._sequence += 1
             self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self._writer)
@@ -172,6 +178,7 @@ class Region:
 
         Raises CapacityError, CapabilityError, ValueError.
         """
+        self.settle()  # else a quarantine that is over would last until the next member with this number has ended
         beside = self.of_engine(member.engine)
         if "processes" in member.joined and any("processes" in each.joined for each in beside):
             raise ValueError(f"an engine named {member.engine:.80} is there already: give each a name of its own")
@@ -186,21 +193,29 @@ class Region:
             raise CapabilityError(f"processes of the engine {member.engine:.80} have joined under another number")
         return place
 
-    def leave(self, member: Holdings) -> None:
-        """A member has gone. What it was writing stays in quarantine until nothing of it can write any more; what it
-        was reading does not matter to others.
+    def leave(self, member: Holdings, *, dead: bool) -> None:
+        """A member has gone. What it was writing stays in quarantine until nothing of it can write any more. So does
+        what it was reading, unless it is `dead`: it may have lost its connection alone.
         """
         self.members.discard(member)
+        number = member.number
         member.release_promotions()
+        if member.leases or member.reservations:
+            known = self.gone.get(number)
+            alive = Alive(self.memory, number, self._records.lock) if known is None or known.ended else known
+            self.gone[number] = alive
         for lease in member.leases.values():
+            lease.jobs = () if dead else (alive,)
             self._records.release(lease)
         for record in member.reservations.values():
-            self._records.abort_after(record, (Alive(self.memory, member.number, self._records.lock),))
+            self._records.abort_after(record, (alive,))
         for request in member.requests.values():
             request._record.ended = True
 
     def settle(self) -> None:
         """End quarantines whose reason has gone."""
+        for number in [number for number, alive in self.gone.items() if alive.finished]:
+            del self.gone[number]
         self._records.settle_ended(None)
         for number in list(self.inherited):
             if not self.memory.locked(number):
@@ -209,7 +224,10 @@ class Region:
             self.memory.lock(OWNER)
 
     def end_inherited(self, number: int) -> None:
-        """The member has nothing in use that the last owner granted."""
+        """The member has nothing in use that was granted before it joined: by the last owner, or by this one."""
+        alive = self.gone.pop(number, None)
+        if alive is not None:
+            alive.ended = True
         lease = self.inherited.pop(number, None)
         if lease is not None:
             self._records.release(lease)
@@ -248,7 +266,7 @@ class Region:
 
         def step(state: CacheState) -> LeaseRecord:
             of, pending = state.table.of, state.table.pending
-            return _begin(state, [key for key in keys if key in of and key not in pending], checked=True)
+            return _begin(state, [key for key in keys if key in of and key not in pending])
 
         record = locked(self._records, step)
         self._hold(member, number, record)
@@ -267,7 +285,7 @@ class Region:
                     place for place, key in enumerate(keys[:found]) if table.pending.get(key) not in own | {None}
                 )
                 found = next(waiting, found)
-            return _begin(state, keys[:found], checked=True)
+            return _begin(state, keys[:found])
 
         record = locked(self._records, step)
         self._hold(member, number, record)
@@ -319,14 +337,22 @@ class Region:
         self.memory.close()
 
 
-def _begin(state: CacheState, keys: list[bytes], *, checked: bool = False) -> LeaseRecord:
-    """Hold keys that have entries; with `checked`, pending ones, too."""
-    if checked:
-        state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
-    else:
-        record = state.propose_lease(keys, False)
+def _begin(state: CacheState, keys: list[bytes]) -> LeaseRecord:
+    """Hold keys that have entries, also pending ones."""
+    state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
     state.begin(record)
     return record
+
+
+def _hold(state: CacheState, users: dict[int, list[int]]) -> dict[int, LeaseRecord]:
+    """Hold the entries of each user, with a key or without."""
+    held, table = {number: LeaseRecord([], entries, ()) for number, entries in users.items()}, state.table
+    state.consistent = False
+    most = max((entry for entries in users.values() for entry in entries), default=-1)
+    table.pool_of.extend([0] * (most + 1 - len(table.pool_of)))
+    table.leases.update(held.values())
+    state.repair()
+    return held
 
 
 def tenant_digest(tenant: str) -> bytes:

@@ -108,6 +108,7 @@ class SharedPool:
         self._socket: socket.socket | None = None
         self._assembler = Assembler()
         self._unsent: deque[bytes] = deque()
+        self._bringing = set[int]()  # numbers of messages that are answered later than those that follow
         self._late: int | None = None  # the number of an answer that has not come in time
         self._next_try = 0.0
         self._joined = self._refused = False
@@ -250,13 +251,13 @@ class SharedPool:
                 self._drop()
                 if self._memory is not None:
                     self._memory.close()
-                thread, self._thread = self._thread, None
-            if self._wakeup >= 0:
-                os.eventfd_write(self._wakeup, 1)
-                if thread is not None and thread is not threading.current_thread():
-                    thread.join()
-                os.close(self._wakeup)
-                self._wakeup = -1
+            self.wake()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            with self._lock:
+                wakeup, self._wakeup = self._wakeup, -1
+                if wakeup >= 0:
+                    os.close(wakeup)
 
     def __enter__(self) -> SharedPool:
         return self
@@ -284,9 +285,14 @@ class SharedPool:
                 "with host_memory=pool.host_memory"
             )
         state = PooledState(self, recorder(capacity), engine)
-        records = PoolRecords(state, None if engine is None else engine.check_process)
+        records = PoolRecords(state, self.check_usable if engine is None else engine.check_process)
         self._settle = _settler(None if engine is None else weakref.ref(engine), weakref.ref(records))
         return state, records
+
+    def check_usable(self) -> None:
+        """Raise ClosedError in a forked child, and after `close`. Takes no lock, which a child may never get."""
+        if len(FORKS) != self._forks or self._closed:
+            raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
 
     def next_number(self) -> int:
         """A number for a message."""
@@ -294,8 +300,9 @@ class SharedPool:
 
     def wake(self) -> None:
         """Transfers are in flight: look at them until they have ended, so that others see the keys."""
-        if self._wakeup >= 0:
-            os.eventfd_write(self._wakeup, 1)
+        with self._lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def ask(
         self,
@@ -311,6 +318,7 @@ class SharedPool:
 
         Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
         """
+        self.check_usable()
         with self._lock:
             if not self._ready() or generation not in (None, self.generation):
                 return None
@@ -327,8 +335,29 @@ class SharedPool:
             return None
         return content
 
+    def bring(self, payload: bytes, wait: float) -> None:
+        """Let the owner promote keys, and wait for that, at most so many seconds. Other calls go on meanwhile."""
+        number, connection = self.next_number(), None
+        with self._lock:
+            if self._ready():
+                self._bringing.add(number)
+                connection = self._socket if self._send(number, Operation.BRING, payload) else None
+        end, poll = time.monotonic() + wait + self._answer_seconds, select.poll()
+        try:
+            if connection is not None:
+                poll.register(connection, select.POLLIN)
+            while connection is not None and number in self._bringing and time.monotonic() < end:
+                poll.poll(1000 * SETTLE_SECONDS)  # another thread may read the answer
+                with self._lock:
+                    if connection is not self._socket:
+                        return
+                    if self._late is None:
+                        self._message(0.0)
+        finally:
+            self._bringing.discard(number)
+
     def tell(self, operation: Operation, payload: bytes, *, keep: bool = False) -> None:
-        """Send a message without an answer. Where the owner does not listen, it is dropped, or with `keep` sent later."""
+        """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later."""
         if self._closed or len(FORKS) != self._forks:
             return
         with self._lock:
@@ -342,8 +371,7 @@ class SharedPool:
 
     def _ready(self) -> bool:
         """Whether the owner listens: it has answered whatever was asked. Does not wait."""
-        if len(FORKS) != self._forks or self._closed:
-            raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
+        self.check_usable()
         if self._socket is None and not self._connect(self._answer_seconds):
             return False
         if self._late is not None and not self._caught_up():
@@ -360,12 +388,12 @@ class SharedPool:
         answer = self._answer(self._late, 0.0)
         if answer is not None and not self._joined:
             self._take_join(*answer)
-        elif answer is None and self._socket is not None and self._joined and time.monotonic() >= self._next_try:
-            self._next_try = time.monotonic() + RETRY_SECONDS
-            late, number = self._late, next(self._numbers)
-            self._send(number, Operation.STATUS, pack_keys([]))
-            if self._answer(number, 0.0) is None and self._late is not None:
-                self._late = late
+        elif answer is None and self._socket is not None and time.monotonic() >= self._next_try:
+            if self._joined:
+                self._next_try = time.monotonic() + RETRY_SECONDS
+                self._send(next(self._numbers), Operation.STATUS, pack_keys([]))
+            else:
+                self._drop()  # and ask to join again
         return self._late is None and self._socket is not None
 
     def _connect(self, wait: float) -> bool:
@@ -387,12 +415,11 @@ class SharedPool:
         except BaseException:
             connection.close()
             raise
-        self._socket, self._assembler, self._late = connection, Assembler(), None
-        held = self._memory
+        held, number = self._memory, next(self._numbers)
+        self._socket, self._assembler, self._late = connection, Assembler(), number
         asked = (
             self._asked if held is None else {**self._asked, "number": self._number, "capacity": held.meaning.capacity}
         )
-        number = next(self._numbers)
         message = next(datagrams(number, Operation.JOIN, json.dumps(asked).encode()))
         try:
             socket.send_fds(connection, [message], [] if held is None else [held.descriptor])
@@ -447,8 +474,17 @@ class SharedPool:
 
     def _answer(self, number: int, wait: float, *, descriptors: bool = False) -> tuple[int, bytes] | None:
         """The answer with this number, if it comes in time; None otherwise, and then it is late."""
+        self._late, end = number, time.monotonic() + wait
+        while (message := self._message(wait, descriptors=descriptors)) is not None:
+            if message[0] >= number:
+                self._late = None
+                return message[1:]
+            wait = max(0.0, end - time.monotonic())
+        return None
+
+    def _message(self, wait: float, *, descriptors: bool = False) -> tuple[int, int, bytes] | None:
+        """The next message that is no answer to BRING; None: there is none in time, or the owner has ended."""
         connection, end = self._socket, None
-        self._late = number
         while connection is not None:
             try:
                 connection.settimeout(wait)
@@ -465,9 +501,10 @@ class SharedPool:
             if not datagram:
                 self._lose()
                 return None
-            if message is not None and message[0] >= number:
-                self._late = None
-                return message[1:]
+            if message is not None:
+                if message[1] != Operation.BRING and message[0] not in self._bringing:
+                    return message
+                self._bringing.discard(message[0])
             end = time.monotonic() + wait if end is None else end
             wait = max(0.0, end - time.monotonic())
         return None
@@ -483,6 +520,7 @@ class SharedPool:
             self._socket.settimeout(self._answer_seconds)
             self._socket.send(datagram)
         except (BlockingIOError, TimeoutError):
+            self._late = self._late or 0  # any answer shows that it reads again
             return False
         except OSError:
             self._lose()
@@ -514,8 +552,8 @@ class SharedPool:
         with self._lock:
             if ended is not None and ended is self._socket:
                 self._lose()
-            if self._socket is None:
-                self._connect(self._answer_seconds)
+            if self._socket is None or self._late is not None or self._unsent:
+                self._ready()
         return self._settle()
 
 
@@ -549,7 +587,8 @@ def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
         poll.register(wakeup, select.POLLIN)
         if connection is not None and (descriptor := connection.fileno()) >= 0:
             poll.register(descriptor, select.POLLRDHUP)
-        wait = SETTLE_SECONDS if busy else RETRY_SECONDS if connection is None else 10 * RETRY_SECONDS
+        owes = connection is None or member._late is not None or member._unsent
+        wait = SETTLE_SECONDS if busy else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
         del member
         ended = None
         for descriptor, _ in poll.poll(wait * 1000):
@@ -563,6 +602,8 @@ def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
             return
         try:
             busy = member._tend(ended)
+        except ClosedError:
+            busy = False
         except Exception as error:  # noqa: BLE001  # a thread that ends would leave keys pending
             LOGGER.warning("the thread of %s: %s", member, shown(error))
             busy = False

@@ -1,0 +1,268 @@
+"""Members of a shared pool for tests: with an engine on a simulated device, and raw ones that send any bytes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvoffload
+from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
+from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool.memory import Meaning, PoolMemory
+from kvoffload.pool.messages import (
+    ENDING,
+    FLAGS,
+    RESERVATION,
+    VERSION,
+    Assembler,
+    Operation,
+    datagrams,
+    pack_keys,
+    unpack_entries,
+)
+
+PLANES, ROW_BYTES, SOURCES, TARGETS = 2, 2048, 64, 32
+ENTRY_BYTES = PLANES * ROW_BYTES
+SECONDS = 10.0
+POISON = 0xEE
+IDENTITY = "model"
+
+
+def key_of(number: int) -> bytes:
+    return b"%032d" % number
+
+
+def keys_of(numbers: Sequence[int] | range) -> list[bytes]:
+    return list(map(key_of, numbers))
+
+
+def region_bytes(capacity: int, row_bytes: int = ENTRY_BYTES) -> int:
+    """Of a region with exactly so many entries."""
+    return Meaning(capacity, row_bytes, bytes(16), bytes(16)).nbytes
+
+
+def contents(seed: int = 5) -> npt.NDArray[np.uint8]:
+    """(blocks, planes, bytes): what each key stands for."""
+    return np.random.default_rng(seed).integers(0, 256, (SOURCES, PLANES, ROW_BYTES), dtype=np.uint8)
+
+
+def layout_of(planes: list[kvoffload.Plane]) -> KVLayout:
+    return KVLayout([planes], dtype="uint8", tokens_per_block=4, block_axes=("tokens", "x"))
+
+
+def eventually(true: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.002)
+
+
+class Member:
+    """An engine with a cache over a shared pool. Key `i` stands for its block `i`; more blocks are targets of loads."""
+
+    def __init__(self, path: str, stack: ExitStack, *, device: Any = None, **options: Any) -> None:
+        device = device or stack.enter_context(kvoffload.open_device(backend="simulated"))
+        self.device, self.expected = device, contents()
+        self.planes = device.allocate_planes(PLANES, block_bytes=ROW_BYTES, num_blocks=SOURCES + TARGETS)
+        self.buffer: Any = self.planes[0].owner
+        image = np.full(self.buffer.nbytes, POISON, np.uint8)
+        for number, plane in enumerate(self.planes):
+            start = plane.address - self.buffer.address
+            image[start : start + SOURCES * ROW_BYTES] = self.expected[:, number].reshape(-1)
+        self.buffer.copy_from(image)
+        self.layout = layout_of(self.planes)
+        self.pool = stack.enter_context(SharedPool.attach(path, self.layout, **{"identity": IDENTITY, **options}))
+        self.engine = stack.enter_context(
+            OffloadEngine(self.layout, device=device, host_memory=self.pool.host_memory, staging_bytes=0)
+        )
+        self.cache: Any = BlockCache(self.engine, pool=self.pool)
+
+    def store(self, *numbers: int, wait: bool = True, **options: Any) -> Any:
+        job = self.cache.store(keys_of(numbers), list(numbers), **{"after": NO_WAIT, **options})
+        if wait:
+            job.wait(SECONDS)
+        return job
+
+    def hits(self, *numbers: int) -> int:
+        return int(self.cache.lookup(keys_of(numbers)))
+
+    def check_load(self, *numbers: int, **options: Any) -> None:
+        """Load keys, and compare every byte."""
+        targets = range(SOURCES, SOURCES + len(numbers))
+        self.poison(targets)
+        self.cache.load(keys_of(numbers), targets, **{"after": NO_WAIT, **options}).wait(SECONDS)
+        assert self.wrong(numbers, targets) == []
+
+    def check_hits(self, numbers: Sequence[int] | range) -> int:
+        """Load each of these keys that is a hit, and compare; how many there were."""
+        hits = [number for number in numbers if self.hits(number)]
+        for start in range(0, len(hits), TARGETS):
+            self.check_load(*hits[start : start + TARGETS])
+        return len(hits)
+
+    def poison(self, blocks: Sequence[int] | range) -> None:
+        for block in blocks:
+            for plane in self.planes:
+                row = np.full(ROW_BYTES, POISON, np.uint8)
+                self.buffer.copy_from(row, offset=plane.address - self.buffer.address + block * ROW_BYTES)
+
+    def wrong(self, numbers: Sequence[int], blocks: Sequence[int] | range) -> list[int]:
+        """The keys whose bytes are not in these blocks."""
+        image, found = self.buffer.to_numpy(), []
+        for number, block in zip(numbers, blocks, strict=True):
+            starts = [plane.address - self.buffer.address + block * ROW_BYTES for plane in self.planes]
+            rows = [image[start : start + ROW_BYTES] for start in starts]
+            if not np.array_equal(rows, self.expected[number]):
+                found.append(number)
+        return found
+
+    def row(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a slot; a view."""
+        found: npt.NDArray[np.uint8] = self.engine.slots[slot, :ENTRY_BYTES]
+        return found
+
+    def counts(self) -> tuple[int, int, int]:
+        """Resident, pending and pinned keys of the region."""
+        statistics = self.cache.statistics()
+        return statistics.resident, statistics.pending, statistics.pinned
+
+
+@contextmanager
+def members(path: str, count: int = 1, **options: Any) -> Iterator[list[Member]]:
+    """Engines in this process, each over a membership of its own."""
+    with ExitStack() as stack:
+        yield [Member(path, stack, **options) for _ in range(count)]
+
+
+@contextmanager
+def member(path: str, **options: Any) -> Iterator[Member]:
+    with members(path, **options) as (one,):
+        yield one
+
+
+class RawMember:
+    """A member that speaks the protocol by itself, without a library that keeps it from mistakes.
+
+    Attributes:
+        memory: the region, from the answer to JOIN, or as given.
+    """
+
+    def __init__(self, path: str, *, fingerprint: bytes, row_bytes: int = ENTRY_BYTES, tenant: str = "") -> None:
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.connection.settimeout(SECONDS)
+        self.connection.connect(path)
+        self.asked: dict[str, Any] = {
+            "version": VERSION, "fingerprint": fingerprint.hex(), "identity": IDENTITY, "row_bytes": row_bytes,
+            "tenant": tenant,
+        }  # fmt: skip
+        self.number, self.assembler = 0, Assembler()
+        self.memory: PoolMemory | None = None
+        self.place = -1
+
+    def send(self, operation: int, payload: bytes = b"", descriptors: Sequence[int] = ()) -> int:
+        """Send a message; its number."""
+        self.number += 1
+        for datagram in datagrams(self.number, operation, payload):
+            socket.send_fds(self.connection, [datagram], list(descriptors))
+        return self.number
+
+    def receive(self) -> tuple[int, int, bytes]:
+        """The next message. Raises ConnectionError: the owner has cut the connection."""
+        while True:
+            datagram, passed, _, _ = socket.recv_fds(self.connection, 65_536, 1)
+            if passed:
+                self.passed = passed[0]
+            if not datagram:
+                raise ConnectionResetError("cut off")
+            message = self.assembler.take(datagram)
+            if message is not None:
+                return message
+
+    def ask(self, operation: int, payload: bytes = b"", descriptors: Sequence[int] = ()) -> tuple[int, bytes]:
+        """Operation and payload of the answer."""
+        number = self.send(operation, payload, descriptors)
+        answered, kind, content = self.receive()
+        assert answered == number
+        return kind, content
+
+    def join(self, memory: PoolMemory | None = None, **changes: Any) -> dict[str, Any]:
+        """Join, and map the memory; with `memory` as one who brings it."""
+        asked, passed = {**self.asked, **changes}, [] if memory is None else [memory.descriptor]
+        kind, content = self.ask(Operation.JOIN, json.dumps(asked).encode(), passed)
+        assert kind == Operation.JOIN, content
+        said: dict[str, Any] = json.loads(content)
+        self.place = said["number"]
+        if memory is None:
+            fingerprint, identity = bytes.fromhex(asked["fingerprint"]), bytes.fromhex(said["identity"])
+            meaning = Meaning(said["capacity"], asked["row_bytes"], fingerprint, identity)
+            self.memory = PoolMemory(self.passed, meaning, headers=True)
+            self.memory.lock(self.place)
+        return said
+
+    def reserve(self, keys: Sequence[bytes], flags: int = 0) -> tuple[int, list[int]]:
+        """The reservation's number, and the entries."""
+        kind, content = self.ask(Operation.RESERVE, RESERVATION.pack(flags, 0) + pack_keys(keys))
+        assert kind == Operation.RESERVE, content
+        return self.number, unpack_entries(content, 1 + len(keys))
+
+    def take(self, keys: Sequence[bytes], flags: int = 0) -> tuple[int, list[int]]:
+        kind, content = self.ask(Operation.TAKE, FLAGS.pack(flags) + pack_keys(keys))
+        assert kind == Operation.TAKE, content
+        return self.number, unpack_entries(content)
+
+    def end(self, number: int, well: bool = True) -> None:
+        self.send(Operation.END, ENDING.pack(number, well))
+
+    def store(self, keys: Sequence[bytes], byte: int) -> list[int]:
+        """Reserve, write this byte into each row, commit."""
+        number, entries = self.reserve(keys)
+        assert self.memory is not None
+        self.memory.rows[entries] = byte
+        self.end(number)
+        return entries
+
+    def status(self, keys: Sequence[bytes]) -> list[int]:
+        return list(self.ask(Operation.STATUS, pack_keys(keys))[1])
+
+    def counts(self) -> dict[str, int]:
+        found: dict[str, int] = json.loads(self.ask(Operation.COUNTS)[1])
+        return found
+
+    def cut_off(self) -> bool:
+        """Whether the owner has ended the connection."""
+        try:
+            while True:
+                self.receive()
+        except (ConnectionError, BrokenPipeError):
+            return True
+
+    def close(self) -> None:
+        self.connection.close()
+        if self.memory is not None:
+            self.memory.close()
+
+
+@contextmanager
+def raw(path: str, *, join: bool = True, fingerprint: bytes = bytes(16), **options: Any) -> Iterator[RawMember]:
+    made = RawMember(path, fingerprint=fingerprint, **options)
+    try:
+        if join:
+            made.join()
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def serve(folder: Any, capacity: int = 16, **options: Any) -> Iterator[PoolOwner]:
+    """An owner in this process, of one region with so many entries, at `folder/pool`."""
+    with PoolOwner(folder / "pool", **{"nbytes": region_bytes(capacity), **options}) as owner:
+        yield owner
