@@ -368,7 +368,7 @@ class PoolOwner:
         member.holdings.tenant, member.holdings.joined = tenant, asked
         if "fingerprint" not in asked:
             named = member.holdings.engine
-            found = (key for key, each in self._regions.items() if len(each.of_engine(named)) == asked["processes"])
+            found = (key for key, each in self._regions.items() if each.copying_for(named) == asked["processes"])
             return next(found, None)
         identity = str(asked["identity"])
         if len(identity) > MOST_TEXT:

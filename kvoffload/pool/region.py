@@ -169,6 +169,10 @@ class Region:
         """The processes of an engine that have joined."""
         return [member for member in self.members if name and member.engine == name]
 
+    def copying_for(self, name: str) -> int:
+        """How many processes of an engine have joined, without the one with its index."""
+        return sum("processes" not in each.joined for each in self.of_engine(name))
+
     def number_for(self, member: Holdings, old: int | None) -> int:
         """The number of a member that joins: that of its engine's other processes, or one that no member has, and no
         process the lock of.
