@@ -3,11 +3,11 @@
 A message is one datagram, or several if it is large: a header of 16 bytes, then its payload. A member numbers its
 messages; a reply has the number of what it answers. Messages of one member are executed in the order sent.
 
-    JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}          JSON both ways; see `Owner._join`
+    JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}      JSON both ways; see `PoolOwner._join`
     FIND     keys                       how many leading keys are ready, u32; counts as a look-up
     STATUS   keys                       a byte a key: 0 missing, 1 ready, 2 pending
-    TAKE     flags, keys                lease of the leading ready keys, or of each, named by the number of this message:
-                                        entries
+    TAKE     flags, keys                lease of the leading ready keys, or of each, named by the number of this
+                                        message: entries
     RESERVE  flags, request, keys       whether there was too little room, a code a key (`PRESENT`, `NEW`, `DECLINED`),
                                         and the entries of the new ones
     END      number, well               no reply. Commits or aborts a reservation, releases a lease

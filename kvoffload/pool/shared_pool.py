@@ -28,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.device.ownership import FORKS
@@ -37,7 +37,7 @@ from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import Meaning, PoolMemory
+from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
     HEADER,
@@ -59,25 +59,6 @@ ANSWER_SECONDS = 0.1
 RETRY_SECONDS = 1.0  # between attempts to find a new owner
 SETTLE_SECONDS = 0.002  # between looks at transfers in flight
 _MOST_UNSENT = 65_536  # messages
-
-
-class RowLayout(Protocol):
-    """What a pool needs of a layout: a `KVLayout` has it.
-
-    Attributes:
-        fingerprint: 16 bytes, the same for the same meaning of a row.
-        slot_bytes: a multiple of 4096.
-        num_groups: slots of a row.
-    """
-
-    @property
-    def fingerprint(self) -> bytes: ...
-
-    @property
-    def slot_bytes(self) -> int: ...
-
-    @property
-    def num_groups(self) -> int: ...
 
 
 class SharedPool:

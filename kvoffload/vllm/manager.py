@@ -276,8 +276,8 @@ class KVOffloadManager(OffloadingManager):
     # the rest -----------------------------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Make all keys missing, in tiers, too. Slots of transfers under way are free at `on_reset_flushed`. In a shared
-        pool they are missing for this engine alone, see `PooledLookups.clear`.
+        """Make all keys missing, in tiers, too; in a shared pool for this engine alone, see `PooledLookups.clear`. Slots
+        of transfers under way are free at `on_reset_flushed`.
 
         If a tier cannot remove its records, that is logged, and the tiers are closed for good.
         """

@@ -63,7 +63,7 @@ class PoolOfEngine:
         self._pool: SharedPool | None = None
 
     def attach(self, layout: KVLayout) -> SharedPool:
-        """Join as a worker with this layout, whose slots are the `host_memory`. Raises errors of `SharedPool.attach`."""
+        """Join as a worker, whose slots are the result's `host_memory`. Raises errors of `SharedPool.attach`."""
         config, workers = self._config, self._config.parallel.world_size
         identity = identity_of(self._connector, config) if self._identity is None else self._identity
         rows = _Rows(layout_digest(config, [note_of(layout)] * workers), layout.slot_bytes, workers)

@@ -53,8 +53,8 @@ class KVOffloadSpec(OffloadingSpec):
 
     Raises:
         ValueError: kv_connector_extra_config lacks cpu_bytes_to_use, or has an unknown or wrong option.
-        CapabilityError: an option of vLLM's has no effect here; or with kvoffload_tiers or kvoffload_pool, the connector
-            is another than KVOffloadConnector.
+        CapabilityError: an option of vLLM's has no effect here; or with kvoffload_tiers or kvoffload_pool, the
+            connector is another than KVOffloadConnector.
         CapacityError: with kvoffload_tiers, there are no slots.
     """
 

@@ -60,7 +60,7 @@ def owner_process(path: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def run_both(a: World, b: World, chance: random.Random, turns: int | None = None) -> tuple[Any, Any]:
+def run_both(a: World, b: World, chance: random.Random, turns: int | None = None) -> Any:
     """Turns of both in random order, until both have ended, or so many."""
     waiting = {a: a.prompts(), b: []}
     waiting[b] = random.Random(0).sample(waiting[a], len(waiting[a]))
