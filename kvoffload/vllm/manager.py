@@ -276,8 +276,8 @@ class KVOffloadManager(OffloadingManager):
     # the rest -----------------------------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Make all keys missing, in tiers, too; in a shared pool for this engine alone, see `PooledLookups.clear`. Slots
-        of transfers under way are free at `on_reset_flushed`.
+        """Make all keys missing, in tiers, too; in a shared pool for this engine alone, see `PooledLookups.clear`.
+        Slots of transfers under way are free at `on_reset_flushed`.
 
         If a tier cannot remove its records, that is logged, and the tiers are closed for good.
         """

@@ -93,7 +93,7 @@ class Options:
                 "cpu_bytes_to_use must be specified in kv_connector_extra_config: host memory for all workers "
                 "together, bytes; or kvoffload_pool"
             )
-        for name in [name for name in OF_OWNER if name in config and pooled]:
+        for name in [name for name in OF_OWNER if pooled and config.get(name)]:
             raise CapabilityError(
                 f"{name}={shown(config[name])} has no effect with kvoffload_pool: leave it out; {OF_OWNER[name]}"
             )

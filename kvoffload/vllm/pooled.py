@@ -150,9 +150,11 @@ class PooledLookups:
         return result
 
     def _ask(self, index: CacheIndex, state: LookupState, key: OffloadKey, context: ReqContext) -> None:
-        """Ask for this key, and for all others of the request that vLLM has named so far."""
-        answers, named = state.answers, getattr(context, "_offload_key_positions", {})
-        keys: dict[bytes, None] = dict.fromkeys([key, *(each for each in named if each not in answers)])
+        """Ask for this key, and for all others of the request that vLLM has named so far. A load shares one lease, so
+        that must have all that are ready, also if some were asked for before.
+        """
+        answers, named = state.answers, getattr(context, "_offload_key_positions", ())
+        keys: dict[bytes, None] = dict.fromkeys([key, *named])
         self._active.add(state)
         ready, storing = _records(index).hold_each((list(keys), self._held))
         hit, pending, miss = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS

@@ -49,7 +49,7 @@ class KVOffloadSpec(OffloadingSpec):
 
     Attributes:
         options: the checked options.
-        num_chunks: slots of each worker; 0 if cpu_bytes_to_use is less than a chunk of all workers.
+        num_chunks: slots of each worker; 0 if cpu_bytes_to_use is less than a chunk of all workers, and with a pool.
 
     Raises:
         ValueError: kv_connector_extra_config lacks cpu_bytes_to_use, or has an unknown or wrong option.
