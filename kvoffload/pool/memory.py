@@ -158,8 +158,11 @@ class PoolMemory:
             if headers
             else np.empty(0, HEADER)
         )
-        if headers:
-            self._superblock = np.frombuffer(mapped, np.uint8, count=PAGE, offset=meaning.slot_bytes)
+        self._superblock: UInt8Array = (
+            np.frombuffer(mapped, np.uint8, count=PAGE, offset=meaning.slot_bytes)
+            if headers
+            else self.rows[:0].reshape(-1)
+        )
 
     @classmethod
     def create(cls, meaning: Meaning) -> PoolMemory:
@@ -279,8 +282,10 @@ class PoolMemory:
         )
 
     def close(self) -> None:
-        """Give up lock and descriptor. The rows stay mapped while an array over them lives. Idempotent."""
+        """Give up lock, descriptor and arrays. The rows stay mapped while another array over them lives. Idempotent."""
         self.unlock()
+        self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, HEADER)
+        self._superblock = self.rows.reshape(-1)
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

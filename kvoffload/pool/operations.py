@@ -63,6 +63,8 @@ def take(message: Message) -> bytes:
 def reserve(message: Message) -> bytes:
     flags, request = _unpacked(RESERVATION, message.payload)
     keys = unpack_keys(message.payload, RESERVATION.size)
+    if len(frozenset(keys)) < len(keys):
+        raise MessageError("a key is to be reserved twice")
     options = {"all_or_nothing": bool(flags & ALL_OR_NOTHING), "uses": bool(flags & USES)}
     record = message.region.reserve(message.member, message.number, keys, request=request, **options)
     if len(record.keys) == len(keys):

@@ -467,7 +467,14 @@ class PoolOwner:
 
 
 _SERVING: weakref.WeakSet[PoolOwner] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [owner._leave_to_parent() for owner in list(_SERVING)])
+
+
+def _leave_all_to_parent() -> None:
+    for owner in list(_SERVING):
+        owner._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _file(path: str) -> tuple[int, int] | None:

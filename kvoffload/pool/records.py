@@ -88,8 +88,9 @@ class PooledState(CacheState):
     def tidy(self) -> None:
         """Tell a new owner once nothing is in use any more that the last one granted. Under the lock."""
         generation = self.pool.generation
-        clean = all(granted == generation for granted, _ in self.numbers.values())
-        if self._clean != generation and clean and self.pool.connected:
+        if self._clean == generation or not self.pool.connected:
+            return
+        if all(granted == generation for granted, _ in self.numbers.values()):
             self._clean = generation
             self.pool.tell(Operation.CLEAN, b"", keep=True)
 
@@ -322,6 +323,7 @@ class PooledState(CacheState):
         if generation == self.pool.generation and list(self.numbers.values()).count(granted) == 1:
             self.pool.tell(Operation.END, ENDING.pack(number, well), keep=True)
         self.numbers.pop(record, None)
+        self.tidy()
 
 
 class PoolRecords(Records):
@@ -362,11 +364,11 @@ class PoolRecords(Records):
         raise AttributeError("a shared pool does not list its keys: ask `status` for those that you know")
 
     def size(self) -> int:
-        return int(self._counts(None).get("resident", 0))
+        return int(self._counts().get("resident", 0))
 
     def statistics(self) -> CacheStatistics:
         """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region."""
-        counts = self._counts(None)
+        counts = self._counts()
         names = ("resident", "pending", "pinned")
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
         statistics = self._state.recorder.statistics(capacity=self.capacity, **found)
@@ -451,12 +453,15 @@ class PoolRecords(Records):
             wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
             pool.bring(NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys), wait)
 
+    @partial(guarded, nested=lambda *_: None)
+    def _count(self, _: None) -> bytes | None:
+        return self._ask(Operation.COUNTS, b"")
+
     def _ask(self, operation: Operation, payload: bytes) -> bytes | None:
         return self._pool.ask(self._pool.next_number(), operation, payload)
 
-    @partial(guarded, nested=lambda *_: {})
-    def _counts(self, _: None) -> dict[str, Any]:
-        answer = self._ask(Operation.COUNTS, b"")
+    def _counts(self) -> dict[str, Any]:
+        answer = self._count(None)
         return {} if answer is None else dict(json.loads(answer))
 
 

@@ -338,6 +338,7 @@ class Region:
 
     def close(self) -> None:
         self.index.close(1.0)
+        self._records._state.journal = None  # else the memory would be mapped until cycles are collected
         self.memory.close()
 
 

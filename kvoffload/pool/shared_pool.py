@@ -347,12 +347,15 @@ class SharedPool:
                 return
             if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
                 self._unsent.extend(datagrams(number, operation, payload))
+                self.wake()
 
     # the connection -----------------------------------------------------------------------------------------------
 
     def _ready(self) -> bool:
         """Whether the owner listens: it has answered whatever was asked. Does not wait."""
         self.check_usable()
+        if self._socket is not None and self._late is None and not self._joined:
+            self._drop()  # an interrupt has lost the answer to JOIN: ask again
         if self._socket is None and not self._connect(self._answer_seconds):
             return False
         if self._late is not None and not self._caught_up():
@@ -449,6 +452,7 @@ class SharedPool:
             self._memory.lock(self._number)
         self.has_tiers = bool(said["tiers"])
         self._joined = True
+        self.wake()
 
     _part: int | None = None  # of each row, which `host_memory` is
     _descriptor: int | None = None  # that came with the answer to JOIN
@@ -533,7 +537,7 @@ class SharedPool:
         with self._lock:
             if ended is not None and ended is self._socket:
                 self._lose()
-            if self._socket is None or self._late is not None or self._unsent:
+            if not self._joined or self._late is not None or self._unsent:
                 self._ready()
         return self._settle()
 
@@ -568,7 +572,7 @@ def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
         poll.register(wakeup, select.POLLIN)
         if connection is not None and (descriptor := connection.fileno()) >= 0:
             poll.register(descriptor, select.POLLRDHUP)
-        owes = connection is None or member._late is not None or member._unsent
+        owes = not member._joined or member._late is not None or member._unsent
         wait = SETTLE_SECONDS if busy else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
         del member
         ended = None

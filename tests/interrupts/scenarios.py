@@ -11,6 +11,7 @@ lost by then. A row is a scenario in each of its worlds, named after both:
     cache           "cache.store": a cache on an engine of one device
     two cache       "sharded.cache.store"
     tiers           "tiers.store": a cache with a tier
+    pool            "pool.store": a cache over a shared pool
     index           "index.reserve": a `CacheIndex`
 
 To add a scenario, add a row, or a world to one.
@@ -24,10 +25,24 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from worlds import CAPACITY, PLANES, POLICIES, SECONDS, CacheWorld, Fifo, IndexWorld, TieredWorld, World, key, keys
+from worlds import (
+    CAPACITY,
+    PLANES,
+    POLICIES,
+    SECONDS,
+    CacheWorld,
+    Fifo,
+    IndexWorld,
+    PoolWorld,
+    TieredWorld,
+    World,
+    key,
+    keys,
+)
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheIndex, KVLayout
+from kvoffload.cache.sessions import ACTIONS
 
 TARGETS = (40, 41, 42, 43)  # blocks that interrupted loads write
 WORLDS: dict[str, tuple[str, Callable[..., Any]]] = {  # the beginning of the scenario's name, the world
@@ -36,6 +51,7 @@ WORLDS: dict[str, tuple[str, Callable[..., Any]]] = {  # the beginning of the sc
     "cache": ("cache.", CacheWorld),
     "two cache": ("sharded.cache.", partial(CacheWorld, devices=2)),
     "tiers": ("tiers.", TieredWorld),
+    "pool": ("pool.", PoolWorld),
     "index": ("index.", IndexWorld),
 }
 EVERY_POLICY = ("cache", "two cache", "index")  # worlds that are tried with every policy; others with "lru"
@@ -726,6 +742,30 @@ TABLE: tuple[Row, ...] = (
     Row("keep", "cache, tiers", None, lambda w: w.cache.keep(keys([0, 4]), [0, 4], after=NO_WAIT).wait(SECONDS)),
     Row("locate", "tiers", None, lambda w: (w.cache.locate(keys(range(6))), w.cache.tier_statistics())),
     Row("drain", "tiers", lambda w: w.store(4).wait(SECONDS), lambda w: w.cache.drain(SECONDS)),
+)
+
+
+POOLED = (  # rows of "cache" that are also tried over a shared pool
+    *("lookup", "lookup_many", "status_of", "statistics", "touch", "store.free", "store.evicting", "store.all", "keep"),
+    *(
+        "store.evicting.wait",
+        "store.present",
+        "store.held",
+        "store.behind_a_load",
+        "store.twice",
+        "engine.store.failed",
+    ),
+    *("load", "load.wait", "load.pending", "job", "reserve", "reserve.commit", "reserve.commit_job", "reserve.block"),
+    *("reserve.abandoned", "abort", "request", "acquire", "lease", "remove", "clear", "fetch.present", "request.fetch"),
+)
+TABLE = tuple(
+    row._replace(worlds=f"{row.worlds}, pool") if row.name in POOLED and "cache" in row.worlds.split(", ") else row
+    for row in TABLE
+)
+TABLE += (
+    Row("hint", "pool", None, lambda w: [w.cache.hint(action, session="a") for action in ACTIONS]),
+    Row("attach", "pool", None, lambda w: w.attach_again().close()),
+    Row("close", "pool", two_loaded, lambda w: w.pool.close(), "closed"),
 )
 
 

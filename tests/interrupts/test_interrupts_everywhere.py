@@ -40,6 +40,7 @@ FAMILIES = (
     ("sharded.engine.p", "sharded.engine.d", "sharded.engine.a", "sharded.engine.statistics", "sharded.engine.close"),
     ("sharded.engine.open", "sharded.job", "sharded.device", "sharded.cache"),
     ("tiers",),
+    ("pool",),
 )
 
 

@@ -35,8 +35,10 @@ from kvoffload import (
     ShardedEngine,
     Status,
 )
-from kvoffload.cache.policies import Policy
+from kvoffload.cache.policies import DEFAULT_POLICY, Policy
 from kvoffload.cache.tiering.promotion import Promotion
+from kvoffload.pool import PoolOwner, SharedPool, shared_pool
+from kvoffload.pool.region import meaning_of
 from kvoffload.testing import SimulatedDriver
 
 PLANES, BLOCK_BYTES, BLOCKS = 3, 32, 48
@@ -226,6 +228,8 @@ class World(_Checked):
         options: of the engine.
     """
 
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
     def __init__(self, policy: str = "lru", *, devices: int = 1, **options: Any) -> None:
         super().__init__()
         self.policy = policy
@@ -245,7 +249,6 @@ class World(_Checked):
         self.engine = self.open_engine(CAPACITY, **{"staging_bytes": 0, **options})
         self.streams: list[tuple[Device, int]] = []
         self.gate: Any = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def open_engine(self, num_slots: int, **options: Any) -> Any:
         if len(self.devices) == 1:
@@ -381,6 +384,7 @@ class CacheWorld(World):
     """
 
     tier: DictTier | None = None
+    pool: SharedPool | None = None
 
     def __init__(
         self,
@@ -391,7 +395,9 @@ class CacheWorld(World):
         **options: Any,
     ) -> None:
         super().__init__(policy, **options)
-        self.cache: Any = BlockCache(self.engine, policy=POLICIES[policy], **(cache_options or {}))
+        self.cache: Any = BlockCache(
+            self.engine, **{"policy": POLICIES[policy], "pool": self.pool, **(cache_options or {})}
+        )
         if filled:
             self.store(*range(filled)).wait(SECONDS)
 
@@ -404,6 +410,9 @@ class CacheWorld(World):
     def pend(self, number: int) -> None:
         """Have a key that is pending."""
         self.store(number)
+
+    def slot_of(self, number: int) -> int:
+        return int(self.cache._state.table.of[key(number)])
 
     def write(self, reservation: Any) -> None:
         """Fill a reservation's slots by hand."""
@@ -430,6 +439,59 @@ class CacheWorld(World):
         closed = self.tier is None or cache.close(SECONDS)
         del cache
         return [*([] if closed else ["hang: close of the tiers"]), *super().close()]
+
+
+class PoolWorld(CacheWorld):
+    """A world whose cache is over a shared pool. Its owner is in another thread, which nothing interrupts."""
+
+    def __init__(self, policy: str = "lru", **options: Any) -> None:
+        shared_pool.RETRY_SECONDS = 0.02  # after which it asks for what an interrupt has lost; a second takes too long
+        self.owner = PoolOwner(f"{self.folder()}/pool", nbytes=meaning_of(b"", "", 4096, capacity=CAPACITY).nbytes)
+        super().__init__(policy, cache_options={"policy": DEFAULT_POLICY}, **options)
+
+    def open_engine(self, num_slots: int, **options: Any) -> Any:
+        del num_slots
+        described: dict[str, Any] = {"dtype": "uint8", "tokens_per_block": 4, "block_axes": ("tokens", "x")}
+        self.layout = KVLayout(self.planes, **described)
+        self.pool = SharedPool.attach(self.owner.path, self.layout, identity="model", answer_seconds=SECONDS)
+        return OffloadEngine(self.layout, device=self.device, host_memory=self.pool.host_memory, **options)
+
+    def attach_again(self) -> SharedPool:
+        """Another membership, of no engine."""
+        return SharedPool.attach(self.owner.path, self.layout, identity="model", answer_seconds=SECONDS)
+
+    def slot_of(self, number: int) -> int:
+        with self.cache.acquire([key(number)]) as lease:
+            return int(lease.slots()[0])
+
+    def check_use(self) -> list[str]:
+        """As of every cache; then the owner holds nothing."""
+        if self.pool._closed:
+            return []
+        end = time.monotonic() + SECONDS
+        while self.cache.lookup([b"nothing"]) or (not self.pool.connected and time.monotonic() < end):
+            time.sleep(1e-3)
+        found = super().check_use()
+        self.engine.drain(SECONDS)
+        self.cache.status([])
+        (counts,) = self.owner.statistics()
+        while (counts["pending"], counts["pinned"]) != (0, 0) and time.monotonic() < end:
+            time.sleep(1e-3)
+            self.cache.status([])
+            (counts,) = self.owner.statistics()
+        if (counts["pending"], counts["pinned"]) != (0, 0):
+            found.append(f"lost: the owner holds {counts} for ever")
+        return found
+
+    def close(self) -> list[str]:
+        found = super().close()
+        self.pool.close()
+        end = time.monotonic() + SECONDS
+        while self.owner.statistics()[0]["members"] and time.monotonic() < end:
+            time.sleep(1e-3)
+        left = self.owner.statistics()[0]["members"]
+        self.owner.close()
+        return [*found, *([f"leak: {left} members are left"] if left else [])]
 
 
 class TieredWorld(CacheWorld):

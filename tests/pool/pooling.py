@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from helpers import Gate
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
@@ -213,6 +214,12 @@ class RawMember:
         assert kind == Operation.RESERVE, content
         return self.number, unpack_entries(content, 1 + len(keys))
 
+    def room(self, count: int) -> int:
+        """How many of so many new keys would get entries now."""
+        number, entries = self.reserve([b"room %d %d" % (self.number, each) for each in range(count)])
+        self.end(number, well=False)
+        return len(entries)
+
     def take(self, keys: Sequence[bytes], flags: int = 0) -> tuple[int, list[int]]:
         kind, content = self.ask(Operation.TAKE, FLAGS.pack(flags) + pack_keys(keys))
         assert kind == Operation.TAKE, content
@@ -266,3 +273,18 @@ def serve(folder: Any, capacity: int = 16, **options: Any) -> Iterator[PoolOwner
     """An owner in this process, of one region with so many entries, at `folder/pool`."""
     with PoolOwner(folder / "pool", **{"nbytes": region_bytes(capacity), **options}) as owner:
         yield owner
+
+
+@contextmanager
+def held(one: Member) -> Iterator[tuple[Any, Gate]]:
+    """A stream of the member's device that stands still until the gate is opened."""
+    with one.device.stream() as stream:
+        gate = Gate(one.device)
+        gate.hold(stream.handle)
+        try:
+            yield stream, gate
+        finally:
+            gate.open()
+            one.engine.drain(SECONDS)
+            stream.synchronize(SECONDS)
+            gate.close()

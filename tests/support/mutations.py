@@ -13,6 +13,10 @@ CACHE = "tests/cache/test_cache_mutation_targets.py"
 ORDERING = "tests/engine/ordering/test_ordering.py"
 SHARDED = "tests/sharded/test_sharded_ordering.py"
 PACK = "tests/copiers/test_pack.py"
+POOL_MEMBERS = "tests/pool/test_pool_members.py"
+POOL_MEMORY = "tests/pool/test_pool_memory.py"
+POOL_OWNER = "tests/pool/test_pool_owner.py"
+POOL_REGION = "tests/pool/test_pool_region.py"
 
 
 class Mutation(NamedTuple):
@@ -587,6 +591,168 @@ MUTATIONS = (
         (
             "tests/tiers/test_waiting_headers.py::test_a_record_over_one_whose_header_could_not_be_written_does_not_make_that_one_durably_gone",
         ),
+    ),
+    # the protocol of shared pools
+    Mutation(
+        "no-quarantine",
+        "pool/region.py",
+        "self._records.abort_after(record, (alive,))",
+        "self._records.abort(record)",
+        (f"{POOL_OWNER}::test_entries_of_a_member_that_is_gone_are_kept_until_its_lock_is_free",),
+    ),
+    Mutation(
+        "a-member-without-a-connection-counts-as-dead",
+        "pool/region.py",
+        "lease.jobs = () if dead else (alive,)",
+        "lease.jobs = ()",
+        (f"{POOL_OWNER}::test_a_member_that_lost_its_connection_alone_keeps_what_it_reads",),
+    ),
+    Mutation(
+        "a-member-that-is-back-does-not-end-its-quarantine",
+        "pool/region.py",
+        "            alive.ended = True",
+        "            pass",
+        (f"{POOL_OWNER}::test_a_member_that_lost_its_connection_alone_keeps_what_it_reads",),
+    ),
+    Mutation(
+        "a-number-is-given-again-while-its-quarantine-lasts",
+        "pool/region.py",
+        "        self.settle()  # else a quarantine",
+        "        # else a quarantine",
+        (f"{POOL_REGION}::test_a_number_is_given_again_only_when_nothing_of_its_last_member_is_in_quarantine",),
+    ),
+    Mutation(
+        "a-member-takes-no-lock",
+        "pool/shared_pool.py",
+        "            self._memory.lock(self._number)",
+        "            pass",
+        (f"{POOL_MEMBERS}::test_each_member_says_by_a_lock_that_it_may_touch_the_memory",),
+    ),
+    Mutation(
+        "a-store-is-committed-at-the-owner-before-its-transfer-has-ended",
+        "pool/records.py",
+        "            self.storing.append(record)",
+        "            self.storing.append(record)\n            self._end_at_owner(record, True)",
+        (f"{POOL_MEMBERS}::test_a_key_is_no_hit_before_its_transfer_has_ended",),
+    ),
+    Mutation(
+        "a-store-is-given-up-at-the-owner-before-its-transfer-has-ended",
+        "pool/records.py",
+        "        if not well and not record.transfers_ended:",
+        "        if False:",
+        (f"{POOL_MEMBERS}::test_a_key_is_no_hit_before_its_transfer_has_ended",),
+    ),
+    Mutation(
+        "a-lease-ends-at-the-owner-before-its-load-has-ended",
+        "pool/records.py",
+        "        if not lease.jobs or lease.transfers_ended:",
+        "        if True:",
+        (f"{POOL_MEMBERS}::test_entries_are_kept_until_the_transfers_that_read_them_have_ended",),
+    ),
+    Mutation(
+        "the-first-of-two-leases-that-share-a-number-ends-it",
+        "pool/records.py",
+        "list(self.numbers.values()).count(granted) == 1",
+        "list(self.numbers.values()).count(granted) >= 1",
+        (f"{POOL_MEMBERS}::test_entries_are_kept_until_the_transfers_that_read_them_have_ended",),
+    ),
+    Mutation(
+        "keys-that-are-only-reserved-are-loaded-as-pending-ones",
+        "pool/records.py",
+        "takewhile(lambda entry: entry not in unfilled, indices)",
+        "takewhile(lambda entry: True, indices)",
+        (f"{POOL_MEMBERS}::test_a_reserved_key_is_not_loaded_before_a_transfer_fills_it",),
+    ),
+    Mutation(
+        "pending-keys-of-others-are-taken",
+        "pool/region.py",
+        "own = set(member.reservations.values()) if pending else set()",
+        "own = set(self._records._state.table.reservations)",
+        (f"{POOL_OWNER}::test_pending_keys_of_others_are_not_taken",),
+    ),
+    Mutation(
+        "clean-is-said-too-early",
+        "pool/records.py",
+        "        if all(granted == generation for granted, _ in self.numbers.values()):",
+        "        if True:",
+        (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
+    ),
+    Mutation(
+        "clean-is-never-said",
+        "pool/records.py",
+        "        if all(granted == generation for granted, _ in self.numbers.values()):",
+        "        if False:",
+        (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
+    ),
+    Mutation(
+        "readers-are-not-marked",
+        "pool/region.py",
+        "        self.memory.reading(record.indices, member.number)",
+        "        pass",
+        (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
+    ),
+    Mutation(
+        "writers-are-not-marked",
+        "cache/state.py",
+        "            self.journal.reserved(record)",
+        "            pass",
+        (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
+    ),
+    Mutation(
+        "removed-keys-keep-their-headers",
+        "pool/region.py",
+        "        self.memory.gone(entries)",
+        "        pass",
+        (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
+    ),
+    Mutation(
+        "keys-that-the-next-owner-leaves-out-keep-their-headers",
+        "pool/region.py",
+        "        memory.gone(np.setdiff1d(",
+        "        (np.setdiff1d(",
+        (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
+    ),
+    Mutation(
+        "a-header-names-its-writer-only",
+        "pool/memory.py",
+        '        headers["state"][chosen] = RESERVED\n',
+        "",
+        (f"{POOL_MEMORY}::test_every_prefix_of_what_an_owner_writes_is_a_state_to_go_on_from",),
+    ),
+    Mutation(
+        "headers-are-believed",
+        "pool/memory.py",
+        'int(header["check"]) == _check(key, entry, sequence) and ',
+        "",
+        (f"{POOL_MEMORY}::test_a_header_with_any_bit_changed_gives_its_key_or_none",),
+    ),
+    Mutation(
+        "memory-that-can-be-resized-is-adopted",
+        "pool/memory.py",
+        "fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS",
+        "fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) >= 0",
+        (f"{POOL_MEMORY}::test_a_memory_that_is_not_this_region_is_not_adopted",),
+    ),
+    Mutation(
+        "a-lost-answer-to-join-is-not-asked-for-again",
+        "pool/shared_pool.py",
+        "if self._socket is not None and self._late is None and not self._joined:",
+        "if False:",
+        (f"{POOL_MEMBERS}::test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again",),
+    ),
+    Mutation(
+        "what-is-owed-waits-for-the-next-call",
+        "pool/shared_pool.py",
+        "            if not self._joined or self._late is not None or self._unsent:",
+        "            if not self._joined:",
+        (f"{POOL_MEMBERS}::test_what_a_late_owner_has_granted_ends_without_another_call",),
+    ),
+    Mutation(
+        "a-child-serves-on-for-a-dead-owner",
+        "pool/owner.py",
+        "os.register_at_fork(after_in_child=_leave_all_to_parent)",
+        "",
+        (f"{POOL_OWNER}::test_a_child_of_the_owners_process_is_not_taken_for_it",),
     ),
 )
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

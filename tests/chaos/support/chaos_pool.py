@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -148,8 +148,8 @@ class Engine:
         with kvoffload.open_device(max(0, plan.gpu), **backend) as device:
             blocks = plan.universe + TARGETS
             planes = device.allocate_planes(PLANES, block_bytes=plan.row_bytes, num_blocks=blocks)
-            self.buffer: Any = planes[0].owner
-            self.starts = [plane.address - self.buffer.address for plane in planes]
+            self.buffer = buffer = cast(kvoffload.DeviceBuffer, planes[0].owner)
+            self.starts = [plane.address - buffer.address for plane in planes]
             self.fill()
             layout = layout_of(planes)
             self.enter(State.ATTACHING)
@@ -350,7 +350,7 @@ def run_owner(plan: Plan, path: str, ready: Any, seed: int, errors: Path) -> Non
         options: dict[str, Any] = {}
         if seed % 3 == 0:
             options = {"tiers": lambda *_: [MemoryTier(plan.region_bytes * 4)], "write": "through"}
-        policy = ("prefix", "lru", "s3fifo")[seed % 5 % 3]
+        policy: Any = ("prefix", "lru", "s3fifo")[seed % 5 % 3]
         with PoolOwner(path, nbytes=plan.region_bytes, policy=policy, **options) as owner:
             while not ready["stop"]:
                 ready["state"] = 1

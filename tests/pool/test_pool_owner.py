@@ -1,0 +1,496 @@
+"""The owner of a pool: whom it serves, with how much, and what it does with members that are gone, wrong or silent."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import select
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pooling import ENTRY_BYTES, RawMember, eventually, keys_of, layout_of, member, raw, region_bytes, serve
+
+import kvoffload
+from kvoffload import CapacityError, KVOffloadError, Tenant
+from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool.messages import ENDING, HEADER, PENDING, Operation, datagrams, pack_keys
+from kvoffload.tiers import MemoryTier
+
+OTHER = b"other fingerprin"
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def pending(owner: PoolOwner) -> tuple[int, int]:
+    (found,) = owner.statistics()
+    return found["pending"], found["pinned"]
+
+
+# where it serves ------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    before = descriptors()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(PermissionError, match="others may write"):
+        PoolOwner(shared / "pool", nbytes=1 << 20)
+    shared.chmod(0o1777)  # like /tmp
+    PoolOwner(shared / "pool", nbytes=1 << 20).close()
+    with pytest.raises(OSError, match="No such file"):
+        PoolOwner(tmp_path / "nowhere" / "pool", nbytes=1 << 20)
+    with pytest.raises(OSError, match="too long"):
+        PoolOwner(tmp_path / ("x" * 200), nbytes=1 << 20)
+    assert descriptors() == before
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    for path in (tmp_path / "file", tmp_path / "folder"):
+        path.write_text("precious") if path.name == "file" else path.mkdir()
+        with pytest.raises(ValueError, match="no socket"):
+            PoolOwner(path, nbytes=1 << 20)
+    assert (tmp_path / "file").read_text() == "precious"
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(ValueError, match="no socket"):
+        PoolOwner(tmp_path / "link", nbytes=1 << 20)
+
+
+def test_two_owners_at_one_path_are_refused_and_a_stale_socket_is_replaced(tmp_path: Path) -> None:
+    with serve(tmp_path), pytest.raises(ValueError, match="another owner serves"):
+        PoolOwner(tmp_path / "pool", nbytes=1 << 20)
+    assert os.listdir(tmp_path) == []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
+        stale.bind(str(tmp_path / "pool"))
+    with serve(tmp_path), raw(str(tmp_path / "pool")):
+        assert (tmp_path / "pool").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_owner_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path) -> None:
+    first = PoolOwner(tmp_path / "pool", nbytes=1 << 20)
+    os.unlink(tmp_path / "pool")
+    with serve(tmp_path):
+        first.close()
+        with raw(str(tmp_path / "pool")):
+            pass
+
+
+# regions --------------------------------------------------------------------------------------------------------------
+
+
+def test_regions_without_members_make_room_for_others(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with PoolOwner(path, nbytes=2 * region_bytes(8), region_bytes=region_bytes(8)) as owner, raw(path) as first:
+        first.store(keys_of([1]), 1)
+        with raw(path, fingerprint=OTHER) as second:
+            assert second.status(keys_of([1])) == [0], "other layouts have keys of their own"
+            third = RawMember(path, fingerprint=b"third fingerprin")
+            kind, why = third.ask(Operation.JOIN, json.dumps(third.asked).encode())
+            assert (kind, why[:13]) == (Operation.REFUSED, b"CapacityError"), "both regions have members"
+            third.close()
+        eventually(lambda: min(each["members"] for each in owner.statistics()) == 0, "a member is gone")
+        with raw(path, fingerprint=b"third fingerprin"):
+            assert len(owner.statistics()) == 2
+        with raw(path) as again:
+            assert again.status(keys_of([1])) == [1], "the region with a member has stayed"
+
+
+def test_several_members_that_come_while_their_region_is_being_made_share_it(tmp_path: Path) -> None:
+    path, seen = str(tmp_path / "pool"), list[Any]()
+    slow = threading.Event()
+
+    def tiers(*_: str) -> list[Any]:
+        assert slow.wait(10)
+        return []
+
+    def join() -> None:
+        with raw(path) as one:
+            seen.append((one.memory.file if one.memory else None, one.place))
+
+    with PoolOwner(path, nbytes=region_bytes(8), tiers=tiers) as owner:
+        threads = [threading.Thread(target=join) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        gone = RawMember(path, fingerprint=bytes(16))
+        gone.send(Operation.JOIN, json.dumps(gone.asked).encode())
+        gone.close()
+        slow.set()
+        for thread in threads:
+            thread.join()
+        assert len({file for file, _ in seen}) == 1
+        eventually(lambda: owner.statistics()[0]["members"] == 0, "all are gone")
+    gc.collect()
+
+
+def test_a_region_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+
+    def tiers(*_: str) -> list[Any]:
+        raise CapacityError("no disk")
+
+    with PoolOwner(path, nbytes=region_bytes(64), tiers=tiers):
+        before = descriptors()
+        for _ in range(3):
+            joining = RawMember(path, fingerprint=bytes(16))
+            assert joining.ask(Operation.JOIN, json.dumps(joining.asked).encode()) == (
+                Operation.REFUSED, b"CapacityError: no disk",
+            )  # fmt: skip
+            joining.close()
+        eventually(lambda: descriptors() == before, "descriptors are left")
+
+
+def test_an_owner_that_ends_while_it_makes_a_region_leaves_nothing(tmp_path: Path) -> None:
+    path, begun, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
+
+    def tiers(*_: str) -> list[Any]:
+        begun.set()
+        assert go.wait(10)
+        return []
+
+    before = descriptors()
+    owner = PoolOwner(path, nbytes=region_bytes(64), tiers=tiers)
+    joining = RawMember(path, fingerprint=bytes(16))
+    joining.send(Operation.JOIN, json.dumps(joining.asked).encode())
+    assert begun.wait(10)
+    owner.close()
+    go.set()
+    joining.close()
+    eventually(lambda: descriptors() == before, "descriptors are left")
+
+
+def test_a_region_takes_63_members(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path):
+        joined = [RawMember(path, fingerprint=bytes(16)) for _ in range(63)]
+        assert sorted(each.join()["number"] for each in joined) == list(range(63))
+        joined[-1].store(keys_of([1]), 7)
+        more = RawMember(path, fingerprint=bytes(16))
+        kind, why = more.ask(Operation.JOIN, json.dumps(more.asked).encode())
+        assert kind == Operation.REFUSED
+        assert b"63" in why
+        more.close()
+        joined[20].close()
+        with raw(path) as next_one:
+            assert next_one.place == 20
+            assert next_one.status(keys_of([1])) == [1]
+        for each in joined:
+            each.close()
+
+
+def test_tenants_have_their_quotas_and_others_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 16, tenants={"small": Tenant(max_blocks=3), "": Tenant(max_blocks=8)}) as owner:
+        with raw(path, tenant="small") as small, raw(path) as other:
+            assert len(small.reserve(keys_of(range(5)))[1]) == 3
+            assert len(other.reserve(keys_of(range(10, 26)))[1]) == 8
+            wrong = RawMember(path, fingerprint=bytes(16), tenant="nobody")
+            kind, why = wrong.ask(Operation.JOIN, json.dumps(wrong.asked).encode())
+            assert (kind, why[:10]) == (Operation.REFUSED, b"ValueError")
+            wrong.close()
+        eventually(lambda: pending(owner) == (0, 0), "reservations of members that are gone end")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 2}, {"version": None}, {"fingerprint": "xy"}, {"fingerprint": "00"}, {"row_bytes": 0},
+        {"tenant": 3}, {"row_bytes": 4095}, {"row_bytes": "x"}, {"row_bytes": None}, {"row_bytes": 1 << 50},
+        {"row_bytes": -4096}, {"number": "x", "capacity": 10**30}, {"row_bytes": float("inf")}, {"row_bytes": 1e300},
+    ],
+)  # fmt: skip
+def test_a_member_that_asks_for_nonsense_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with serve(tmp_path) as owner:
+        asking = RawMember(str(tmp_path / "pool"), fingerprint=bytes(16))
+        asking.send(Operation.JOIN, json.dumps({**asking.asked, **changes}).encode())
+        if "capacity" not in changes:
+            try:
+                assert asking.receive()[1] == Operation.REFUSED
+            except ConnectionError:  # or it is cut off
+                pass
+        asking.close()
+        with raw(str(tmp_path / "pool")) as good:
+            assert good.status([]) == []
+        assert len(owner.statistics()) == 1
+
+
+# wrong members --------------------------------------------------------------------------------------------------------
+
+
+def test_garbage_ends_its_senders_connection_and_no_other(tmp_path: Path, seed: int) -> None:
+    rng, path = random.Random(seed), str(tmp_path / "pool")
+    with serve(tmp_path) as owner, raw(path) as good:
+        good.store(keys_of(range(8)), 1)
+        for number in range(150):
+            with raw(path, join=number % 3 > 0) as bad:
+                sent = rng.choice(
+                    (
+                        rng.randbytes(rng.randint(1, 100)),
+                        HEADER.pack(1, rng.randint(0, 20), False) + rng.randbytes(rng.randint(0, 60)),
+                        HEADER.pack(rng.randrange(1 << 60), rng.randint(0, 20), rng.random() < 0.2) + pack_keys([b"x"]),
+                        next(datagrams(1, Operation.JOIN, b"[" * 40_000)),
+                        next(datagrams(1, Operation.HINT, b"{}")),
+                        bytes(60_000),
+                    )
+                )
+                try:
+                    for _ in range(rng.randint(1, 3)):
+                        bad.connection.send(sent)
+                    bad.connection.settimeout(0.005)
+                    bad.receive()
+                except (OSError, kvoffload.KVOffloadError):
+                    pass
+        assert good.status(keys_of(range(8))) == [1] * 8
+        eventually(lambda: owner.statistics()[0]["members"] == 1, "the others are gone")
+        assert pending(owner) == (0, 0)
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+def test_every_message_cut_off_anywhere_is_survived(operation: Operation, tmp_path: Path) -> None:
+    """Of a message that is wrong the owner refuses the content, or ends the connection."""
+    path, keys = str(tmp_path / "pool"), pack_keys(keys_of([1, 2]))
+    payload = bytes(9) + keys if operation in (Operation.RESERVE, Operation.USE, Operation.TAKE) else keys
+    with serve(tmp_path, 8) as owner, raw(path) as good:
+        for length in range(len(payload) + 1):
+            with raw(path) as bad:
+                bad.send(operation, payload[:length])
+        assert good.status(keys_of([5])) == [0]
+        eventually(lambda: owner.statistics()[0]["members"] == 1, "the others are gone")
+        eventually(lambda: good.room(8) == 8, "all entries are free")
+
+
+def test_messages_that_are_too_large_end_the_connection(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path), raw(path) as good, raw(path) as bad:
+        bad.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        try:
+            for _ in range(200):
+                bad.connection.send(HEADER.pack(1, Operation.FIND, True) + bytes(40_000))
+        except OSError:
+            pass
+        assert bad.cut_off()
+        assert good.status([]) == []
+
+
+def test_asking_to_join_again_ends_the_connection_and_leaves_no_member(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path) as owner:
+        for joined in (True, False):
+            with raw(path, join=joined) as bad:
+                for _ in range(2 - joined):
+                    bad.send(Operation.JOIN, json.dumps(bad.asked).encode())
+                assert bad.cut_off()
+        with raw(path):
+            eventually(lambda: owner.statistics()[0]["members"] == 1, "the others are gone")
+
+
+def test_keys_given_twice_reserve_no_entry_for_ever(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 8), raw(path) as good:
+        with raw(path) as bad:
+            bad.send(Operation.RESERVE, bytes(9) + pack_keys([b"a", b"a", b"b", b"a"]))
+            assert bad.cut_off()
+        eventually(lambda: good.room(8) == 8, "all entries are free")
+
+
+def test_a_member_that_does_not_read_its_answers_is_cut_off(tmp_path: Path) -> None:
+    path, keys = str(tmp_path / "pool"), pack_keys([b"key"])
+    with serve(tmp_path), raw(path) as good, raw(path) as bad:
+        bad.connection.settimeout(0.5)
+
+        def ask_on() -> None:
+            for _ in range(20_000):
+                bad.send(Operation.STATUS, keys)
+
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            ask_on()
+        assert good.status([]) == []
+
+
+def test_what_a_member_ends_twice_or_never_had_is_ignored(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 8) as owner, raw(path) as one, raw(path) as other:
+        number, _ = one.reserve(keys_of([1]))
+        other.end(number)
+        other.end(12345, well=False)
+        assert other.status(keys_of([1])) == [2]
+        one.end(number)
+        one.end(number)
+        one.end(number, well=False)
+        assert one.status(keys_of([1])) == [1]
+        lease, entries = other.take(keys_of([1, 1]))
+        assert len(entries) == 2
+        assert pending(owner) == (0, 1)
+        other.end(lease)
+        other.end(lease)
+        assert other.counts()["pinned"] == 0
+
+
+# members that are gone ------------------------------------------------------------------------------------------------
+
+
+def test_entries_of_a_member_that_is_gone_are_kept_until_its_lock_is_free(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 4) as owner, raw(path) as other:
+        dying = RawMember(path, fingerprint=bytes(16))
+        dying.join()
+        _, entries = dying.reserve(keys_of([1, 2]))
+        assert other.status(keys_of([1])) == [2]
+        dying.connection.close()
+        eventually(lambda: other.status(keys_of([1])) == [0], "its keys are missing")
+        number, found = other.reserve(keys_of([1, *range(10, 14)]))  # a key in quarantine can be stored at once
+        assert len(found) == 2
+        assert not set(found) & set(entries)
+        other.end(number)
+        dying.close()
+        eventually(lambda: other.room(4) == 4, "the quarantine is over")
+        assert owner.statistics()[0]["members"] == 1
+
+
+def test_a_member_that_lost_its_connection_alone_keeps_what_it_reads(tmp_path: Path) -> None:
+    """The owner cuts off who sends garbage; its GPU may still read what it has leased."""
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 4), raw(path) as other, raw(path) as cut:
+        entries = cut.store(keys_of([1, 2]), 7)
+        cut.take(keys_of([1, 2]))
+        cut.connection.send(b"garbage")
+        assert cut.cut_off()
+        for first in (10, 20, 30):
+            number, found = other.reserve(keys_of(range(first, first + 4)))
+            assert not set(found) & set(entries)
+            other.end(number)
+        assert cut.memory is not None
+        assert (cut.memory.rows[entries] == 7).all()
+        again = RawMember(path, fingerprint=bytes(16))  # it comes back with its memory
+        again.join(cut.memory, number=cut.place, capacity=4)
+        assert again.place == cut.place
+        assert len(other.reserve(keys_of(range(40, 44)))[1]) == 2
+        again.send(Operation.CLEAN)
+        eventually(lambda: other.room(2) == 2, "the quarantine is over")
+        again.close()
+
+
+def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_path: Path) -> None:
+    """The member's process ends, and another one has its socket and its lock: its leases end, its entries stay kept."""
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 4) as owner, raw(path) as other:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                mine = RawMember(path, fingerprint=bytes(16))
+                mine.join()
+                mine.store(keys_of([9]), 3)
+                mine.take(keys_of([9]))
+                mine.reserve(keys_of([1, 2]))
+                if os.fork() == 0:
+                    os.close(write)
+                    select.select([read], [], [], 20)  # until the test ends it
+            finally:
+                os._exit(0)
+        os.close(read)
+        os.waitpid(child, 0)
+        eventually(lambda: owner.statistics()[0]["members"] == 1, "the member is gone")
+        assert other.status(keys_of([9, 1, 2])) == [1, 0, 0]
+        number, found = other.reserve(keys_of(range(20, 24)))
+        assert len(found) == 2, "the lease has ended, and what it was writing is in quarantine"
+        other.end(number, well=False)
+        os.close(write)
+        eventually(lambda: other.room(4) == 4, "the quarantine is over")
+
+
+def test_a_child_of_the_owners_process_is_not_taken_for_it(tmp_path: Path) -> None:
+    """When the owner is killed, a child that it has forked holds neither its socket nor its connections."""
+    path = str(tmp_path / "pool")
+    read, write = os.pipe()
+    ready, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            owner = PoolOwner(path, nbytes=region_bytes(4))
+            joined = RawMember(path, fingerprint=bytes(16))
+            joined.join()
+            if os.fork() == 0:
+                os.close(write)
+                owner.close()
+                os.write(say, b"x")
+                select.select([read], [], [], 20)
+                os._exit(0)
+            select.select([ready], [], [], 20)
+            joined.close()
+        finally:
+            os._exit(0)
+    os.close(read)
+    os.waitpid(child, 0)
+    with serve(tmp_path, 4), raw(path) as one:
+        assert len(one.reserve(keys_of(range(4)))[1]) == 4
+    os.close(write)
+    for each in (ready, say):
+        os.close(each)
+
+
+def test_nothing_is_left_when_an_owner_and_its_members_have_ended(tmp_path: Path) -> None:
+    shm = set(os.listdir("/dev/shm"))
+    for turn in range(3):
+        if turn == 1:
+            before, threads = descriptors(), threading.active_count()
+        with serve(tmp_path, 8, tiers=lambda *_: [MemoryTier(1 << 20)]), member(str(tmp_path / "pool")) as one:
+            one.store(1, 2, 3)
+            one.check_load(1, 2, 3)
+            with raw(str(tmp_path / "pool"), fingerprint=OTHER, join=False):
+                pass
+        del one
+    eventually(lambda: threading.active_count() == threads, "threads are left")
+    eventually(lambda: descriptors() == before, "descriptors are left")
+    assert not [each for each in set(os.listdir("/dev/shm")) - shm if "kvoffload" in each]
+    assert os.listdir(tmp_path) == []
+
+
+def test_attach_says_what_is_wrong(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with kvoffload.open_device(backend="simulated") as device:
+        layout = layout_of(device.allocate_planes(2, block_bytes=2048, num_blocks=4))
+        with pytest.raises(TimeoutError, match="no owner answers"):
+            SharedPool.attach(path, layout, identity="m", timeout=0.05)
+        with serve(tmp_path, nbytes=ENTRY_BYTES), pytest.raises(CapacityError, match="no room for a region"):
+            SharedPool.attach(path, layout, identity="m")
+        with serve(tmp_path):
+            with pytest.raises(ValueError, match="tenant='x' is none of the owner's"):
+                SharedPool.attach(path, layout, identity="m", tenant="x")
+            for wrong in ({"identity": 3}, {"identity": "m", "tenant": b"x"}, {"identity": "m", "timeout": "x"}):
+                with pytest.raises((TypeError, ValueError, KVOffloadError)):
+                    SharedPool.attach(path, layout, **wrong)
+
+
+def test_promotions_and_requests_of_a_member_that_is_gone_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 4, tiers=lambda *_: [MemoryTier(1 << 20)], write="through") as owner:
+        with raw(path) as one:
+            one.store(keys_of([1, 2]), 9)
+            one.send(Operation.OPEN, (77).to_bytes(8, "little") + b"\1session")
+            one.send(Operation.BRING, (50).to_bytes(4, "little") + pack_keys(keys_of([1, 2, 3])))
+            kind, content = one.receive()[1:]
+            assert (kind, content) == (Operation.BRING, (2).to_bytes(4, "little"))
+            assert one.counts()["pinned"] == 2
+            one.send(Operation.CLOSE, ENDING.pack(77, True))
+            one.send(Operation.BRING, (60_000).to_bytes(4, "little") + pack_keys(keys_of([1, 4])))
+        eventually(lambda: pending(owner) == (0, 0), "nothing is held")
+        with raw(path) as two:
+            eventually(lambda: two.room(4) == 4, "all entries are free")
+
+
+def test_pending_keys_of_others_are_not_taken(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 4), raw(path) as one, raw(path) as other:
+        _, entries = one.reserve(keys_of([1, 2]))
+        assert other.take(keys_of([1, 2]), PENDING)[1] == []
+        assert one.take(keys_of([1, 2]), PENDING)[1] == entries
+        assert one.take(keys_of([1, 2]))[1] == []
