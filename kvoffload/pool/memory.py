@@ -27,7 +27,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,25 @@ HEADER = np.dtype(
 assert HEADER.itemsize == 128
 _SUPERBLOCK = struct.Struct("<8sIIQQ16s16s")  # magic, check of the rest, 0, capacity, row bytes, fingerprint, identity
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, process
+
+
+class RowLayout(Protocol):
+    """What a pool needs of a layout: a `KVLayout` has it.
+
+    Attributes:
+        fingerprint: 16 bytes, the same for the same meaning of a row.
+        slot_bytes: a multiple of 4096.
+        num_groups: slots of a row.
+    """
+
+    @property
+    def fingerprint(self) -> bytes: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def num_groups(self) -> int: ...
 
 
 class Meaning(NamedTuple):

@@ -3,10 +3,11 @@
 A message is one datagram, or several if it is large: a header of 16 bytes, then its payload. A member numbers its
 messages; a reply has the number of what it answers. Messages of one member are executed in the order sent.
 
-    JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}          JSON both ways; see `Owner._join`
+    JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}      JSON both ways; see `PoolOwner._join`
     FIND     keys                       how many leading keys are ready, u32; counts as a look-up
     STATUS   keys                       a byte a key: 0 missing, 1 ready, 2 pending
-    TAKE     flags, keys                lease of the leading ready keys, named by the number of this message: entries
+    TAKE     flags, keys                lease of the leading ready keys, or of each, named by the number of this
+                                        message: entries
     RESERVE  flags, request, keys       whether there was too little room, a code a key (`PRESENT`, `NEW`, `DECLINED`),
                                         and the entries of the new ones
     END      number, well               no reply. Commits or aborts a reservation, releases a lease
@@ -47,7 +48,8 @@ ENDING = struct.Struct("<QB")  # number, well
 REQUEST = struct.Struct("<Q")
 PRESENT, NEW, DECLINED = range(3)  # codes of keys in the answer to RESERVE
 ALL_OR_NOTHING, USES = 1, 2  # flags of RESERVE
-PENDING = 1  # of TAKE: take pending keys of this member, too
+PENDING, EACH = 1, 2  # of TAKE: take pending keys of this member, too; every ready key, and answer for all keys
+MISSING, STORING = (1 << 32) - 1, (1 << 32) - 2  # with EACH in place of an entry; STORING: this member is storing it
 
 Entries = npt.NDArray[np.uint32]
 
@@ -77,8 +79,10 @@ class MessageError(Exception):
     """A peer sent what is no message."""
 
 
-def pack_keys(keys: Sequence[bytes]) -> bytes:
-    """Raises LayoutError: a key has more than 64 bytes."""
+def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
+    """Each key with a salt in front. Raises LayoutError: a key has more than 64 bytes."""
+    if salt:
+        keys = [salt + key for key in keys]
     try:
         lengths = bytes(map(len, keys))
         longest = max(lengths, default=0)

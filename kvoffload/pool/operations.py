@@ -12,6 +12,7 @@ from kvoffload.errors import KVOffloadError
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
     DECLINED,
+    EACH,
     ENDING,
     FLAGS,
     NEW,
@@ -52,6 +53,8 @@ def status(message: Message) -> bytes:
 def take(message: Message) -> bytes:
     (flags,) = _unpacked(FLAGS, message.payload)
     keys = unpack_keys(message.payload, FLAGS.size)
+    if flags & EACH:
+        return pack_entries(message.region.take_each(message.member, message.number, keys))
     entries = message.region.take(message.member, message.number, keys, pending=bool(flags & PENDING))
     message.member.release_promotions()  # it has taken what they brought
     return pack_entries(entries)

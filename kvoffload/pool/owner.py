@@ -29,7 +29,7 @@ from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal.checks import at_least, reason, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import Meaning, PoolMemory
+from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory
 from kvoffload.pool.messages import DATAGRAM_BYTES, VERSION, Assembler, MessageError, Operation, datagrams, receive
 from kvoffload.pool.operations import MOST_TEXT, OPERATIONS, Message, unpack_json
 from kvoffload.pool.region import Holdings, Region, meaning_of
@@ -290,7 +290,7 @@ class PoolOwner:
             os.close(member.process)
         self._forget_memory(member)
         if member.region is not None:
-            member.region.leave(member.holdings.number, dead=dead)
+            member.region.leave(member.holdings, dead=dead)
 
     def _forget_memory(self, member: Member) -> None:
         if member.memory is not None:
@@ -336,8 +336,10 @@ class PoolOwner:
             return
         try:
             key, old = self._checked(member, asked), asked.get("number")
-            region = self._regions.get(key)
-            if key in self._making:
+            region = self._regions.get(key) if key is not None else None
+            if key is None:
+                self._waiting.append((member, number, asked))
+            elif key in self._making:
                 self._making[key].append((member, number, asked))
             elif region is not None:
                 self._admit(member, number, region, old)
@@ -354,14 +356,23 @@ class PoolOwner:
         except (KVOffloadError, ValueError, TypeError, KeyError, OSError) as error:
             self._answer(member, number, Operation.REFUSED, f"{type(error).__name__}: {error}".encode()[:MOST_TEXT])
 
-    def _checked(self, member: Member, asked: dict[str, Any]) -> RegionKey:
-        """The region that the member wants. Raises ValueError, KeyError."""
+    def _checked(self, member: Member, asked: dict[str, Any]) -> RegionKey | None:
+        """The region that the member wants; None: that of an engine whose processes have not joined yet. Raises
+        ValueError, KeyError.
+        """
         if asked.get("version") != VERSION:
             raise ValueError(f"the owner speaks version {VERSION}, the member {asked.get('version')!r:.20}")
-        identity, tenant = str(asked["identity"])[:MOST_TEXT], str(asked["tenant"])[:MOST_TEXT]
+        tenant = str(asked["tenant"])[:MOST_TEXT]
         if tenant not in self._tenants:
             raise ValueError(f"tenant={tenant!r:.80} is none of the owner's: {', '.join(sorted(self._tenants))}"[:500])
-        member.holdings.tenant = tenant
+        member.holdings.tenant, member.holdings.joined = tenant, asked
+        if "fingerprint" not in asked:
+            named = member.holdings.engine
+            found = (key for key, each in self._regions.items() if each.copying_for(named) == asked["processes"])
+            return next(found, None)
+        identity = str(asked["identity"])
+        if len(identity) > MOST_TEXT:
+            raise ValueError(f"identity has {len(identity)} characters, and may have {MOST_TEXT}: give a digest of it")
         fingerprint, row_bytes = bytes.fromhex(str(asked["fingerprint"])), int(asked["row_bytes"])
         if len(fingerprint) != 16 or not 0 < row_bytes < 1 << 40 or row_bytes % 4096:
             raise ValueError(f"a member's layout is wrong: {row_bytes} bytes an entry")
@@ -375,13 +386,21 @@ class PoolOwner:
             if (theirs.st_dev, theirs.st_ino) != region.memory.file:
                 raise CapabilityError("this pool has memory of its own by now")
             adopted = True
-        place = region.free_number() if not adopted else int(old) if isinstance(old, int) and 0 <= old < 63 else None
-        if place is None or place in region.members:
-            raise CapacityError("the region has as many members as it can, 63, or processes of theirs are left")
-        member.region, member.holdings.number = region, place
-        region.members[place] = member.holdings
+        if adopted and not (isinstance(old, int) and 0 <= old < MEMBERS):
+            raise ValueError(f"a member with memory has the number {old!r:.20}")
+        holdings, engine = member.holdings, member.holdings.engine
+        if any(each.of_engine(engine) for each in self._regions.values() if each is not region):
+            raise ValueError(f"processes of the engine {engine:.80} have joined with another layout or identity")
+        holdings.number = place = region.number_for(holdings, old if adopted else None)
+        member.region = region
+        if "fingerprint" not in holdings.joined:
+            holdings.joined = {**region.of_engine(engine)[0].joined, **holdings.joined}
+        region.members.add(holdings)
         meaning, has_tiers = region.memory.meaning, region.has_tiers
-        said = {"number": place, "capacity": meaning.capacity, "identity": meaning.identity.hex(), "tiers": has_tiers}
+        said = {
+            "number": place, "capacity": meaning.capacity, "identity": meaning.identity.hex(), "tiers": has_tiers,
+            "joined": holdings.joined,
+        }  # fmt: skip
         message = next(datagrams(number, Operation.JOIN, json.dumps(said).encode()))
         try:
             socket.send_fds(member.connection, [message], [] if adopted else [region.memory.descriptor])

@@ -10,6 +10,7 @@ nothing at the owner that nobody ends. Ending twice is harmless, since the owner
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ from kvoffload.errors import CapacityError, MissingKeyError
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
     DECLINED,
+    EACH,
     ENDING,
     FLAGS,
     NEW,
@@ -46,6 +48,7 @@ from kvoffload.pool.messages import (
     PRESENT,
     REQUEST,
     RESERVATION,
+    STORING,
     USES,
     Operation,
     pack_keys,
@@ -78,7 +81,8 @@ class PooledState(CacheState):
         self.num_groups = pool.num_groups
         self.pool = pool
         self.numbers: dict[Record, tuple[int, int]] = {}
-        self.fetched: LeaseRecord | None = None  # the latest that a promotion holds, which its load shares
+        self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
+        self.salt = b""
         self._clean = pool.generation  # nothing of owners before this generation is in use
 
     def tidy(self) -> None:
@@ -89,6 +93,9 @@ class PooledState(CacheState):
         if all(granted == generation for granted, _ in self.numbers.values()):
             self._clean = generation
             self.pool.tell(Operation.CLEAN, b"", keep=True)
+
+    def pack(self, keys: list[bytes]) -> bytes:
+        return pack_keys(keys, self.salt)
 
     def repair(self) -> None:
         """Finish what was decided; what is derived follows from the truth. May be interrupted and called again."""
@@ -133,7 +140,7 @@ class PooledState(CacheState):
         self.proposed = record
         if not keys:
             return record
-        payload = RESERVATION.pack(ALL_OR_NOTHING * all_or_nothing + USES * uses, _number_of(opened)) + pack_keys(keys)
+        payload = RESERVATION.pack(ALL_OR_NOTHING * all_or_nothing + USES * uses, _number_of(opened)) + self.pack(keys)
         self.table.reservations.add(record)
         try:
             answer = self._ask_for(record, Operation.RESERVE, payload)
@@ -202,6 +209,18 @@ class PooledState(CacheState):
 
     # reading ------------------------------------------------------------------------------------------------------
 
+    def take_each(self, keys: list[bytes]) -> tuple[LeaseRecord, set[bytes]]:
+        """A lease of the keys that are ready, and the keys that this member is storing."""
+        self.proposed = lease = LeaseRecord([], [], ())
+        self.table.leases.add(lease)
+        answer = self._ask_for(lease, Operation.TAKE, FLAGS.pack(EACH) + self.pack(keys)) if keys else None
+        entries = unpack_entries(answer or b"")
+        ready = [(key, entry) for key, entry in zip(keys, entries, strict=False) if entry < STORING]
+        lease.keys, lease.indices = [key for key, _ in ready], [entry for _, entry in ready]
+        if not ready:
+            self._drop(lease)
+        return lease, {key for key, entry in zip(keys, entries, strict=False) if entry == STORING}
+
     def take(self, keys: list[bytes], pending: bool) -> LeaseRecord:
         """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too."""
         self.proposed = lease = LeaseRecord(keys, [], ())
@@ -209,11 +228,17 @@ class PooledState(CacheState):
             return lease
         source = self.fetched
         self.table.leases.add(lease)
-        if source is not None and not source.released and source.keys[: len(keys)] == keys:
-            self.numbers[lease] = self.numbers[source]
-            lease.indices = source.indices[: len(keys)]
-            return lease
-        payload = FLAGS.pack(PENDING * pending) + pack_keys(keys)
+        if source is not None and not source.released:
+            if source.keys[: len(keys)] == keys:
+                lease.indices = source.indices[: len(keys)]
+            else:
+                entry_of = dict(zip(source.keys, source.indices, strict=True))
+                lease.indices = [entry_of[key] for key in keys if key in entry_of]
+            if len(lease.indices) == len(keys):
+                self.numbers[lease] = self.numbers[source]
+                return lease
+            lease.indices = []
+        payload = FLAGS.pack(PENDING * pending) + self.pack(keys)
         answer = self._ask_for(lease, Operation.TAKE, payload)
         if answer:
             indices = unpack_entries(answer)
@@ -267,10 +292,10 @@ class PooledState(CacheState):
             keys = [key for key in keys if key not in opened.keys]
             opened.keys.update(dict.fromkeys(keys))
         if keys:
-            self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + pack_keys(keys))
+            self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + self.pack(keys))
 
     def touch(self, used: list[bytes]) -> None:
-        self.pool.tell(Operation.TOUCH, pack_keys(used))
+        self.pool.tell(Operation.TOUCH, self.pack(used))
 
     # at the owner -------------------------------------------------------------------------------------------------
 
@@ -312,12 +337,12 @@ class PoolRecords(Records):
 
     @partial(guarded, nested=lambda _, keys: [Status.MISS] * len(keys))
     def status(self, keys: list[bytes]) -> list[Status]:
-        answer = self._ask(Operation.STATUS, pack_keys(keys))
+        answer = self._ask(Operation.STATUS, self._pooled.pack(keys))
         return [Status.MISS] * len(keys) if answer is None else [_STATUSES[code] for code in answer]
 
     @partial(guarded, nested=lambda *_: Status.MISS)
     def status_of(self, key: bytes) -> Status:
-        answer = self._ask(Operation.STATUS, pack_keys([key]))
+        answer = self._ask(Operation.STATUS, self._pooled.pack([key]))
         status = Status.MISS if answer is None else _STATUSES[answer[0]]
         self._state.recorder.note_lookup([key], int(status is Status.HIT))
         return status
@@ -327,7 +352,7 @@ class PoolRecords(Records):
         requests, most = given
         hits = list[int]()
         for keys in requests:
-            answer = self._ask(Operation.FIND, pack_keys(keys)) if keys else None
+            answer = self._ask(Operation.FIND, self._pooled.pack(keys)) if keys else None
             found = 0 if answer is None else NUMBER.unpack(answer)[0]
             found = found if most is None else min(found, most)
             self._state.recorder.note_lookup(keys, found)
@@ -357,7 +382,7 @@ class PoolRecords(Records):
     def remove(self, keys: list[bytes] | None) -> int:
         """Raises nothing where no owner answers: the next one may have them still."""
         self._pooled.fetched = None
-        answer = self._ask(Operation.REMOVE, b"" if keys is None else pack_keys(keys))
+        answer = self._ask(Operation.REMOVE, b"" if keys is None else self._pooled.pack(keys))
         return 0 if answer is None else int(NUMBER.unpack(answer)[0])
 
     @guarded
@@ -400,12 +425,33 @@ class PoolRecords(Records):
         self._pooled.fetched = record
         return statuses, handle
 
+    @guarded
+    def hold_each(self, given: tuple[list[bytes], list[LeaseRecord]]) -> tuple[dict[bytes, int], set[bytes]]:
+        """Hold the keys that are ready, whichever these are. Returns their entries, and the keys that this member is
+        storing. A load of such keys that follows asks nobody.
+
+        Args:
+            given: the keys, without repeats; the list that gets the record. End that by `release` or `abandon`.
+        """
+        keys, kept = given
+        lease, storing = self._pooled.take_each(keys)
+        if lease.keys:
+            kept.append(lease)
+            self._pooled.fetched = lease
+        return dict(zip(lease.keys, lease.indices, strict=True)), storing
+
+    @guarded
+    def part(self, _: None) -> None:
+        """From now on this member's keys are other keys than before, and than those of all other members."""
+        self._pooled.fetched = None
+        self._pooled.salt = os.urandom(8)
+
     def bring(self, keys: list[bytes], wait: float | None) -> None:
         """Let the owner promote these keys from its tiers, and wait for that, without the cache's lock."""
         pool = self._pool
         if pool.has_tiers and keys:
             wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
-            pool.bring(NUMBER.pack(int(wait * 1000)) + pack_keys(keys), wait)
+            pool.bring(NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys), wait)
 
     @partial(guarded, nested=lambda *_: b"{}")
     def _count(self, _: None) -> bytes:

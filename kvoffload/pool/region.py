@@ -14,7 +14,9 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.records import leading, locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
+from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
+from kvoffload.pool.messages import MISSING, STORING
 
 if TYPE_CHECKING:
     from kvoffload.cache.tiering.promotion import Promotion
@@ -51,8 +53,9 @@ class Holdings:
     """What one member has of a region.
 
     Attributes:
-        number: the member's, and its lock's.
+        number: the member's, and its lock's. Processes of one engine share it.
         tenant: of all its calls.
+        joined: what its JOIN said.
         reservations, leases: by the number of the message that asked for them.
         requests: by the member's number for them.
         promotions: hold keys until it takes them.
@@ -61,11 +64,17 @@ class Holdings:
 
     def __init__(self, number: int, tenant: str) -> None:
         self.number, self.tenant = number, tenant
+        self.joined: dict[str, Any] = {}
         self.reservations: dict[int, ReservationRecord] = {}
         self.leases: dict[int, LeaseRecord] = {}
         self.requests: dict[int, CacheRequest] = {}
         self.promotions: list[Promotion] = []
         self.marked: set[int] = set()
+
+    @property
+    def engine(self) -> str:
+        """The name of an engine of several processes, each of which has joined; "" for one of a single process."""
+        return str(self.joined.get("engine", ""))
 
     def release_promotions(self) -> None:
         for promotion in self.promotions:
@@ -81,7 +90,6 @@ class Region:
         make_index: makes the index, with the owner's tiers.
 
     Attributes:
-        members: by their numbers.
         inherited: what members of the last owner may still read or write, by their numbers; from `adopt` on, until the
             member says that it has ended, or its lock is free.
         gone: members that have gone, and may still touch entries, by their numbers.
@@ -89,7 +97,7 @@ class Region:
 
     def __init__(self, memory: PoolMemory, make_index: MakeIndex) -> None:
         self.memory = memory
-        self.members: dict[int, Holdings] = {}
+        self.members: set[Holdings] = set()
         self.inherited: dict[int, LeaseRecord] = {}
         self.gone: dict[int, Alive] = {}
         self._writer, self._sequence = OWNER, 0
@@ -157,19 +165,44 @@ class Region:
 
     # members ------------------------------------------------------------------------------------------------------
 
-    def free_number(self) -> int | None:
-        """A number that no member has, and no process the lock of."""
-        self.settle()  # else a quarantine that is over would last until the next member with this number has ended
-        taken = (
-            number in self.members or number in self.inherited or self.memory.locked(number) for number in range(OWNER)
-        )
-        return next((number for number, each in enumerate(taken) if not each), None)
+    def of_engine(self, name: str) -> list[Holdings]:
+        """The processes of an engine that have joined."""
+        return [member for member in self.members if name and member.engine == name]
 
-    def leave(self, number: int, *, dead: bool) -> None:
+    def copying_for(self, name: str) -> int:
+        """How many processes of an engine have joined, without the one with its index."""
+        return sum("processes" not in each.joined for each in self.of_engine(name))
+
+    def number_for(self, member: Holdings, old: int | None) -> int:
+        """The number of a member that joins: that of its engine's other processes, or one that no member has, and no
+        process the lock of.
+
+        Args:
+            old: that a member with the memory of the last owner has.
+
+        Raises CapacityError, CapabilityError, ValueError.
+        """
+        self.settle()  # else a quarantine that is over would last until the next member with this number has ended
+        beside = self.of_engine(member.engine)
+        if "processes" in member.joined and any("processes" in each.joined for each in beside):
+            raise ValueError(f"an engine named {member.engine:.80} is there already: give each a name of its own")
+        numbers = {each.number for each in self.members.difference(beside)}
+        place = old
+        if old is None:
+            free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys())
+            place = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
+        if place is None or place in numbers:
+            raise CapacityError("the region has as many members as it can, 63, or processes of theirs are left")
+        if any(each.number != place for each in beside):
+            raise CapabilityError(f"processes of the engine {member.engine:.80} have joined under another number")
+        return place
+
+    def leave(self, member: Holdings, *, dead: bool) -> None:
         """A member has gone. What it was writing stays in quarantine until nothing of it can write any more. So does
         what it was reading, unless it is `dead`: it may have lost its connection alone.
         """
-        member = self.members.pop(number)
+        self.members.discard(member)
+        number = member.number
         member.release_promotions()
         if member.leases or member.reservations:
             known = self.gone.get(number)
@@ -231,6 +264,19 @@ class Region:
             member.reservations[number] = record
         return record
 
+    def take_each(self, member: Holdings, number: int, keys: list[bytes]) -> list[int]:
+        """Hold the keys that are ready. Returns for each its entry, `MISSING`, or `STORING`."""
+        own = set(member.reservations.values())
+
+        def step(state: CacheState) -> LeaseRecord:
+            of, pending = state.table.of, state.table.pending
+            return _begin(state, [key for key in keys if key in of and key not in pending])
+
+        record = locked(self._records, step)
+        self._hold(member, number, record)
+        found, pending = dict(zip(record.keys, record.indices, strict=True)), self._records._state.table.pending
+        return [found.get(key, STORING if pending.get(key) in own else MISSING) for key in keys]
+
     def take(self, member: Holdings, number: int, keys: list[bytes], *, pending: bool) -> list[int]:
         """Hold the leading keys that are ready, or that the member itself is storing. Returns their entries."""
         own = set(member.reservations.values()) if pending else set()
@@ -246,13 +292,16 @@ class Region:
             return _begin(state, keys[:found])
 
         record = locked(self._records, step)
+        self._hold(member, number, record)
+        return record.indices
+
+    def _hold(self, member: Holdings, number: int, record: LeaseRecord) -> None:
         if not record.keys:
             self._records.release(record)
-            return []
+            return
         member.leases[number] = record
         self.memory.reading(record.indices, member.number)
         member.marked.update(record.indices)
-        return record.indices
 
     def end(self, member: Holdings, number: int, *, well: bool) -> None:
         """End what the member holds under the number. Numbers that it holds nothing under are ignored."""

@@ -37,7 +37,7 @@ from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import Meaning, PoolMemory
+from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
     HEADER,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
     from kvoffload.cache.records import Records
     from kvoffload.cache.state import CacheState
-    from kvoffload.layout.layout import KVLayout
 
 ANSWER_SECONDS = 0.1
 RETRY_SECONDS = 1.0  # between attempts to find a new owner
@@ -74,17 +73,17 @@ class SharedPool:
         num_groups: of the layout.
     """
 
-    def __init__(self, path: str, layout: KVLayout, identity: str, tenant: str, answer_seconds: float) -> None:
-        self.path, self.tenant, self.num_groups = path, tenant, layout.num_groups
-        self._slot_bytes = layout.slot_bytes
-        self._asked = {
-            "version": VERSION,
-            "fingerprint": layout.fingerprint.hex(),
-            "identity": identity,
-            "row_bytes": layout.slot_bytes * layout.num_groups,
-            "tenant": tenant,
-        }
-        self._answer_seconds = answer_seconds
+    def __init__(
+        self, path: str | Path, asked: dict[str, Any], *, tenant: str, num_groups: int, answer_seconds: float
+    ) -> None:
+        for name, value in (("identity", asked.get("identity", "")), ("tenant", tenant), ("engine", asked["engine"])):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} must be a string, got {shown(value)}")
+        if not hasattr(os, "eventfd"):
+            raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
+        self.path, self.tenant, self.num_groups = os.fspath(path), tenant, num_groups
+        self._asked = {"version": VERSION, "tenant": tenant, **asked}
+        self._answer_seconds = seconds("answer_seconds", answer_seconds)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._socket: socket.socket | None = None
@@ -108,10 +107,11 @@ class SharedPool:
     def attach(
         cls,
         path: str | Path,
-        layout: KVLayout,
+        layout: RowLayout,
         *,
         identity: str,
         tenant: str = "",
+        engine: tuple[str, int] | None = None,
         timeout: float = 10.0,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> SharedPool:
@@ -123,6 +123,9 @@ class SharedPool:
                 their own.
             identity: a text for everything but the layout that the bytes depend on, such as model and revision.
             tenant: one of the owner's tenants. All calls of a cache over this pool are this tenant's.
+            engine: name and part, if several processes are one engine: those that copy give them here, and the one that
+                has the index gives the name to `beside`. No other engine may have the name. A row then has as many
+                parts as the layout has groups, `host_memory` is one part of each, and no other process has it.
             timeout: seconds that an owner is waited for, if there is none yet or it is busy: the first member of a
                 region waits until its memory is allocated.
             answer_seconds: how long a call waits for the owner's answer before its keys are misses.
@@ -137,26 +140,61 @@ class SharedPool:
         """
         if not hasattr(layout, "slot_bytes") or not hasattr(layout, "num_groups"):
             raise LayoutError(f"layout must be a KVLayout, of one device, got {shown(layout)}")
-        for name, value in (("identity", identity), ("tenant", tenant)):
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, got {shown(value)}")
-        if not hasattr(os, "eventfd"):
-            raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
-        pool = cls(os.fspath(path), layout, identity, tenant, seconds("answer_seconds", answer_seconds))
+        asked = {
+            "fingerprint": layout.fingerprint.hex(),
+            "identity": identity,
+            "row_bytes": layout.slot_bytes * layout.num_groups,
+            "engine": "" if engine is None else engine[0],
+        }
+        pool = cls(path, asked, tenant=tenant, num_groups=layout.num_groups, answer_seconds=answer_seconds)
+        pool._part = None if engine is None else engine[1]
+        return pool._joining(timeout, "")
+
+    @classmethod
+    def beside(
+        cls,
+        path: str | Path,
+        engine: str,
+        processes: int,
+        *,
+        tenant: str = "",
+        timeout: float = 10.0,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> SharedPool:
+        """Join a pool as the process that has the index of an engine, for a `CacheIndex`. Other processes copy.
+
+        To the owner all are one member. If this one ends, what it had reserved is not used again before they have
+        ended, too: they may still be writing. An entry is a row of the memory, whatever the groups of the layout.
+
+        Args:
+            engine: the name that the others have given to `attach`.
+            processes: how many these are.
+            path, tenant, timeout, answer_seconds: as for `attach`. It also waits for the other processes.
+
+        Raises:
+            TimeoutError: no owner serves `path`, or these processes have not joined in `timeout` seconds.
+            ValueError: another process has joined as the one with this engine's index.
+            Also errors of `attach`.
+        """
+        asked = {"engine": engine, "processes": processes}
+        pool = cls(path, asked, tenant=tenant, num_groups=1, answer_seconds=answer_seconds)
+        return pool._joining(timeout, f" for {processes} processes of engine {engine:.80}")
+
+    def _joining(self, timeout: float, whom: str) -> SharedPool:
         end = time.monotonic() + seconds("timeout", timeout)
         try:
-            while not pool._connect(max(0.001, end - time.monotonic())):
+            while not self._connect(max(0.001, end - time.monotonic())):
                 if time.monotonic() >= end:
-                    raise TimeoutError(f"no owner answers at {shown(pool.path)}; waited {timeout:g} seconds")
+                    raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; waited {timeout:g} seconds")
                 time.sleep(0.02)
         except BaseException:
-            pool.close()
+            self.close()
             raise
-        pool._thread = threading.Thread(
-            target=_watch, args=(weakref.ref(pool), pool._wakeup), name="kvoffload-pool", daemon=True
+        self._thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._wakeup), name="kvoffload-pool", daemon=True
         )
-        pool._thread.start()
-        return pool
+        self._thread.start()
+        return self
 
     @property
     def capacity(self) -> int:
@@ -171,8 +209,12 @@ class SharedPool:
     def host_memory(self) -> HostMemory:
         """The value for `OffloadEngine(host_memory=)`. Give it to one engine, which pins the memory."""
         rows = self._region.rows
-        slots = len(rows) * self.num_groups
-        return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots, slot_stride=self._slot_bytes)
+        stride, slots = rows.shape[1], len(rows)
+        if self._part is not None:
+            offset = self._part * stride // self.num_groups
+            return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots, slot_stride=stride, offset=offset)
+        factor = self.num_groups
+        return HostMemory.of_buffer(rows.reshape(-1), num_slots=slots * factor, slot_stride=stride // factor)
 
     @property
     def _region(self) -> PoolMemory:
@@ -396,6 +438,7 @@ class SharedPool:
             raise _ERRORS.get(name, CapabilityError)(reason)
         said: dict[str, Any] = json.loads(content)
         if self._memory is None:
+            self._asked = said["joined"]
             asked = (bytes.fromhex(str(self._asked["fingerprint"])), bytes.fromhex(said["identity"]))
             meaning = Meaning(int(said["capacity"]), int(str(self._asked["row_bytes"])), *asked)
             if self._descriptor is None:
@@ -411,6 +454,7 @@ class SharedPool:
         self._joined = True
         self.wake()
 
+    _part: int | None = None  # of each row, which `host_memory` is
     _descriptor: int | None = None  # that came with the answer to JOIN
 
     def _answer(self, number: int, wait: float, *, descriptors: bool = False) -> tuple[int, bytes] | None:

@@ -96,7 +96,7 @@ def _weights(model: str, revision: str | None, cache: str | None) -> str:
     if commit and not vllm.envs.VLLM_USE_MODELSCOPE and (hub / "snapshots" / commit).is_dir():
         return f"commit {commit}"
     raise CapabilityError(
-        f"kvoffload_tiers cannot tell which weights model={model!r} has: there is no folder or file of weights by that "
+        f"kvoffload cannot tell which weights model={model!r} has: there is no folder or file of weights by that "
         "name, and no snapshot of it in the hub's cache. Set kvoffload_tier_identity to a text that changes whenever "
         "the weights do"
     )

@@ -44,6 +44,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.vllm.hints import give, hints_of, session_of
 from kvoffload.vllm.metrics import Reporter
+from kvoffload.vllm.pooled import PooledLookups
 from kvoffload.vllm.promotions import Promotions
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
@@ -67,14 +68,14 @@ class _Filling:
 class KVOffloadManager(OffloadingManager):
     """Knows which chunks are offloaded, and in which slot. See vLLM's `OffloadingManager` for the calls.
 
-    With `promotions`, keys without a slot are promoted from tiers. Statistics then count each key once for a request,
-    when its answer is final: HIT or MISS.
+    With `promotions`, keys without a slot are promoted from tiers, or the keys are those of a shared pool. Statistics
+    then count each key once for a request, when its answer is final: HIT or MISS.
 
     Args:
         num_chunks: slots of each worker; 0: store nothing.
         windowed_groups: vLLM's numbers of the groups whose blocks are freed while a request runs.
         info: labels for vLLM's metric of the configuration.
-        promotions: the tiers below the slots; None: no tiers.
+        promotions: the tiers below the slots, or the shared pool that has the slots; None: neither.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class KVOffloadManager(OffloadingManager):
         max_tracker_size: int = 64_000,
         windowed_groups: Collection[int] = (),
         info: dict[str, Any] | None = None,
-        promotions: Promotions | None = None,
+        promotions: Promotions | PooledLookups | None = None,
     ) -> None:
         self._promotions = promotions
         self._events = EventLog() if enable_events else None
@@ -275,7 +276,8 @@ class KVOffloadManager(OffloadingManager):
     # the rest -----------------------------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Make all keys missing, in tiers, too. Slots of transfers under way are free at `on_reset_flushed`.
+        """Make all keys missing, in tiers, too; in a shared pool for this engine alone, see `PooledLookups.clear`.
+        Slots of transfers under way are free at `on_reset_flushed`.
 
         If a tier cannot remove its records, that is logged, and the tiers are closed for good.
         """
@@ -310,13 +312,14 @@ class KVOffloadManager(OffloadingManager):
                 yield event
 
     def get_stats(self) -> Any:
-        stats = self._reporter.report(self.index.statistics(), self._offers.take_skipped())
+        now = self.index.statistics() if self._promotions is None else self._promotions.statistics(self.index)
+        stats = self._reporter.report(now, self._offers.take_skipped())
         if self._promotions is not None:
             self._reporter.report_tiers(stats, self._promotions.tier_statistics())
         return stats
 
     def shutdown(self) -> None:
-        """Close the tiers, and wait at most 10 seconds for their writes. Without tiers it does nothing."""
+        """Close the tiers, and wait at most 10 seconds for their writes; leave the pool. Else it does nothing."""
         if self._promotions is not None:
             self._promotions.close()
 

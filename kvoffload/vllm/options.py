@@ -24,6 +24,13 @@ _REFUSED = {
     "canonical_layout": "leave it out; slots hold blocks in the layout of the GPU",
     "secondary_tiers": "give kvoffload_tiers; tiers of vLLM cannot be used",
 }
+# Options that have no effect with a pool, and what to do instead.
+OF_OWNER = {
+    "cpu_bytes_to_use": "the pool's owner has the memory, give it --bytes",
+    "kvoffload_policy": "the pool's owner chooses what to evict",
+    "kvoffload_tiers": "vLLM reads no tiers below a pool",
+    "self_describing_kv_events": "the pool's evictions are not known here, so chunks in it are no events",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Options:
     `kvoffload_staging_bytes` of 0 only copy engines copy.
     """
 
-    cpu_bytes_to_use: int
+    cpu_bytes_to_use: int = 0
     store_threshold: int = 0
     max_tracker_size: int = 64_000
     kvoffload_policy: PolicyName = DEFAULT_POLICY
@@ -62,6 +69,7 @@ class Options:
     kvoffload_tier_write: WriteName = "admitted"
     kvoffload_promotion_seconds: float = 10.0
     kvoffload_prefill_tokens_per_second: float | None = None
+    kvoffload_pool: str | None = None
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Options:
@@ -71,7 +79,7 @@ class Options:
             ValueError: cpu_bytes_to_use is missing, a name that begins with "kvoffload_" is unknown, or a value has a
                 wrong type or is out of range.
             CapabilityError: eviction_policy, cache_policy_module_path, canonical_layout or secondary_tiers is set; they
-                have no effect here.
+                have no effect here. Or with kvoffload_pool, what its owner decides.
         """
         known = {field.name for field in fields(cls)}
         for name in config:
@@ -81,10 +89,15 @@ class Options:
                 raise ValueError(f"kv_connector_extra_config has no option {name} (got {shown(config[name])}); {hint}")
             if name in _REFUSED and config[name]:
                 raise CapabilityError(f"{name}={shown(config[name])} has no effect with kvoffload; {_REFUSED[name]}")
-        if "cpu_bytes_to_use" not in config:
+        pooled = "kvoffload_pool" in config
+        if "cpu_bytes_to_use" not in config and not pooled:
             raise ValueError(
                 "cpu_bytes_to_use must be specified in kv_connector_extra_config: host memory for all workers "
-                "together, bytes"
+                "together, bytes; or kvoffload_pool"
+            )
+        for name in [name for name in OF_OWNER if pooled and config.get(name)]:
+            raise CapabilityError(
+                f"{name}={shown(config[name])} has no effect with kvoffload_pool: leave it out; {OF_OWNER[name]}"
             )
         given: dict[str, Any] = {name: _checked(name, config[name]) for name in known & config.keys()}
         return cls(**given)
@@ -113,7 +126,7 @@ def _checked(name: str, value: Any) -> Any:
             TierChoice(each["kind"], {argument: given for argument, given in each.items() if argument != "kind"})
             for each in value
         )
-    if name == "kvoffload_tier_identity":
+    if name in ("kvoffload_tier_identity", "kvoffload_pool"):
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name} must be a string that is not empty, got {shown(value)}")
         return value

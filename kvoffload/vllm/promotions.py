@@ -22,7 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.reservations import Lease
-from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.cache.tiering import CacheTierStatistics
 from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.errors import KVOffloadError, MissingKeyError, TierError
@@ -176,6 +176,9 @@ class Promotions:
             self._ended = True
             assert self._index is not None
             self._index.close(0.0)
+
+    def statistics(self, index: CacheIndex) -> CacheStatistics:
+        return index.statistics()
 
     def tier_statistics(self) -> tuple[CacheTierStatistics, ...]:
         return () if self._index is None else tuple(self._index.tier_statistics())

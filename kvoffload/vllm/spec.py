@@ -24,11 +24,14 @@ from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.types import StreamLike, UInt8Array
 from kvoffload.layout.coding import CHUNK_PARTS, RECORD_PART
+from kvoffload.layout.layout import KVLayout
+from kvoffload.pool.shared_pool import SharedPool
 from kvoffload.tiers.loading import load_tier
 from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest, note_of
 from kvoffload.vllm.manager import KVOffloadManager
 from kvoffload.vllm.metrics import definitions, tier_definitions
 from kvoffload.vllm.options import Options
+from kvoffload.vllm.pooled import PoolOfEngine
 from kvoffload.vllm.promotions import Promotions
 from kvoffload.vllm.worker import KVOffloadWorker
 
@@ -47,12 +50,13 @@ class KVOffloadSpec(OffloadingSpec):
 
     Attributes:
         options: the checked options.
-        num_chunks: slots of each worker; 0 if cpu_bytes_to_use is less than a chunk of all workers.
+        num_chunks: slots of each worker; 0 if cpu_bytes_to_use is less than a chunk of all workers, and with a pool.
 
     Raises:
         ValueError: kv_connector_extra_config lacks cpu_bytes_to_use, or has an unknown or wrong option.
-        CapabilityError: an option of vLLM's has no effect here; with kvoffload_tiers or kvoffload_codec, the connector
-            is another than KVOffloadConnector; or with kvoffload_codec, the KV cache is not of bfloat16.
+        CapabilityError: an option of vLLM's has no effect here; with kvoffload_tiers, kvoffload_pool or
+            kvoffload_codec, the connector is another than KVOffloadConnector; or with kvoffload_codec, the KV cache is
+            not of bfloat16.
         CapacityError: with kvoffload_tiers, there are no slots.
     """
 
@@ -66,8 +70,9 @@ class KVOffloadSpec(OffloadingSpec):
         self._chunk_bytes = -(-payload // _ALIGNMENT) * _ALIGNMENT
         self._of_all_workers = self._chunk_bytes * config.parallel.world_size
         self.num_chunks = self.options.cpu_bytes_to_use // self._of_all_workers if self._of_all_workers else 0
-        tiers = self.options.kvoffload_tiers
+        tiers, pool = self.options.kvoffload_tiers, self.options.kvoffload_pool
         self._tiers = TiersOfWorkers(config, self.options, self.num_chunks) if tiers else None
+        self._pool = None if pool is None else PoolOfEngine(pool, config, self.options.kvoffload_tier_identity)
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
@@ -83,25 +88,27 @@ class KVOffloadSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side, the same at each call. Pins no memory, and needs no GPU.
 
-        If all workers offer their slots by now, it opens the tiers, and raises their errors. Else the manager's first
-        use does.
+        If all workers offer their slots by now, it opens the tiers, and raises their errors; or joins the pool, if they
+        have. Else the manager's first use does.
         """
         if self._manager is not None:
             return self._manager
-        options, groups = self.options, self.config.groups
-        info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._of_all_workers)
+        options, groups, below = self.options, self.config.groups, self._tiers or self._pool
+        there = below is not None and below.workers_are_there()
+        num_chunks = self.num_chunks if self._pool is None else self._pool.capacity
+        info = CPUOffloadingInfo.from_config(self.config, num_chunks, self._of_all_workers)
         manager = KVOffloadManager(
-            self.num_chunks,
+            num_chunks,
             policy=options.kvoffload_policy,
-            enable_events=self.kv_events_config.enable_kv_cache_events,
+            enable_events=self.kv_events_config.enable_kv_cache_events and self._pool is None,
             store_threshold=options.store_threshold,
             max_tracker_size=options.max_tracker_size,
             windowed_groups=[group.group_id for group in groups if group.sliding_window_size_in_chunks is not None],
             info={**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
-            promotions=None if self._tiers is None else self._tiers.promotions(),
+            promotions=None if below is None else below.promotions(),
         )
-        if self._tiers is not None and self._tiers.workers_are_there():
-            manager.index.check()  # errors of tiers come at the start
+        if there:
+            manager.index.check()  # errors of tiers, and of the pool, come at the start
         self._manager = manager
         return manager
 
@@ -115,6 +122,11 @@ class KVOffloadSpec(OffloadingSpec):
         """
         if self._worker is not None:
             return self._worker
+        host: Callable[[KVLayout], SharedSlots | SharedPool] | None = None
+        if self._pool is not None:
+            host = self._pool.attach
+        elif self._tiers is not None:
+            host = lambda layout: SharedSlots(self.num_chunks, layout.slot_bytes)  # noqa: E731
         given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
         worker = KVOffloadWorker(
             kv_caches,
@@ -123,12 +135,12 @@ class KVOffloadSpec(OffloadingSpec):
             num_chunks=self.num_chunks,
             current_stream=self.current_stream(kv_caches),
             codec=self.options.kvoffload_codec,
-            shared=self._tiers is not None,
+            host=host,
             **{name: value for name, value in given.items() if value is not None},
         )
         try:
             needed = worker.layout.slot_bytes
-            if needed > max(self._chunk_bytes, _ALIGNMENT):
+            if needed > max(self._chunk_bytes, _ALIGNMENT) and self._pool is None:
                 raise CapacityError(
                     f"a chunk of this worker takes {needed} bytes, and cpu_bytes_to_use was divided into chunks of "
                     f"{self._chunk_bytes}: vLLM's configuration and its tensors disagree"

@@ -45,6 +45,7 @@ from kvoffload.internal.types import StreamLike
 from kvoffload.layout.coding import CodecName
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
+from kvoffload.pool.shared_pool import SharedPool
 
 _CONNECTOR = (
     'vLLM\'s OffloadingConnector cannot report it; give kv_connector="KVOffloadConnector" and '
@@ -90,7 +91,7 @@ class KVOffloadWorker(OffloadingWorker):
         device: the GPU of the KV caches. `shutdown` does not close it.
         codec: of the slots, see `KVLayout`. Give another than "raw" with a KVOffloadConnector only.
         current_stream: returns the stream on which vLLM queues its work.
-        shared: put the slots into memory that the scheduler can map, see `offer`.
+        host: gives the memory of the slots, for the layout; the worker closes it. None: memory of this process alone.
 
     Attributes:
         reports_failures: KVOffloadConnector sets it, and calls `take_failed_loads` and `take_failed_slots`.
@@ -105,7 +106,7 @@ class KVOffloadWorker(OffloadingWorker):
         num_chunks: int,
         current_stream: Callable[[], StreamLike],
         codec: CodecName = "raw",
-        shared: bool = False,
+        host: Callable[[KVLayout], SharedSlots | SharedPool] | None = None,
         **engine_options: Any,
     ) -> None:
         self.reports_failures = False
@@ -116,19 +117,19 @@ class KVOffloadWorker(OffloadingWorker):
         self._failed_slots: set[int] = set()
         self._failed_loads: set[int] = set()
         self.layout = layout_of(kv_caches, blocks_per_chunk).with_codec(codec)
-        self._slots = SharedSlots(num_chunks, self.layout.slot_bytes) if shared else None
+        self._host = None if host is None else host(self.layout)
         try:
-            memory = {"num_slots": num_chunks} if self._slots is None else {"host_memory": self._slots.host_memory}
+            memory = {"num_slots": num_chunks} if self._host is None else {"host_memory": self._host.host_memory}
             self.engine = OffloadEngine(self.layout, device=device, **memory, **engine_options)
         except BaseException:
-            if self._slots is not None:
-                self._slots.close()
+            if self._host is not None:
+                self._host.close()
             raise
 
     def offer(self, name: str, note: str) -> None:
-        """Let the scheduler's process map the slots, which must be `shared`; see `SharedSlots.offer`."""
-        assert self._slots is not None
-        self._slots.offer(name, note=note)
+        """Let the scheduler's process map the slots, which must be `SharedSlots`; see `SharedSlots.offer`."""
+        assert isinstance(self._host, SharedSlots)
+        self._host.offer(name, note=note)
 
     # transfers ----------------------------------------------------------------------------------------------------
 
@@ -232,7 +233,9 @@ class KVOffloadWorker(OffloadingWorker):
         self._note_bad(transfer.slots, store=not transfer.is_load)
 
     def _note_bad(self, slots: AbstractSet[int], *, store: bool = True) -> None:
-        if store and self._slots is None:  # else a tier may fill them, and the connector reports failures
+        if (
+            store and self._host is None
+        ):  # else a tier or another engine may fill them, and the connector reports failures
             self._bad_slots |= slots
         if self.reports_failures:
             self._failed_slots |= slots
@@ -270,8 +273,8 @@ class KVOffloadWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Wait for transfers in flight, for as long as they take, and free the pinned memory. Idempotent."""
         self.engine.close()
-        if self._slots is not None:
-            self._slots.close()
+        if self._host is not None:
+            self._host.close()
         self._transfers.clear()
 
 

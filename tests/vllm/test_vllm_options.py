@@ -90,6 +90,29 @@ def test_what_is_not_supported_is_refused(given: dict[str, Any], words: str) -> 
     Options.read({**BYTES, **({} if "kvoffload_tiers" in given else dict.fromkeys(given, False))})
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kvoffload_policy": "lru"},
+        {"kvoffload_tiers": [{"kind": "memory"}]},
+        {"self_describing_kv_events": True},
+        BYTES,
+    ],
+    ids=str,
+)
+def test_with_a_pool_what_its_owner_decides_is_refused(given: dict[str, Any]) -> None:
+    [name] = given
+    with pytest.raises(kvoffload.CapabilityError, match=f"{name}=.* has no effect with kvoffload_pool"):
+        Options.read({"kvoffload_pool": "/run/pool", **given})
+
+
+def test_the_path_of_a_pool_is_a_text() -> None:
+    assert Options.read({"kvoffload_pool": "/run/pool"}).kvoffload_pool == "/run/pool"
+    for path in ("", 7):
+        with pytest.raises(ValueError, match="kvoffload_pool must be a string that is not empty"):
+            Options.read({"kvoffload_pool": path})
+
+
 # the spec -------------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ import kvoffload  # isort: split
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferStats
 
+from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.vllm import KVOffloadConnector
 from kvoffload.vllm.connector import WorkerMetadata
 
@@ -140,7 +141,7 @@ def test_a_store_that_succeeds_mends_its_slots() -> None:
 def test_shared_slots_are_filled_by_tiers_after_a_failed_store() -> None:
     """The scheduler, which hears of the failure, has no key for the slot until a tier or a store has filled it."""
     name = f"a worker's slots {os.getpid()}"
-    with Rig(shared=True) as rig:
+    with Rig(host=lambda layout: SharedSlots(8, layout.slot_bytes)) as rig:
         rig.worker.reports_failures = True
         failing(rig)
         rig.worker.submit_store(1, gpu((0, [3])), host(2))

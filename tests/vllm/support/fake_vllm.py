@@ -55,7 +55,7 @@ class ReqContext:
     kv_transfer_params: dict[str, Any] | None = None
     kv_hints: KvHintsEnvelope | None = None
     _state: dict[type, Any] = field(default_factory=dict)
-    _positions: dict[bytes, int] = field(default_factory=dict)
+    _offload_key_positions: dict[bytes, int] = field(default_factory=dict)
 
     def set_state(self, value: Any) -> None:
         self._state[type(value)] = value
@@ -64,10 +64,10 @@ class ReqContext:
         return self._state.get(kind)
 
     def set_offload_key_position(self, key: bytes, end: int) -> None:
-        self._positions[key] = end
+        self._offload_key_positions[key] = end
 
     def get_offload_key_position(self, key: bytes) -> int | None:
-        return self._positions.get(key)
+        return self._offload_key_positions.get(key)
 
 
 @dataclass

@@ -48,6 +48,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_model import Sequence
 from vllm_worker import GpuWorker, Shape
 
+from kvoffload.vllm.options import OF_OWNER
+
 _CONTEXT = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
 _LONGEST = 4000  # tokens of a request
 _LATE_SECONDS = {"simulated": 0.05, "gpu": 0.2}  # many steps of the scheduler and the model
@@ -197,10 +199,14 @@ class World:
             if wrong and until_wrong:
                 return
             assert not wrong, wrong[:4]
-            while waiting and len(self.scheduler.requests) < self.setting.batch:
-                self.add(waiting.pop())
-            self.step()
-            assert self.counts["steps"] < 400 * self.setting.requests, f"no end: {self.counts}, {self.manager.index}"
+            self.turn(waiting)
+
+    def turn(self, waiting: list[list[int]]) -> None:
+        """Fill the batch with requests for prompts that wait, and take a step."""
+        while waiting and len(self.scheduler.requests) < self.setting.batch:
+            self.add(waiting.pop())
+        self.step()
+        assert self.counts["steps"] < 400 * self.setting.requests, f"no end: {self.counts}, {self.manager.index}"
 
     @property
     def busy(self) -> bool:
@@ -380,6 +386,8 @@ def _config(setting: Setting, folder: Path) -> VllmConfig:
         "self_describing_kv_events": True,
         **dict(setting.extra),
     }
+    if "kvoffload_pool" in extra:
+        extra = {name: value for name, value in extra.items() if name not in OF_OWNER}
     cache_config = CacheConfig(block_size=shape.block_size, cache_dtype="auto", enable_prefix_caching=True)
     cache_config.kv_cache_layout = "LBNHC"
     config = VllmConfig(
