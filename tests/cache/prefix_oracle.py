@@ -192,10 +192,9 @@ class PrefixOracle(Oracle):
             sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns
         )
         learned += self.settings.credit * 0.95 ** (len(self.rounds) - 1)
-        least = recent * (1 + 0.04 * (recent / (every + 8)) ** 8)
-        self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < least
+        self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
         self.caution = 0.5 if self.by_recency else 1.0
-        self.leeway = 0.0003 + max(0.0, 1 - self.recent_hits / (every + 8)) ** 4
+        self.leeway = 0.0003 + 6 * max(0.0, 1 - self.recent_hits / (every + 8)) ** 5
         if self.hits < self.recent_hits * (1 - self.leeway):
             self.by_recency, self.caution = True, 0.0
         self.hits, self.recent_hits = 0.95 * self.hits, 0.95 * self.recent_hits

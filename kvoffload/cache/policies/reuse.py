@@ -13,8 +13,7 @@ Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from 
 On some traffic, such as agents' sessions that end without notice, a block's past says less than when it was last used.
 So there are two orders of eviction: by what was learned, and by recency, as LRU has it. Each round, before anything new
 is learned, both are judged by the uses of that round, which neither has seen: how many of them would a cache have found
-that keeps the blocks that the order puts last? The better order of the latest rounds is used. Where recency finds
-nearly all, the learned order must be better by a few percent, as there is little to win and something to lose.
+that keeps the blocks that the order puts last? The better order of the latest rounds is used.
 
 What an order declines, and what follows from an order over several rounds, is judged by the outcome: how many blocks
 were found, and how many would LRU have found? Where LRU would have found more, by a leeway that is the wider the more
@@ -38,13 +37,12 @@ _FADING = 0.8  # what an observation weighs after another round of learning
 _FEWEST = 8.0  # observations below which nothing is concluded
 _JUDGED_FADING = 0.95  # what the uses of one round weigh, by which orders are judged, after another round
 _SCARCE = 1.1  # hits per hit of LRU: from here on the learned order is preferred, more with every hit more
-_RISK = 0.04  # how much better the learned order must be where recency finds all uses; and
-_NEARLY_ALL = 8  # the power of what recency finds by which that falls where it finds less
+_NEARLY_ALL = 8  # below promises the learned order must be better, by this power of what recency finds of all uses
 CREDIT = 96.0  # hits that the learned order has at first: chance in the first rounds should not decide
 _TIE = 1e-6  # hits that are no difference
 _LEEWAY = 0.0003  # of LRU's hits: so far the cache may be behind before it does as LRU does; and
-_DARING = 1.0  # so much more where LRU misses all uses, and by
-_MISSING = 4  # this power of what it misses
+_DARING = 6.0  # so much more where LRU misses all uses, and by
+_MISSING = 5  # this power of what it misses
 _CAUTION = 0.5  # in LRU's order: decline blocks that are worth less than this share of what they displace
 
 EDGES = (
@@ -148,7 +146,7 @@ class ReuseModel:
         learned, recent, every = self._judged
         # What an order declines is not judged: a cache that finds far more than LRU shows that it declines well.
         ratio = (self._hits + _FEWEST) / (recent + _FEWEST)
-        least = 1 + (_RISK + self.promised) * (recent / (every + _FEWEST)) ** _NEARLY_ALL
+        least = 1 + self.promised * (recent / (every + _FEWEST)) ** _NEARLY_ALL
         by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent * least
         self._caution = _CAUTION * (1 - self.promised) if by_recency else 1.0
         missed = max(0.0, 1 - self._recent_hits / (every + _FEWEST))
