@@ -101,6 +101,7 @@ class SharedPool:
         self._settle: Callable[[], bool] = lambda: False
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
+        self._woken = False  # the thread is going to look at what is in flight
         self._closed = False
 
     @classmethod
@@ -282,7 +283,8 @@ class SharedPool:
     def wake(self) -> None:
         """Transfers are in flight: look at them until they have ended, so that others see the keys."""
         with self._lock:
-            if self._wakeup >= 0:
+            if self._wakeup >= 0 and not self._woken:
+                self._woken = True
                 os.eventfd_write(self._wakeup, 1)
 
     def ask(
@@ -574,17 +576,23 @@ def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
             poll.register(descriptor, select.POLLRDHUP)
         owes = not member._joined or member._late is not None or member._unsent
         wait = SETTLE_SECONDS if busy else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
+        member._woken |= busy  # it looks soon
         del member
-        ended = None
+        ended, woken = None, False
         for descriptor, _ in poll.poll(wait * 1000):
             if descriptor == wakeup:
                 os.eventfd_read(wakeup)
+                woken = True
             else:
                 ended = connection
         del connection
+        if woken and not busy and ended is None:  # the caller's thread is in the middle of its call: not beside that
+            busy = True
+            continue
         member = pool()
         if member is None:
             return
+        member._woken = False  # before it looks: whatever begins from now on wakes it again
         try:
             busy = member._tend(ended)
         except ClosedError:
