@@ -27,7 +27,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -78,9 +78,6 @@ class RowLayout(Protocol):
 
     @property
     def num_groups(self) -> int: ...
-
-
-Headers = npt.NDArray[np.void]
 
 
 class Meaning(NamedTuple):
@@ -240,7 +237,7 @@ class PoolMemory:
         headers["key"][chosen] = np.frombuffer(packed, f"V{MOST_KEY_BYTES}")
         headers["key_bytes"][chosen] = list(map(len, keys))
         headers["tenant"][chosen] = np.void(tenant)
-        headers["check"][chosen] = _checks(headers[chosen], chosen)
+        headers["check"][chosen] = _checks(headers, chosen)
         headers["state"][chosen] = READY
 
     def gone(self, entries: Sequence[int] | npt.NDArray[np.int64]) -> None:
@@ -260,7 +257,7 @@ class PoolMemory:
         """What a dead owner has left. Headers that are wrong count as free."""
         headers = self.headers
         ready = np.flatnonzero((headers["state"] == READY) & (headers["key_bytes"] <= MOST_KEY_BYTES))
-        ready = ready[headers["check"][ready] == _checks(headers[ready], ready)]
+        ready = ready[headers["check"][ready] == _checks(headers, ready)]
         ready = ready[np.argsort(headers["sequence"][ready], kind="stable")]
         keys, entries, sequences, tenants, seen = [], [], [], [], set[bytes]()
         for entry in ready.tolist():
@@ -298,11 +295,11 @@ class PoolMemory:
 _FACTORS = np.array([0x9E3779B97F4A7C15 * (2 * n + 1) % (1 << 64) for n in range(11)], "<u8")  # odd: no bit is lost
 
 
-def _checks(headers: Headers, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """Checks of headers, as if they were of these entries. They find headers that were cut off, and are no signature."""
-    words = np.empty((len(headers), 11), "<u8")
-    words[:, :8] = np.ascontiguousarray(headers["key"]).view("<u8").reshape(-1, 8)
-    words[:, 8], words[:, 9], words[:, 10] = headers["key_bytes"], headers["sequence"], entries
+def _checks(headers: Any, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """The checks of these entries' headers, which find headers that were cut off. They are no signature."""
+    words = np.empty((len(entries), 11), "<u8")
+    words[:, :8] = headers["key"][entries].view("<u8").reshape(-1, 8)
+    words[:, 8], words[:, 9], words[:, 10] = headers["key_bytes"][entries], headers["sequence"][entries], entries
     mixed = (words * _FACTORS).sum(axis=1)
     checks: npt.NDArray[np.uint32] = (((mixed ^ mixed >> 32) * _FACTORS[0]) >> 32).astype(np.uint32)
     return checks
