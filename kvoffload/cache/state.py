@@ -61,7 +61,7 @@ class CacheState:
         proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         awaited: records with transfers in any order; every `enter` looks through them.
-        coded: a group of the engine's layout has a codec, so that keys may be declined when their transfers have ended.
+        coded: the engine's layout has a codec.
         in_flight: functions that return the transfers that may still read or write entries. If a record was dropped
             without being ended, its entries stay in use until these have ended.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
@@ -358,21 +358,15 @@ class CacheState:
         self.consistent = True
 
     def _decline_unfit(self, record: Record) -> None:
-        """Take out the keys whose blocks do not fit the codec, as `remove` does; a reservation goes on without them.
-
-        A load finds such keys only if their reservation was committed without the jobs that know of them.
-        """
-        of, unfit = self.table.of, record.unfit
-        if not unfit:
-            return
-        pairs = zip(record.keys, record.indices, strict=True)
-        mine = [key for key, index in dict(pairs).items() if index in unfit and of.get(key) == index]
+        """Take out the keys whose blocks do not fit the codec, as `remove` does; a reservation goes on without them."""
+        of, unfit, entries = self.table.of, record.unfit, dict(zip(record.keys, record.indices, strict=True))
+        mine = [key for key, index in entries.items() if index in unfit and of.get(key) == index]
         for pool, keys in self.pools.split(mine, self.pool_number):
             self.consistent = False
             self._unlink(pool, keys)
-        for key in mine:
-            self.table.pending.pop(key, None)
-        self.recorder.note_unfit(mine, "" if isinstance(record, LeaseRecord) else record.tenant)
+            for key in keys:
+                self.table.pending.pop(key, None)
+            self.recorder.note_unfit(keys, "" if isinstance(record, LeaseRecord) else record.tenant)
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         of = self.table.of

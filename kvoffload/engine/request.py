@@ -110,7 +110,7 @@ class Limits(NamedTuple):
             LayoutError, ValueError, TypeError: the message names the argument, the value and the remedy.
             CapabilityError: the copier asked for cannot run here.
         """
-        layout, num_slots, missing_copiers = self
+        layout, num_slots, _ = self
         if source_order not in SOURCE_ORDERS:
             raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
         if urgent is not False and flag("urgent", urgent) and direction is STORE:
@@ -128,10 +128,8 @@ class Limits(NamedTuple):
                 f"{count} blocks from sub-block {first_sub_block} on need {expected} slots "
                 f"(blocks_per_slot={factor}), got {len(slot_ids)}"
             )
-        if copier is not None:
-            check_copier(copier, missing_copiers)
-        if layout.groups[group].coding is not None:
-            copier = _coding_copier(copier, group)
+        if copier is not None or layout.groups[group].coding is not None:
+            copier = self.checked_copier(copier, group)
         planes: Parts | None = None
         if parts is not None:
             if direction is STORE:
@@ -152,6 +150,15 @@ class Limits(NamedTuple):
             arrays = not _INT.issuperset(map(type, sources))
         at, order = first_sub_block, source_order
         return (Request(direction, group, slot_ids, block_ids, at, sources, arrays, copier, order, planes, urgent),)
+
+    def checked_copier(self, copier: CopierName | None, group: int) -> CopierName | None:
+        if copier is not None:
+            check_copier(copier, self.missing_copiers)
+        if self.layout.groups[group].coding is None:
+            return copier
+        if copier not in (None, "pack"):
+            raise ValueError(f"copier={copier!r} cannot code, and group {group} has a codec: leave copier out")
+        return "pack"
 
     def requests_of_groups(
         self,
@@ -185,12 +192,6 @@ class Limits(NamedTuple):
                 request.sources, request.arrays = common.sources, common.arrays
                 found.append(request)
         return tuple(found) or (common,)
-
-
-def _coding_copier(copier: CopierName | None, group: int) -> CopierName:
-    if copier not in (None, "pack"):
-        raise ValueError(f"copier={copier!r} cannot code, and group {group} has a codec: leave copier out")
-    return "pack"
 
 
 def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:

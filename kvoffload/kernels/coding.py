@@ -6,10 +6,10 @@ gets a 1 if one of its chunks does not fit, or was stored as one that does not. 
 program codes CHUNKS chunks of VALUES values; beyond the last one it codes that again, which writes the same bytes.
 
 A program takes two values as one word, and computes with the exponents of both at once: in bits 0 to 7 and 16 to 23 of
-a word, whose bits 15 and 31 (TOPS) are free for the results of comparisons. It is small, since it has to find room
-beside the programs of long kernels of others: one warp, no shared memory. So each thread takes four words at a time in
-all areas, which needs no exchange between threads, although it could store more at once; and escapes, of which there
-are few, are taken one by one, by their places in the chunk.
+a word, whose bits 15 and 31 (-0x7FFF8000, the "tops") are free for the results of comparisons. It is small, since it
+has to find room beside the programs of long kernels of others: one warp, no shared memory. So each thread takes four
+words at a time in all areas, which needs no exchange between threads, although it could store more at once; and
+escapes, of which there are few, are taken one by one, by their places in the chunk.
 
 Reductions name their combining functions, since Triton's interpreter calls no jitted ones, such as `tl.max`.
 """
@@ -19,23 +19,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NONE = tl.constexpr(1 << 20)  # beyond every place
-TOPS = tl.constexpr(-0x7FFF8000)  # bits 31 and 15
-ODD = tl.constexpr(-0x80000000)
-
 
 @triton.jit
 def inside_of(exponents, base):
-    """TOPS of the exponents from base + 1 to base + 14, and each exponent less base + 1 in the bits below."""
+    """The tops of the exponents from base + 1 to base + 14, and each exponent less base + 1 in the bits below."""
     above = exponents + (0x7FFF - base)[:, None] * 0x10001
-    return above & ~(above - 0xE000E) & TOPS, above
+    return above & ~(above - 0xE000E) & -0x7FFF8000, above
 
 
 @triton.jit
 def escapes_of(exponents, base):
-    """TOPS of the exponents that are neither 0 nor inside."""
+    """The tops of the exponents that are neither 0 nor inside."""
     inside, _ = inside_of(exponents, base)
-    return (exponents + 0x7FFF7FFF) & ~inside & TOPS
+    return (exponents + 0x7FFF7FFF) & ~inside & -0x7FFF8000
 
 
 @triton.jit
@@ -47,6 +43,42 @@ def count_of(escapes):
 @triton.jit
 def top_of(exponents):
     return tl.reduce(tl.maximum(exponents & 0xFF, exponents >> 16), 1, tl.standard._elementwise_max)
+
+
+@triton.jit
+def window_of(source, exponents, MOST_ESCAPES: tl.constexpr):
+    """The base of each chunk, and how many escapes it then has."""
+    top = top_of(exponents)
+    base = tl.maximum(top - 14, 0)
+    count = count_of(escapes_of(exponents, base))
+    most = tl.reduce(count, 0, tl.standard._elementwise_max)
+    if most > MOST_ESCAPES:
+        exponents = (tl.load(source) >> 7) & 0xFF00FF
+        tries = 0
+        while (most > MOST_ESCAPES) & (tries < 8):
+            larger = ((exponents + (0x8000 - top)[:, None] * 0x10001) >> 15) & 0x10001  # or as large as the top
+            top = tl.where(count > MOST_ESCAPES, top_of(exponents & ~(larger * 0xFF)), top)
+            base = tl.maximum(top - 14, 0)
+            count = count_of(escapes_of(exponents, base))
+            most = tl.reduce(count, 0, tl.standard._elementwise_max)
+            tries += 1
+    return base, count
+
+
+@triton.jit
+def store_escapes(rest, exponents, escapes, left):
+    """One by one, by their places, behind the base at `rest`."""
+    word = tl.arange(0, exponents.shape[1])[None, :]
+    done = 0
+    while done < left:
+        found = tl.where(escapes == 0, 1 << 20, word)  # beyond every place
+        here = found == tl.reduce(found, 1, tl.standard._elementwise_min)[:, None]
+        exponent, escaped = of_word(exponents, here), of_word(escapes, here)
+        even = (escaped & 0x8000) != 0
+        done += 1
+        exponent = tl.where(even, exponent, exponent >> 16)
+        tl.store(rest + done, exponent.to(tl.int8), mask=escaped != 0)
+        escapes = tl.where(here, escapes & tl.where(even, -0x80000000, 0)[:, None], escapes)
 
 
 @triton.jit
@@ -108,29 +140,15 @@ def encode(
     target = tl.multiple_of(record.to(tl.pointer_type(tl.int16)), 8)[:, None] + word[None, :]
     tl.store(target, (mantissas | (mantissas >> 8)).to(tl.int16))
     exponents = (words >> 7) & 0xFF00FF
-    top = top_of(exponents)
-    base = tl.maximum(top - 14, 0)
-    count = count_of(escapes_of(exponents, base))
-    most = tl.reduce(count, 0, tl.standard._elementwise_max)
-    # 2. Too many escapes: other windows.
-    if most > most_escapes:
-        exponents = (tl.load(source) >> 7) & 0xFF00FF
-        tries = 0
-        while (most > most_escapes) & (tries < 8):
-            larger = ((exponents + (0x8000 - top)[:, None] * 0x10001) >> 15) & 0x10001  # or as large as the top
-            top = tl.where(count > most_escapes, top_of(exponents & ~(larger * 0xFF)), top)
-            base = tl.maximum(top - 14, 0)
-            count = count_of(escapes_of(exponents, base))
-            most = tl.reduce(count, 0, tl.standard._elementwise_max)
-            tries += 1
-    # 3. Codes.
+    base, count = window_of(source, exponents, most_escapes)
+    # 2. Codes.
     exponents = (tl.load(source) >> 7) & 0xFF00FF
     inside, above = inside_of(exponents, base)
-    escapes = (exponents + 0x7FFF7FFF) & ~inside & TOPS
+    escapes = (exponents + 0x7FFF7FFF) & ~inside & -0x7FFF8000
     coded = ((above + 0x10001) & (((inside >> 15) & 0x10001) * 15)) | (((escapes >> 15) & 0x10001) * 15)
     codes = tl.multiple_of((record + VALUES).to(tl.pointer_type(tl.int8)), 4)[:, None] + word[None, :]
     tl.store(codes, (coded | (coded >> 12)).to(tl.int8))
-    # 4. The base, and zeros behind the last escape: no byte is stored twice.
+    # 3. The base, and zeros behind the last escape: no byte is stored twice.
     rest = (record + VALUES // 2 * 3).to(tl.pointer_type(tl.int8))
     place = tl.arange(0, VALUES // 32)[None, :]
     fits = count <= most_escapes
@@ -138,21 +156,12 @@ def encode(
     first_byte = tl.where(fits, base, 255)[:, None]
     unused = (place == 0) | (place > kept[:, None])
     tl.store(rest[:, None] + place, tl.where(place == 0, first_byte, 0).to(tl.int8), mask=unused)
-    # 5. Escapes.
+    # 4. Escapes.
     left = tl.reduce(kept, 0, tl.standard._elementwise_max)
     if left > 0:
         exponents = (tl.load(source) >> 7) & 0xFF00FF
         escapes = tl.where(fits[:, None], escapes_of(exponents, base), 0)
-        done = 0
-        while done < left:
-            found = tl.where(escapes == 0, NONE, word[None, :])
-            here = found == tl.reduce(found, 1, tl.standard._elementwise_min)[:, None]
-            exponent, escaped = of_word(exponents, here), of_word(escapes, here)
-            even = (escaped & 0x8000) != 0
-            done += 1
-            exponent = tl.where(even, exponent, exponent >> 16)
-            tl.store(rest + done, exponent.to(tl.int8), mask=escaped != 0)
-            escapes = tl.where(here, escapes & tl.where(even, ODD, 0)[:, None], escapes)
+        store_escapes(rest, exponents, escapes, left)
     outcome = outcomes.to(tl.pointer_type(tl.int64)) + block
     tl.store(outcome, (count > most_escapes).to(tl.int64), mask=count > most_escapes)
 
@@ -186,14 +195,14 @@ def decode(
     exponents = (both + base[:, None] * 0x10001) & (used * 0xFF)
     done = 1
     escape = tl.load(rest + 1).to(tl.int32) & 0xFF  # never 0; behind the last is one
-    escapes = (both + 0x7FF17FF1) & TOPS
+    escapes = (both + 0x7FF17FF1) & -0x7FFF8000
     while (tl.reduce(escape, 0, tl.standard._elementwise_max) > 0) & (done <= most_escapes):
-        found = tl.where(escapes == 0, NONE, word[None, :])
+        found = tl.where(escapes == 0, 1 << 20, word[None, :])
         here = found == tl.reduce(found, 1, tl.standard._elementwise_min)[:, None]
         even = (of_word(escapes, here) & 0x8000) != 0
         bits = tl.where(escape > 0, tl.where(even, 0xFF, 0xFF0000), 0)
         exponents = tl.where(here, exponents ^ ((exponents ^ (escape * 0x10001)[:, None]) & bits[:, None]), exponents)
-        escapes = tl.where(here, escapes & tl.where(even, ODD, 0)[:, None], escapes)
+        escapes = tl.where(here, escapes & tl.where(even, -0x80000000, 0)[:, None], escapes)
         done += 1
         escape = tl.load(rest + tl.minimum(done, most_escapes)).to(tl.int32) & 0xFF
     spread = mantissas | (mantissas << 8)  # in bytes 0 and 2

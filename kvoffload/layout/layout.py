@@ -112,7 +112,7 @@ class KVLayout(HtmlRepresentation):
         if not isinstance(groups, Sequence) or not all(isinstance(group, Sequence) for group in groups):
             raise LayoutError(f"groups must be a list of lists of planes: KVLayout([planes]), got {shown(groups)}")
         self._slot_order: SlotOrder | None = slot_order
-        self.codecs = _codecs(codec, len(groups), dtype)
+        self.codecs = checked_codecs(codec, len(groups), dtype)
         self.groups = tuple(
             Group(planes, self.blocks_per_slot, f"groups[{index}]", slot_order, self.codecs[index])
             for index, planes in enumerate(groups)
@@ -330,7 +330,7 @@ def check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
         )
 
 
-def _codecs(codec: Any, groups: int, dtype: DTypeLike | None) -> tuple[CodecName, ...]:
+def checked_codecs(codec: Any, groups: int, dtype: DTypeLike | None) -> tuple[CodecName, ...]:
     codecs = (codec,) * groups if isinstance(codec, str) else tuple(codec) if isinstance(codec, list | tuple) else ()
     if len(codecs) != groups or any(each not in CODECS for each in codecs):
         raise LayoutError(

@@ -154,6 +154,15 @@ def share_bytes(low: Plane, high: Plane) -> bool:
     return shift < low.block_bytes or shift + high.block_bytes > low.block_stride
 
 
+def refuse_unaligned(planes: Sequence[Plane], name: str) -> None:
+    for index, plane in enumerate(planes):
+        if (plane.address | plane.block_stride) % 4:
+            raise LayoutError(
+                "a codec needs planes whose address and block_stride are multiples of 4, and "
+                f'{name}[{index}] is {plane}: give {name} codec="raw"'
+            )
+
+
 class Group:
     """Planes that share one block table, in the order in which a slot holds them.
 
@@ -205,12 +214,7 @@ class Group:
         self.coding: Coding | None = None if codec == "raw" else coding_of(sizes, name)
         if self.coding is not None:
             sizes = [self.coding.coded(size) for size in sizes]
-            for index, plane in enumerate(self.planes):
-                if (plane.address | plane.block_stride) % 4:
-                    raise LayoutError(
-                        f"codec={codec!r} codes planes whose address and block_stride are multiples of 4, and "
-                        f'{name}[{index}] is {plane}: give {name} codec="raw"'
-                    )
+            refuse_unaligned(self.planes, name)
             if slot_order == "plane-major" and blocks_per_slot > 1:
                 raise LayoutError(
                     f'slot_order="plane-major" and codec={codec!r} of {name}: coded blocks are whole ranges of slots; '

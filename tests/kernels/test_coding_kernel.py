@@ -63,20 +63,20 @@ class Bench:
 
 
 @pytest.mark.parametrize("values", [256, 512, 1024])
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_kernels_write_and_read_what_numpy_does(values: int, seed: int) -> None:
-    bench = Bench(values, planes=3, blocks=9, seed=seed)
+    bench = Bench(values, planes=2, blocks=6, seed=seed)
     unfit = bench.run(Direction.STORE)
-    fit = bench.fit.reshape(3, 9, 3)
+    fit = bench.fit.reshape(2, 6, 3)
     assert unfit == (~fit.all(axis=(0, 2)))[bench.order].tolist()
-    expected = bench.coding.encode(bench.values)[0].reshape(3, 9, -1)
+    expected = bench.coding.encode(bench.values)[0].reshape(2, 6, -1)
     for place, block in enumerate(bench.order):
         assert (bench.ring[place, :-16] == expected[:, block].reshape(-1)).all()
     assert (bench.ring[:, -16:] == POISON).all()
     bench.memory[:, :, :-8] = 0x1234
     assert bench.run(Direction.LOAD) == unfit
-    loaded = bench.memory[:, :, :-8].reshape(3, 9, 3, -1)
-    assert (loaded[fit] == bench.values.reshape(3, 9, 3, -1)[fit]).all()
+    loaded = bench.memory[:, :, :-8].reshape(2, 6, 3, -1)
+    assert (loaded[fit] == bench.values.reshape(2, 6, 3, -1)[fit]).all()
     assert (loaded[~fit] == 0x1234).all(), "chunks that do not fit are left alone"
     assert (bench.memory[:, :, -8:] == 0x5A5A).all()
 

@@ -13,7 +13,8 @@ from kvoffload.observability.router_events import RouterEvents
 from kvoffload.tiers import MemoryTier
 
 JOB = (
-    "add_done_callback copier direction done error finished id nbytes num_parts order_before outcome reason result wait"
+    "add_done_callback copier direction done error finished id nbytes num_parts order_before outcome reason result "
+    "unfit wait"
 )
 ENGINE = (
     "close closed drain growing layout load load_groups max_in_flight missing_copiers num_slots pinned_slots plan poll "
@@ -27,13 +28,13 @@ SHOWN = {
     ),
     "Stream": "close device done handle synchronize",
     "KVLayout": (
-        "block_axes blocks_per_slot dtype fingerprint from_arrays from_stacked from_tree groups num_groups "
-        "on_default_stream slot_bytes slots_for tokens_per_block"
+        "block_axes blocks_per_slot codecs dtype fingerprint from_arrays from_stacked from_tree groups num_groups "
+        "on_default_stream slot_bytes slots_for tokens_per_block with_codec"
     ),
     "OffloadEngine": f"{ENGINE} device prefer profile staging_bytes",
     "ShardedEngine": f"{ENGINE} devices",
     "Job": JOB,
-    "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
+    "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds unfit",
     "BlockCache": (
         "acquire capacity check clear close drain engine fetch hint keep keys load locate lookup lookup_many "
         "open_request promote remove reserve statistics status status_of store tier_statistics touch"
@@ -48,7 +49,7 @@ SHOWN = {
     "ChainedLoad": "add_done_callback done error finished job result submitted wait",
     "FetchJob": "add_done_callback cancel done error finished hits keys order_before result submitted wait",
     "CacheRequest": "end ended keys tenant",
-    "CacheJob": "add_done_callback done error finished jobs keys num_parts order_before outcome result wait",
+    "CacheJob": "add_done_callback done error finished jobs keys num_parts order_before outcome result unfit wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
         "attach bytes_per_call capabilities clear close contains count_corrupt drain exists flush get get_ended "
