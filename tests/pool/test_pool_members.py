@@ -145,6 +145,7 @@ def test_entries_are_kept_until_the_transfers_that_read_them_have_ended(how: str
         gate.open()
         one.engine.drain(SECONDS)
         assert one.wrong([1, 2, 3], targets) == []
+        assert one.cache.status([]) == []  # a later call finds their end
         eventually(lambda: owner.statistics()[0]["pinned"] == 0, "nothing is held")
 
 
