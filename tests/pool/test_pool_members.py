@@ -174,7 +174,7 @@ def test_what_a_late_owner_has_granted_ends_without_another_call(tmp_path: Path)
         policies.append(Standing(capacity))
         return policies[-1]
 
-    with serve(tmp_path, 8, policy=policy) as owner, member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8, policy=policy) as owner, member(str(tmp_path / "pool"), answer_seconds=0.1) as one:
         one.store(1)
         standing = next(each for each in policies if not each.go.is_set() and len(each))
         one.cache.touch(keys_of([1]))
