@@ -305,6 +305,7 @@ class SharedPool:
                 return
             if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
                 self._unsent.extend(datagrams(number, operation, payload))
+                self.wake()
 
     # the connection -----------------------------------------------------------------------------------------------
 

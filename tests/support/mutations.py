@@ -16,6 +16,7 @@ PACK = "tests/copiers/test_pack.py"
 POOL_MEMBERS = "tests/pool/test_pool_members.py"
 POOL_MEMORY = "tests/pool/test_pool_memory.py"
 POOL_OWNER = "tests/pool/test_pool_owner.py"
+POOL_REGION = "tests/pool/test_pool_region.py"
 
 
 class Mutation(NamedTuple):
@@ -618,7 +619,7 @@ MUTATIONS = (
         "pool/region.py",
         "        self.settle()  # else a quarantine",
         "        # else a quarantine",
-        (f"{POOL_OWNER}::test_a_number_is_given_again_only_when_nothing_of_its_last_member_is_in_quarantine",),
+        (f"{POOL_REGION}::test_a_number_is_given_again_only_when_nothing_of_its_last_member_is_in_quarantine",),
     ),
     Mutation(
         "a-member-takes-no-lock",
@@ -710,13 +711,6 @@ MUTATIONS = (
         "        memory.gone(np.setdiff1d(",
         "        (np.setdiff1d(",
         (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
-    ),
-    Mutation(
-        "a-header-says-ready-before-the-rest-is-there",
-        "pool/memory.py",
-        '        headers["key"][chosen] =',
-        '        headers["state"][chosen] = READY\n        headers["key"][chosen] =',
-        (f"{POOL_MEMORY}::test_every_prefix_of_what_an_owner_writes_is_a_state_to_go_on_from",),
     ),
     Mutation(
         "a-header-names-its-writer-only",

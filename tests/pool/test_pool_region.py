@@ -1,0 +1,167 @@
+"""A region by itself, without the owner's thread: who gets which number, and what is kept for whom."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from pooling import keys_of
+
+from kvoffload import CacheIndex, Tenant
+from kvoffload.pool.memory import PAGE, Meaning, PoolMemory
+from kvoffload.pool.region import Holdings, Region
+
+MEANING = Meaning(6, PAGE, b"f" * 16, b"i" * 16)
+
+
+class Joined:
+    """A member: its place in the region, and its own mapping with its lock."""
+
+    def __init__(self, region: Region, number: int | None = None, *, lock: bool = True) -> None:
+        self.region, self.asked = region, 0
+        place = region.free_number() if number is None else number
+        assert place is not None
+        self.holdings = region.members[place] = Holdings(place, "")
+        self.memory = PoolMemory(os.dup(region.memory.descriptor), region.memory.meaning, headers=False)
+        if lock:
+            self.memory.lock(place)
+
+    def reserve(self, *numbers: int) -> list[int]:
+        self.asked += 1
+        options = {"all_or_nothing": False, "uses": False}
+        return self.region.reserve(self.holdings, self.asked, keys_of(numbers), request=0, **options).indices
+
+    def take(self, *numbers: int) -> list[int]:
+        self.asked += 1
+        return self.region.take(self.holdings, self.asked, keys_of(numbers), pending=False)
+
+    def end(self, number: int, *, well: bool = True) -> None:
+        self.region.end(self.holdings, number, well=well)
+
+    def leave(self, *, dead: bool = True) -> None:
+        self.region.leave(self.holdings.number, dead=dead)
+
+    def room(self) -> int:
+        """How many new keys would get entries now."""
+        found = len(self.reserve(*range(1000, 1020)))
+        self.end(self.asked, well=False)
+        return found
+
+
+def index(memory: PoolMemory) -> CacheIndex:
+    return CacheIndex(memory.meaning.capacity, policy="lru")
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    made = Region(PoolMemory.create(MEANING), index)
+    yield made
+    made.index.check()
+    made.close()
+
+
+def test_a_number_is_given_again_only_when_nothing_of_its_last_member_is_in_quarantine(region: Region) -> None:
+    """Else the lock of the new member would keep the last one's entries for as long as it lives."""
+    dying = Joined(region)
+    dying.reserve(1, 2)
+    dying.leave()
+    other = Joined(region)
+    assert other.holdings.number != dying.holdings.number, "its lock is not free"
+    assert other.room() == 4
+    dying.memory.close()
+    following = Joined(region)
+    assert following.holdings.number == dying.holdings.number
+    region.settle()
+    assert other.room() == 6
+    for each in (other, following):
+        each.memory.close()
+
+
+def test_a_member_that_loses_its_connection_twice_ends_both_quarantines(region: Region) -> None:
+    one, other = Joined(region), Joined(region)
+    for number in (1, 2):
+        one.reserve(number)
+        one.leave(dead=False)
+        again = Joined(region, one.holdings.number)
+        again.asked, again.memory, one = one.asked, one.memory, again
+    assert other.room() == 4
+    region.end_inherited(one.holdings.number)
+    region.settle()
+    assert other.room() == 6
+    for each in (one, other):
+        each.memory.close()
+
+
+def test_reads_of_a_dead_member_end_and_those_of_one_without_a_connection_do_not(region: Region) -> None:
+    other = Joined(region)
+    other.reserve(*range(6))
+    other.end(1)
+    for dead, room in ((True, 6), (False, 4)):
+        one = Joined(region)
+        assert len(one.take(0, 1)) == 2
+        one.leave(dead=dead)
+        assert other.room() == room
+        other.reserve(*range(6))
+        other.end(other.asked)
+        one.memory.close()
+        region.settle()
+        assert other.room() == 6
+        other.reserve(*range(6))
+        other.end(other.asked)
+    other.memory.close()
+
+
+@pytest.mark.parametrize("quota", [None, 1])
+def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region: Region, quota: int | None) -> None:
+    """Entries that are written, or read with or without a key, until each user has said that it has ended."""
+    writer, reader, gone = Joined(region), Joined(region), Joined(region)
+    writer.reserve(0, 1, 2, 3)
+    writer.end(1)
+    reading = reader.take(1, 2)
+    region._records.remove(keys_of([2]))
+    writing = writer.reserve(8)
+    gone.reserve(9)
+    gone.memory.close()  # nothing of it can write any more
+
+    def with_quota(memory: PoolMemory) -> CacheIndex:
+        tenants = None if quota is None else {"": Tenant(max_blocks=quota)}
+        return CacheIndex(memory.meaning.capacity, policy="lru", tenants=tenants)
+
+    memory = PoolMemory.adopt(os.dup(region.memory.descriptor), MEANING)
+    following = Region.adopt(memory, with_quota)
+    assert sorted(following.inherited) == [writer.holdings.number, reader.holdings.number, 63]
+    other = Joined(following)
+    assert other.holdings.number == gone.holdings.number
+    assert following._records.size() == (3 if quota is None else 1)
+    other.region.reserve(other.holdings, 77, keys_of(range(100, 106)), request=0, all_or_nothing=False, uses=False)
+    given = other.holdings.reservations.pop(77)
+    assert not set(given.indices) & {*reading, *writing}
+    following._records.abort(given)
+    following.index.check()
+    region.memory.unlock()  # the last owner's
+    for number in (writer.holdings.number, reader.holdings.number):
+        following.end_inherited(number)
+    following.settle()
+    assert following.inherited == {}
+    assert memory.holds_lock
+    assert len(other.reserve(*range(200, 206))) == (6 if quota is None else 1)
+    following.index.check()
+    other.memory.close()
+    following.close()
+    for each in (writer, reader):
+        each.memory.close()
+
+
+def test_evicted_keys_whose_entries_no_new_key_takes_leave_no_header(region: Region) -> None:
+    one = Joined(region)
+    one.reserve(*range(6))
+    one.end(1)
+    found = region.memory.found()
+    assert len(found.keys) == 6
+    for turn in range(20):
+        one.reserve(*range(10 * turn, 10 * turn + 1 + turn % 6))
+        one.end(one.asked, well=turn % 3 > 0)
+        found, of = region.memory.found(), region._records._state.table.of
+        assert dict(zip(found.keys, found.entries.tolist(), strict=True)) == of
+    one.memory.close()
