@@ -20,12 +20,12 @@ class Joined:
 
     def __init__(self, region: Region, number: int | None = None, *, lock: bool = True) -> None:
         self.region, self.asked = region, 0
-        place = region.free_number() if number is None else number
-        assert place is not None
-        self.holdings = region.members[place] = Holdings(place, "")
+        self.holdings = Holdings(-1, "")
+        self.holdings.number = region.number_for(self.holdings, number)
+        region.members.add(self.holdings)
         self.memory = PoolMemory(os.dup(region.memory.descriptor), region.memory.meaning, headers=False)
         if lock:
-            self.memory.lock(place)
+            self.memory.lock(self.holdings.number)
 
     def reserve(self, *numbers: int) -> list[int]:
         self.asked += 1
@@ -40,7 +40,7 @@ class Joined:
         self.region.end(self.holdings, number, well=well)
 
     def leave(self, *, dead: bool = True) -> None:
-        self.region.leave(self.holdings.number, dead=dead)
+        self.region.leave(self.holdings, dead=dead)
 
     def room(self) -> int:
         """How many new keys would get entries now."""

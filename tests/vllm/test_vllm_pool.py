@@ -33,13 +33,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 RUNS = int(os.environ.get("KVOFFLOAD_VLLM_RUNS", "1"))
 ONE = Shape((GroupShape(3),), num_blocks=60)
 WINDOW = Shape((GroupShape(3), GroupShape(2, window=16)), num_blocks=100)
-NBYTES = 1 << 20
+NBYTES = 1 << 20  # of the pool
 SETTINGS = {
-    "one group": Setting(ONE, reset=0),
-    "a window, two blocks a chunk": Setting(WINDOW, blocks_per_chunk=2, reset=0),
-    "two workers, asynchronous": Setting(ONE, workers=2, asynchronous=True, reset=0),
-    "resets": Setting(ONE, reset=0.05, asynchronous=True),
-    "failures, a window": Setting(WINDOW, fail=0.2, reset=0),
+    "one group": Setting(ONE, chunks=200, reset=0),
+    "a window, two blocks a chunk": Setting(WINDOW, chunks=100, blocks_per_chunk=2, reset=0),
+    "two workers, asynchronous": Setting(ONE, chunks=100, workers=2, asynchronous=True, reset=0),
+    "few rows": Setting(ONE, chunks=24, reset=0),
+    "resets": Setting(ONE, chunks=200, reset=0.05, asynchronous=True),
+    "failures, a window": Setting(WINDOW, chunks=200, fail=0.2, reset=0),
 }
 OWNER = "import sys; from kvoffload.pool import PoolOwner; PoolOwner(sys.argv[1], nbytes=int(sys.argv[2])); print()\nwhile 1: sys.stdin.read(1) or sys.exit()"  # noqa: E501
 
@@ -76,7 +77,7 @@ def take_turns(waiting: Any, chance: random.Random, turns: int | None = None) ->
     return waiting
 
 
-def counts(*worlds: World) -> dict[str, int]:
+def counts(*worlds: World) -> Counter[str]:
     for world in worlds:
         for worker in world.workers:
             worker.synchronize()
@@ -84,7 +85,7 @@ def counts(*worlds: World) -> dict[str, int]:
     until(lambda: (now := worlds[0].manager.index.statistics()).pending == now.pinned == 0)
     for world in worlds:
         world.check()
-    return dict(sum((world.counts for world in worlds), Counter()))
+    return sum((world.counts for world in worlds), Counter[str]())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
