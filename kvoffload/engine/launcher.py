@@ -147,8 +147,8 @@ class Launcher:
         3. The first half waits until the place in the ring is free; the second half waits for the first.
 
         All of these are queued before, so waits form no circle. Nothing starves: a piece needs room on two streams, in
-        tables and in `most_queued_bytes`, and what was queued before gives all of it back without later pieces.
-        Second halves end in the order of the queue, so the end of one tells that all places before it are free.
+        tables and in `most_queued_bytes`, and earlier work gives all of it back without later pieces. Second halves end
+        in the order of the queue, so the end of one tells that all places before it are free.
         """
         number, begin, lane = transfer.share, transfer.queued, queue.lane
         kernel_cost, copy_cost = KERNEL_PLACES + EVENT_COST, copier.queue_cost(stop - begin) + EVENT_COST
@@ -167,19 +167,15 @@ class Launcher:
         stores = transfer.direction is STORE
         front, back = (by_kernel, by_copies) if stores else (by_copies, by_kernel)
         fill, empty = (piece.kernel, piece.copies) if stores else (piece.copies, piece.kernel)
-        place, previous = piece.place, None
-        if transfer.segments:
-            previous = next((each for each in reversed(transfer.segments) if each.place), None)
+        place, previous = piece.place, next((each for each in reversed(transfer.segments) if each.place), None)
         front.place = back.place = place
         place.halves = [front, back]
         transfer.segments += (front, back)
         kernels.places += kernel_cost
         copies.places += copy_cost
-        if nbytes:
-            back.nbytes = nbytes
-            back.stream.nbytes += nbytes
-        first = previous is None and begin == 0
-        if first or stores:  # 1, 2
+        back.nbytes = nbytes
+        back.stream.nbytes += nbytes
+        if (first := previous is None and begin == 0) or stores:  # 1, 2
             self._follow(queue, transfer, front.stream, alone=True)
         if first:  # 1
             self._follow(queue, transfer, back.stream)

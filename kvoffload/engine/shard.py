@@ -594,8 +594,5 @@ class Shard:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.in_flight} in flight"
-        simulated = "simulated, " if self.device.simulated else ""
-        return (
-            f"OffloadEngine({describe_groups(self.layout)}: {describe_fold(self.folds.groups)}; "
-            f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
-        )
+        slots = f"{self.num_slots} slots x {self.layout.slot_bytes} B, {'simulated, ' * self.device.simulated}{state}"
+        return f"OffloadEngine({describe_groups(self.layout)}: {describe_fold(self.folds.groups)}; {slots})"

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.cache.entries import (
     ABORTED,
@@ -57,12 +58,38 @@ from kvoffload.pool.messages import (
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
-    from kvoffload.pool.shared_pool import SharedPool
 
 _REQUEST = -1  # in `RequestRecord.notes`: the number of a request at the owner
 _STATUSES = (Status.MISS, Status.HIT, Status.PENDING)
 MOST_SECONDS = 60.0  # that a promotion by the owner is waited for
 _NO_OWNER = "the pool's owner does not answer"
+
+
+class Link(Protocol):
+    """The way to the owner: a `SharedPool`."""
+
+    tenant: str
+    num_groups: int
+    generation: int
+    has_tiers: bool
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    def next_number(self) -> int: ...
+
+    def ask(
+        self, number: int, operation: Operation, payload: bytes, /, *, generation: int | None = None
+    ) -> bytes | None: ...
+
+    def tell(self, operation: Operation, payload: bytes, /, *, keep: bool = False) -> None: ...
+
+    def bring(self, payload: bytes, wait: float, /) -> None: ...
+
+    def wake(self) -> None: ...
 
 
 class PooledState(CacheState):
@@ -74,7 +101,7 @@ class PooledState(CacheState):
             what another one holds has the other one's number.
     """
 
-    def __init__(self, pool: SharedPool, recorder: StatisticsRecorder, engine: CacheEngine | None) -> None:
+    def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None) -> None:
         tenants = {} if pool.tenant == "" else {pool.tenant: Tenant()}
         capacity = pool.capacity
         super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
@@ -466,3 +493,21 @@ class PoolRecords(Records):
 
 def _number_of(record: RequestRecord | None) -> int:
     return 0 if record is None else int(record.notes[_REQUEST]["number"])
+
+
+def settler(engine: weakref.ref[Any] | None, records: weakref.ref[Any]) -> Callable[[], bool]:
+    """Brings a cache up to date, and returns whether its transfers are in flight."""
+
+    def settle() -> bool:
+        its_engine, its_records = None if engine is None else engine(), records()
+        if its_records is None or (engine is not None and (its_engine is None or its_engine.closed)):
+            return False
+        if its_engine is not None:
+            its_engine.advance()
+        its_records.settle_ended(None)
+        state = its_records._state
+        with state.lock:
+            state.tidy()
+        return bool(state.storing or state.loading or state.awaited)
+
+    return settle

@@ -258,7 +258,7 @@ class SharedPool:
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
     ) -> tuple[CacheState, Records]:
         """State and records of a cache over this pool."""
-        from kvoffload.pool.records import PooledState, PoolRecords
+        from kvoffload.pool.records import PooledState, PoolRecords, settler
 
         capacity = self.capacity
         if engine is not None and engine.num_slots != capacity * self.num_groups:
@@ -268,7 +268,7 @@ class SharedPool:
             )
         state = PooledState(self, recorder(capacity), engine)
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process)
-        self._settle = _settler(None if engine is None else weakref.ref(engine), weakref.ref(records))
+        self._settle = settler(None if engine is None else weakref.ref(engine), weakref.ref(records))
         return state, records
 
     def check_usable(self) -> None:
@@ -542,24 +542,6 @@ class SharedPool:
             if not self._joined or self._late is not None or self._unsent:
                 self._ready()
         return self._settle()
-
-
-def _settler(engine: weakref.ref[Any] | None, records: weakref.ref[Any]) -> Callable[[], bool]:
-    """Brings a cache up to date, and returns whether its transfers are in flight."""
-
-    def settle() -> bool:
-        its_engine, its_records = None if engine is None else engine(), records()
-        if its_records is None or (engine is not None and (its_engine is None or its_engine.closed)):
-            return False
-        if its_engine is not None:
-            its_engine.advance()
-        its_records.settle_ended(None)
-        state = its_records._state
-        with state.lock:
-            state.tidy()
-        return bool(state.storing or state.loading or state.awaited)
-
-    return settle
 
 
 def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
