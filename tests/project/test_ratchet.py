@@ -26,9 +26,11 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        26_150, "it was 36,248; `open_cache` has 340, sessions and hints 640, trees 120, packed loads in parts 60"
+        26_650,
+        "it was 36,248; `open_cache` has 340, sessions and hints 640, trees 120, packed loads in parts 60, the codec 490: a "
+        "third more slots in the same memory",
     ),
-    "files": Limit(197, "a class and its records are one file, and so is what is read together; hints have three"),
+    "files": Limit(199, "a class and its records are one file, and so is what is read together; the codec has two"),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
     "pages": Limit(1, "`Tier`, which is for users to derive from; no class is cut over files by inheritance"),
     "wide signatures": Limit(0, "options that go together are one object"),
