@@ -34,6 +34,7 @@ class KernelSpec(NamedTuple):
             "i64", and the kernel casts them: Triton takes pointers from PyTorch's tensors only.
         constants: name and value of its `tl.constexpr` parameters.
         warps: of 32 threads each, in a block.
+        registers: the most that a thread may have; 0: as many as the compiler takes.
     """
 
     module: str
@@ -41,6 +42,7 @@ class KernelSpec(NamedTuple):
     parameters: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, int], ...]
     warps: int
+    registers: int = 0
 
     @property
     def threads(self) -> int:
@@ -161,7 +163,8 @@ def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
     else:  # Triton 3.2
         source = ASTSource(function, signature=signature, constants=constants)
     target = GPUTarget("cuda", 10 * compute_capability[0] + compute_capability[1], THREADS_PER_WARP)
-    return triton.compile(source, target=target, options={"num_warps": spec.warps, **OPTIONS})
+    options = {"num_warps": spec.warps, **OPTIONS, **({"maxnreg": spec.registers} if spec.registers else {})}
+    return triton.compile(source, target=target, options=options)
 
 
 def _describe(built: Any) -> Compiled:

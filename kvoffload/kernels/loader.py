@@ -93,7 +93,7 @@ def machine_code(
 
     require_triton()
     fields = spec._asdict() | {"constants": dict(spec.constants), "threads": spec.threads}
-    del fields["warps"]
+    del fields["warps"], fields["registers"]
     return Compiled(pack(**fields), "", spec.function, IMAGE_SHARED_BYTES, len(spec.parameters), spec.threads)
 
 

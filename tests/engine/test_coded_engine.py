@@ -188,3 +188,26 @@ def test_an_engine_that_cannot_code_is_refused(options: Any) -> None:
         with pytest.raises(CapabilityError, match=r"codec=.* needs the copier 'pack'"):
             OffloadEngine(layout, device=device, num_slots=1 << 12, **options)
         assert isinstance(device, kvoffload.Device)
+
+
+@pytest.mark.parametrize("name", ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyBatchAsync"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_driver_errors_fail_jobs_and_nothing_else(name: str, nth: int) -> None:
+    """A job that has not failed has its bytes; of a store that has not failed, it is known which blocks do not fit."""
+    with coded(planes=1) as (engine, planes, blocks):
+        device = engine.device
+        blocks[3] = unfit(blocks[3])
+        write_blocks(device, planes, blocks)
+        engine.store([0, 1], [0, 1], after=NO_WAIT).wait(30)
+        assert device.simulator is not None
+        device.simulator.faults.fail_call(name, nth=nth)
+        stored = engine.store([2, 3], [2, 3], after=NO_WAIT)
+        loaded = engine.load([1, 0], [5, 4], after=NO_WAIT)
+        engine.drain(30)
+        device.simulator.faults.clear()
+        assert stored.error is not None or stored.unfit == {3}
+        if loaded.error is None:
+            assert (read_blocks(device, planes, [4, 5]) == blocks[[0, 1]]).all()
+        assert engine.store([2, 3], [2, 3], after=NO_WAIT).wait(30).unfit == {3}
+        engine.load([2], [6], after=NO_WAIT).wait(30)
+        assert (read_blocks(device, planes, [6]) == blocks[[2]]).all()

@@ -49,6 +49,23 @@ def test_an_owned_cache_updates_stores_and_loads(jax: Any, device: kvoffload.Dev
         assert bool((cache.arrays[:, 3:9] == 0).all())
 
 
+def test_a_tree_of_arrays_whose_slots_are_coded(jax: Any, device: kvoffload.Device) -> None:
+    jnp, random = jax.numpy, jax.random
+    shape = jax.ShapeDtypeStruct((8, 8, 32), jnp.bfloat16)
+    cache = OwnedCache(device, {"k": shape, "v": shape}, plane_axis=None, block_axis=0)
+    layout = cache.layout.with_codec("bf16-12")
+    assert layout.groups[0].planes == cache.layout.groups[0].planes
+    values = {name: random.normal(random.key(number), shape.shape, shape.dtype) for number, name in enumerate("kv")}
+    fill = jax.jit(lambda arrays, given: jax.tree.map(lambda a, b: a.at[:].set(b), arrays, given), donate_argnums=0)
+    with OffloadEngine(layout, device=device, num_slots=4) as engine:
+        cache.arrays = fill(cache.arrays, values)
+        assert engine.store([1, 2], [3, 0], after=cache).wait(30).unfit == frozenset()
+        engine.load([3, 0], [6, 7], after=cache)
+        for name, array in cache.arrays.items():
+            assert bool((array[6:8] == values[name][1:3]).all())
+            assert bool((array[:6] == values[name][:6]).all())
+
+
 def test_a_block_major_cache_is_addressed_by_block_and_plane(jax: Any, device: kvoffload.Device) -> None:
     """A paged gather and a paged update, as a decoder does them; and a block is one copy."""
     jnp = jax.numpy
