@@ -33,6 +33,7 @@ from tier_classes import DictTier
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
 from kvoffload.cache.policies import LRU
 from kvoffload.pool import PoolOwner
+from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.tiers import Outcome
 
 
@@ -41,9 +42,10 @@ class Standing(LRU):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.go = threading.Event()
+        self.go, self.stands = threading.Event(), threading.Event()
 
     def touch(self, keys: Sequence[bytes]) -> None:
+        self.stands.set()
         self.go.wait(SECONDS)
         super().touch(keys)
 
@@ -406,6 +408,36 @@ def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_pat
         assert outcome.point is not None
         assert outcome.point.what == "SharedPool._take_join"
         taken_over(one, 1)
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1.5])
+def test_an_owner_that_answers_late_to_a_member_that_is_back_has_its_keys(seconds: float, tmp_path: Path) -> None:
+    """Also if the member has asked again meanwhile."""
+    path, policies = str(tmp_path / "pool"), list[Standing]()
+
+    def policy(capacity: int) -> Standing:
+        policies.append(Standing(capacity))
+        return policies[-1]
+
+    first = PoolOwner(path, nbytes=region_bytes(8))
+    with member(path, answer_seconds=0.05) as one:
+        one.store(1, 2)
+        first.close()
+        options = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8), "policy": policy}
+        with PoolOwner(path, **options) as second, raw(path, fingerprint=b"another region's") as other:
+            with one.pool._lock:  # so that the owner stands still when it comes
+                other.store(keys_of([1]), 1)
+                other.send(Operation.TOUCH, pack_keys(keys_of([1])))
+                eventually(lambda: any(each.stands.is_set() for each in policies), "the owner stands still")
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                assert one.hits(1) == 0
+            for each in policies:
+                each.go.set()
+            taken_over(one, 1, 2)
+            one.check_load(1, 2)
+            assert one.store(3).keys
+            eventually(lambda: [each["members"] for each in second.statistics()] == [1, 1], "each has one place")
 
 
 class member_of_many_owners:  # noqa: N801  (a context manager)
