@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,4 +85,13 @@ def _methods_of(found: type, name: str, public: dict[type, str]) -> Iterator[tup
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
+    """With each name of a TypedDict that is unpacked, `**options: Unpack[Options]`."""
+    found = []
+    for each in inspect.signature(function).parameters.values():
+        unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(each.annotation))
+        if unpacked is None:
+            found.append(each)
+        else:
+            options = getattr(importlib.import_module(function.__module__), unpacked[1])
+            found += [inspect.Parameter(name, each.KEYWORD_ONLY, default=None) for name in options.__annotations__]
+    return found
