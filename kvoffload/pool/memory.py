@@ -210,9 +210,9 @@ class PoolMemory:
 
     def unlock(self) -> None:
         """Give up our lock: we touch the rows no more."""
-        if self._locked is not None:
-            os.close(self._locked)
-            self._locked = None
+        locked, self._locked = self._locked, None  # before it is closed: an interrupt comes after
+        if locked is not None:
+            os.close(locked)
 
     def locked(self, number: int) -> bool:
         """Whether any other open file holds the lock of this number."""
@@ -286,9 +286,9 @@ class PoolMemory:
         self.unlock()
         self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, HEADER)
         self._superblock = self.rows.reshape(-1)
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _check(key: bytes, entry: int, sequence: int) -> int:

@@ -461,6 +461,7 @@ class PoolOwner:
     def _leave_to_parent(self) -> None:
         """In a forked child: hold nothing by which others take it for the owner. The thread is in the parent."""
         self._closing, self._wakeup = True, -1
+        self._waking = threading.RLock()  # a thread of the parent may have had the other one
         self._listener.close()
         for member in self._members:
             member.connection.close()

@@ -453,16 +453,15 @@ class PoolRecords(Records):
             wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
             pool.bring(NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys), wait)
 
-    @partial(guarded, nested=lambda *_: None)
-    def _count(self, _: None) -> bytes | None:
-        return self._ask(Operation.COUNTS, b"")
+    @partial(guarded, nested=lambda *_: b"{}")
+    def _count(self, _: None) -> bytes:
+        return self._ask(Operation.COUNTS, b"") or b"{}"
 
     def _ask(self, operation: Operation, payload: bytes) -> bytes | None:
         return self._pool.ask(self._pool.next_number(), operation, payload)
 
     def _counts(self) -> dict[str, Any]:
-        answer = self._count(None)
-        return {} if answer is None else dict(json.loads(answer))
+        return dict(json.loads(self._count(None)))
 
 
 def _number_of(record: RequestRecord | None) -> int:

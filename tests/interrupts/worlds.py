@@ -384,7 +384,7 @@ class CacheWorld(World):
     """
 
     tier: DictTier | None = None
-    pool: SharedPool | None = None
+    pool: Any = None
 
     def __init__(
         self,

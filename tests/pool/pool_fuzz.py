@@ -124,12 +124,16 @@ class Fuzz:
     def compare(self, one: Member, numbers: list[int], blocks: list[int], what: str) -> None:
         image = one.buffer.to_numpy()
         for number, block in zip(numbers, blocks, strict=True):
-            version = self.allowed[number]
+            version = self.legal(number)
             assert version is not None, f"{what}: key {number} was removed, and is a hit"
             starts = [plane.address - one.buffer.address + block * ROW_BYTES for plane in one.planes]
             rows = np.array([image[start : start + ROW_BYTES] for start in starts])
             assert np.array_equal(rows, bytes_of(number, version)), f"{what}: key {number} has other bytes"
         self.counts[what] += len(numbers)
+
+    def legal(self, number: int) -> int | None:
+        """The version that a hit must have. With a tier a key may come back from there until it is removed."""
+        return self.removals[number] if self.tiered else self.allowed[number]
 
     def accept(self, numbers: list[int], versions: list[int], keys: tuple[bytes, ...]) -> None:
         stored = set(map(int, keys))
@@ -216,7 +220,7 @@ class Fuzz:
         one, numbers = self.rng.choice(self.members), self.some()
         hits = one.hits(*numbers)
         lease = one.cache.acquire(keys_of(numbers[:hits]))
-        versions = [(number, self.allowed[number]) for number in numbers[:hits]]
+        versions = [(number, self.legal(number)) for number in numbers[:hits]]
         for number, version in versions:
             assert version is not None, f"acquire: key {number} was removed"
         self.held.append(Held(one, lease, [(number, version or 0) for number, version in versions]))
@@ -257,7 +261,7 @@ class Fuzz:
     def look(self) -> None:
         one = self.rng.choice(self.members)
         for number, status in enumerate(one.cache.status(keys_of(range(NUMBERS)))):
-            assert status is not Status.HIT or self.allowed[number] is not None, f"key {number} was removed"
+            assert status is not Status.HIT or self.legal(number) is not None, f"key {number} was removed"
         statistics = one.cache.statistics()
         assert statistics.resident + statistics.pending <= self.capacity
 

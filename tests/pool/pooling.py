@@ -80,7 +80,8 @@ class Member:
             image[start : start + SOURCES * ROW_BYTES] = self.expected[:, number].reshape(-1)
         self.buffer.copy_from(image)
         self.layout = layout_of(self.planes)
-        self.pool = stack.enter_context(SharedPool.attach(path, self.layout, **{"identity": IDENTITY, **options}))
+        options = {"identity": IDENTITY, "answer_seconds": SECONDS, **options}
+        self.pool = stack.enter_context(SharedPool.attach(path, self.layout, **options))
         self.engine = stack.enter_context(
             OffloadEngine(self.layout, device=device, host_memory=self.pool.host_memory, staging_bytes=0)
         )

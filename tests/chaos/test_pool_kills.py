@@ -1,0 +1,40 @@
+"""Engines that share a pool, and its owner, are killed and stopped while they work."""
+
+from __future__ import annotations
+
+import exhaust_pool
+import pytest
+
+
+def test_killed_engines_and_owners_cost_no_byte_and_no_entry(seed: int) -> None:
+    """And no process hangs, no descriptor and no file is left."""
+    counts, wrong = exhaust_pool.kills(3, seed % 100_000, seconds=6.0)
+    print(dict(counts))
+    assert wrong == []
+    assert counts["kills"] >= 1
+    assert counts["audits"] >= 1
+    assert counts["loaded"] + counts["fetched"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_many_kills_in_every_state(seed: int) -> None:
+    counts, wrong = exhaust_pool.kills(120, seed % 100_000, lanes=2, seconds=240.0)
+    print(dict(counts))
+    assert wrong == []
+    assert counts["kills"] >= 40
+    assert counts["foreign"] > 100
+    assert sum(name.startswith("in ") for name in counts) > 5
+
+
+def test_the_command_says_by_its_status_if_something_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(count: int, seed: int, **options: object) -> object:
+        return exhaust_pool.Counter(kills=count, lanes=options["lanes"]), ["a byte"] * seed
+
+    monkeypatch.setattr(exhaust_pool, "kills", found)
+    assert exhaust_pool.main(["--kills", "7", "--lanes", "3"]) == 0
+    assert "7 kills, 3 lanes" in capsys.readouterr().out
+    assert exhaust_pool.main(["--seed", "1"]) == 1
+    assert "a byte" in capsys.readouterr().out
