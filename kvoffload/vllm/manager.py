@@ -271,7 +271,8 @@ class KVOffloadManager(OffloadingManager):
         for leases in self._reading.values():
             for lease in leases:
                 wrong = [key for key, slot in zip(lease.keys, lease.indices, strict=True) if slot in failed]
-                self.index.remove(wrong, below=False)  # the tiers' records are not at fault
+                if wrong:  # in a shared pool its owner is asked
+                    self.index.remove(wrong, below=False)  # the tiers' records are not at fault
 
     # the rest -----------------------------------------------------------------------------------------------------
 
