@@ -26,7 +26,8 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        26_150, "it was 36,248; `open_cache` has 340, sessions and hints 640, trees 120, packed loads in parts 60"
+        26_245,
+        "it was 36,248; `open_cache` has 340, sessions and hints 730, trees 120, packed loads in parts 60",
     ),
     "files": Limit(197, "a class and its records are one file, and so is what is read together; hints have three"),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
@@ -36,10 +37,10 @@ WEIGHT = {
 CALLS = {
     "engine.store": Limit(37, "check, plan, select, order, enqueue; six are of the driver"),
     "engine.load": Limit(38, "as a store, and in which order the slots may be read"),
-    "cache.store": Limit(60, "a store, and the reservation that it fills"),
-    "cache.store, evicting": Limit(128, "half of it is the default policy's search for what is worth least"),
-    "cache.load": Limit(57, "a load, and the lease of what it reads"),
-    "cache.promote, in the tiers' thread": Limit(273, "8 keys, which a tier has done at once"),
+    "cache.store": Limit(61, "a store, and the reservation that it fills"),
+    "cache.store, evicting": Limit(130, "half of it is the default policy's search for what is worth least"),
+    "cache.load": Limit(59, "a load, and the lease of what it reads"),
+    "cache.promote, in the tiers' thread": Limit(274, "8 keys, which a tier has done at once"),
 }
 FILES = {
     "engine.store": Limit(12, "the engine, what it checks, plans and selects, and the seam"),
