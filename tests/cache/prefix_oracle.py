@@ -61,11 +61,11 @@ class PrefixOracle(Oracle):
         self.gone: dict[bytes, tuple[int, Record]] = {}  # with the generation that it was remembered in
         self.observations: list[Observation] = []
         self.learned: set[int] = set()
-        self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders; uses
+        self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders
         self.by_recency, self.caution = False, 1.0
         self.room = self.capacity
         self.recent: dict[object, int] = {}  # by call and kind, the oldest first: how many of these keys LRU would hold
-        self.hits = self.recent_hits = 0.0  # of this cache and of LRU, those of earlier rounds fading
+        self.hits = self.recent_hits = self.uses = 0.0  # of this cache, of LRU, and all; those of earlier rounds fading
         self.leeway = 1.0
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
         self.now = self.calls = self.generation = 0
@@ -116,6 +116,7 @@ class PrefixOracle(Oracle):
                 if old is not None:
                     self.observations.append(Observation(old.kind, self.now - old.time, reused=True, hit=resident))
                     self.hits, self.recent_hits = self.hits + resident, self.recent_hits + recent
+                    self.uses += 1
                     if self.hits < self.recent_hits * (1 - self.leeway):
                         self.by_recency, self.caution = True, 0.0
             uses = 1 if old is None else old.uses if renews else min(6, old.uses + 1)
@@ -126,7 +127,7 @@ class PrefixOracle(Oracle):
                 self.here[key] = record
             else:
                 absent.append((key, record))
-            self.recent[record.run] = self.recent.pop(record.run, 0) + 1
+            self.recent[record.run] = self.recent.get(record.run, 0) + 1
         self.calls += 1
         if not counted or sum(self.recent.values()) > 2 * self.room:
             while (excess := sum(self.recent.values()) - self.room) > 0:
@@ -186,18 +187,16 @@ class PrefixOracle(Oracle):
                 if room < 0:
                     break
             judged.append(hits)
-        self.rounds.append([float(sum(each.hit for each in fresh)), *judged, float(sum(used.values()))])
+        self.rounds.append([float(sum(each.hit for each in fresh)), *judged])
         columns = zip(*reversed(self.rounds), strict=True)
-        found, learned, recent, every = (
-            sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns
-        )
+        found, learned, recent = (sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns)
         learned += self.settings.credit * 0.95 ** (len(self.rounds) - 1)
         self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
         self.caution = 0.5 if self.by_recency else 1.0
-        self.leeway = 0.0003 + 6 * max(0.0, 1 - self.recent_hits / (every + 8)) ** 5
+        self.leeway = 0.0003 + 6 * (1 - self.recent_hits / max(1.0, self.uses)) ** 5
         if self.hits < self.recent_hits * (1 - self.leeway):
             self.by_recency, self.caution = True, 0.0
-        self.hits, self.recent_hits = 0.95 * self.hits, 0.95 * self.recent_hits
+        self.hits, self.recent_hits, self.uses = 0.99 * self.hits, 0.99 * self.recent_hits, 0.99 * self.uses
 
     def learn(self) -> None:
         self.judge()

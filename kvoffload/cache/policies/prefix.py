@@ -175,7 +175,7 @@ class Prefix(Policy):
                     else:
                         run = self._run_of_request(request, uses, olds)
                     fresh[uses, kind, stays] = run
-                self._recency.use(run, len(same))
+                run.recent += len(same)
                 if stays:
                     for key in same:
                         run_of[key] = run
@@ -185,7 +185,7 @@ class Prefix(Policy):
         for resident, old, part in found:
             if resident and old is not None:
                 self._leave(old, len(part))
-        self._recency.trim(in_request=counted)
+        self._recency.use(fresh.values(), len(keys), goes_on=counted)
         # Runs of ghosts have no keys, and stay out of the queues; an open request's runs move to the recent end.
         for run in fresh.values():
             if run.keys:
@@ -352,18 +352,15 @@ class Recency:
             del self._runs[run]
         return held
 
-    def use(self, run: Run, count: int) -> None:
-        """So many keys are used now, and belong to this run."""
-        run.recent += count
-        self._held += count
-        self._runs[run] = None
-        self._runs.move_to_end(run)
-
-    def trim(self, *, in_request: bool) -> None:
-        """Drop the oldest keys beyond `room`. While a request goes on, its keys stay, however old they are; so twice as
-        many are held until it ends.
+    def use(self, runs: Collection[Run], count: int, *, goes_on: bool) -> None:
+        """So many keys are used now, and are counted in these runs. The oldest ones beyond `room` go when their request
+        ends: while it goes on, its keys stay, however old they are, and twice as many are held.
         """
-        if in_request and self._held <= 2 * self.room:
+        for run in runs:
+            self._runs[run] = None
+            self._runs.move_to_end(run)
+        self._held += count
+        if goes_on and self._held <= 2 * self.room:
             return
         while self._held > self.room:
             self.leave(next(iter(self._runs)), self._held - self.room)

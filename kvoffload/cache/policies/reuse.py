@@ -40,6 +40,7 @@ _SCARCE = 1.1  # hits per hit of LRU: from here on the learned order is preferre
 _NEARLY_ALL = 8  # below promises the learned order must be better, by this power of what recency finds of all uses
 CREDIT = 96.0  # hits that the learned order has at first: chance in the first rounds should not decide
 _TIE = 1e-6  # hits that are no difference
+_OUTCOME_FADING = 0.99  # as _JUDGED_FADING, of what the cache and LRU have found
 _LEEWAY = 0.0003  # of LRU's hits: so far the cache may be behind before it does as LRU does; and
 _DARING = 6.0  # so much more where LRU misses all uses, and by
 _MISSING = 5  # this power of what it misses
@@ -88,7 +89,8 @@ class ReuseModel:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._hits = self._recent_hits = 0.0  # of the cache, and of LRU in its place
+        self._hits = 0.0
+        self._outcome = [0.0, 0.0, 0.0]  # hits of the cache, and of LRU in its place; and all uses
         self._leeway = 1.0
         self._judged = [CREDIT, 0.0, 0.0]  # hits that the learned order would have had, and LRU's; and all uses
         self._caution = 1.0
@@ -105,8 +107,11 @@ class ReuseModel:
     def reused(self, kind: int, age: int, count: int, resident: bool, recent: int) -> None:
         """`resident`: the cache still had the blocks; LRU would have had `recent` of them."""
         self._hits += count * resident
-        self._recent_hits += recent
-        if self._hits < self._recent_hits * (1 - self._leeway):
+        outcome = self._outcome
+        outcome[0] += count * resident
+        outcome[1] += recent
+        outcome[2] += count
+        if outcome[0] < outcome[1] * (1 - self._leeway):
             self.chain_worths, self._caution = None, 0.0
         self.reused_counts[kind][bisect_right(EDGES, age) - 1] += count
 
@@ -149,11 +154,12 @@ class ReuseModel:
         least = 1 + self.promised * (recent / (every + _FEWEST)) ** _NEARLY_ALL
         by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent * least
         self._caution = _CAUTION * (1 - self.promised) if by_recency else 1.0
-        missed = max(0.0, 1 - self._recent_hits / (every + _FEWEST))
-        self._leeway = _LEEWAY + _DARING * missed**_MISSING
-        if self._hits < self._recent_hits * (1 - self._leeway):
+        found, lru_found, asked = self._outcome
+        self._leeway = _LEEWAY + _DARING * (1 - lru_found / max(1.0, asked)) ** _MISSING
+        if found < lru_found * (1 - self._leeway):
             by_recency, self._caution = True, 0.0
-        self._hits, self._recent_hits = _JUDGED_FADING * self._hits, _JUDGED_FADING * self._recent_hits
+        self._outcome = [_OUTCOME_FADING * each for each in self._outcome]
+        self._hits *= _JUDGED_FADING
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
         for kind in range(KINDS):
             self._known[kind] |= _update(self._worth[kind], self.reused_counts[kind], self._lost[kind], waiting[kind])
