@@ -22,6 +22,7 @@ from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferEr
 from kvoffload.internal.waiting import wait_until
 
 STREAMS_PER_LANE = 4  # for copies
+KERNEL_STREAM = STREAMS_PER_LANE  # index of the lane's stream for kernels
 QUEUE_LIMIT = 768
 SEGMENT_LIMIT = 380  # operations of a transfer queued together: two such segments and their events fill a stream
 EVENT_COST = 2  # places that a segment's timing events may take
@@ -101,29 +102,24 @@ class LaneStream:
 
 
 class Lane:
-    """The streams of one direction: for copies, filled one after the other and round again, and one or two for kernels.
+    """The streams of one direction: for copies, filled one after the other and round again, and one for kernels.
 
     A kernel has a stream of its own so that it runs at the same time as the copies of the same transfer.
 
-    Args:
-        kernel_streams: with two, a kernel need not wait for the one before it to end. If both wait for room beside a
-            long kernel of others, both begin when that ends.
-
     Attributes:
-        streams: those for copies, then those for kernels.
+        streams: those for copies, then the one for kernels.
         tail: index of the stream for copies that was given work last. Work ends in the order in which it was queued, so
             the next stream round is the one that empties first.
     """
 
-    def __init__(self, driver: Driver, kernel_streams: int) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._handles: list[int] = []
-        self._kernel_streams = kernel_streams
         self.streams: tuple[LaneStream, ...] = ()
         self.tail = 0
 
     def open(self, priority: int, kernel_priority: int) -> None:
-        for each in (*[priority] * STREAMS_PER_LANE, *[kernel_priority] * self._kernel_streams):
+        for each in (*[priority] * STREAMS_PER_LANE, kernel_priority):
             self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, each)
         self.streams = tuple(LaneStream(int(handle)) for handle in self._handles)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from kvoffload.copiers import PackCopier, Share
 from kvoffload.copiers.pack_kernels import KERNEL_PLACES
-from kvoffload.device.streams import EVENT_COST, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
+from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
 from kvoffload.engine.job import Segment, Transfer
 from kvoffload.engine.queues import InFlight, TransferQueue
@@ -135,15 +135,14 @@ class Launcher:
     ) -> bool:
         """Queue the next piece of a share, up to operation `stop`. False if there is no room for it.
 
-            store    kernels  ─1─3─[pack]─●───────────1─3─[pack]─●
+            store    kernels  ─1─3─[pack]─●───────────2─3─[pack]─●
                      copies   ─1───start──wait ●─[copies]─●──────wait ●─[copies]─●end
             load     copies   ─1─start─3─[copies]─●───2─3─[copies]─●
                      kernels  ─1──────────────────wait ●─[unpack]─●─wait ●─[unpack]─●end
 
         1. The transfer's first piece: both halves wait for what the transfer follows, but the first half does not wait
            for the transfer before it in its lane. So this one is packed while that one is copied.
-        2. A later piece, of any share: each half follows the same half of the piece before it. Kernels of a store do
-           not: beside a long kernel of others, the next one would begin a whole such kernel later. They wait as in 1.
+        2. A later piece, of any share: each half follows the same half of the piece before it.
         3. The first half waits until the place in the ring is free; the second half waits for the first.
 
         All of these are queued before, so waits form no circle. Nothing starves: a piece needs room on two streams, in
@@ -175,10 +174,8 @@ class Launcher:
         copies.places += copy_cost
         back.nbytes = nbytes
         back.stream.nbytes += nbytes
-        if (first := previous is None and begin == 0) or stores:  # 1, 2
-            self._follow(queue, transfer, front.stream, alone=True)
-        if first:  # 1
-            self._follow(queue, transfer, back.stream)
+        if previous is None and begin == 0:  # 1
+            self._follow(queue, transfer, back.stream, also=front.stream)
         self._wait_for_places(front, back, previous)  # 2, 3
         start = transfer.start if number == 0 and begin == 0 else None
         if start is not None and stores:  # it starts where its copies may
@@ -196,8 +193,7 @@ class Launcher:
         place = front.place
         assert place is not None
         if previous is not None and previous.place is not None:  # 2
-            halves = (back, front) if front.table is None else (back,)
-            for segment, half in zip(reversed(previous.place.halves), halves, strict=False):
+            for segment, half in zip(reversed(previous.place.halves), (back, front), strict=False):
                 if segment.stream is not half.stream:
                     assert segment.event is not None
                     self._driver.stream_wait_event(half.stream.handle, segment.event)
@@ -250,20 +246,26 @@ class Launcher:
             assert event is not None
             self._driver.stream_wait_event(final.stream.handle, event)
 
-    def _follow(self, queue: TransferQueue, transfer: Transfer, stream: LaneStream, *, alone: bool = False) -> None:
-        """Have a stream wait for all that the transfer must follow; `alone`: but for the one before it in its lane."""
+    def _follow(
+        self, queue: TransferQueue, transfer: Transfer, stream: LaneStream, also: LaneStream | None = None
+    ) -> None:
+        """Have a share's first stream wait for all that the transfer must follow, and `also` for all but the transfer
+        before it in its lane.
+        """
         for marker in transfer.markers:
             self._driver.stream_wait_event(stream.handle, marker)
-        conflict, first = transfer.conflict, queue.transfers[0]
-        if conflict is not None and not conflict.finished:
-            self.wait_for_transfer(stream.handle, conflict)
-        if alone:
-            return
+            if also is not None:
+                self._driver.stream_wait_event(also.handle, marker)
+        first = queue.transfers[0]
         if first is not transfer:
             previous = queue.transfers[transfer.sequence - 1 - first.sequence]
             last = previous.segments[-1].stream if previous.segments else stream
             if previous.error is not None or last is not stream:  # else the stream itself keeps the order
                 self.wait_for_transfer(stream.handle, previous)
+        if transfer.conflict is not None and not transfer.conflict.finished:
+            self.wait_for_transfer(stream.handle, transfer.conflict)
+            if also is not None:
+                self.wait_for_transfer(also.handle, transfer.conflict)
         transfer.ordered = True
 
     def wait_for_transfer(self, stream: int, transfer: Transfer) -> None:
@@ -324,10 +326,8 @@ class Launcher:
 def stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None:
     """The stream for the lane's next work, or None if there is no room for so many places of the driver's queue."""
     streams, limit = lane.streams, QUEUE_LIMIT - places
-    if kernel:  # the emptier one, if there are two
-        one, two = streams[STREAMS_PER_LANE], streams[-1]
-        stream = one if one.places <= two.places else two
-        return stream if stream.places <= limit else None
+    if kernel:
+        return streams[KERNEL_STREAM] if streams[KERNEL_STREAM].places <= limit else None
     if streams[lane.tail].places > limit:
         following = (lane.tail + 1) % STREAMS_PER_LANE
         if streams[following].places > limit:

@@ -23,7 +23,7 @@ from kvoffload.planning.transfer_plan import LOAD, STORE, Direction
 # Each takes a place at least, and those for its events. So segments find an event, however many parts a load has.
 MOST_REPORTS = 1 << 16
 _MOST_UNASKED = 16  # asking takes 1 to 4 us a transfer, and a submission only needs the answer for room
-_MOST_SEGMENTS = 2 * (STREAMS_PER_LANE + 2) * QUEUE_LIMIT // (1 + EVENT_COST)
+_MOST_SEGMENTS = 2 * (STREAMS_PER_LANE + 1) * QUEUE_LIMIT // (1 + EVENT_COST)
 
 _Record = TypeVar("_Record")
 
@@ -61,9 +61,9 @@ class TransferQueue(RecordQueue[Transfer]):
 
     opposite: TransferQueue
 
-    def __init__(self, driver: Driver, kernel_streams: int) -> None:
+    def __init__(self, driver: Driver) -> None:
         super().__init__()
-        self.lane = Lane(driver, kernel_streams)
+        self.lane = Lane(driver)
         self.waiting: deque[Transfer] = deque()
         self.reordering = False
 
@@ -125,8 +125,7 @@ class InFlight(Queues[TransferQueue]):
     """
 
     def __init__(self, driver: Driver, max_in_flight: int, hazards: HazardTable, most_queued_bytes: int | None) -> None:
-        # Kernels of loads end in their order, since two of them may write the same blocks; those of stores only read.
-        super().__init__(TransferQueue(driver, 2), TransferQueue(driver, 1), max_in_flight)
+        super().__init__(TransferQueue(driver), TransferQueue(driver), max_in_flight)
         self.stores.opposite, self.loads.opposite = self.loads, self.stores
         self.timers = EventPool(driver, 2 * max_in_flight + 64, timing=True)
         self.markers = EventPool(driver, 4 * max_in_flight + _MOST_SEGMENTS + 64, timing=False)

@@ -400,28 +400,6 @@ def test_pitfall_29_every_driver_call_of_a_packed_transfer_fails_once(
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_kernels_of_stores_wait_for_none_of_each_other(monkeypatch: pytest.MonkeyPatch, direction: Direction) -> None:
-    """Beside a long kernel of others, each would wait for another such kernel. Those of loads run in their order."""
-    pieces_of_one_block(monkeypatch, None)
-    with simulated(5) as device, rig(device, **OPTIONS) as bench:
-        use = store if direction is Direction.STORE else load
-        use(bench, [0], [0]).wait(10)
-        calls: list[Any] = []
-        device.simulator.faults.calls = calls
-        jobs = [use(bench, [number, number + 1], [number, number + 1]) for number in (1, 3)]
-        queued = list(calls)
-        for job in jobs:
-            job.wait(10)
-        launched = [int(args[8]) for name, args in queued if name == "cuLaunchKernel"]
-        streams = list(dict.fromkeys(launched))
-        recorded = {int(args[0]) for name, args in queued if name == "cuEventRecord" and int(args[1]) in streams}
-        waits = [args for name, args in queued if name == "cuStreamWaitEvent" and int(args[0]) in streams]
-        assert not [args for args in waits if int(args[1]) in recorded]
-        assert len(launched) == 2 * 4, "of the table, and of the piece"
-        assert len(streams) == (2 if direction is Direction.STORE else 1)
-
-
-@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("call", ["event", "wait", "second half"])
 def test_a_place_stays_taken_until_what_is_queued_of_a_failed_piece_has_ended(
     monkeypatch: pytest.MonkeyPatch, direction: Direction, call: str

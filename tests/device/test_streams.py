@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 from cuda.bindings import runtime
-from helpers import COPY_ENGINE_ONLY, ENGINE_STREAMS
+from helpers import COPY_ENGINE_ONLY, ENGINE_STREAMS, LANE_STREAMS
 from strategies import slab_of
 
 import kvoffload
@@ -91,8 +91,8 @@ def test_only_timing_events_can_be_measured(driver: Driver, timing: bool) -> Non
 # lanes
 
 
-def open_lane(driver: Driver, priority: int = 0, kernel_streams: int = 1) -> Lane:
-    lane = Lane(driver, kernel_streams)
+def open_lane(driver: Driver, priority: int = 0) -> Lane:
+    lane = Lane(driver)
     lane.open(priority, priority)
     return lane
 
@@ -107,8 +107,8 @@ def take(lane: Lane, places: int, *, kernel: bool = False) -> LaneStream | None:
 
 def test_a_lane_makes_its_streams_at_once_and_destroys_them_all(driver: Driver, device: kvoffload.Device) -> None:
     lane = open_lane(driver, -2)
-    assert len({stream.handle for stream in lane.streams}) == STREAMS_PER_LANE + 1
-    assert device.simulator.leaks()["streams"] == STREAMS_PER_LANE + 1
+    assert len({stream.handle for stream in lane.streams}) == LANE_STREAMS
+    assert device.simulator.leaks()["streams"] == LANE_STREAMS
     assert lane.in_use == 0
     device.simulator.faults.fail_call("cuStreamDestroy", nth=2, after=True)
     with pytest.raises(kvoffload.DriverError):
@@ -117,11 +117,11 @@ def test_a_lane_makes_its_streams_at_once_and_destroys_them_all(driver: Driver, 
     assert device.simulator.leaks()["streams"] == 0
 
 
-@pytest.mark.parametrize("nth", range(1, STREAMS_PER_LANE + 1 + 1))
+@pytest.mark.parametrize("nth", range(1, LANE_STREAMS + 1))
 def test_a_lane_that_cannot_have_all_its_streams_can_be_closed(
     driver: Driver, device: kvoffload.Device, nth: int
 ) -> None:
-    lane = Lane(driver, 1)
+    lane = Lane(driver)
     device.simulator.faults.fail_call("cuStreamCreateWithPriority", nth=nth)
     with pytest.raises(kvoffload.DriverError, match="cuStreamCreateWithPriority"):
         lane.open(0, 0)
@@ -157,17 +157,6 @@ def test_a_full_lane_says_no_and_goes_round_to_the_stream_that_drains_first(driv
     assert take(lane, 300) is lane.streams[0]
     assert take(lane, 200) is lane.streams[0]
     assert max(stream.places for stream in lane.streams) <= QUEUE_LIMIT
-    lane.close()
-
-
-def test_of_two_streams_for_kernels_the_emptier_one_is_taken(driver: Driver) -> None:
-    lane = open_lane(driver, kernel_streams=2)
-    one, two = lane.streams[STREAMS_PER_LANE:]
-    assert [take(lane, 6, kernel=True) for _ in range(4)] == [one, two, one, two]
-    one.places -= 6
-    assert take(lane, 6, kernel=True) is one
-    one.places = two.places = QUEUE_LIMIT - 5
-    assert take(lane, 6, kernel=True) is None
     lane.close()
 
 
@@ -291,7 +280,7 @@ def test_without_a_priority_the_kernels_go_first(device: kvoffload.Device) -> No
     with OffloadEngine(layout, device=device, num_slots=4):
         pass
     made = [args[1] for name, args in device.simulator.faults.calls if name == "cuStreamCreateWithPriority"]
-    assert made == [0, 0, 0, 0, -5, -5, 0, 0, 0, 0, -5], "of stores, then of loads"
+    assert made == [0, 0, 0, 0, -5] * 2, "of stores, then of loads"
 
 
 def test_a_priority_out_of_range_is_refused(device: kvoffload.Device) -> None:

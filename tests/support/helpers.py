@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -38,7 +37,8 @@ LEVELS = {
     "raw": ((13, 0), (13, 5)),
 }
 LEGACY, PER_THREAD = 1, 2
-ENGINE_STREAMS = 2 * streams.STREAMS_PER_LANE + 3  # those for copies, and for kernels: two of stores, one of loads
+LANE_STREAMS = streams.STREAMS_PER_LANE + 1  # those for copies, and one for kernels
+ENGINE_STREAMS = 2 * LANE_STREAMS
 # Two show every wait that is missing: the mutation tests run no more. Four have every level; the rest is for `-m long`.
 ORDERING_SEEDS = seeds(int(os.environ.get("KVOFFLOAD_ORDERING_SEEDS", "6")))
 EACH_SEED = rest_long(ORDERING_SEEDS, 4)
@@ -280,15 +280,13 @@ def release(rig: Rig, *held_back: kvoffload.Job) -> None:
 def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every segment of every transfer queued on another stream than the one before it in its direction.
 
-    Kernels of loads have the one stream of their lane.
+    Kernels have the one stream of their lane.
     """
-    kernels = itertools.count()
 
     def next_stream(lane: streams.Lane, places: int, kernel: bool) -> streams.LaneStream:
         del places
         if kernel:
-            of_lane = lane.streams[streams.STREAMS_PER_LANE :]
-            return of_lane[next(kernels) % len(of_lane)]
+            return lane.streams[streams.KERNEL_STREAM]
         lane.tail = (lane.tail + 1) % streams.STREAMS_PER_LANE
         return lane.streams[lane.tail]
 
