@@ -26,21 +26,25 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        26_350,
-        "it was 36,248; `open_cache` has 340, sessions and hints 640, trees 120, packed loads in parts 60, growth 160, "
-        "what lets packed kernels and first copies begin sooner 30",
+        29_250,
+        "it was 36,248; `open_cache` has 340, sessions and hints 750, trees 120, packed loads in parts 60, growth 180, "
+        "the codec 490, shared pools 1,900, of which vLLM's replicas have 270",
     ),
     "files": Limit(
-        198, "a class and its records are one file, and so is what is read together; hints have three, growth one"
+        211,
+        "a class and its records are one file, and so is what is read together; hints have three, growth one, the codec "
+        "two, shared pools eight, and vLLM's and the command's part of them one each",
     ),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
-    "pages": Limit(1, "`Tier`, which is for users to derive from; no class is cut over files by inheritance"),
+    "pages": Limit(
+        2, "`Tier`, which is for users to derive from, and `CacheState`, whose truth may be a shared pool's owner's"
+    ),
     "wide signatures": Limit(0, "options that go together are one object"),
 }
 CALLS = {
     "engine.store": Limit(37, "check, plan, select, order, enqueue; six are of the driver"),
     "engine.load": Limit(38, "as a store, and in which order the slots may be read"),
-    "cache.store": Limit(60, "a store, and the reservation that it fills"),
+    "cache.store": Limit(61, "a store, and the reservation that it fills"),
     "cache.store, evicting": Limit(128, "half of it is the default policy's search for what is worth least"),
     "cache.load": Limit(57, "a load, and the lease of what it reads"),
     "cache.promote, in the tiers' thread": Limit(

@@ -170,10 +170,7 @@ class Prefix(Policy):
                 kind = KIND_OF[uses][is_end]
                 run = fresh.get((uses, kind, stays))
                 if run is None:
-                    if request is None:
-                        run = Run(uses, kind, self._now, counted)
-                    else:
-                        run = self._run_of_request(request, uses, olds)
+                    run = Run(uses, kind, self._now, counted) if request is None else self._joined(request, uses, olds)
                     fresh[uses, kind, stays] = run
                 run.recent += len(same)
                 if stays:
@@ -214,7 +211,7 @@ class Prefix(Policy):
                 found += [(False, old, absent) for old, absent in _neighbours(gone, same)]
         return found
 
-    def _run_of_request(self, request: Notes, uses: int, olds: Collection[Run | None]) -> Run:
+    def _joined(self, request: Notes, uses: int, olds: Collection[Run | None]) -> Run:
         """The run that keys of an open request with so many uses join.
 
         1. The run of its earlier keys, if that still lies in its queue, and all of its keys are in it.
