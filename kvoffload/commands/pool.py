@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     add("--bytes", type=size, required=True, metavar="SIZE", help="of all regions together, such as 64GiB")
     add("--region-bytes", type=size, metavar="SIZE", help="of a region: a layout and identity; default: all bytes")
     add("--policy", choices=sorted(POLICIES), default=DEFAULT_POLICY, metavar="NAME", help=", ".join(sorted(POLICIES)))
-    add("--tenant", action="append", default=[], type=_tenant, metavar="NAME[=KEYS]",
+    add("--tenant", action="append", default=[], type=tenant, metavar="NAME[=KEYS]",
         help="a tenant, and the most keys that it may have; may be repeated")  # fmt: skip
     add("--disk", type=Path, metavar="FOLDER", help="a disk tier below, with a file for each region")
     add("--disk-bytes", type=size, metavar="SIZE", help="of each of these files")
@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
     pool.set_defaults(run=lambda _: pool.print_help())
 
 
-def _tenant(text: str) -> tuple[str, Tenant]:
+def tenant(text: str) -> tuple[str, Tenant]:
     name, equals, quota = text.partition("=")
     return name, Tenant(max_blocks=whole(1)(quota) if equals else None)
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; 130 after Ctrl-C, as of every command."""
     from kvoffload.pool.owner import PoolOwner
 
-    output, tiers = Output(arguments.json), _tiers(arguments)
+    output, tiers = Output(arguments.json), make_tiers(arguments)
     available = hostinfo.available_bytes()
     if available is not None and arguments.bytes > available:
         output.note(f"kvoffload: --bytes is {mib(arguments.bytes)}, and {mib(available)} are available now")
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tiers(arguments: argparse.Namespace) -> Callable[[str, str], Sequence[Any]] | None:
+def make_tiers(arguments: argparse.Namespace) -> Callable[[str, str], Sequence[Any]] | None:
     """What makes the tiers of a region. Raises CommandError, CapabilityError now, not when an engine comes."""
     folder, nbytes = arguments.disk, arguments.disk_bytes
     if (folder is None) != (nbytes is None):

@@ -59,7 +59,9 @@ def member(folder: Path) -> Iterator[Any]:
     with simulated() as device:
         array = device.empty((2, 16, 4, 8), "uint8")
         with kvoffload.open_cache(array, axes=AXES, pool=folder / "pool", identity="model@1") as cache:
-            cache.keep(cache.keys(range(12), salt=""), BLOCKS, after=NO_WAIT).wait()
+            keys = cache.keys(range(12), salt="")
+            cache.keep(keys, BLOCKS, after=NO_WAIT).wait()
+            assert cache.lookup(keys) == 3, "the owner has executed what came before"
             yield cache
 
 

@@ -46,7 +46,9 @@ def joined(there: Host, owner: PoolOwner, **more: Any) -> Any:
 def keep(there: Host, cache: Any, number: int) -> None:
     for block in IDS:
         there.write(block, 10 * number + block)
-    cache.keep(cache.keys(tokens(number), salt=""), IDS, after=NO_WAIT).wait(SECONDS)
+    keys = cache.keys(tokens(number), salt="")
+    cache.keep(keys, IDS, after=NO_WAIT).wait(SECONDS)
+    cache.lookup(keys)  # the owner has executed what came before, so others find the keys from now on
 
 
 def fetched(there: Host, cache: Any, number: int) -> int:
