@@ -37,6 +37,7 @@ from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
@@ -99,6 +100,7 @@ class SharedPool:
         self.generation = 0  # how many owners have been lost
         self.has_tiers = False
         self._settle: Callable[[], bool] = lambda: False
+        self._calls = self._lock  # the lock of the cache's calls
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._woken = False  # the thread is going to look at what is in flight
@@ -225,8 +227,12 @@ class SharedPool:
 
     def close(self) -> None:
         """Leave the pool: what this member had reserved or leased is free for others. Close the engine first, since
-        the GPU must not touch the memory any more. Idempotent.
+        the GPU must not touch the memory any more. Idempotent. In a forked child it does nothing.
+
+        Raises RuntimeError inside a call of the cache, for which the membership's thread may be waiting.
         """
+        if len(FORKS) == self._forks:
+            refuse_nested(self._calls, "close")
         self._closed = True
         if len(FORKS) == self._forks:
             with self._lock:
@@ -268,6 +274,7 @@ class SharedPool:
             )
         state = PooledState(self, recorder(capacity), engine)
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process)
+        self._calls = state.lock
         self._settle = settler(None if engine is None else weakref.ref(engine), weakref.ref(records))
         return state, records
 

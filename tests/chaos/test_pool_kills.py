@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import exhaust_pool
 import pytest
 
@@ -30,8 +32,8 @@ def test_many_kills_in_every_state(seed: int) -> None:
 def test_the_command_says_by_its_status_if_something_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(count: int, seed: int, **options: object) -> object:
-        return exhaust_pool.Counter(kills=count, lanes=options["lanes"]), ["a byte"] * seed
+    def found(count: int, seed: int, *, lanes: int, **_: object) -> tuple[Counter[str], list[str]]:
+        return Counter(kills=count, lanes=lanes), ["a byte"] * seed
 
     monkeypatch.setattr(exhaust_pool, "kills", found)
     assert exhaust_pool.main(["--kills", "7", "--lanes", "3"]) == 0

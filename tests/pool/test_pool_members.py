@@ -423,7 +423,7 @@ def test_an_owner_that_answers_late_to_a_member_that_is_back_has_its_keys(second
     with member(path, answer_seconds=0.05) as one:
         one.store(1, 2)
         first.close()
-        options = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8), "policy": policy}
+        options: dict[str, Any] = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8), "policy": policy}
         with PoolOwner(path, **options) as second, raw(path, fingerprint=b"another region's") as other:
             with one.pool._lock:  # so that the owner stands still when it comes
                 other.store(keys_of([1]), 1)
@@ -525,6 +525,8 @@ def test_inside_another_call_every_key_is_a_miss(tmp_path: Path) -> None:
 
         with one.engine.lock:
             handler()
+            with pytest.raises(RuntimeError, match="in the middle of another call"):
+                one.pool.close()
         assert seen == [(0, [Status.MISS], Status.MISS, 0)]
         assert one.hits(1, 2) == 2
         eventually(lambda: one.counts() == (2, 0, 0), "the lease is released")
