@@ -44,6 +44,9 @@ class BlockLayout(Protocol):
     @property
     def blocks_per_slot(self) -> int: ...
 
+    @property
+    def fingerprint(self) -> bytes: ...
+
 
 @runtime_checkable
 class CacheEngine(Protocol):

@@ -179,18 +179,18 @@ class PoolOwner:
             os.eventfd_read(self._wakeup)
         elif not key.data.gone:
             member: Member = key.data
-            if key.fd == member.process:
-                self._lose(member, dead=True)
-                return
+            dead = key.fd == member.process
             try:
                 if events & selectors.EVENT_WRITE:
                     self._flush(member)
-                if events & selectors.EVENT_READ:
-                    self._read(member)
+                while events & selectors.EVENT_READ and self._read(member, dead=dead) and dead:
+                    pass  # what it has said before it died counts
+                if dead:
+                    self._lose(member, dead=True)
             except Exception as error:  # noqa: BLE001  # one member's must not end the others'
                 if not isinstance(error, ConnectionError):
                     LOGGER.warning("a member of %s is cut off: %s", self.path, reason(error))
-                self._lose(member)
+                self._lose(member, dead=dead)
 
     def _accept(self) -> None:
         try:
@@ -212,8 +212,9 @@ class PoolOwner:
         if descriptor is not None:
             self._selector.register(descriptor, selectors.EVENT_READ, member)
 
-    def _read(self, member: Member) -> None:
-        for _ in range(64):  # then others have their turn
+    def _read(self, member: Member, *, dead: bool = False) -> bool:
+        """Execute what it has sent. Whether there may be more: others have their turn first."""
+        for _ in range(64):
             try:
                 if member.region is None:
                     datagram, passed, _, _ = socket.recv_fds(
@@ -225,15 +226,16 @@ class PoolOwner:
                 else:
                     datagram = receive(member.connection)
             except BlockingIOError:
-                return
+                return False
             if not datagram:
-                self._lose(member)
-                return
+                self._lose(member, dead=dead)
+                return False
             message = member.assembler.take(datagram)
             if message is not None:
                 self._execute(member, *message)
             if member.gone:
-                return
+                return False
+        return True
 
     def _execute(self, member: Member, number: int, kind: int, payload: bytes) -> None:
         if kind == Operation.JOIN and not member.joins:

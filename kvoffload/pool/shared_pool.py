@@ -263,15 +263,17 @@ class SharedPool:
     def open(
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
     ) -> tuple[CacheState, Records]:
-        """State and records of a cache over this pool."""
+        """State and records of a cache over this pool. Raises CapacityError, LayoutError: the engine is not over it."""
         from kvoffload.pool.records import PooledState, PoolRecords, settler
 
-        capacity = self.capacity
-        if engine is not None and engine.num_slots != capacity * self.num_groups:
+        capacity, layout = self.capacity, None if engine is None else engine.layout
+        slots = capacity * self.num_groups
+        if engine is not None and engine.num_slots != slots:
             raise CapacityError(
-                f"the engine has {engine.num_slots} slots, and the pool {capacity * self.num_groups}: make the engine "
-                "with host_memory=pool.host_memory"
+                f"the engine has {engine.num_slots} slots, the pool {slots}: give it host_memory=pool.host_memory"
             )
+        if layout is not None and layout.fingerprint.hex() != self._asked["fingerprint"]:
+            raise LayoutError(f"the engine's layout is another than the pool was attached with: {shown(layout)}")
         state = PooledState(self, recorder(capacity), engine)
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process)
         self._calls = state.lock
