@@ -26,8 +26,6 @@ from kvoffload.errors import DriverError, KVOffloadError
 from kvoffload.planning.transfer_plan import STORE
 
 _SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
-# A transfer that finds its lane empty begins with this share of its operations, if it has so many bytes and operations.
-FIRST_SHARE, FIRST_SHARE_BYTES, _FIRST_SHARE_OPERATIONS = 1 / 8, 32 << 20, 16
 
 
 class Launcher:
@@ -96,10 +94,6 @@ class Launcher:
         stop = work.part_ends[transfer.part] if work.part_ends else size
         if stop - begin > copier.segment_operations:
             stop = begin + copier.segment_operations
-        first = not (number or begin)
-        large = transfer.nbytes >= FIRST_SHARE_BYTES and size >= _FIRST_SHARE_OPERATIONS
-        if large and first and transfer is queue.transfers[0]:
-            stop = min(stop, int(size * FIRST_SHARE))  # the link moves these while the host submits the others
         nbytes = 0
         if self._most_bytes is not None:
             stop, nbytes = self._bounded(queue, share, begin, stop)
@@ -112,6 +106,7 @@ class Launcher:
         stream = stream_with_room(queue.lane, places, kernel=False)
         if stream is None:
             return False
+        first = not (number or begin)
         submit = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         # Record it before any driver call: after an interrupt, the record says which work the GPU may have.
         segment = Segment(number, transfer.part, stream, places)

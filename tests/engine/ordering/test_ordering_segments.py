@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 from helpers import (
-    STAGING,
     OrderSpy,
     Rig,
     all_are,
@@ -22,7 +21,6 @@ from transfers import segments_of
 import kvoffload
 from kvoffload import NO_WAIT, TransferError
 from kvoffload.driver import SourceOrder
-from kvoffload.engine import launcher
 from kvoffload.tuning import CopierName
 
 COPIERS = ("strided", "batch", "loop")
@@ -73,31 +71,6 @@ def test_a_job_of_segments_ends_with_its_last_one(
     expected = [1, 2, 33, 4, 5, 6, 7, 8]
     assert all(all_are(bench.slot(slot), value) for slot, value in enumerate(expected))
     assert all(all_are(bench.block(8 + block), value) for block, value in enumerate(expected))
-
-
-@pytest.mark.parametrize("copier", [*COPIERS, "pack"])
-def test_a_transfer_that_finds_its_lane_empty_begins_with_a_short_segment(
-    monkeypatch: pytest.MonkeyPatch, copier: CopierName
-) -> None:
-    monkeypatch.setattr(launcher, "FIRST_SHARE_BYTES", 24 * 256)
-    with simulated(5) as device, rig(device, num_blocks=80, num_slots=80, staging_bytes=STAGING) as bench:
-        engine, held = bench.engine, bench.stream()
-        engine.store([79], [79], copier=copier).wait(10)
-        bench.gate(held)
-        jobs = [
-            engine.store(range(24), range(24), after=held, copier=copier),
-            engine.store(range(24, 48), range(24, 48), after=held, copier=copier),  # behind that one
-            engine.load(range(48, 72), range(48, 72), after=held, copier=copier),  # nothing ahead of it in its lane
-        ]
-        halves = 2 if copier == "pack" else 1
-        assert [len(segments_of(job)) for job in jobs] == [2 * halves, halves, 2 * halves]
-        release(bench, *jobs)
-        bench.gate(held)
-        fewer = engine.store(range(23), range(23), after=held, copier=copier)
-        assert len(segments_of(fewer)) == halves
-        release(bench, fewer)
-        assert all(all_are(bench.slot(slot), slot + 1) for slot in range(48))
-        assert all(all_are(bench.block(block), block + 100) for block in range(48, 72))
 
 
 # behind a failure
