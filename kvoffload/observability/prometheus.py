@@ -50,7 +50,7 @@ _COUNTED = {
     "evicted": "Blocks evicted to make room for others.",
     "failed": "Blocks whose store failed or was aborted.",
     "declined": "Blocks that were not stored: not worth it, over a quota, without room, or unfit.",
-    "unfit": "Blocks that were not stored since the layout's codec cannot hold them; if many are, turn it off.",
+    "unfit": "Blocks that the layout's codec cannot hold; if many, turn it off.",
     "removed": "Blocks removed by remove() and clear().",
     "promoted": "Blocks that a tier has filled.",
 }

@@ -103,9 +103,12 @@ kvoffload_cache_evicted_total{gpu="0"} 108.0
 # HELP kvoffload_cache_failed_total Blocks whose store failed or was aborted.
 # TYPE kvoffload_cache_failed_total counter
 kvoffload_cache_failed_total{gpu="0"} 109.0
-# HELP kvoffload_cache_declined_total Blocks that were not stored: not worth it, over a quota, or without room.
+# HELP kvoffload_cache_declined_total Blocks that were not stored: not worth it, over a quota, without room, or unfit.
 # TYPE kvoffload_cache_declined_total counter
 kvoffload_cache_declined_total{gpu="0"} 110.0
+# HELP kvoffload_cache_unfit_total Blocks that the layout's codec cannot hold; if many, turn it off.
+# TYPE kvoffload_cache_unfit_total counter
+kvoffload_cache_unfit_total{gpu="0"} 0.0
 # HELP kvoffload_cache_removed_total Blocks removed by remove() and clear().
 # TYPE kvoffload_cache_removed_total counter
 kvoffload_cache_removed_total{gpu="0"} 111.0
