@@ -26,6 +26,7 @@ WITH_JAX = (
     "tests/benchmarks/test_bench_interop.py",
     "tests/benchmarks/test_framework_methods.py",
     "tests/project/test_decode_examples.py",
+    "tests/project/test_decode_pool.py",
     "tests/project/test_docs_snippets.py",
 )
 WITHOUT_EXTRAS = ("tests/cache", "tests/copiers", "tests/device", "tests/driver", "tests/layout", "tests/planning")

@@ -46,9 +46,9 @@ CALLS = {
     "engine.load": Limit(38, "as a store, and in which order the slots may be read"),
     "cache.store": Limit(61, "a store, and the reservation that it fills"),
     "cache.store, evicting": Limit(130, "half of it is the default policy's search for what is worth least"),
-    "cache.load": Limit(57, "a load, and the lease of what it reads"),
+    "cache.load": Limit(59, "a load, and the lease of what it reads; `prefix` notes what recency would have found"),
     "cache.promote, in the tiers' thread": Limit(
-        274, "8 keys, which a tier has done at once; its share of the entries"
+        275, "8 keys, which a tier has done at once; its share of the entries"
     ),
 }
 FILES = {
