@@ -142,7 +142,7 @@ def test_what_others_have_used_is_not_demoted() -> None:
         turn(bench, "b", [0, 1, 7])
         assert bench.cache.hint("demote", session="a") == ("demote", "clipped", 2, "others use the rest, too")
         assert bench.cache.drain(SECONDS)
-        assert set(keys([2, 3])) <= set(tier.store) <= set(keys(MINE)), "0 and 1 were asked for twice"
+        assert set(keys([2, 3])) <= set(tier.store), "the others are written or not, as admission likes"
         bench.store([*OTHERS, 104])
         assert hits(bench, *MINE, 7) == [0, 1, 7]
         bench.check_loaded([0, 1, 7, *OTHERS, 104])
