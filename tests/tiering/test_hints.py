@@ -88,7 +88,7 @@ def test_prefetch_with_due_displaces_promises_that_are_due_later_and_is_retained
             for _ in range(3):  # the first promise is not trusted
                 turn(bench, session, numbers)
                 bench.cache.hint("retain", session=session, ttl=due, due=due)
-        assert bench.cache.drain(SECONDS)
+                assert bench.cache.drain(SECONDS)  # else they may be evicted before they are written
         with bench.cache.open_request(session="c") as request:
             bench.cache.hint("retain", session="c", ttl=30.0, due=30.0)
             for block, number in enumerate(LATER):
@@ -142,7 +142,7 @@ def test_what_others_have_used_is_not_demoted() -> None:
         turn(bench, "b", [0, 1, 7])
         assert bench.cache.hint("demote", session="a") == ("demote", "clipped", 2, "others use the rest, too")
         assert bench.cache.drain(SECONDS)
-        assert set(keys([2, 3])) <= set(tier.store) <= set(keys(MINE)), "0 and 1 were asked for twice"
+        assert set(keys([2, 3])) <= set(tier.store), "the others are written or not, as admission likes"
         bench.store([*OTHERS, 104])
         assert hits(bench, *MINE, 7) == [0, 1, 7]
         bench.check_loaded([0, 1, 7, *OTHERS, 104])
