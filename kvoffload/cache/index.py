@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kvoffload.cache.reservations import CacheRequest, record_of
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import Int64Array, UInt8Array
 
 if TYPE_CHECKING:  # what is imported where there are tiers
@@ -88,15 +89,15 @@ class CacheIndex(KeyCache):
         seconds_per_key: float | None = None,
         hung: float = 30.0,
     ) -> None:
-        pool = None if isinstance(capacity, SupportsIndex) else capacity
-        capacity = capacity if isinstance(capacity, SupportsIndex) else capacity.capacity
+        pool: Any = capacity if hasattr(capacity, "open") else None
+        capacity = at_least("capacity", capacity if pool is None else pool.capacity, 0)
         below = None
         if tiers != ():
             from kvoffload.cache.tiering.attaching import TierPlan
 
             below = TierPlan.of(tiers, write, hung, seconds_per_key)
             if below is not None:
-                below.check_pools(pools, int(capacity))
+                below.check_pools(pools, capacity)
         with claimed(policy):
             super().__init__(
                 capacity,

@@ -263,7 +263,9 @@ class ShardedTransfer:
 
     @property
     def unfit(self) -> frozenset[int]:
-        return _ALL_FIT.union(*(transfer.unfit for transfer in self.transfers))
+        return (
+            _ALL_FIT.union(*(transfer.unfit for transfer in self.transfers)) or _ALL_FIT
+        )  # one object for all results
 
     @property
     def seconds(self) -> float:

@@ -101,7 +101,7 @@ def test_what_a_job_says_of_itself(level: str) -> None:
         assert result.error is None
         assert 0 <= result.seconds < 1
         assert isinstance(result, SimulatedTransferResult)
-        assert len(result) == 6
+        assert len(result) == 7
         assert repr(result).startswith("SimulatedTransferResult(")
         assert repr(job).endswith("done)")
         later = bench.engine.load([1], [1], after=NO_WAIT)
@@ -112,7 +112,7 @@ def test_what_a_job_says_of_itself(level: str) -> None:
 def test_a_result_of_a_gpu_does_not_say_that_it_is_simulated() -> None:
     transfer = made(State.DONE)
     assert type(result_of(transfer)) is TransferResult
-    assert result_of(transfer) == (7, "store", 64, 0.0, "none", None)
+    assert result_of(transfer) == (7, "store", 64, 0.0, "none", None, frozenset())
 
 
 def test_seconds_leave_out_what_a_transfer_waited_for() -> None:
