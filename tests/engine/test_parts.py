@@ -134,7 +134,7 @@ def test_stores_have_no_parts(bench: Rig, parts: Any) -> None:
 def test_pack_refuses_parts_that_are_no_range_of_a_slot(device: kvoffload.Device) -> None:
     with rig(device, planes=PLANES, staging_bytes=STAGING) as bench:
         mixed = [[0, 2], [1, *range(3, PLANES)]]
-        with pytest.raises(ValueError, match=r"copies parts whose .*, and parts\[0\] has .* \[0, 2\]; ask"):
+        with pytest.raises(ValueError, match=r"copies parts whose .*, and parts\[0\] has .* \[0, 2\]; give"):
             bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=mixed)
         whole(bench.engine)
         assert all_are(bench.block(0), 1)
