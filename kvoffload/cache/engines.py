@@ -44,9 +44,6 @@ class BlockLayout(Protocol):
     @property
     def blocks_per_slot(self) -> int: ...
 
-    @property
-    def fingerprint(self) -> bytes: ...
-
 
 @runtime_checkable
 class CacheEngine(Protocol):

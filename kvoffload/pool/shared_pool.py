@@ -266,7 +266,8 @@ class SharedPool:
         """State and records of a cache over this pool. Raises CapacityError, LayoutError: the engine is not over it."""
         from kvoffload.pool.records import PooledState, PoolRecords, settler
 
-        capacity, layout = self.capacity, None if engine is None else engine.layout
+        capacity = self.capacity
+        layout: Any = None if engine is None else engine.layout
         slots = capacity * self.num_groups
         if engine is not None and engine.num_slots != slots:
             raise CapacityError(
