@@ -1,0 +1,47 @@
+"""Members of a shared pool: what one says right before it dies, and engines that are not of the pool's layout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pooling import IDENTITY, SECONDS, eventually, key_of, member, serve
+
+from kvoffload import BlockCache, KVLayout, LayoutError, OffloadEngine
+from kvoffload.pool import SharedPool
+
+LAST_WORDS = """
+import os, sys
+from types import SimpleNamespace
+from kvoffload import CacheIndex
+from kvoffload.pool import SharedPool
+path, fingerprint, slot_bytes, identity, number = sys.argv[1:]
+layout = SimpleNamespace(fingerprint=bytes.fromhex(fingerprint), slot_bytes=int(slot_bytes), num_groups=1)
+index = CacheIndex(SharedPool.attach(path, layout, identity=identity, answer_seconds=10.0))
+index.reserve([b"%032d" % int(number)]).commit()
+os._exit(0)
+"""
+
+
+def test_what_a_member_says_right_before_it_dies_counts(tmp_path: Path) -> None:
+    """Its pidfd may be seen before its socket is read."""
+    with serve(tmp_path) as owner, member(owner.path) as one:
+        for number in range(4):
+            words = [owner.path, one.layout.fingerprint.hex(), str(one.layout.slot_bytes), IDENTITY, str(number)]
+            subprocess.run([sys.executable, "-c", LAST_WORDS, *words], check=True, timeout=60)
+            eventually(lambda: owner.statistics()[0]["members"] == 1, "the member has left")
+            assert one.cache.lookup([key_of(number)]) == 1, f"key {number} was committed"
+
+
+def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:
+    with serve(tmp_path) as owner, member(owner.path) as one:
+        other = KVLayout([one.planes], dtype="int8", tokens_per_block=4, block_axes=("tokens", "x"))
+        assert other.slot_bytes == one.layout.slot_bytes
+        with (
+            SharedPool.attach(owner.path, one.layout, identity=IDENTITY, answer_seconds=SECONDS) as pool,
+            OffloadEngine(other, device=one.device, host_memory=pool.host_memory, staging_bytes=0) as engine,
+            pytest.raises(LayoutError, match="another than the pool was attached with"),
+        ):
+            BlockCache(engine, pool=pool)
