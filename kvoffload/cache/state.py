@@ -19,7 +19,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import filterfalse
 
 import numpy as np
@@ -122,7 +122,7 @@ class CacheState:
             if not lease.transfers_ended:
                 break
             if self.coded:
-                self._decline_unfit(lease)
+                self.decline_unfit(lease, lease.unfit)
             self.end(lease, loaded=not lease.any_failed)
             del loading[0]
         for record in list(self.awaited) if self.awaited else ():
@@ -332,7 +332,7 @@ class CacheState:
         self.consistent = False
         if well:
             if self.coded:
-                self._decline_unfit(record)
+                self.decline_unfit(record, record.unfit)
             record.stage = COMMITTED
             table.reservations.discard(record)
             mine, indices = table.fulfil(record)
@@ -357,9 +357,11 @@ class CacheState:
         record.watch = None
         self.consistent = True
 
-    def _decline_unfit(self, record: Record) -> None:
-        """Take out the keys whose blocks do not fit the codec, as `remove` does; a reservation goes on without them."""
-        of, unfit, entries = self.table.of, record.unfit, dict(zip(record.keys, record.indices, strict=True))
+    def decline_unfit(self, record: Record, unfit: Collection[int]) -> None:
+        """Take out the keys of entries whose blocks do not fit the codec, as `remove` does; a reservation goes on
+        without them. The caller makes the state consistent.
+        """
+        of, entries = self.table.of, dict(zip(record.keys, record.indices, strict=True))
         mine = [key for key, index in entries.items() if index in unfit and of.get(key) == index]
         for pool, keys in self.pools.split(mine, self.pool_number):
             self.consistent = False

@@ -25,6 +25,7 @@ from kvoffload.pool.messages import (
     MessageError,
     Operation,
     pack_entries,
+    unpack_entries,
     unpack_keys,
 )
 from kvoffload.pool.region import Holdings, Region
@@ -77,7 +78,8 @@ def reserve(message: Message) -> bytes:
 
 def end(message: Message) -> None:
     held, well = _unpacked(ENDING, message.payload)
-    message.region.end(message.member, held, well=bool(well))
+    unfit = unpack_entries(message.payload, ENDING.size)
+    message.region.end(message.member, held, well=bool(well), unfit=unfit)
 
 
 def bring(message: Message) -> None:

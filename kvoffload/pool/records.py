@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
+from itertools import compress, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.cache.entries import (
@@ -52,6 +52,7 @@ from kvoffload.pool.messages import (
     STORING,
     USES,
     Operation,
+    pack_entries,
     pack_keys,
     unpack_entries,
 )
@@ -99,6 +100,7 @@ class PooledState(CacheState):
         pool: the membership.
         numbers: of each record: the generation of owners that granted it, and its number there. A lease that reads
             what another one holds has the other one's number.
+        unfit: entries whose blocks do not fit the codec, until the owner is told.
     """
 
     def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None) -> None:
@@ -108,6 +110,7 @@ class PooledState(CacheState):
         self.num_groups = pool.num_groups
         self.pool = pool
         self.numbers: dict[Record, tuple[int, int]] = {}
+        self.unfit = set[int]()
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self.salt = b""
         self._clean = pool.generation  # nothing of owners before this generation is in use
@@ -164,6 +167,7 @@ class PooledState(CacheState):
             opened.keys.update(dict.fromkeys(keys))
         named = self.pools.of(tenant)
         record = ReservationRecord(named, self.pool.tenant, [], [], [], named.policy)
+        record.groups = self.num_groups
         self.proposed = record
         if not keys:
             return record
@@ -219,20 +223,36 @@ class PooledState(CacheState):
             record.stage = COMMITTED if well else ABORTED
             return
         self.consistent = False
+        if well and self.coded:
+            self.decline_unfit(record, record.unfit)
         record.stage = COMMITTED if well else ABORTED
         self.table.writable.difference_update(record.indices)
         if not well and not record.transfers_ended:
             self.awaited[record] = None
             self.pool.wake()
         else:
+            keys, entries = record.keys, record.indices
+            if self.unfit:
+                fits = [entry not in self.unfit for entry in entries]
+                keys, entries = list(compress(keys, fits)), list(compress(entries, fits))
             self._end_at_owner(record, well)
             self.table.reservations.discard(record)
             if well:
-                self.recorder.note_stored(record.keys, record.indices, record.tenant, False)
+                self.recorder.note_stored(keys, entries, record.tenant, False)
             else:
                 self.recorder.note("failed", record.keys, record.tenant)
         record.watch = None
         self.consistent = True
+
+    def decline_unfit(self, record: Record, unfit: Collection[int]) -> None:
+        """The owner removes these keys with the end of the record; those that a load read behind their store, with the
+        end of the store.
+        """
+        new = set(unfit).difference(self.unfit, *(source.indices for source in getattr(record, "sources", ())))
+        self.unfit |= new
+        if new:
+            keys = [key for key, entry in zip(record.keys, record.indices, strict=True) if entry in new]
+            self.recorder.note_unfit(keys, "" if isinstance(record, LeaseRecord) else record.tenant)
 
     # reading ------------------------------------------------------------------------------------------------------
 
@@ -251,6 +271,7 @@ class PooledState(CacheState):
     def take(self, keys: list[bytes], pending: bool) -> LeaseRecord:
         """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too."""
         self.proposed = lease = LeaseRecord(keys, [], ())
+        lease.groups = self.num_groups
         if not keys:
             return lease
         source = self.fetched
@@ -347,8 +368,11 @@ class PooledState(CacheState):
         if granted is None:
             return
         generation, number = granted
-        if generation == self.pool.generation and list(self.numbers.values()).count(granted) == 1:
-            self.pool.tell(Operation.END, ENDING.pack(number, well), keep=True)
+        if list(self.numbers.values()).count(granted) == 1:
+            unfit = self.unfit and self.unfit.intersection(record.indices)
+            if generation == self.pool.generation:
+                self.pool.tell(Operation.END, ENDING.pack(number, well) + pack_entries([*unfit]), keep=True)
+            self.unfit -= unfit
         self.numbers.pop(record, None)
         self.tidy()
 

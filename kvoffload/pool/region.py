@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
+from kvoffload.cache.entries import LeaseRecord, Record, ReservationRecord, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.records import leading, locked
 from kvoffload.cache.reservations import CacheRequest
@@ -303,9 +303,13 @@ class Region:
         self.memory.reading(record.indices, member.number)
         member.marked.update(record.indices)
 
-    def end(self, member: Holdings, number: int, *, well: bool) -> None:
-        """End what the member holds under the number. Numbers that it holds nothing under are ignored."""
+    def end(self, member: Holdings, number: int, *, well: bool, unfit: Sequence[int] = ()) -> None:
+        """End what the member holds under the number, and remove its keys of `unfit` entries. Numbers that it holds
+        nothing under are ignored.
+        """
         record = member.reservations.get(number)
+        if unfit and (holding := record or member.leases.get(number)) is not None:
+            locked(self._records, partial(_decline, record=holding, unfit=frozenset(unfit)))
         if record is not None:
             (self._records.commit if well else self._records.abort)(record)
             del member.reservations[number]
@@ -347,6 +351,11 @@ def _begin(state: CacheState, keys: list[bytes]) -> LeaseRecord:
     state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
     state.begin(record)
     return record
+
+
+def _decline(state: CacheState, record: Record, unfit: frozenset[int]) -> None:
+    state.decline_unfit(record, unfit)
+    state.consistent = True
 
 
 def _hold(state: CacheState, users: dict[int, list[int]]) -> dict[int, LeaseRecord]:

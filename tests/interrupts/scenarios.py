@@ -17,6 +17,8 @@ lost by then. A row is a scenario in each of its worlds, named after both:
     index           "index.reserve": a `CacheIndex`
     coded           "coded.store": a cache over an engine with a codec, which two of the blocks do not fit
     two coded       "coded.sharded.store"
+    coded tiers     "coded.tiers.store"
+    coded pool      "coded.pool.store"
 
 To add a scenario, add a row, or a world to one.
 """
@@ -36,6 +38,8 @@ from worlds import (
     POLICIES,
     SECONDS,
     CacheWorld,
+    CodedPoolWorld,
+    CodedTieredWorld,
     CodedWorld,
     Fifo,
     GrowingWorld,
@@ -64,6 +68,8 @@ WORLDS: dict[str, tuple[str, Callable[..., Any]]] = {  # the beginning of the sc
     "index": ("index.", IndexWorld),
     "coded": ("coded.", CodedWorld),
     "two coded": ("coded.sharded.", partial(CodedWorld, devices=2)),
+    "coded tiers": ("coded.tiers.", CodedTieredWorld),
+    "coded pool": ("coded.pool.", CodedPoolWorld),
 }
 EVERY_POLICY = ("cache", "two cache", "growing", "index")  # worlds that are tried with every policy; others with "lru"
 
@@ -345,6 +351,14 @@ def commit_job(w: CacheWorld) -> None:
     job.wait(SECONDS)
 
 
+def commit_unfit(w: Any) -> None:
+    """Without its job: the first load finds out."""
+    w.by_hand = True
+    reservation = w.cache.reserve([key(5)])
+    w.engine.store([5], reservation.slots(), after=NO_WAIT).wait(SECONDS)
+    reservation.commit()
+
+
 def load_unfit(w: Any) -> None:
     job = w.cache.load(keys([5, 1]), TARGETS[:2], after=NO_WAIT, pending=True)
     w.let_go()
@@ -553,6 +567,7 @@ def disk_used(w: World) -> dict[str, Any]:
 # the table ------------------------------------------------------------------------------------------------------------
 
 ENGINES, CACHES, KEYS, GROWING = "one, two", "cache, two cache", "index, cache", "growing, two growing"
+CODED = "coded, two coded, coded tiers, coded pool"
 PACKED: dict[str, Any] = {"staging_bytes": 1 << 20}
 PIECES: dict[str, Any] = {"staging_bytes": 2 * 512}  # a transfer of three blocks goes round a ring of two
 EVENTS: dict[str, Any] = {"cache_options": {"on_event": on_event}}
@@ -745,11 +760,14 @@ TABLE: tuple[Row, ...] = (
     Row("close", GROWING, None, lambda w: w.engine.close(SECONDS), "closed"),
     Row("close.devices", GROWING, begun, lambda w: w.devices[-1].close(SECONDS), "closed"),
     # a codec
-    Row("store.evicting.wait", "coded, two coded", None, lambda w: w.store(4, 5, 6, 7).wait(SECONDS), wanted=(4, 5, 6)),
-    Row("store.twice", "coded", None, store_and_displace, wanted=(4, 5, 6, 7)),
+    Row("store.evicting.wait", CODED, None, lambda w: w.store(4, 5, 6, 7).wait(SECONDS), wanted=(4, 5, 6)),
+    Row("store.twice", "coded, coded tiers, coded pool", None, store_and_displace, wanted=(4, 5, 6, 7)),
     Row("lookup", "coded", stored, lambda w: w.cache.lookup(keys([4, 5, 9]))),
-    Row("load.pending", "coded", lambda w: w.store(4, 5, after=w.held_stream()), load_unfit),
-    Row("reserve.commit_job", "coded, two coded", None, commit_job),
+    Row("load.pending", "coded, coded tiers, coded pool", lambda w: w.store(4, 5, after=w.held_stream()), load_unfit),
+    Row("reserve.commit_job", CODED, None, commit_job),
+    Row("load.wait", "coded, coded pool", commit_unfit, load_unfit),
+    Row("fetch", "coded tiers", lambda w: w.cache.clear(below=False), fetch),
+    Row("drain", "coded tiers", lambda w: w.store(4, 5).wait(SECONDS), lambda w: w.cache.drain(SECONDS)),
     Row("load.parts", "coded", None, lambda w: w.cache.load(keys([0, 1]), TARGETS[:2], after=NO_WAIT, parts=PLANES)),
     # tiers
     Row(

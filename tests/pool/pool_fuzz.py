@@ -17,17 +17,25 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pooling import PLANES, ROW_BYTES, SECONDS, SOURCES, TARGETS, Member, eventually, keys_of, region_bytes
+import pytest
+from pooling import ROW_BYTES, SECONDS, SOURCES, TARGETS, Member, eventually, keys_of, region_bytes, rows_of
 
-from kvoffload import NO_WAIT, MissingKeyError, Status
+from kvoffload import NO_WAIT, MissingKeyError, Status, TransferError
+from kvoffload.layout.coding import CodecName
 from kvoffload.pool import PoolOwner
 
 NUMBERS = 24
 
 
-def bytes_of(number: int, version: int) -> npt.NDArray[np.uint8]:
+def bytes_of(number: int, version: int, codec: CodecName) -> npt.NDArray[np.uint8]:
     """(planes, bytes): of a key after its store with this version."""
-    return np.random.default_rng((number, version)).integers(0, 256, (PLANES, ROW_BYTES), dtype=np.uint8)
+    random = np.random.default_rng((number, version))
+    return rows_of(random, "raw" if unfit(number, version, codec) else codec, 1)[0]
+
+
+def unfit(number: int, version: int, codec: CodecName) -> bool:
+    """Whether these bytes do not fit the codec."""
+    return codec != "raw" and (7 * number + version) % 5 == 0
 
 
 @dataclass
@@ -49,6 +57,7 @@ class Fuzz:
     num_members: int = 3
     options: dict[str, Any] = field(default_factory=dict)
     tiered: bool = False
+    codec: CodecName = "raw"
 
     def __post_init__(self) -> None:
         self.rng, self.counts = random.Random(self.seed), Counter[str]()
@@ -59,7 +68,7 @@ class Fuzz:
         self.path = str(self.folder / "pool")
         self.owner = self.serve()
         self.stacks = [ExitStack() for _ in range(self.num_members)]
-        self.members = [Member(self.path, stack) for stack in self.stacks]
+        self.members = [Member(self.path, stack, codec=self.codec) for stack in self.stacks]
 
     def serve(self) -> PoolOwner:
         return PoolOwner(self.path, nbytes=region_bytes(self.capacity), **self.options)
@@ -81,6 +90,7 @@ class Fuzz:
             each.cache.status([])
             each.cache.check()
         eventually(self.idle, "nothing is held")
+        self.counts["unfit"] = sum(each.cache.statistics().unfit for each in self.members)
         return self.counts
 
     def idle(self) -> bool:
@@ -105,7 +115,7 @@ class Fuzz:
         one.engine.drain(SECONDS)  # nothing reads the blocks
         versions = list(map(self.next_version, numbers))
         for number, version in zip(numbers, versions, strict=True):
-            self.put(one, number, bytes_of(number, version))
+            one.put(number, bytes_of(number, version, self.codec))
         return versions
 
     def next_version(self, number: int) -> int:
@@ -113,10 +123,6 @@ class Fuzz:
             return self.removals[number]
         self.version += 1
         return self.version
-
-    def put(self, one: Member, block: int, rows: npt.NDArray[np.uint8]) -> None:
-        for plane, row in zip(one.planes, rows, strict=True):
-            one.buffer.copy_from(row, offset=plane.address - one.buffer.address + block * ROW_BYTES)
 
     def targets(self, count: int) -> list[int]:
         return [SOURCES + each for each in self.rng.sample(range(TARGETS), count)]
@@ -128,12 +134,13 @@ class Fuzz:
             assert version is not None, f"{what}: key {number} was removed, and is a hit"
             starts = [plane.address - one.buffer.address + block * ROW_BYTES for plane in one.planes]
             rows = np.array([image[start : start + ROW_BYTES] for start in starts])
-            assert np.array_equal(rows, bytes_of(number, version)), f"{what}: key {number} has other bytes"
+            assert np.array_equal(rows, bytes_of(number, version, self.codec)), f"{what}: key {number} has other bytes"
         self.counts[what] += len(numbers)
 
     def legal(self, number: int) -> int | None:
         """The version that a hit must have. With a tier a key may come back from there until it is removed."""
-        return self.removals[number] if self.tiered else self.allowed[number]
+        version = self.removals[number] if self.tiered else self.allowed[number]
+        return None if version is None or unfit(number, version, self.codec) else version
 
     def accept(self, numbers: list[int], versions: list[int], keys: tuple[bytes, ...]) -> None:
         stored = set(map(int, keys))
@@ -171,8 +178,12 @@ class Fuzz:
             behind = one.cache.load(keys_of(numbers), blocks, after=NO_WAIT, pending=True)
         except MissingKeyError:
             return
-        behind.wait(SECONDS)
-        self.compare(one, numbers, blocks, "loaded pending")
+        if behind.jobs and any(self.legal(number) is None for number in numbers):
+            with pytest.raises(TransferError, match="did not fit the codec"):
+                behind.wait(SECONDS)
+        else:
+            behind.wait(SECONDS)
+            self.compare(one, numbers, blocks, "loaded pending")
 
     def fetch(self) -> None:
         one, numbers = self.rng.choice(self.members), self.some()
@@ -201,16 +212,16 @@ class Fuzz:
         versions = {}
         for number, slot in zip(map(int, reservation.keys), reservation.slots(), strict=True):
             versions[number] = self.next_version(number)
-            one.row(slot)[:] = bytes_of(number, versions[number]).reshape(-1)
+            one.row(slot)[:] = one.in_slot(bytes_of(number, versions[number], self.codec))
             self.allowed[number] = None
         self.opened.append((one, reservation, versions))
 
     def settle(self) -> None:
-        """Commit, abort or drop a reservation."""
+        """Commit, abort or drop a reservation. No program fills an entry by hand with what does not fit."""
         if self.opened:
             _, reservation, versions = self.opened.pop(self.rng.randrange(len(self.opened)))
             kind = self.rng.random()
-            if kind < 0.6:
+            if kind < 0.6 and not any(unfit(*each, self.codec) for each in versions.items()):
                 reservation.commit()
                 self.allowed |= versions
             elif kind < 0.8:
@@ -230,7 +241,8 @@ class Fuzz:
         if self.held:
             held = self.held.pop(self.rng.randrange(len(self.held)))
             for (number, version), slot in zip(held.versions, held.lease.slots(), strict=True):
-                same = np.array_equal(held.member.row(slot), bytes_of(number, version).reshape(-1))
+                expected = bytes_of(number, version, self.codec)
+                same = np.array_equal(held.member.row(slot), held.member.in_slot(expected))
                 assert same, f"lease: key {number} has other bytes"
             self.counts["leased"] += len(held.versions)
             if self.rng.random() < 0.8:
@@ -273,7 +285,7 @@ class Fuzz:
         self.opened = [each for each in self.opened if each[0] is not old]
         self.stacks[place].close()
         self.stacks[place] = ExitStack()
-        self.members[place] = Member(self.path, self.stacks[place])
+        self.members[place] = Member(self.path, self.stacks[place], codec=self.codec)
         self.counts["attached"] += 1
 
     def restart(self) -> None:

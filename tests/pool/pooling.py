@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from coded import normal
 from helpers import Gate
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
+from kvoffload.layout.coding import CodecName
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool.memory import Meaning, PoolMemory
 from kvoffload.pool.messages import (
@@ -49,13 +51,16 @@ def region_bytes(capacity: int, row_bytes: int = ENTRY_BYTES) -> int:
     return Meaning(capacity, row_bytes, bytes(16), bytes(16)).nbytes
 
 
-def contents(seed: int = 5) -> npt.NDArray[np.uint8]:
-    """(blocks, planes, bytes): what each key stands for."""
-    return np.random.default_rng(seed).integers(0, 256, (SOURCES, PLANES, ROW_BYTES), dtype=np.uint8)
+def rows_of(random: np.random.Generator, codec: CodecName, blocks: int) -> npt.NDArray[np.uint8]:
+    """(blocks, planes, bytes): random bytes; with a codec, values that fit."""
+    if codec == "raw":
+        return random.integers(0, 256, (blocks, PLANES, ROW_BYTES), dtype=np.uint8)
+    return normal(random, blocks * PLANES * ROW_BYTES // 2).reshape(blocks, PLANES, -1).view(np.uint8)
 
 
-def layout_of(planes: list[kvoffload.Plane]) -> KVLayout:
-    return KVLayout([planes], dtype="uint8", tokens_per_block=4, block_axes=("tokens", "x"))
+def layout_of(planes: list[kvoffload.Plane], codec: CodecName = "raw") -> KVLayout:
+    dtype = "uint8" if codec == "raw" else "bfloat16"
+    return KVLayout([planes], dtype=dtype, tokens_per_block=4, block_axes=("tokens", "x"), codec=codec)
 
 
 def eventually(true: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
@@ -67,11 +72,18 @@ def eventually(true: Callable[[], object], what: str, seconds: float = SECONDS) 
 
 
 class Member:
-    """An engine with a cache over a shared pool. Key `i` stands for its block `i`; more blocks are targets of loads."""
+    """An engine with a cache over a shared pool. Key `i` stands for its block `i`; more blocks are targets of loads.
+
+    Attributes:
+        codec: of all members that are made. Where they have one, their slots have a page for each entry as well.
+    """
+
+    codec: CodecName = "raw"
 
     def __init__(self, path: str, stack: ExitStack, *, device: Any = None, **options: Any) -> None:
         device = device or stack.enter_context(kvoffload.open_device(backend="simulated"))
-        self.device, self.expected = device, contents()
+        codec = options.pop("codec", self.codec)
+        self.device, self.expected = device, rows_of(np.random.default_rng(5), codec, SOURCES)
         self.planes = device.allocate_planes(PLANES, block_bytes=ROW_BYTES, num_blocks=SOURCES + TARGETS)
         self.buffer: Any = self.planes[0].owner
         image = np.full(self.buffer.nbytes, POISON, np.uint8)
@@ -79,11 +91,12 @@ class Member:
             start = plane.address - self.buffer.address
             image[start : start + SOURCES * ROW_BYTES] = self.expected[:, number].reshape(-1)
         self.buffer.copy_from(image)
-        self.layout = layout_of(self.planes)
+        self.layout = layout_of(self.planes, codec)
         options = {"identity": IDENTITY, "answer_seconds": SECONDS, **options}
         self.pool = stack.enter_context(SharedPool.attach(path, self.layout, **options))
+        ring = {"staging_bytes": 0 if codec == "raw" else 1 << 16}
         self.engine = stack.enter_context(
-            OffloadEngine(self.layout, device=device, host_memory=self.pool.host_memory, staging_bytes=0)
+            OffloadEngine(self.layout, device=device, host_memory=self.pool.host_memory, **ring)
         )
         self.cache: Any = BlockCache(self.engine, pool=self.pool)
 
@@ -112,9 +125,12 @@ class Member:
 
     def poison(self, blocks: Sequence[int] | range) -> None:
         for block in blocks:
-            for plane in self.planes:
-                row = np.full(ROW_BYTES, POISON, np.uint8)
-                self.buffer.copy_from(row, offset=plane.address - self.buffer.address + block * ROW_BYTES)
+            self.put(block, np.full((PLANES, ROW_BYTES), POISON, np.uint8))
+
+    def put(self, block: int, rows: npt.NDArray[np.uint8]) -> None:
+        """Write a block, (planes, bytes)."""
+        for plane, row in zip(self.planes, rows, strict=True):
+            self.buffer.copy_from(row, offset=plane.address - self.buffer.address + block * ROW_BYTES)
 
     def wrong(self, numbers: Sequence[int], blocks: Sequence[int] | range) -> list[int]:
         """The keys whose bytes are not in these blocks."""
@@ -128,8 +144,13 @@ class Member:
 
     def row(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of a slot; a view."""
-        found: npt.NDArray[np.uint8] = self.engine.slots[slot, :ENTRY_BYTES]
+        found: npt.NDArray[np.uint8] = self.engine.slots[slot, : self.layout.groups[0].payload_bytes]
         return found
+
+    def in_slot(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """What a slot has of a block, (planes, bytes)."""
+        coding = self.layout.groups[0].coding
+        return (rows if coding is None else coding.encode(rows.view(np.uint16))[0]).reshape(-1)
 
     def counts(self) -> tuple[int, int, int]:
         """Resident, pending and pinned keys of the region."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pool_fuzz import fuzz
 from seeds import rest_long, seeds
 
 from kvoffload import Tenant
+from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.tiers import MemoryTier
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -21,10 +23,12 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 STEPS = (120, 600)  # of those that run always, and of the others
 
 
-@pytest.mark.parametrize("number", rest_long(seeds(16), 4))
-def test_every_hit_has_the_bytes_of_its_last_store(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("codec", "number"), rest_long(product(CODECS, seeds(16)), 4))
+def test_every_hit_has_the_bytes_of_its_last_store(codec: CodecName, number: int, tmp_path: Path) -> None:
     options = OPTIONS[number % len(OPTIONS)]
-    counts = fuzz(tmp_path, number, STEPS[number >= 4], options=options, tiered="tiers" in options)
+    steps = STEPS[number >= 4] if codec == "raw" else 200  # kernels are interpreted
+    counts = fuzz(tmp_path, number, steps, options=options, tiered="tiers" in options, codec=codec)
     print(counts)
+    assert codec == "raw" or counts["unfit"], counts
     assert counts["stored"] > 30, counts
     assert sum(counts[what] for what in ("loaded", "loaded pending", "fetched", "leased")) > 10, counts

@@ -37,6 +37,12 @@ from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.tiers import Outcome
 
 
+@pytest.fixture(autouse=True, params=["raw", pytest.param("bf16-12", marks=pytest.mark.long)])
+def codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all members."""
+    monkeypatch.setattr(Member, "codec", request.param)
+
+
 class Standing(LRU):
     """A policy that stands still in `touch` until it is let go: so does its owner, as if it had been stopped."""
 
@@ -292,7 +298,7 @@ def test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have
                 other.memory.rows[entries] = 1
                 other.end(number)
             for number, slot in zip((0, 1), lease.slots(), strict=True):
-                assert (a.row(slot) == a.expected[number].reshape(-1)).all()
+                assert (a.row(slot) == a.in_slot(a.expected[number])).all()
             reservation.commit()
             with pytest.raises(ClosedError):
                 reservation.commit()

@@ -1,0 +1,89 @@
+"""Engines with a codec over a shared pool: who shares with whom, and keys whose blocks do not fit."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from coded import unfit
+from pooling import PLANES, ROW_BYTES, SECONDS, SOURCES, Member, eventually, held, keys_of, members, region_bytes, serve
+
+from kvoffload import NO_WAIT, TransferError
+from kvoffload.pool import PoolOwner
+from kvoffload.tiers import MemoryTier
+
+CODEC = {"codec": "bf16-12"}
+
+
+def spoil(one: Member, *numbers: int) -> None:
+    for number in numbers:
+        one.put(number, unfit(one.expected[number].view("u2")).view("u1"))
+
+
+def test_engines_with_and_without_the_codec_have_regions_of_their_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with PoolOwner(path, nbytes=2 * region_bytes(8), region_bytes=region_bytes(8)) as owner, ExitStack() as stack:
+        first, second, raw = (Member(path, stack, codec=codec) for codec in ("bf16-12", "bf16-12", "raw"))
+        first.store(*range(4))
+        assert (second.hits(*range(8)), raw.hits(*range(8))) == (4, 0)
+        raw.store(0, 1, 6)
+        assert (second.hits(*range(8)), raw.hits(0, 1, 6)) == (4, 3)
+        second.check_load(*range(4))
+        raw.check_load(0, 1, 6)
+        assert sorted(each["members"] for each in owner.statistics()) == [1, 2]
+        (slot,) = second.cache.acquire(keys_of([2])).slots()
+        assert (second.row(slot) == second.in_slot(second.expected[2])).all()
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_a_key_that_does_not_fit_is_no_hit_for_anyone(tmp_path: Path, tiered: bool) -> None:
+    """Neither while its store goes on nor later, nor in a tier of the owner's; the others of its store are."""
+    options = {"tiers": lambda *_: [MemoryTier(1 << 20)], "write": "through"} if tiered else {}
+    with serve(tmp_path, 8, **options) as owner, members(owner.path, 2, **CODEC) as (one, other):
+        spoil(one, 1, 3)
+        with held(one) as (stream, gate):
+            job = one.store(*range(5), wait=False, after=stream)
+            behind = one.cache.load(keys_of([2, 1]), [SOURCES, SOURCES + 1], after=NO_WAIT, pending=True)
+            gate.open()
+            job.wait(SECONDS)
+            with pytest.raises(TransferError, match="did not fit the codec"):
+                behind.wait(SECONDS)
+        assert job.unfit == tuple(keys_of([1, 3]))
+        eventually(lambda: other.hits(0), "the owner has heard of the end")
+        for each in (one, other):
+            assert [each.hits(number) for number in range(5)] == [1, 0, 1, 0, 1]
+            each.check_load(0, 2, 4)
+            each.cache.check()
+        statistics = one.cache.statistics()
+        assert (statistics.stored, statistics.declined, statistics.unfit) == (3, 2, 2)
+        assert other.cache.statistics().unfit == 0
+        eventually(lambda: one.counts() == (3, 0, 0), "nothing is held")
+        other.store(1, 3)
+        one.poison([1, 3])
+        eventually(lambda: one.hits(1, 3) == 2, "they are stored by one whose blocks fit")
+        one.check_load(1, 3)
+
+
+@pytest.mark.parametrize("with_jobs", [True, False])
+def test_reservations(tmp_path: Path, with_jobs: bool) -> None:
+    """Committed without its jobs, a key is found out by the first load."""
+    with serve(tmp_path, 8) as owner, members(owner.path, 2, **CODEC) as (one, other):
+        spoil(one, 1)
+        reservation = one.cache.reserve(keys_of([0, 1]))
+        job = one.engine.store([0, 1], reservation.slots(), after=NO_WAIT)
+        if with_jobs:
+            reservation.commit(job)
+            job.wait(SECONDS)
+        else:
+            job.wait(SECONDS)
+            reservation.commit()
+            eventually(lambda: other.hits(0, 1) == 2, "it is committed")
+            request = other.cache.open_request()
+            with pytest.raises(TransferError, match="did not fit the codec"):
+                other.cache.fetch(keys_of([0, 1]), [SOURCES, SOURCES + 1], after=NO_WAIT, request=request).wait(SECONDS)
+            request.end()
+            other.cache.touch([])
+        eventually(lambda: one.hits(0, 1) == 1 == other.hits(0, 1), "the key is gone")
+        assert one.cache.statistics().unfit + other.cache.statistics().unfit == 1
+        assert one.row(0).size == PLANES * ROW_BYTES * 49 // 64
