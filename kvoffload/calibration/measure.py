@@ -3,7 +3,7 @@
 Times are medians on the GPU's clock, of transfers one at a time on an idle GPU. Some transfers are also timed in the
 field, by wall clock: beside products of matrices, large and small, and beside copies in the other direction. A copier
 that cannot run here is left out, and then never chosen. What pack costs follows from contiguous copies, see
-`kvoffload.copiers.selection`.
+`kvoffload.copiers.selection`; it is timed only to see what the codec brings.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
 from kvoffload.copiers import why_not
 from kvoffload.device.device import Device
 from kvoffload.errors import CapabilityError
+from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Deviation, Profile, key_of
 from kvoffload.tuning.costs import CONCURRENT_COMPUTE, Situation
@@ -90,7 +91,7 @@ class _Tuner:
         scale, missing = self._scale, self._missing
         first = [*flat_sets(scale, missing), *strided_sets(scale)]
         checking = list(check_sets(scale, missing))
-        self._total = len(first) + 1 + len(checking)
+        self._total = len(first) + 1 + len(checking) + len(CODECS)
         with ExitStack() as undo:
             field = scale.field
             try:
@@ -107,6 +108,7 @@ class _Tuner:
             self._time([contiguous], link)
             samples = self._no_samples()
             self._time(first, samples)
+            codec = self._time_codec()
         situations = {}
         for situation, found in samples.items():  # the fastest gives the link; the contiguous copy may have been slow
             fastest = {
@@ -122,6 +124,7 @@ class _Tuner:
             situations=situations,
             host=fit_host(self._host),
             around=fit_host(self._around),
+            codec=codec,
             simulated=self._device.simulated,
         )
         checks = self._no_samples()
@@ -143,11 +146,34 @@ class _Tuner:
         situations = dict.fromkeys((Situation.IDLE, *(situation for situation, _ in self._backdrops)))
         return {situation: {direction: [] for direction in Direction} for situation in situations}
 
-    def _time(self, trial_sets: Iterable[TrialSet], samples: Samples) -> None:
+    def _time_codec(self) -> dict[Situation, dict[Direction, float]]:
+        """As `Profile.codec`."""
+        missing = self._missing
+        if "concurrent compute" in missing:  # no kernel can run here
+            missing["codec"] = missing["concurrent compute"]
+            return {}
+        block_bytes, blocks = self._scale.packed
+        packed = same_trials(False, self._scale.planes, block_bytes, [Trial("pack", blocks)])
+        self._memory.fill(self._memory.planes(packed))
+        found = []
+        for codec in CODECS:
+            found.append(self._no_samples())
+            self._time([packed], found[-1], codec)
+        raw, coded = found
+        return {
+            situation: {
+                direction: raw[situation][direction][0].seconds / samples[0].seconds
+                for direction, samples in of.items()
+                if samples and raw[situation][direction]
+            }
+            for situation, of in coded.items()
+        }
+
+    def _time(self, trial_sets: Iterable[TrialSet], samples: Samples, codec: CodecName | None = None) -> None:
         """Time each set on an idle GPU, and its trials of `FieldScale` in the other situations; add the samples."""
         scale = self._scale.field
         for trial_set in trial_sets:
-            with TrialEngine(self._device, self._memory, trial_set) as trial_engine:
+            with TrialEngine(self._device, self._memory, trial_set, codec=codec) as trial_engine:
                 for direction, trials in trial_set.trials.items():
                     samples[Situation.IDLE][direction] += trial_engine.rounds(direction, trials, self._repeats)
                     self._timed += trial_engine.counted
@@ -158,8 +184,9 @@ class _Tuner:
                             samples[situation][direction] += found
                             self._timed += trial_engine.counted
                             backdrop.drain()
-                self._host += trial_engine.host
-                self._around += trial_engine.around
+                if codec is None:
+                    self._host += trial_engine.host
+                    self._around += trial_engine.around
             self._step()
 
 

@@ -3,6 +3,7 @@
 scattered planes   batch, loop: sizes of a copy x copies                       -> curves
 folded planes      strided: sizes of a row x rows in an operation x operations -> fitted prices
 both               sizes in between, for the errors alone
+scattered planes   pack, with the codec and without: what the codec brings
 
 `FieldScale` says which transfers are also timed in every situation of the field.
 """
@@ -70,6 +71,8 @@ class FieldScale(NamedTuple):
 
     def has(self, trial_set: TrialSet, trial: Trial) -> bool:
         """Whether a trial of a set is timed in the field."""
+        if trial.copier == "pack":
+            return True
         if trial.copier == "strided":
             return trial_set.block_bytes in self.row_bytes and trial.blocks in self.operations
         copies = trial.blocks * trial_set.planes
@@ -94,6 +97,7 @@ class Scale(NamedTuple):
         row_bytes, heights, operations: of strided copies; a height is rows in an operation.
         wide_bytes, wide_operations: of strided operations of one row.
         check_bytes, check_blocks: for the errors.
+        packed: bytes of a block and blocks of the transfers by pack, with the codec and without.
         field: the transfers beside compute and in both directions.
         repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine gets a profile, too.
     """
@@ -116,6 +120,7 @@ class Scale(NamedTuple):
     wide_operations: tuple[int, ...]
     check_bytes: tuple[int, ...]
     check_blocks: tuple[int, ...]
+    packed: tuple[int, int]
     field: FieldScale
     repeats: int
     hurried: int
@@ -135,6 +140,7 @@ FULL = Scale(
     heights=(8, 64), operations=(1, 8, 64),
     wide_bytes=tuple(each * _KIB for each in (64, 256, 1024)), wide_operations=(16, 128),
     check_bytes=tuple(each * _KIB for each in (3, 6, 12, 48)), check_blocks=(3, 11, 40),
+    packed=(32 * _KIB, 32),
     field=FieldScale(
         copy_bytes=tuple(each * _KIB for each in (4, 16, 64, 256, 1024)), copies=(64, 128, 1024, 4096, 16384),
         row_bytes=tuple(each * _KIB for each in (4, 8, 16, 24, 32, 64, 1024)), operations=(1, 8, 64),
@@ -151,6 +157,7 @@ MINIATURE = Scale(  # for the simulated device
     row_bytes=(64, 256), heights=(2, 4), operations=(1, 4),
     wide_bytes=(256,), wide_operations=(2, 4),
     check_bytes=(128,), check_blocks=(3,),
+    packed=(512, 2),
     field=FieldScale(
         copy_bytes=(64,), copies=(4,), row_bytes=(64,), operations=(1,),
         large=SMALL, small=SMALL, opposite_bytes=4 * _KIB, repeats=1,

@@ -14,10 +14,13 @@ import numpy as np
 from kvoffload.calibration.backdrops import Backdrop
 from kvoffload.calibration.compute import in_context
 from kvoffload.calibration.schedule import Trial, TrialSet
+from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
+from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
+from kvoffload.layout.coding import CodecName
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
@@ -61,6 +64,14 @@ class TrialMemory:
             return [_plane(start, trial_set.block_bytes, self.pitch) for start in starts]
         return [_plane(each.address, trial_set.block_bytes, each.nbytes) for each in self._apart[: trial_set.planes]]
 
+    def fill(self, planes: Sequence[Plane]) -> None:
+        """Write bf16 values of a normal distribution into planes."""
+        values = np.random.default_rng(0).standard_normal(planes[0].span_bytes // 2).astype(np.float32)
+        rows = (values.view(np.uint32) >> 16).astype(np.uint16)
+        with self._device.current():
+            for plane in planes:
+                self._device.driver.copy_to_device(plane.address, address_of(rows), rows.nbytes)
+
     def flush(self) -> None:
         """Replace the content of the GPU's cache, since real blocks are mostly not in it. Waits."""
         nbytes = min(_FLUSH_BYTES, self._slab.nbytes)
@@ -85,13 +96,18 @@ def _plane(address: int, block_bytes: int, nbytes: int) -> Plane:
 class TrialEngine:
     """Transfers of random blocks between the planes of a set and random slots. A context manager.
 
+    Args:
+        codec: of the slots; None: "raw", and no memory for pack.
+
     Attributes:
         counted: how many timings the last `rounds` used; in the field each is of three transfers in a row.
         host: for each transfer on an idle GPU, the seconds that its submission kept the caller.
         around: for each, the seconds from the call until its end was seen, less those on the GPU's clock.
     """
 
-    def __init__(self, device: Device, memory: TrialMemory, trial_set: TrialSet, *, seed: int = 0) -> None:
+    def __init__(
+        self, device: Device, memory: TrialMemory, trial_set: TrialSet, *, codec: CodecName | None = None, seed: int = 0
+    ) -> None:
         planes = memory.planes(trial_set)
         most = min(trial_set.most_blocks, planes[0].num_blocks)
         self._trial_set, self._memory, self._most_blocks = trial_set, memory, most
@@ -99,10 +115,10 @@ class TrialEngine:
         self.host: list[Sample] = []
         self.around: list[Sample] = []
         self.engine = OffloadEngine(
-            KVLayout([planes]),
+            KVLayout([planes], codec=codec or "raw"),
             device=device,
             num_slots=most + most // 4 + 1,
-            staging_bytes=0,
+            staging_bytes=0 if codec is None else STAGING_BYTES,
             profile=default_profile(None),
         )
         random = np.random.default_rng(seed)

@@ -128,6 +128,7 @@ def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, A
             "missing": capabilities.missing,
             "profile": profile.source,
             "profile_is_measured": profile.key is not None,
+            "codec": {str(each): list(found.values()) for each, found in profile.codec.items()},
         }
     of_a_gpu = {
         "compute_capability": ".".join(map(str, capabilities.compute_capability)),

@@ -109,6 +109,9 @@ def of_copy_methods(fields: Fields) -> Iterator[Finding]:
     measured = fields["profile_is_measured"]
     remedy = "" if measured else "engines choose copy methods by another machine's figures: run `kvoffload tune`"
     yield Finding("ok" if measured else "warn", "profile", fields["profile"], remedy)
+    speeds = ", ".join(f"{each} x{min(found):.2f}" for each, found in fields["codec"].items() if found)
+    text = f"{speeds} of pack without it; leave it out if a percent of the blocks do not fit it, see `unfit`"
+    yield Finding("ok", "codec bf16-12", text if speeds else "not in the profile: `kvoffload tune` measures it")
     operations = "can be called" if fields["stream_memory_operations"] else "not used: cannot be called"
     yield Finding("ok", "driver feature, stream memory operations", operations)
 

@@ -112,6 +112,10 @@ def _figures(profile: Profile) -> dict[str, Any]:
         },
         "host_us": {name: {"fixed": each.fixed * 1e6, "copy": each.copy * 1e6} for name, each in profile.host.items()},
         "errors": {name: error._asdict() for name, error in profile.errors.items()},
+        "codec": {
+            str(situation): {str(direction): each for direction, each in found.items()}
+            for situation, found in profile.codec.items()
+        },
     }
 
 
@@ -135,6 +139,12 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kep
         output.table(title, ("copier", "median", "worst", "transfers"), errors)
         host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
         output.table("host time of a submission, us", ("copier", "fixed", "each copy"), host)
+        coded = [
+            (situation, *(f"{found[each]:.2f}" if each in found else "-" for each in Direction))
+            for situation, found in profile.codec.items()
+        ]
+        title = "codec bf16-12: times as fast as pack without it"
+        output.table(title, ("situation", *map(str, Direction)), coded)
         if tuning.missing or kept:
             output.line("")
     for name, reason in tuning.missing.items():

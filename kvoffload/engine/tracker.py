@@ -30,6 +30,7 @@ class Tracker:
         self._launcher = launcher
         self._copiers = copiers
         self._reports = reports
+        self._unfit = 0  # slots of stores
 
     def check_alive(self) -> None:
         """Raise TransferError if the context is lost."""
@@ -135,9 +136,21 @@ class Tracker:
         queue.transfers.popleft()
 
     def _report(self, queue: TransferQueue, transfer: Transfer) -> None:
-        """Count a finished transfer and keep its result, once. Log its failure, but not one per lost transfer."""
-        if self._reports.note(queue, transfer) and transfer.error is not None and self._in_flight.lost is None:
+        """Count a finished transfer and keep its result, once. Log its failure, but not one per lost transfer; and
+        blocks that did not fit the codec, whenever there are ten times as many.
+        """
+        if not self._reports.note(queue, transfer):
+            return
+        if transfer.error is not None and self._in_flight.lost is None:
             self._reports.notices.append(Notice(logging.WARNING, str(transfer.error)))
+        elif transfer.unfit:
+            before, self._unfit = self._unfit, self._unfit + len(transfer.unfit)
+            if before == 0 or len(str(before)) < len(str(self._unfit)):
+                text = (
+                    f"{self._unfit} slots so far were to hold blocks that do not fit the codec, which are not stored: "
+                    "if they are more than a percent of all, leave the codec out"
+                )
+                self._reports.notices.append(Notice(logging.WARNING, text))
 
     def mark_lost(self, error: Exception) -> None:
         """The context is lost and nothing runs any more: fail every transfer in flight."""

@@ -131,8 +131,8 @@ def test_a_key_of_several_groups_goes_whole(which: int) -> None:
             cache.check()
 
 
-def test_traffic_that_never_fits() -> None:
-    """Requests go on, and nothing is ever found."""
+def test_traffic_that_never_fits(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests go on, and nothing is ever found. The log says what to do, when it begins and at ten times as many."""
     with coded() as (engine, planes, blocks):
         spoil(engine, planes, blocks, *range(8))
         with BlockCache(engine) as cache:
@@ -143,6 +143,10 @@ def test_traffic_that_never_fits() -> None:
                 cache.check()
             statistics = cache.statistics()
             assert (statistics.resident, statistics.stored, statistics.unfit) == (0, 0, 48)
+            assert engine.statistics().store.failed == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" slots so far")[0] for text in said] == ["8", "16"]
+    assert all(text.endswith("leave the codec out") for text in said)
 
 
 def test_records_of_a_disk_are_coded_slots(tmp_path: Path) -> None:

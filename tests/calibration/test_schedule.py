@@ -23,6 +23,7 @@ from kvoffload.calibration.schedule import (
 )
 from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
 from kvoffload.kernels import compile_kernel
+from kvoffload.layout.coding import CODECS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierName, ProfileKey, default_profile
 from kvoffload.tuning.fitting import Sample, fit
@@ -159,11 +160,11 @@ def test_where_memory_is_short_large_transfers_are_left_out(device: kvoffload.De
 
 
 def test_when_time_is_short_there_are_fewer_rounds(device: kvoffload.Device) -> None:
-    field = TINY.field._replace(copy_bytes=(), row_bytes=())  # the contiguous copy alone, in three situations
+    field = TINY.field._replace(copy_bytes=(), row_bytes=())  # the contiguous copy and pack alone, in three situations
     scale = TINY._replace(repeats=2, field=field, few_bytes=())
     slow = tune(device, scale=scale._replace(seconds=0.0))
     fast = tune(device, scale=scale._replace(seconds=600.0))
-    in_field = 3 * len(Direction) * field.repeats
+    in_field = 3 * len(Direction) * field.repeats * (1 + len(CODECS))
     assert (slow.transfers - in_field) * 2 == fast.transfers - in_field
     assert slow.profile.costs.keys() == fast.profile.costs.keys() == set(Direction)
 

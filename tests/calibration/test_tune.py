@@ -21,6 +21,7 @@ from kvoffload.commands.tune import decisions
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload.tuning import (
     COPIERS,
@@ -116,6 +117,8 @@ def test_a_simulated_profile_can_be_written_and_is_never_used_for_a_gpu(
         assert costs.strided is not None
         assert set(costs.flat) == {"batch", "loop"}
     assert set(profile.errors) == {"strided", "batch"}
+    assert set(profile.codec) == set(Situation)
+    assert {len(found) for found in profile.codec.values()} == {len(Direction)}
     kept = profile_path(key_of(device))
     kept.parent.mkdir(parents=True)
     kept.write_bytes(path.read_bytes())
@@ -125,6 +128,10 @@ def test_a_simulated_profile_can_be_written_and_is_never_used_for_a_gpu(
 
 def test_an_engine_takes_the_profile_that_was_written(device: kvoffload.Device, measured: Measured) -> None:
     profile = parse(render(measured.tuning.profile))
+    assert profile.codec == {
+        situation: {direction: pytest.approx(each, rel=1e-3) for direction, each in found.items()}
+        for situation, found in measured.tuning.profile.codec.items()
+    }
     planes = device.allocate_planes(4, block_bytes=64, num_blocks=8)
     layout = kvoffload.KVLayout([planes])
     for prefer in ("overlap", "latency"):
@@ -196,7 +203,8 @@ def test_without_kernels_nothing_is_measured_beside_compute(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     tuning = tune(device, scale=TINY)
-    assert set(tuning.missing) == {"concurrent compute"}
+    assert set(tuning.missing) == {"concurrent compute", "codec"}
+    assert tuning.profile.codec == {}
     assert set(tuning.profile.situations) == {Situation.BOTH_DIRECTIONS}
     assert "Triton" in tuning.missing["concurrent compute"]
     assert all(set(costs.flat) == {"batch", "loop"} for costs in tuning.profile.costs.values())

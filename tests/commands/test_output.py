@@ -14,9 +14,10 @@ from printed import DOCUMENT, GPU, SIMULATED, check, check_help, check_options, 
 import kvoffload
 from kvoffload.calibration import Tuning
 from kvoffload.commands import build_parser, demo, doctor, findings, main, tune
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import Output
-from kvoffload.tuning import COPIERS, Deviation, HostCosts, ProfileKey, default_profile
+from kvoffload.tuning import COPIERS, Deviation, HostCosts, ProfileKey, Situation, default_profile
 
 REPLAY = ("replay", "--workload", "agents", "--requests", "20")
 WITH_BYTES = (*REPLAY, "--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "40")
@@ -108,6 +109,7 @@ def test_tune_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         default_profile(ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")),
         errors={"strided": Deviation(0.02, 0.1, 120)},
         host={"batch": HostCosts(2e-5, 1e-7)},
+        codec={Situation.IDLE: {Direction.STORE: 1.297, Direction.LOAD: 1.306}, Situation.LARGE_PRODUCTS: {}},
     )
     tuning = Tuning(profile, 4321, 24.5, {"concurrent compute": "kernels need Triton, which is not installed"})
     fields = {**GPU, "written": "/home/user/.cache/kvoffload/profile.json", "link_gb_per_s": {"store": 55.1}}
@@ -117,6 +119,7 @@ def test_tune_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not measured: concurrent compute: " in text.rpartition("\n\n")[2]
     assert "4,321 transfers in 24.5 s" in " ".join(text.split())
     assert re.search(r"batch +20 +0\.10", text)
+    assert re.search(r"\nidle +1\.30 +1\.31\nlarge products +- +-\n", text)
 
 
 # doctor ---------------------------------------------------------------------------------------------------------------
@@ -148,6 +151,10 @@ def test_doctor_of_a_gpu_is_grouped_and_all_is_well(capsys: pytest.CaptureFixtur
     assert "  ok    driver feature, stream memory operations: " in text
     assert "->" not in text
     assert {each.status for each in found_by(fields).values()} == {"ok"}
+    assert "`kvoffload tune` measures it" in found_by(fields)["codec bf16-12"].text
+    fields["codec"] = {"idle": [1.29, 1.31], "both directions": [0.853, 1.2], "small products": []}
+    said = found_by(fields)["codec bf16-12"].text
+    assert said.startswith("idle x1.29, both directions x0.85 of pack without it; leave it out if ")
 
 
 @pytest.mark.parametrize(
