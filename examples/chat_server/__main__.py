@@ -33,6 +33,7 @@ def options() -> argparse.Namespace:
     add("--batch", type=int, default=8, help="requests that are served at the same time (%(default)s)")
     add("--chunk", type=int, default=64, help="tokens of a prompt that a step computes (%(default)s)")
     add("--pool-bytes", type=size, default="1G", help="host memory for blocks (%(default)s)")
+    add("--codec", choices=("raw", "bf16-12"), default="raw", help="of the pool and the disk; bf16-12 needs bfloat16")
     add("--disk", type=Path, help="a file for blocks; with --disk-bytes")
     add("--disk-bytes", type=size, default=0, help="its size")
     add("--no-offload", action="store_true", help="only the cache on the device")
@@ -71,6 +72,7 @@ def main() -> int:
         batch=chosen.batch,
         offload=not chosen.no_offload,
         pool_bytes=chosen.pool_bytes,
+        codec=chosen.codec,
         disk=chosen.disk,
         disk_bytes=chosen.disk_bytes,
         share_generated=chosen.share_generated,

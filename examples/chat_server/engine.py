@@ -44,6 +44,7 @@ from chat_server.blocks import DeviceBlocks
 from chat_server.llama import Sampling, cache_shapes, compute_step
 from chat_server.requests import BusyError, Deliver, FinishReason, Request, TooLongError, Wanted
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
+from kvoffload.layout.coding import CodecName
 
 FETCH_SECONDS = 1.0  # then a prompt is computed instead of read from the disk
 IDLE_SECONDS = 0.001  # between looks at fetches, if there is nothing else to do
@@ -67,6 +68,7 @@ class EngineOptions:
         pool_bytes, disk, disk_bytes, prefill_tokens_per_second: as for `kvoffload.open_cache`.
         share_generated: whether blocks of answers are shared and stored, too.
         policy: of the cache.
+        codec: of its slots, see `kvoffload.KVLayout`.
     """
 
     identity: str
@@ -83,6 +85,7 @@ class EngineOptions:
     prefill_tokens_per_second: float | None = None
     share_generated: bool = False
     policy: PolicyName = DEFAULT_POLICY
+    codec: CodecName = "raw"
 
     def __post_init__(self) -> None:
         for name, unit in {"context_tokens": BLOCK_TOKENS, "chunk_tokens": BLOCK_TOKENS, "batch": 1}.items():
@@ -141,7 +144,8 @@ class Engine:
             disk: dict[str, Any] = below if options.disk is not None else {}
             speed = options.prefill_tokens_per_second
             self.cache = kvoffload.open_cache(
-                self._owned,
+                self._owned.layout.with_codec(options.codec),
+                device=self._device,
                 pool_bytes=options.pool_bytes,
                 policy=options.policy,
                 prefill_tokens_per_second=speed,

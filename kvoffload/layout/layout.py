@@ -61,8 +61,8 @@ class KVLayout(HtmlRepresentation):
             bytes use the same.
         codec: "bf16-12": slots hold bf16 values in 12 bits each, without loss, so that there are nearly a third more of
             them in the same memory; `kvoffload.layout.coding` has the format. A list has one codec for each group. A
-            block that the codec cannot hold is not stored, see `Job.unfit`. Needs kernels, values of bf16, and blocks
-            of a multiple of 512 bytes in each plane; 2,048 are best. Keys depend on it.
+            block that the codec cannot hold is not stored, see `Job.unfit`. Needs kernels, bf16 values or their bits
+            as uint16, and blocks of a multiple of 512 bytes in each plane; 2,048 are best. Keys depend on it.
 
     Attributes:
         groups: a tuple of `Group`.
@@ -336,9 +336,10 @@ def checked_codecs(codec: Any, groups: int, dtype: DTypeLike | None) -> tuple[Co
         raise LayoutError(
             f"codec must be one of {', '.join(CODECS)}, or a list with one for each group, got {shown(codec)}"
         )
-    if dtype is not None and dtype_name(dtype) != "bfloat16" and "bf16-12" in codecs:
+    if dtype is not None and dtype_name(dtype) not in ("bfloat16", "uint16") and "bf16-12" in codecs:
         raise LayoutError(
-            f"codec={shown(codec)} codes values of bfloat16, and dtype is {dtype_name(dtype)}: leave codec out"
+            f"codec={shown(codec)} codes bfloat16, or its bits as uint16, and dtype is {dtype_name(dtype)}: leave "
+            "codec out"
         )
     return codecs  # type: ignore[return-value]  # each is in CODECS
 

@@ -16,6 +16,8 @@ from chat_server.blocks import DeviceBlocks
 from chat_server.engine import EngineOptions
 from chat_server.requests import BusyError, TooLongError, Wanted
 
+from kvoffload.layout.coding import CODECS, CodecName
+
 
 @pytest.fixture(scope="module")
 def unbounded() -> Iterator[list[list[int]]]:
@@ -48,13 +50,15 @@ def test_below_a_small_device_they_are_answered_the_same(unbounded: list[list[in
         assert engine.cache.statistics().pinned == 0
 
 
-def test_bfloat16_is_answered_the_same() -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_bfloat16_is_answered_the_same(codec: CodecName) -> None:
     """It rounds 65,536 times as coarsely as float32: every bit counts."""
     with engine_of(device_blocks=400, offload=False, dtype="bfloat16") as engine:
         expected = conversations(engine, 6, 3)
-    with engine_of(device_blocks=18, dtype="bfloat16") as engine:
+    with engine_of(device_blocks=18, dtype="bfloat16", codec=codec) as engine:
         assert conversations(engine, 6, 3) == expected
         assert min(engine.counts["host"], engine.counts["preempted"]) > 0
+        assert engine.cache.statistics().unfit == 0
 
 
 def test_without_offload_a_small_device_computes_more(unbounded: list[list[int]]) -> None:

@@ -174,12 +174,13 @@ def test_unknown_codecs_are_refused(codec: object) -> None:
 def test_what_cannot_be_coded_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"multiple of 512 bytes in each plane, and groups\[0\] has a plane with 768"):
         KVLayout([planes(512, 768)], codec="bf16-12")
-    with pytest.raises(LayoutError, match="codes values of bfloat16, and dtype is float16"):
+    with pytest.raises(LayoutError, match="codes bfloat16, or its bits as uint16, and dtype is float16"):
         KVLayout([planes(512)], codec="bf16-12", dtype="float16")
     for wrong in (planes(512, address=(1 << 20) + 2), planes(512, padding=2)):
         with pytest.raises(LayoutError, match=r"multiples of 4, and groups\[0\]\[0\] is Plane"):
             KVLayout([wrong], codec="bf16-12")
     KVLayout([planes(768), planes(512, address=1 << 30)], codec=["raw", "bf16-12"])
+    KVLayout([planes(512)], codec="bf16-12", dtype="uint16")
 
 
 def test_keys_depend_on_the_codec() -> None:
