@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.internal.models import ModelGeometry, find_model
+from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import COMMON, add_command, models, numbers, size, whole
 from kvoffload_bench import field_report
@@ -30,6 +31,7 @@ LAYOUTS = {
 _MODELS = ("llama-3.1-8b", "deepseek-v3-mla", "gpt-oss-120b-tp2", "qwen2.5-0.5b")
 _QUICK_MODELS = ("llama-3.1-8b", "qwen2.5-0.5b")
 _SIMULATED_MODELS = ("qwen2.5-0.5b",)  # kernels are interpreted there, slowly
+_SIMULATED_CODED_MODELS = ("llama-3.1-8b",)  # the scaled blocks of the other are too small
 _QUICK_LAYOUTS = ("block-major", "plane-major")
 _QUICK_SITUATIONS = (Situation.IDLE, Situation.LARGE)
 _BYTES, _MOST_BYTES = 64 << 20, 4 << 30  # of a transfer
@@ -56,6 +58,7 @@ class Plan:
     nbytes: int | None
     transfers: int | None
     seconds: float | None
+    codec: CodecName
 
     @property
     def groups(self) -> int:
@@ -79,6 +82,7 @@ def add_parser(benches: Any) -> None:
     extent.add_argument("--bytes", type=size_of, metavar="N", help="of a transfer, such as 4MiB (default 64MiB)")
     extent.add_argument("--blocks", type=blocks, metavar="N,...", help=f"of a transfer, 1 to {_MOST_BLOCKS}")
     add("--transfers", type=most, metavar="N", help="of a series (default: 256 MiB of them)")
+    add("--codec", choices=CODECS, default="raw", metavar="NAME", help="also pack with a codec: bf16-12")
     add("--quick", action="store_true", help="fewer geometries, layouts and situations")
     add_bench_options(parser, _REPEATS)
     parser.set_defaults(run=run)
@@ -93,7 +97,8 @@ def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
     """What the options ask for."""
     quick = arguments.quick
     seconds = None if arguments.repeats else _QUICK_SECONDS if quick else _SECONDS
-    names = _SIMULATED_MODELS if simulated else _QUICK_MODELS if quick else _MODELS
+    of_simulated = _SIMULATED_MODELS if arguments.codec == "raw" else _SIMULATED_CODED_MODELS
+    names = of_simulated if simulated else _QUICK_MODELS if quick else _MODELS
     named = arguments.model or [[find_model(name) for name in names]]
     situations = arguments.situations or (_QUICK_SITUATIONS if quick or simulated else Situation)
     return Plan(
@@ -105,6 +110,7 @@ def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
         arguments.bytes,
         arguments.transfers,
         seconds,
+        arguments.codec,
     )
 
 
@@ -142,7 +148,7 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
                 size = series_size(model, blocks, plan.nbytes or _BYTES, transfers)
                 with contiguous_series(lab, size) as contiguous:
                     for layout in plan.layouts:
-                        _add_cells(fields, lab, series, layout, model, contiguous)
+                        _add_cells(fields, series, layout, model, contiguous, plan.codec)
     cells = fields["cells"]
     fields["wrong_rows"] = sum(cell["wrong"] for cell in cells)
     if not lab.device.simulated:
@@ -154,12 +160,12 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
 
 
 def _add_cells(
-    fields: Fields, lab: Lab, series: SeriesRun, layout: str, model: ModelGeometry, contiguous: ContiguousSeries
+    fields: Fields, series: SeriesRun, layout: str, model: ModelGeometry, contiguous: ContiguousSeries, codec: CodecName
 ) -> None:
     """Measure one layout of a model; what cannot be measured is named."""
     with (
-        FieldSetup(lab, model, LAYOUTS[layout], contiguous.size) as field,
-        closing(FieldMethods(field, contiguous)) as methods,
+        FieldSetup(series.lab, model, LAYOUTS[layout], contiguous.size) as field,
+        closing(FieldMethods(field, contiguous, codec)) as methods,
     ):
         setup = field.setup
         fields["profile"] = setup.engine.profile.source

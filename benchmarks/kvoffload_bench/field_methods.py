@@ -16,7 +16,9 @@ import numpy as np
 from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder
+from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.internal.models import ModelGeometry
+from kvoffload.layout.coding import CodecName
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import COPIERS, CopierName
 from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GRID_STRIDE, GridStride, open_grid
@@ -70,12 +72,14 @@ class FieldSetup:
         events: by direction, an event without times.
     """
 
-    def __init__(self, lab: Lab, model: ModelGeometry, placement: Placement, size: SeriesSize) -> None:
+    def __init__(
+        self, lab: Lab, model: ModelGeometry, placement: Placement, size: SeriesSize, codec: CodecName = "raw"
+    ) -> None:
         self.lab, self.size, self.model, self.placement = lab, size, model, placement
         self.slots_in_series = size.slots * size.transfers
         count = 2 * (self.slots_in_series + size.slots) * len(model.groups)
         with ExitStack() as undo:
-            self.setup = undo.enter_context(TransferSetup(lab, model, placement=placement, count=count))
+            self.setup = undo.enter_context(TransferSetup(lab, model, placement=placement, count=count, codec=codec))
             self.streams: dict[Direction, int] = {}
             self.events: dict[Direction, int] = {}
             undo.callback(self._destroy)
@@ -227,7 +231,8 @@ def by_engine(field: FieldSetup, copiers: Mapping[Direction, CopierName | None])
 
 
 class FieldMethods:
-    """Every copy method for the series of a setup, by name. Free it with `close`.
+    """Every copy method for the series of a setup, by name; and "pack" with a codec, by the codec's, unless that is
+    "raw". Free it with `close`.
 
     The flat batch and the engine's flat copies have memory of their own. On an idle stream the driver copies rows under
     28 KiB with the CPU, and GPU memory that the CPU has written to stays different from then on, for megabytes around:
@@ -238,8 +243,9 @@ class FieldMethods:
         not_run: by name, why a copy method cannot be used here.
     """
 
-    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries) -> None:
-        self._field, self._contiguous = field, contiguous
+    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries, codec: CodecName = "raw") -> None:
+        self._field, self._contiguous, self._codec = field, contiguous, codec
+        self._coded: FieldSetup | None = None
         self.not_run: dict[str, str] = {}
         with ExitStack() as undo:
             self._apart = undo.enter_context(FieldSetup(field.lab, field.model, field.placement, field.size))
@@ -258,6 +264,12 @@ class FieldMethods:
             else:
                 undo.callback(grid.close)
                 self._bare[GRID] = self._on_streams(field, self._grid_queues(grid))
+            if codec != "raw":
+                try:
+                    given = field.lab, field.model, field.placement, field.size
+                    self._coded = undo.enter_context(FieldSetup(*given, codec))
+                except (LayoutError, CapabilityError) as error:
+                    self.not_run[codec] = str(error)
             self._undo = undo.pop_all()
 
     def of(self, directions: Sequence[Direction]) -> dict[str, SeriesMethod]:
@@ -273,6 +285,9 @@ class FieldMethods:
             if missing[name] is None:
                 field = self._apart if name in _APART else self._field
                 found[name] = SeriesMethod(by_engine(field, dict.fromkeys(directions, name)), field, nbytes)
+        if self._coded is not None:
+            coded = by_engine(self._coded, dict.fromkeys(directions))
+            found[self._codec] = SeriesMethod(coded, self._coded, nbytes)
         return found | self._bare
 
     def _on_streams(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvoffload.layout.coding import CODECS
 from kvoffload.terminal.console import Output, counted
 from kvoffload.tuning import COPIERS
 from kvoffload_bench.field_compute import Situation
@@ -23,6 +24,7 @@ _LEGEND = (
     "slow: time of a product during the choice's series over its time alone",
     "max us: the longest call of store() or load()",
 )
+_CODEC_LEGEND = "coded: GB/s of bf16 values by pack with the codec, over those by pack without it"
 
 
 def regret(best: float, choice: float) -> float:
@@ -57,6 +59,9 @@ def _compared(methods: Mapping[str, Record]) -> dict[str, Any] | None:
     if best is not None:
         found |= {"best_method": best, "best_gb_per_s": rates[best], "choice/best": choice / rates[best]}
         found |= {"best_compute_slowdown": methods[best].get("compute_slowdown"), "regret": regret(rates[best], choice)}
+    coded = next((name for name in CODECS if name in rates), None)
+    if coded is not None and "pack" in rates:
+        found |= {"codec": coded, "codec/pack": rates[coded] / rates["pack"]}
     if CONTIGUOUS_COPY in rates:
         found |= {"limit_gb_per_s": rates[CONTIGUOUS_COPY], "choice/limit": choice / rates[CONTIGUOUS_COPY]}
     return found
@@ -78,7 +83,7 @@ def show(fields: Fields, output: Output) -> None:
         output.line(worst_text(lowest))
     if fields["cells"]:
         output.line(f"wall clock of series of transfers; {_transfers_text(fields['cells'])}")
-        for text in _LEGEND:
+        for text in (*_LEGEND, *([_CODEC_LEGEND] if any("codec" in each for each in comparisons) else [])):
             output.line(text)
     for situation in Situation:
         for layout in dict.fromkeys(each["layout"] for each in fields["cells"]):
@@ -139,7 +144,8 @@ def _show_place(situation: Situation, layout: str, cells: Sequence[Record], outp
     if not cells:
         return
     found = {tuple(each[name] for name in PLACE): each for each in compare(cells)}
-    columns = ("transfer", "moves", "GB/s", "by", "/limit", "best", "regret", "slow", "max us")
+    coded = ["coded"] if any("codec" in each for each in found.values()) else []
+    columns = ("transfer", "moves", "GB/s", "by", "/limit", "best", "regret", "slow", *coded, "max us")
     lines = []
     for cell in cells:
         if cell["method"] != CHOICE:
@@ -148,7 +154,7 @@ def _show_place(situation: Situation, layout: str, cells: Sequence[Record], outp
         blocks = f"{cell['blocks']}x{cell['planes']}x{_kib(cell['block_bytes'])}"
         line = [blocks, cell["direction"]]
         if each is None:
-            line += ["ended", chosen_text(cell["chosen"]), "-", "-", "-", "-"]
+            line += ["ended", chosen_text(cell["chosen"]), "-", "-", "-", "-", *("-" for _ in coded)]
         else:
             line += [
                 fixed(each["choice_gb_per_s"]),
@@ -157,6 +163,7 @@ def _show_place(situation: Situation, layout: str, cells: Sequence[Record], outp
             ]
             best = each.get("best_method")
             line += [best or "-", f"{each['regret']:.0%}" if best else "-", fixed(each["compute_slowdown"], 2)]
+            line += [fixed(each.get("codec/pack"), 2) for _ in coded]
         lines.append([*line, f"{cell['call_max_us']:.0f}"])
     output.table(f"{situation.text}, {layout}", columns, lines)
 

@@ -209,6 +209,7 @@ class SeriesRun:
             only the first place of each group has a round that is not counted.
 
     Attributes:
+        lab: as given.
         not_run: by situation, why its computation cannot be had here.
     """
 
@@ -224,7 +225,7 @@ class SeriesRun:
         pace: Pace = queued,
         spare: bool = False,
     ) -> None:
-        self._lab, self._directions, self._groups, self._seconds = lab, directions, groups, seconds
+        self.lab, self._directions, self._groups, self._seconds = lab, directions, groups, seconds
         self._progress, self._pace, self._spare = progress, pace, spare
         self._begin, self._done = time.perf_counter(), 0
         self.not_run: dict[str, str] = {}
@@ -263,10 +264,10 @@ class SeriesRun:
             fields: of each cell, beside those that are measured.
         """
         places = self._groups * len(self._computes) * len(self._directions)
-        warm = self._spare and self._lab.device.simulated  # it has no caches
+        warm = self._spare and self.lab.device.simulated  # it has no caches
         for situation, compute in self._computes.items():
             for directions in self._directions:
-                repeats = repeats_now(self._lab.repeats, self._seconds, self.elapsed, self._done, places)
+                repeats = repeats_now(self.lab.repeats, self._seconds, self.elapsed, self._done, places)
                 methods = methods_of(DIRECTIONS[directions])
                 place = {**fields, "situation": str(situation), "direction": directions}
                 place["transfers"] = transfers * len(DIRECTIONS[directions])
@@ -287,9 +288,9 @@ class SeriesRun:
     ) -> Iterator[dict[str, Any]]:
         recorded, scenarios = {name: Recorded() for name in methods}, {}
         for submitter, _, _, chosen in methods.values():
-            for _ in range(-(-_SETTLING // transfers) if chosen is not None and not self._lab.device.simulated else 0):
+            for _ in range(-(-_SETTLING // transfers) if chosen is not None and not self.lab.device.simulated else 0):
                 self._execute(submitter, directions, transfers, compute, Recorded())
-        simulated, uncounted = self._lab.device.simulated, 0 if warm else WARM_UP
+        simulated, uncounted = self.lab.device.simulated, 0 if warm else WARM_UP
         for name, (submitter, targets, nbytes, _) in methods.items():
             scenarios[name] = Scenario(
                 partial(self._execute, submitter, directions, transfers, compute, recorded[name]),
@@ -309,9 +310,9 @@ class SeriesRun:
             yield cell if simulated else cell | figures(recorded[name], timings[name], uncounted, alone)
 
     def _warm_up(self, submitter: Submitter, directions: Sequence[Direction], index: int) -> None:
-        if not self._spare or self._lab.device.simulated:
+        if not self._spare or self.lab.device.simulated:
             return
-        with self._lab.device.current():
+        with self.lab.device.current():
             for direction in directions:
                 submitter.submit(direction, index)
             while not submitter.done():
@@ -319,7 +320,7 @@ class SeriesRun:
             submitter.finish()
 
     def _alone(self, compute: ConcurrentCompute) -> float:
-        with self._lab.device.current():
+        with self.lab.device.current():
             return compute.seconds_alone()
 
     def _execute(
@@ -331,7 +332,7 @@ class SeriesRun:
         recorded: Recorded,
     ) -> float:
         """One series; seconds from the first call until the last transfer has ended, wall clock."""
-        with self._lab.device.current():
+        with self.lab.device.current():
             try:
                 if compute is not None:
                     compute.begin()

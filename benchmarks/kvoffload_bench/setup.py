@@ -19,36 +19,53 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
+from kvoffload.layout.coding import CodecName, Coding
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import COPIERS, CopierName
 from kvoffload_bench.harness import Lab
 
+_CHUNKS = 4096  # different ones
 _FLAT_COPIES = 4096  # of one driver call; a call with 51,828 has crashed a driver
 
 
 class SetupBytes:
-    """Random bytes for `slots` slots of each of `groups` groups. Free it with `close`."""
+    """Random bytes for `slots` slots of each of `groups` groups; with a coding, bf16 values of a normal distribution.
+    Free it with `close`.
+    """
 
-    def __init__(self, lab: Lab, groups: int, slots: int, payload_bytes: int) -> None:
+    def __init__(self, lab: Lab, groups: int, slots: int, payload_bytes: int, coding: Coding | None = None) -> None:
         self._lab, self._payload_bytes = lab, payload_bytes
         random = np.random.default_rng(lab.seed + 1)
-        words = random.integers(0, 1 << 64, (groups, slots, payload_bytes // 8), np.uint64)
-        self._right: UInt8Array = words.view(np.uint8)
+        if coding is None:
+            words = random.integers(0, 1 << 64, (groups, slots, payload_bytes // 8), np.uint64)
+            self._right = self._coded = words.view(np.uint8)
+        else:
+            values = random.standard_normal((_CHUNKS, coding.values)).astype(np.float32).view(np.uint32) >> 16
+            chunks, chosen = values.astype(np.uint16), (groups, slots, payload_bytes // coding.chunk_bytes)
+            index = random.integers(0, _CHUNKS, chosen)
+            self._right = chunks.view(np.uint8)[index].reshape(groups, slots, -1)
+            self._coded = coding.encode(chunks)[0][index].reshape(groups, slots, -1)
         self._table = FlatTable(_FLAT_COPIES)
-        nbytes = -(-words.nbytes // PAGE_BYTES) * PAGE_BYTES
+        nbytes = -(-self._right.nbytes // PAGE_BYTES) * PAGE_BYTES
         with lab.device.current():
             self._pinned = PinnedMemory(lab.driver, nbytes, unit_bytes=nbytes)
-        self._mirror = self._pinned.array[: words.nbytes].reshape(self._right.shape)
+        self._mirror = self._pinned.array[: self._right.nbytes].reshape(self._right.shape)
 
     def take(self, slots: int, first: int = 0) -> None:
         """Make all methods concern `slots` slots of each group, from `first` on."""
-        self._expected = [slot for group in self._right for slot in group[first : first + slots]]
-        self._found = [slot for group in self._mirror for slot in group[first : first + slots]]
+        taken = slice(first, first + slots)
+        self._expected, self._in_slots, self._found = (
+            [slot for group in each for slot in group[taken]] for each in (self._right, self._coded, self._mirror)
+        )
+
+    def in_slots(self, found: Sequence[UInt8Array]) -> list[tuple[UInt8Array, UInt8Array]]:
+        """Pairs of what was found in each slot, and what it is to hold."""
+        return list(zip(found, self._in_slots, strict=True))
 
     def against(self, found: Sequence[UInt8Array]) -> list[tuple[UInt8Array, UInt8Array]]:
-        """Pairs of the found and the right bytes of each slot."""
+        """Pairs of the found and the right bytes of each slot's blocks."""
         return list(zip(found, self._expected, strict=True))
 
     def upload(self, device: UInt64Array, row_bytes: int) -> None:
@@ -131,6 +148,7 @@ class TransferSetup:
         blocks_per_slot: adjacent device blocks in a slot.
         count: blocks of a transfer, summed over the groups; None for `size.payload_bytes`. At least one slot a group.
         plane_bytes: bytes of a plane, about; None for `size.plane_bytes`.
+        codec: of the slots.
         options: of the engines.
 
     Attributes:
@@ -149,6 +167,7 @@ class TransferSetup:
         blocks_per_slot: int = 1,
         count: int | None = None,
         plane_bytes: int | None = None,
+        codec: CodecName = "raw",
         **options: Any,
     ) -> None:
         self.lab, self.model, self.placement, self.blocks_per_slot = lab, geometry.name, placement, blocks_per_slot
@@ -164,13 +183,14 @@ class TransferSetup:
         with ExitStack() as stack:
             places = max((plane_bytes or lab.size.plane_bytes) // (self.block_bytes * blocks_per_slot), 2 * slots)
             planes = [self._allocate_planes(stack, places * blocks_per_slot) for _ in range(groups)]
-            self.layout = KVLayout(planes, blocks_per_slot=blocks_per_slot)
+            self.layout = KVLayout(planes, blocks_per_slot=blocks_per_slot, codec=codec)
+            self._coding = self.layout.groups[0].coding
             spare = min(4 * slots * groups, _MAX_SPARE_POOL_BYTES // self.layout.slot_bytes)
             self.engine = stack.enter_context(
                 OffloadEngine(self.layout, device=lab.device, num_slots=max(slots * groups, spare), **options)
             )
             self._bytes = stack.enter_context(
-                closing(SetupBytes(lab, groups, slots, self.rows_per_slot * self.row_bytes))
+                closing(SetupBytes(lab, groups, slots, self.rows_per_slot * self.row_bytes, self._coding))
             )
             self._choose_blocks(places, slots, planes)
             self._stack = stack.pop_all()
@@ -187,6 +207,7 @@ class TransferSetup:
             blocks_per_slot=self.blocks_per_slot,
             count=count,
             plane_bytes=1,
+            codec=self.layout.codecs[0],
             **self._options,
         )
 
@@ -317,7 +338,7 @@ class TransferSetup:
         if direction is Direction.STORE:
             self._bytes.upload(self.ends(Direction.STORE)[0], self.row_bytes)
         else:
-            self.lab.write(self._bytes.against(self._stored()))
+            self.lab.write(self._bytes.in_slots(self._stored()))
 
     def poison(self, direction: Direction) -> None:
         """Overwrite the targets of a direction. The GPU does it, so that the CPU's caches hold nothing of them; of
@@ -338,15 +359,16 @@ class TransferSetup:
 
     def wrong(self, direction: Direction) -> int:
         """The number of rows of a transfer's targets that do not hold the right bytes."""
+        row_bytes = self.row_bytes
         if direction is Direction.STORE:
-            found = self._stored()
-        else:
-            found = self._bytes.download(self.ends(Direction.LOAD)[1], self.row_bytes)
-        return self.lab.wrong_rows(self._bytes.against(found), self.row_bytes)
+            coded = row_bytes if self._coding is None else self._coding.coded(row_bytes)
+            return self.lab.wrong_rows(self._bytes.in_slots(self._stored()), coded)
+        found = self._bytes.download(self.ends(Direction.LOAD)[1], row_bytes)
+        return self.lab.wrong_rows(self._bytes.against(found), row_bytes)
 
     def _stored(self) -> list[UInt8Array]:
         """The payload of each slot."""
-        payload = self.rows_per_slot * self.row_bytes
+        payload = self.layout.groups[0].payload_bytes
         return [self.engine.slots[slot, :payload] for group in self.groups for slot in group.slots]
 
     def close(self) -> None:

@@ -147,8 +147,8 @@ class Tracker:
             before, self._unfit = self._unfit, self._unfit + len(transfer.unfit)
             if before == 0 or len(str(before)) < len(str(self._unfit)):
                 text = (
-                    f"{self._unfit} slots so far were to hold blocks that do not fit the codec, which are not stored: "
-                    "if they are more than a percent of all, leave the codec out"
+                    f"slots with blocks that do not fit the codec, which are not stored: {self._unfit} so far; if that "
+                    "is more than a percent of all, leave the codec out"
                 )
                 self._reports.notices.append(Notice(logging.WARNING, text))
 

@@ -13,6 +13,7 @@ from benching import run_json, times_in
 import kvoffload
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
+from kvoffload.layout.coding import Coding
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
 from kvoffload.testing import SimulatedDriver
@@ -68,6 +69,29 @@ def test_each_copier_is_the_one_that_was_asked_for(capsys: pytest.CaptureFixture
     chosen = [cell["chosen"] for cell in fields["cells"] if "chosen" in cell]
     assert [cell["method"] for cell in fields["cells"] if "chosen" in cell] == [CHOICE]
     assert [sum(counts.values()) for counts in chosen[0].values()] == [2, 2]
+
+
+def test_a_codec_is_one_more_method_whose_bytes_are_verified(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (*ONE, "--transfers", "1", "--codec", "bf16-12")
+    fields = run_json(capsys, *options)
+    assert {cell["method"] for cell in fields["cells"]} == METHODS | {"bf16-12"}
+    assert (fields["wrong_rows"], fields["not_run"]) == (0, {})
+    assert len({cell["nbytes"] for cell in fields["cells"] if cell["method"] != CONTIGUOUS_COPY}) == 1
+    small = run_json(capsys, *options, "--model", "qwen2.5-0.5b")
+    assert "multiple of 512 bytes" in small["not_run"]["bf16-12"]
+    assert {cell["method"] for cell in small["cells"]} == METHODS
+    encode = Coding.encode
+
+    def one_bit(coding: Coding, blocks: Any) -> Any:
+        records, fits = encode(coding, blocks)
+        records[:, 7] ^= 1
+        return records, fits
+
+    monkeypatch.setattr(Coding, "encode", one_bit)  # of what is expected
+    fields = run_json(capsys, *options, code=1)
+    assert {cell["method"] for cell in fields["cells"] if cell["wrong"]} == {"bf16-12"}
 
 
 def test_bytes_give_the_size_of_a_transfer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,6 +314,17 @@ def test_what_carried_the_choice(chosen: dict[str, dict[str, int]], text: str) -
     assert chosen_text(chosen) == text
 
 
+def test_a_codec_has_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    coded = [*CELLS, cell("pack", 44.0), cell("bf16-12", 55.0), cell("bf16-12", 60.0, "load")]
+    comparisons = compare(coded)
+    assert [each.get("codec/pack") for each in comparisons] == [1.25, None]
+    show({"simulated": False, "cells": coded, "comparisons": comparisons, "wall_seconds": 1.0}, Output(False))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[-2] for line in lines if re.search(r" (store|load|both) ", line)][-3:] == ["1.25", "-", "-"]
+    assert any(line.startswith("coded: GB/s of bf16 values") for line in lines)
+
+
 def test_the_worst_is_printed_first_and_all_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     comparisons = compare(CELLS)
     fields: dict[str, Any] = {"simulated": False, "cells": CELLS, "comparisons": comparisons, "wall_seconds": 1.0}
@@ -376,6 +411,7 @@ def test_sizes_of_series() -> None:
         ("--layouts", "crooked"),
         ("--situations", "busy"),
         ("--directions", "sideways"),
+        ("--codec", "zstd"),
         ("--model", "unknown"),
     ],
 )

@@ -31,4 +31,5 @@ def test_every_hit_has_the_bytes_of_its_last_store(codec: CodecName, number: int
     print(counts)
     assert codec == "raw" or counts["unfit"], counts
     assert counts["stored"] > 30, counts
-    assert sum(counts[what] for what in ("loaded", "loaded pending", "fetched", "leased")) > 10, counts
+    found = sum(counts[what] for what in ("loaded", "loaded pending", "fetched", "leased"))
+    assert found > (10 if codec == "raw" else 3), counts
