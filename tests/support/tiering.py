@@ -18,6 +18,7 @@ from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.tiering.manager import TierManager
 from kvoffload.driver import address_of
 from kvoffload.internal.types import UInt8Array
+from kvoffload.layout.coding import CodecName
 from kvoffload.tiers import Tier, TierCapabilities, TierJob, TierStatistics
 
 SECONDS = 20.0  # that anything may take
@@ -62,18 +63,33 @@ class Bench:
         assert found is not None
         return found
 
+    def content(self, number: int, nbytes: int, salt: int) -> Bytes:
+        """As `content_of`; with a codec, exponents that it holds."""
+        found = content_of(number, nbytes, salt)
+        if self.engine.layout.codecs[0] == "raw":
+            return found
+        return (found.view(np.uint16) & np.uint16(0x83FF) | np.uint16(0x3C00)).view(np.uint8)
+
     def write(self, block: int, number: int) -> None:
         with self.device.current():
             for group, planes in enumerate(self.planes):
                 for place, plane in enumerate(planes):
-                    content = content_of(number, plane.block_bytes, 10 * group + place)
+                    content = self.content(number, plane.block_bytes, 10 * group + place)
                     at = plane.address + block * plane.block_stride
                     self.device.driver.copy_to_device(at, address_of(content), plane.block_bytes)
+
+    def spoil(self, block: int) -> None:
+        """Write bytes that no codec holds."""
+        for plane in self.planes[0]:
+            content = np.random.default_rng(block).integers(0, 256, plane.block_bytes, dtype=np.uint8)
+            with self.device.current():
+                at = plane.address + block * plane.block_stride
+                self.device.driver.copy_to_device(at, address_of(content), plane.block_bytes)
 
     def holds(self, block: int, number: int) -> bool:
         """Whether every byte of a block is that of the content with this number."""
         return all(
-            np.array_equal(self.read(plane, block), content_of(number, plane.block_bytes, 10 * group + place))
+            np.array_equal(self.read(plane, block), self.content(number, plane.block_bytes, 10 * group + place))
             for group, planes in enumerate(self.planes)
             for place, plane in enumerate(planes)
         )
@@ -133,19 +149,24 @@ def tiered(
     write: Any = "through",
     device: kvoffload.Device | None = None,
     block_bytes: int = 64,
+    codec: CodecName = "raw",
     **options: Any,
 ) -> Iterator[Bench]:
     """A cache over some tiers; closed afterwards. `options` are the cache's. Without tiers: over a DictTier;
-    without a device: a simulated one. In planes of group g a block has `(g + 1) * block_bytes`.
+    without a device: a simulated one. In planes of group g a block has `(g + 1) * block_bytes`, with a codec
+    `(g + 1) * 512`.
     """
     device = device or simulated(seed, "no-batch")
+    described, how = DESCRIBED, COPY_ENGINE_ONLY
+    if codec != "raw":
+        block_bytes, described, how = 512, {**DESCRIBED, "dtype": "bfloat16"}, {"staging_bytes": 1 << 16}
     with device:
         planes = [
             device.allocate_planes(2, block_bytes=block_bytes * (group + 1), num_blocks=blocks)
             for group in range(groups)
         ]
-        layout = KVLayout(planes, **DESCRIBED)
-        engine = OffloadEngine(layout, device=device, num_slots=capacity * groups, **COPY_ENGINE_ONLY)
+        layout = KVLayout(planes, codec=codec, **described)
+        engine = OffloadEngine(layout, device=device, num_slots=capacity * groups, **how)
         with engine:
             cache = BlockCache(
                 engine, policy=policy, tiers=list(tiers) or [DictTier()], on_event=on_event, write=write, **options

@@ -30,6 +30,7 @@ from tiering import SECONDS, Bench, key, tiered, until
 from kvoffload import NO_WAIT, MissingKeyError, TierError
 from kvoffload.cache.tiering import below as breaker
 from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
+from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.testing import FaultyTier, TierFaults
 from kvoffload.tiers import DiskTier, Limits, MemoryTier, Tier
 
@@ -302,7 +303,15 @@ class World:
                     worker.load_these([number][: promotion.wait(SECONDS)], may_be_gone=False)
 
 
-def fuzz(operations: int, seed: int, *, threads: int = 3, disk: Path | None = None, groups: int = 1) -> dict[str, int]:
+def fuzz(
+    operations: int,
+    seed: int,
+    *,
+    threads: int = 3,
+    disk: Path | None = None,
+    groups: int = 1,
+    codec: CodecName = "raw",
+) -> dict[str, int]:
     """Run a program; returns how often what was done. AssertionError: something was wrong."""
     breaker._FIRST_PAUSE, breaker._LONGEST_PAUSE, before = 2e-3, 2e-2, (breaker._FIRST_PAUSE, breaker._LONGEST_PAUSE)
     logging.getLogger("kvoffload").setLevel(logging.CRITICAL)
@@ -322,7 +331,7 @@ def fuzz(operations: int, seed: int, *, threads: int = 3, disk: Path | None = No
     tiers = chance.choice([[tier, below], [below, tier]])
     try:
         blocks = threads * 4 * _STEPS
-        with tiered(*tiers, seed=seed, blocks=blocks, groups=groups, **options) as bench:
+        with tiered(*tiers, seed=seed, blocks=blocks, groups=groups, codec=codec, **options) as bench:
             world = World(bench, tier)
             done = dict(world.run(operations, threads, seed))
             figures = bench.cache.tier_statistics()
@@ -339,14 +348,14 @@ def main() -> None:
     parser.add_argument("--operations", type=int, default=100_000)
     parser.add_argument("--each", type=int, default=5_000, help="operations of one cache")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--codec", choices=CODECS, default="raw", help="of the slots")
     options = parser.parse_args()
     total = Counter[str]()
     for seed in range(options.seed, options.seed + -(-options.operations // options.each)):
         with tempfile.TemporaryDirectory() as folder:
             begun = time.monotonic()
-            done = fuzz(
-                options.each, seed, disk=Path(folder) / "disk" if seed % 2 else None, groups=1 + (seed % 3 == 2)
-            )
+            disk = Path(folder) / "disk" if seed % 2 else None
+            done = fuzz(options.each, seed, disk=disk, groups=1 + (seed % 3 == 2), codec=options.codec)
             total.update(done)
             print(f"seed {seed}: {time.monotonic() - begun:.1f} s, {done}", flush=True)
     print(dict(total))
