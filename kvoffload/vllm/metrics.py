@@ -22,7 +22,7 @@ _COUNTERS = {
     "stored": "Chunks stored.",
     "evicted": "Chunks evicted.",
     "declined": "Chunks not stored: no room, or worth less than the chunks that they would have displaced.",
-    "failed": "Chunks whose store failed.",
+    "failed": "Chunks whose store failed, or had a block that the codec cannot hold.",
 }
 _GAUGES = {"resident": "Chunks that can be loaded.", "pending": "Chunks being stored.", "capacity": "Chunks that fit."}
 _TIER_COUNTERS = {

@@ -11,7 +11,7 @@ import pytest
 from coded import OF_LAYOUT, Values, chunks, kinds, normal
 from hypothesis import given
 from hypothesis import strategies as st
-from seeds import seeds
+from seeds import rest_long, seeds
 
 from kvoffload import KVLayout, LayoutError, Plane, ShardedLayout
 from kvoffload.layout.coding import Coding
@@ -73,6 +73,41 @@ def test_all_values_in_every_lane(coding: Coding) -> None:
             records, fits = coding.encode(given_values)
             assert fits.all()
             assert (coding.decode(records)[0] == given_values).all()
+
+
+@pytest.mark.parametrize("coding", rest_long([(coding,) for coding in CODINGS], 0))
+def test_all_values_at_every_place(coding: Coding) -> None:
+    """Among others of their exponent; and each exponent as the only one outside the window, or the top of it."""
+    places, random = np.arange(coding.values), np.random.default_rng(1)
+    usual = normal(random, coding.values)
+    shifted = (places[:256, np.newaxis] + places) % 256  # each of 256 values at each place
+    for exponent in range(256):
+        alike = ((shifted & 128) << 8 | exponent << 7 | shifted & 127).astype(np.uint16)
+        one = np.tile(usual, (coding.values, 1))
+        one[places, places] = random.integers(0, 1 << 16, coding.values) & 0x807F | exponent << 7
+        for values in (alike, one):
+            records, fits = coding.encode(values)
+            assert fits.all()
+            assert (coding.decode(records)[0] == values).all()
+
+
+@pytest.mark.long
+def test_ten_thousand_chunks_of_every_kind() -> None:
+    coding, random, count = CODINGS[0], np.random.default_rng(2), 10_000
+    found = kinds(random, count * coding.values, coding.most_escapes)
+    for name in [name for name in found if name.endswith("small ones")]:  # a number of them in each chunk
+        values = found[name].reshape(count, -1) & np.uint16(0x807F) | np.uint16(0x3F80)
+        escapes = coding.most_escapes + name.startswith("unfit")
+        places = random.random(values.shape).argpartition(escapes, axis=1)[:, :escapes]
+        np.put_along_axis(values, places, np.uint16(0x0080), axis=1)
+        found[name] = values
+    for name, values in found.items():
+        chunks = values.reshape(count, coding.values)
+        records, fits = coding.encode(chunks)
+        assert (fits == (not name.startswith("unfit"))).all(), name
+        decoded, whole = coding.decode(records)
+        assert (whole == fits).all(), name
+        assert (decoded[fits] == chunks[fits]).all(), name
 
 
 @given(st.data())
