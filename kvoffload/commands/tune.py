@@ -112,10 +112,7 @@ def _figures(profile: Profile) -> dict[str, Any]:
         },
         "host_us": {name: {"fixed": each.fixed * 1e6, "copy": each.copy * 1e6} for name, each in profile.host.items()},
         "errors": {name: error._asdict() for name, error in profile.errors.items()},
-        "codec": {
-            str(situation): {str(direction): each for direction, each in found.items()}
-            for situation, found in profile.codec.items()
-        },
+        "codec": profile.codec,
     }
 
 

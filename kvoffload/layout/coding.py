@@ -13,6 +13,9 @@ The encoder takes the largest exponent of a chunk for the top of the window, so 
 values lie below the window than there are bytes for escapes, it takes the next smaller exponent that occurs, and so on,
 `TRIES` times at most: a few large values, infinities and NaN then are the escapes. If none is enough, the chunk does
 not fit: its base is 255, and there are no escapes. The record of a chunk depends on nothing else.
+
+A block with a chunk that does not fit is not stored. It has no place where it lies raw, since pools, tiers and loads
+would then have records of two sizes, and real KV has shown no such block.
 """
 
 from __future__ import annotations

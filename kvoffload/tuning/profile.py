@@ -303,10 +303,8 @@ def render(profile: Profile) -> bytes:
         },
     }
     if profile.codec:
-        fields["codec"] = {
-            str(situation): {str(direction): short(each) for direction, each in found.items()}
-            for situation, found in profile.codec.items()
-        }
+        codec = profile.codec.items()
+        fields["codec"] = {each: {name: short(times) for name, times in found.items()} for each, found in codec}
     return (pretty(fields) + "\n").encode()
 
 

@@ -26,9 +26,9 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        29_250,
+        29_325,
         "it was 36,248; `open_cache` has 340, sessions and hints 750, trees 120, packed loads in parts 60, growth 180, "
-        "the codec 490, shared pools 1,900, of which vLLM's replicas have 270",
+        "the codec 590, shared pools 1,900, of which vLLM's replicas have 270",
     ),
     "files": Limit(
         211,
