@@ -136,8 +136,8 @@ class PoolOwner:
                 os.close(wakeup)
 
     def statistics(self) -> list[dict[str, int]]:
-        """For each region: members, bytes, capacity, and keys resident, pending and pinned. What members had sent before
-        this call counts, unless they send faster than it is executed. After `close`: no regions.
+        """For each region: members, bytes, capacity, and keys resident, pending and pinned. Messages that members had
+        sent before this call count, unless more arrive than the owner can execute. After `close`: no regions.
         """
         said: list[dict[str, int]] = []
         executed = threading.Event()
