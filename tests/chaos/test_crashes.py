@@ -210,10 +210,10 @@ def test_a_cache_over_a_crash_state_loads_what_was_stored_or_nothing(
                 after.write_bytes(state)
                 after.chmod(0o600)
             with tiered(disk(after), capacity=12, codec=codec) as bench:
-                for each in range(12):
-                    with bench.cache.promote(keys([each])) as promotion:
+                for key in keys(range(12)):
+                    with bench.cache.promote([key]) as promotion:
                         promotion.wait(SECONDS)
-                hits = [each for each in range(12) if bench.cache.lookup(keys([each]))]
+                hits = [wanted for wanted in range(12) if bench.cache.lookup(keys([wanted]))]
                 bench.check_loaded(hits)
                 assert codec == "raw" or not spoiled.intersection(hits)
                 found += len(hits)

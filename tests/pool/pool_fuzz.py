@@ -30,7 +30,8 @@ NUMBERS = 24
 def bytes_of(number: int, version: int, codec: CodecName) -> npt.NDArray[np.uint8]:
     """(planes, bytes): of a key after its store with this version."""
     random = np.random.default_rng((number, version))
-    return rows_of(random, "raw" if unfit(number, version, codec) else codec, 1)[0]
+    found: npt.NDArray[np.uint8] = rows_of(random, "raw" if unfit(number, version, codec) else codec, 1)[0]
+    return found
 
 
 def unfit(number: int, version: int, codec: CodecName) -> bool:

@@ -94,9 +94,9 @@ class Member:
         self.layout = layout_of(self.planes, codec)
         options = {"identity": IDENTITY, "answer_seconds": SECONDS, **options}
         self.pool = stack.enter_context(SharedPool.attach(path, self.layout, **options))
-        ring = {"staging_bytes": 0 if codec == "raw" else 1 << 16}
+        ring = 0 if codec == "raw" else 1 << 16
         self.engine = stack.enter_context(
-            OffloadEngine(self.layout, device=device, host_memory=self.pool.host_memory, **ring)
+            OffloadEngine(self.layout, device=device, host_memory=self.pool.host_memory, staging_bytes=ring)
         )
         self.cache: Any = BlockCache(self.engine, pool=self.pool)
 
