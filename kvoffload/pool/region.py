@@ -58,7 +58,7 @@ class Holdings:
         joined: what its JOIN said.
         reservations, leases: by the number of the message that asked for them.
         requests: by the member's number for them.
-        promotions: hold keys until it takes them.
+        promotions: hold keys until it takes some, once they have ended.
         marked: entries whose headers say that it may read them.
     """
 
@@ -76,10 +76,14 @@ class Holdings:
         """The name of an engine of several processes, each of which has joined; "" for one of a single process."""
         return str(self.joined.get("engine", ""))
 
-    def release_promotions(self) -> None:
-        for promotion in self.promotions:
-            promotion.release()
-        self.promotions.clear()
+    def release_promotions(self, *, ended: bool) -> None:
+        """`ended`: only those that have; another thread of the member waits for the others."""
+        promotions, self.promotions = self.promotions, []
+        for promotion in promotions:
+            if ended and not promotion.done:
+                self.promotions.append(promotion)
+            else:
+                promotion.release()
 
 
 class Region:
@@ -203,7 +207,7 @@ class Region:
         """
         self.members.discard(member)
         number = member.number
-        member.release_promotions()
+        member.release_promotions(ended=False)
         if member.leases or member.reservations:
             known = self.gone.get(number)
             alive = Alive(self.memory, number, self._records.lock) if known is None or known.ended else known

@@ -186,8 +186,8 @@ class Round:
             working = {each.worker.connection: each for each in self.engines if each.step is not None}
             answered = connection.wait(list(working), HUNG_SECONDS) if working else []
             assert answered or not working, "engines hang: " + ", ".join(str(each.worker) for each in working.values())
-            for each in answered:
-                self.go_on(working[each], self.answer_of(working[each]))  # type: ignore[index]
+            for each in [each for connected, each in working.items() if connected in answered]:
+                self.go_on(each, self.answer_of(each))
             if owner_comes and left <= owner_comes:
                 self.owner, owner_comes = self.new_owner(), 0
                 self.counts["owners"] += 1

@@ -9,17 +9,18 @@ Neither knows an entry's number or a message. Keys are numbers. Each store of a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 MISS, HIT, PENDING = range(3)
+Handle = tuple[int, str, int]  # of a reservation, a lease, a load or a request: the engine, what it is, a number
 
 
 class Judge:
     """Both have these calls, after the engine has answered; `sent`: when it was asked. They raise AssertionError.
 
-    An engine is a number. A handle names a reservation, a lease or a request of an engine's: `(engine, what, number)`.
+    An engine is a number.
     """
 
     def __init__(self) -> None:
@@ -104,8 +105,8 @@ class Exact(Judge):
         self.of: dict[int, Entry] = {}
         self.keyless: set[Entry] = set()
         self.places: list[list[int]] = []
-        self.held: dict[Hashable, Held] = {}
-        self.requests: dict[Hashable, Request] = {}
+        self.held: dict[Handle, Held] = {}
+        self.requests: dict[Handle, Request] = {}
         self.evicted = 0
         self.served = True
 
@@ -155,28 +156,28 @@ class Exact(Judge):
         if entry.holders:
             self.keyless.add(entry)
 
-    def let_go(self, holder: Hashable, entries: Sequence[Entry]) -> None:
+    def let_go(self, holder: object, entries: Sequence[Entry]) -> None:
         for entry in entries:
             entry.holders.discard(holder)
             if not entry.holders:
                 self.keyless.discard(entry)
 
-    def known(self, request: Hashable) -> tuple[Request | None, Request | None]:
+    def known(self, request: Handle | None) -> tuple[Request | None, Request | None]:
         """The request as its engine, and as the owner knows it."""
-        opened = self.requests.get(request)
+        opened = None if request is None else self.requests.get(request)
         return opened, opened if opened is not None and opened.keys is not None and self.served else None
 
     # calls --------------------------------------------------------------------------------------------------------
 
     def reserve(
         self,
-        handle: tuple[int, str, int],
+        handle: Handle,
         numbers: Sequence[int],
         versions: Sequence[int],
         accepted: Sequence[int],
         *,
         sent: int,
-        request: Hashable = None,
+        request: Handle | None = None,
     ) -> None:
         """Missing keys get room, the first first, as far as there is some or others may be evicted."""
         del sent
@@ -210,13 +211,13 @@ class Exact(Judge):
         self.renew(new, at_owner)
         self.counts["stored"] += len(new)
 
-    def commit(self, handle: Hashable) -> None:
+    def commit(self, handle: Handle) -> None:
         held = self.held.pop(handle)
         for entry in held.entries:
             entry.ready = not held.old
         self.end(held)
 
-    def abort(self, handle: Hashable) -> None:
+    def abort(self, handle: Handle) -> None:
         held = self.held.pop(handle)
         for entry in held.entries:
             if self.of.get(entry.number) is entry and not held.old:
@@ -245,7 +246,7 @@ class Exact(Judge):
         what: str,
         *,
         sent: int,
-        request: Hashable = None,
+        request: Handle | None = None,
         whole: bool = True,
         pending: bool = False,
     ) -> None:
@@ -262,7 +263,7 @@ class Exact(Judge):
         self.counts[what] += hits
         self.use(numbers[:hits], request)
 
-    def use(self, numbers: Sequence[int], request: Hashable) -> None:
+    def use(self, numbers: Sequence[int], request: Handle | None) -> None:
         opened, at_owner = self.known(request)
         if opened is not None:
             numbers = [number for number in numbers if number not in opened.asked]
@@ -276,7 +277,7 @@ class Exact(Judge):
 
     def lease(
         self,
-        handle: tuple[int, str, int],
+        handle: Handle,
         numbers: Sequence[int],
         versions: Sequence[int] | None,
         *,
@@ -298,17 +299,17 @@ class Exact(Judge):
         if pending:
             self.use(numbers, None)
 
-    def release(self, handle: Hashable, versions: Sequence[int] | None) -> None:
+    def release(self, handle: Handle, versions: Sequence[int] | None) -> None:
         held = self.held.pop(handle)
         expected = [entry.version for entry in held.entries]
         assert versions is None or versions == expected, f"{handle} read versions {versions}, not {expected}"
         self.counts["leased"] += len(expected)
         self.end(held)
 
-    def open_request(self, handle: Hashable) -> None:
+    def open_request(self, handle: Handle) -> None:
         self.requests[handle] = Request(keys={} if self.served else None)
 
-    def end_request(self, handle: Hashable) -> None:
+    def end_request(self, handle: Handle) -> None:
         _, at_owner = self.known(handle)
         if at_owner is not None:
             self.touch(list(at_owner.keys or ()))
@@ -359,7 +360,7 @@ class Exact(Judge):
             else:
                 self.abort(handle)
         self.clean(engine)
-        for request in [request for request in self.requests if request[0] == engine]:  # type: ignore[index]
+        for request in [request for request in self.requests if request[0] == engine]:
             del self.requests[request]  # its keys keep their place
 
     def lose_owner(self) -> None:
@@ -406,8 +407,8 @@ class Ledger(Judge):
         self.born = set[tuple[int, int]]()
         self.accepted: dict[int, dict[int, int]] = {}  # by key and version: when that was known
         self.gone: dict[tuple[int, int], int] = {}  # when that was known
-        self.held: dict[Hashable, list[tuple[int, int]]] = {}
-        self.loading: dict[Hashable, tuple[Sequence[int], int]] = {}
+        self.held: dict[Handle, list[tuple[int, int]]] = {}
+        self.loading: dict[Handle, tuple[Sequence[int], int]] = {}
 
     def version(self, number: int) -> int:
         return self.latest[number] if self.same else super().version(number)
@@ -431,13 +432,13 @@ class Ledger(Judge):
 
     def reserve(
         self,
-        handle: Hashable,
+        handle: Handle,
         numbers: Sequence[int],
         versions: Sequence[int],
         accepted: Sequence[int],
         *,
         sent: int,
-        request: Hashable = None,
+        request: Handle | None = None,
     ) -> None:
         del request
         version_of = dict(zip(numbers, versions, strict=True))
@@ -450,10 +451,10 @@ class Ledger(Judge):
         self.held[handle] = [(number, version_of[number]) for number in accepted]
         self.counts["stored"] += len(accepted)
 
-    def commit(self, handle: Hashable) -> None:
+    def commit(self, handle: Handle) -> None:
         del self.held[handle]
 
-    def abort(self, handle: Hashable) -> None:
+    def abort(self, handle: Handle) -> None:
         del self.held[handle]  # it was never begun, so any hit of it is wrong
 
     def look_up(self, numbers: Sequence[int], found: int, *, sent: int) -> None:
@@ -471,7 +472,7 @@ class Ledger(Judge):
         what: str,
         *,
         sent: int,
-        request: Hashable = None,
+        request: Handle | None = None,
         whole: bool = True,
         pending: bool = False,
     ) -> None:
@@ -484,7 +485,7 @@ class Ledger(Judge):
 
     def lease(
         self,
-        handle: Hashable,
+        handle: Handle,
         numbers: Sequence[int],
         versions: Sequence[int] | None,
         *,
@@ -498,7 +499,7 @@ class Ledger(Judge):
             for number, version in self.held[handle]:
                 self.check(number, version, "lease", sent)
 
-    def release(self, handle: Hashable, versions: Sequence[int] | None) -> None:
+    def release(self, handle: Handle, versions: Sequence[int] | None) -> None:
         if handle in self.loading:
             numbers, sent = self.loading.pop(handle)
             self.load(0, numbers, versions, "loaded behind", sent=sent)
@@ -507,9 +508,9 @@ class Ledger(Judge):
         assert versions is None or versions == expected, f"{handle} read versions {versions}, not {expected}"
         self.counts["leased"] += len(expected)
 
-    def open_request(self, handle: Hashable) -> None: ...
+    def open_request(self, handle: Handle) -> None: ...
 
-    def end_request(self, handle: Hashable) -> None: ...
+    def end_request(self, handle: Handle) -> None: ...
 
     def touch(self, numbers: Sequence[int]) -> None: ...
 
@@ -526,9 +527,8 @@ class Ledger(Judge):
         assert statistics["resident"] + statistics["pending"] <= self.capacity, statistics
 
     def leave(self, engine: int) -> None:
-        for known in (self.held, self.loading):
-            for handle in [handle for handle in known if handle[0] == engine]:  # type: ignore[index, attr-defined]
-                del known[handle]  # type: ignore[attr-defined]
+        self.held = {handle: held for handle, held in self.held.items() if handle[0] != engine}
+        self.loading = {handle: load for handle, load in self.loading.items() if handle[0] != engine}
 
     uncertain = False
 
