@@ -239,6 +239,18 @@ class Region:
         lease = self.inherited.pop(number, None)
         if lease is not None:
             self._records.release(lease)
+            members = [member for member in self.members if member.number == number]
+            still = {entry for each in members for lease in each.leases.values() for entry in lease.indices}
+            self.memory.read(set(lease.indices) - still, number)
+
+    def _granted_before(self, number: int) -> set[int]:
+        """Entries that a member with this number may still use since before it joined: the next owner must know."""
+        found, lease, alive = set[int](), self.inherited.get(number), self.gone.get(number)
+        if lease is not None:
+            found.update(lease.indices)
+        if alive is not None:
+            found.update(*(record.indices for record in self._records._state.awaited if alive in record.jobs))
+        return found
 
     @property
     def has_tiers(self) -> bool:
@@ -318,7 +330,8 @@ class Region:
             self._records.release(lease)
             if not member.leases or len(member.marked) > _MOST_MARKED:
                 still = {entry for each in member.leases.values() for entry in each.indices}
-                self.memory.read(member.marked - still, member.number)
+                before = self._granted_before(member.number) if self.inherited or self.gone else set()
+                self.memory.read(member.marked - still - before, member.number)
                 member.marked = still
 
     def open_request(self, member: Holdings, number: int, session: str | None) -> None:

@@ -310,6 +310,23 @@ def test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have
             eventually(lambda: other.counts()["pinned"] == 0, "nothing is held")
 
 
+def test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it(tmp_path: Path) -> None:
+    """Also if it has read the same key by another lease, which has ended."""
+    with member_of_many_owners(str(tmp_path / "pool")) as (one, restart):
+        lease = one.cache.acquire(keys_of([1]))
+        for _ in range(3):
+            restart()
+            taken_over(one, 1)
+            one.check_load(1)
+        one.cache.remove(keys_of([1]))
+        for first in range(10, 50, 8):
+            one.store(*range(first, first + 8))
+        assert (one.row(lease.slots()[0]) == one.expected[1].reshape(-1)).all()
+        lease.release()
+        eventually(lambda: len(one.store(*range(50, 58)).keys) == 8, "its entry is free")
+        eventually(lambda: one.counts() == (8, 0, 0), "nothing is held")
+
+
 def test_a_key_that_was_removed_does_not_come_back_with_the_next_owner(tmp_path: Path) -> None:
     """Also if an older header has it: its entry was given up when more keys were evicted than stored."""
     path = str(tmp_path / "pool")

@@ -9,6 +9,7 @@ import random
 import select
 import socket
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,39 @@ def test_a_member_that_lost_its_connection_alone_keeps_what_it_reads(tmp_path: P
         again.send(Operation.CLEAN)
         eventually(lambda: other.room(2) == 2, "the quarantine is over")
         again.close()
+
+
+def test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps(tmp_path: Path) -> None:
+    """Also if it has read the same keys once more since."""
+    path = str(tmp_path / "pool")
+    with ExitStack() as stack:
+
+        def connected() -> RawMember:
+            made = RawMember(path, fingerprint=bytes(16))
+            stack.callback(made.close)
+            return made
+
+        with serve(tmp_path, 4):
+            cut = connected()
+            cut.join()
+            memory, entries = cut.memory, cut.store(keys_of([1, 2]), 7)
+            cut.take(keys_of([1, 2]))
+            cut.connection.send(b"garbage")
+            assert cut.cut_off()
+            again = connected()
+            again.join(memory, number=cut.place, capacity=4)
+            lease, _ = again.take(keys_of([1, 2]))
+            again.end(lease)
+            assert again.counts()["pinned"] == 2
+        with serve(tmp_path, 4):
+            back, other = connected(), connected()
+            back.join(memory, number=cut.place, capacity=4)
+            other.join()
+            number, found = other.reserve(keys_of(range(10, 14)))
+            assert not set(found) & set(entries)
+            other.end(number, well=False)
+            back.send(Operation.CLEAN)
+            eventually(lambda: other.room(4) == 4, "nothing is held")
 
 
 def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_path: Path) -> None:

@@ -249,10 +249,11 @@ class Round:
 
     def exchange_owner(self) -> None:
         """An owner ends, all go on without one for a while, and another one comes."""
-        for each in self.engines:  # what it has held at other times the next owner may hold for it, too: not modelled
-            self.do(each, self.release_all(each))
-            for step in self.rng.sample((self.reserve, self.lease, self.lease), 2):
-                if self.rng.random() < 0.5 and not self.judge.uncertain:
+        for each in self.engines:
+            if self.rng.random() < 0.4:
+                self.do(each, self.release_all(each))
+            for step in self.rng.sample((self.reserve, self.lease, self.store), 3):
+                if self.rng.random() < 0.3 and not self.judge.uncertain:
                     self.do(each, step(each))
         if self.rng.random() < 0.3:
             self.owner.send("leave")
@@ -363,7 +364,7 @@ class Round:
         numbers, request, keep = self.some(), self.request_of(engine), self.rng.random() < 0.3
         versions = list(map(self.judge.version, numbers))
         then_load = self.rng.random() < 0.25
-        gated = not self.together and not engine.gated and not then_load and self.rng.random() < 0.1
+        gated = not self.together and not engine.gated and not then_load and self.rng.random() < 0.2
         wait = not (gated or engine.gated or (not self.exact and self.rng.random() < 0.3))
         self.judge.begun(numbers, versions)
         answer = yield command(
@@ -373,11 +374,11 @@ class Round:
         handle = self.handle(engine, "store")
         opened = None if request is None else (engine.number, "request", request)
         self.judge.reserve(handle, numbers, versions, answer["accepted"], sent=engine.sent, request=opened)
-        if keep and request is None:
+        if keep and opened is None:
             self.judge.touch(numbers)
-        elif keep:
+        elif keep and opened is not None:
             self.judge.end_request(opened)
-            engine.requests.remove(request)  # type: ignore[arg-type]
+            engine.requests.remove(opened[2])
         if answer["found"] == "later":
             load = self.handle(engine, "load")
             self.judge.lease(load, numbers, [], sent=engine.sent, pending=True)
@@ -399,7 +400,7 @@ class Round:
         for what, number in engine.dropped:
             self.judge_drop(engine, what, number)
         for each in (engine.stores, engine.loads, engine.dropped):
-            each.clear()  # type: ignore[attr-defined]
+            each.clear()
 
     def judge_drop(self, engine: Engine, what: str, number: int) -> None:
         handle = (engine.number, what, number)
