@@ -220,13 +220,21 @@ class Round:
         if self.rng.random() < 0.5:
             self.do(each, self.leave(each))
         else:
+            if self.rng.random() < 0.7 and not self.judge.uncertain:
+                self.do(each, self.reserve(each))
+                self.do(each, self.one(command("haunt", self.rng.choice(list(each.reserved)))))
             self.kill_idle(each)
             self.owner_sees(len(self.engines) - 1)
+            self.judge.leave(each.number)
+            others = [other for other in self.engines if other is not each]
+            for other in [] if self.exact else self.rng.choices(others, k=8):
+                self.do(other, self.choose(other))
             self.do(each, self.start(each))
         self.look(patient=True)
 
     def kill_idle(self, engine: Engine) -> None:
-        engine.worker.kill()
+        """`Exact` knows of no quarantine."""
+        engine.worker.kill(with_children=self.exact)
         self.counts["engines killed"] += 1
 
     def leave(self, engine: Engine) -> Step:

@@ -11,7 +11,9 @@ import itertools
 import multiprocessing
 import os
 import random
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -19,13 +21,26 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pooling import PLANES, ROW_BYTES, SECONDS, SOURCES, TARGETS, Member, eventually, held, keys_of, region_bytes
+from pooling import (
+    PLANES,
+    POISON,
+    ROW_BYTES,
+    SECONDS,
+    SOURCES,
+    TARGETS,
+    Member,
+    eventually,
+    held,
+    keys_of,
+    region_bytes,
+)
 
 from kvoffload import NO_WAIT, MissingKeyError, Status, Tenant
 from kvoffload.pool import PoolOwner, owner, shared_pool
 from kvoffload.tiers import MemoryTier
 
 WORD = np.dtype("<i8")
+HAUNTS_SECONDS = 0.1
 RETRY_SECONDS = 0.02  # of engines without an owner: a second takes too long
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru"},
@@ -255,6 +270,26 @@ class EngineProcess:
     def end_request(self, handle: int) -> None:
         self.handles.pop(handle).end()
 
+    def haunt(self, handle: int) -> None:
+        """From now on, and for a while after this process has been killed, a child writes into what is reserved here,
+        as a GPU might.
+        """
+        slots, parent = self.handles[handle].slots(), os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # there are threads
+            child = os.fork()
+        if child == 0:
+            try:
+                while os.getppid() == parent:
+                    time.sleep(0.001)
+                end = time.monotonic() + HAUNTS_SECONDS
+                while time.monotonic() < end:
+                    for slot in slots:
+                        self.one.row(slot)[:] = POISON
+                    time.sleep(0.001)
+            finally:
+                os._exit(0)
+
     def touch(self, numbers: Sequence[int]) -> None:
         self.one.cache.touch(keys_of(numbers))
 
@@ -354,8 +389,14 @@ class Worker:
         assert well == "well", f"{self}: {answer}"
         return answer
 
-    def kill(self) -> None:
+    def kill(self, *, with_children: bool = False) -> None:
+        """`with_children`: wait until these have ended, too."""
         self.process.kill()
+        try:
+            while with_children:
+                self.connection.recv()
+        except (EOFError, OSError):
+            pass
         self.end()
 
     def end(self, seconds: float = 30.0) -> None:
