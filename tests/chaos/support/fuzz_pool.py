@@ -176,26 +176,31 @@ class Round:
                 time.sleep(0.002)
 
     def run_together(self, steps: int, until: float) -> None:
-        left, owner_comes = steps, 0
-        while (left > 0 and time.monotonic() < until) or any(each.step is not None for each in self.engines):
+        left, owner_comes = steps, -1  # when fewer steps are left; -1: there is one
+        while left or any(each.step is not None for each in self.engines):
+            left = left if time.monotonic() < until else 0
             for each in self.engines:
-                if each.step is None and left > 0:
+                if each.step is None and left:
                     left -= 1
                     each.step = self.choose(each)
                     self.go_on(each, None)
             working = {each.worker.connection: each for each in self.engines if each.step is not None}
-            answered = connection.wait(list(working), HUNG_SECONDS) if working else []
-            assert answered or not working, "engines hang: " + ", ".join(str(each.worker) for each in working.values())
+            awaited = HUNG_SECONDS if owner_comes < 0 else 0.2  # engines that start wait for an owner
+            answered = connection.wait(list(working), awaited) if working else []
+            silent = [str(each.worker) for each in working.values()] if not answered else []
+            assert not silent or owner_comes >= 0, f"{silent} hang"
             for each in [each for connected, each in working.items() if connected in answered]:
                 self.go_on(each, self.answer_of(each))
-            if owner_comes and left <= owner_comes:
-                self.owner, owner_comes = self.new_owner(), 0
+            if owner_comes >= 0 and (left <= owner_comes or silent):
+                self.owner, owner_comes = self.new_owner(), -1
                 self.counts["owners"] += 1
-            elif left > 0 and self.rng.random() < 0.01:
+            elif left and self.rng.random() < 0.01:
                 self.kill_working(self.rng.choice(self.engines))
-            elif left > 20 and not owner_comes and self.rng.random() < 0.005:
+            elif left and owner_comes < 0 and self.rng.random() < 0.005:
                 self.owner.kill()
-                owner_comes = left - self.rng.choice((0, 0, 5, 20))
+                owner_comes = max(0, left - self.rng.choice((0, 0, 5, 20)))
+        if owner_comes >= 0:
+            self.owner = self.new_owner()
 
     def kill_working(self, engine: Engine) -> None:
         """In the middle of a command, mostly."""
