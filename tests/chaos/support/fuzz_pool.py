@@ -71,6 +71,11 @@ class Engine:
     loads: list[int] = field(default_factory=list)
     dropped: list[tuple[str, int]] = field(default_factory=list)
 
+    @property
+    def waits(self) -> bool:
+        """What becomes garbage is held until transfers that are in flight have ended, which is at `finish`."""
+        return self.gated or bool(self.loads)
+
     def forget(self) -> None:
         """Another process has its number."""
         self.gated = False
@@ -232,7 +237,7 @@ class Round:
             self.owner_sees(len(self.engines) - 1)
             self.judge.leave(each.number)
             others = [other for other in self.engines if other is not each]
-            for other in [] if self.exact else self.rng.choices(others, k=8):
+            for other in [] if self.exact else self.rng.choices(others, k=20):
                 self.do(other, self.choose(other))
             self.do(each, self.start(each))
         self.look(patient=True)
@@ -340,7 +345,7 @@ class Round:
     # steps of an engine -------------------------------------------------------------------------------------------
 
     def choose(self, engine: Engine) -> Step:
-        if engine.gated and self.rng.random() < 0.25:
+        if engine.waits and self.rng.random() < 0.2:
             return self.finish(engine)
         writing: dict[Callable[[Engine], Step], int] = {self.store: 24, self.reserve: 6}
         if self.judge.uncertain:
@@ -376,7 +381,7 @@ class Round:
     def store(self, engine: Engine) -> Step:
         numbers, request, keep = self.some(), self.request_of(engine), self.rng.random() < 0.3
         versions = list(map(self.judge.version, numbers))
-        then_load = self.rng.random() < 0.25
+        then_load = self.rng.random() < 0.25 and (engine.gated or not engine.loads)  # else it would be waited for
         gated = not self.together and not engine.gated and not then_load and self.rng.random() < 0.2
         wait = not (gated or engine.gated or (not self.exact and self.rng.random() < 0.3))
         self.judge.begun(numbers, versions)
@@ -434,6 +439,14 @@ class Round:
 
     def fetch(self, engine: Engine) -> Step:
         numbers, request = self.some(), self.request_of(engine)
+        if not self.together and self.rng.random() < 0.2:
+            found = yield command("begin_fetch", numbers)
+            self.judge.look_up(numbers, found, sent=engine.sent)
+            load = self.handle(engine, "load")
+            if found:
+                self.judge.lease(load, numbers[:found], [], sent=engine.sent, pending=True)
+                engine.loads.append(load[2])
+            return
         versions = yield command("fetch", numbers, request=request)
         opened = None if request is None else (engine.number, "request", request)
         self.judge.load(engine.number, numbers, versions, "fetched", sent=engine.sent, request=opened, whole=False)
@@ -466,7 +479,7 @@ class Round:
         else:
             dropped = kind < 0.8
             yield command("drop" if dropped else "abort", number)
-            if dropped and engine.gated:
+            if dropped and engine.waits:
                 engine.dropped.append(("reservation", number))
             else:
                 self.judge.abort((engine.number, "reservation", number))
@@ -493,7 +506,7 @@ class Round:
         versions = None if dropped else (yield command("release", number, numbers))
         if dropped:
             yield command("drop", number)
-        if dropped and engine.gated:
+        if dropped and engine.waits:
             engine.dropped.append(("lease", number))
         else:
             self.judge.release((engine.number, "lease", number), versions)

@@ -40,7 +40,7 @@ from kvoffload.pool import PoolOwner, owner, shared_pool
 from kvoffload.tiers import MemoryTier
 
 WORD = np.dtype("<i8")
-HAUNTS_SECONDS = 0.1
+HAUNTS_SECONDS = 0.3
 RETRY_SECONDS = 0.02  # of engines without an owner: a second takes too long
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru"},
@@ -83,6 +83,7 @@ class EngineProcess:
         self.handles: dict[int, Any] = {}
         self.gate: ExitStack | None = None
         self.stream: Any = None
+        self.gated = False  # a store waits for the stream
         self.generation = 0
 
     def after(self) -> None:
@@ -146,13 +147,13 @@ class EngineProcess:
         """
         blocks = self.filled(numbers, versions)
         if gated:
-            self.gate = ExitStack()
-            self.stream, _ = self.gate.enter_context(held(self.one))
+            self.hold()
         call = self.one.cache.keep if keep else self.one.cache.store
         opened = None if request is None else self.handles.pop(request) if keep else self.handles[request]
         job = call(keys_of(numbers), blocks, after=self.stream if gated else NO_WAIT, request=opened)
         self.keep_job(job, blocks)
-        if gated and not job.keys:
+        self.gated |= gated and bool(job.keys)
+        if gated and not self.gated and not self.behind:
             self.finish_gate()
         found: Any = None
         if then_load and not wait and not job.keys:
@@ -183,8 +184,14 @@ class EngineProcess:
             found.append(self.versions(numbers, targets))
         return found
 
+    def hold(self) -> None:
+        """Have a stream that stands still until `finish`."""
+        if self.gate is None:
+            self.gate = ExitStack()
+            self.stream, _ = self.gate.enter_context(held(self.one))
+
     def finish_gate(self) -> None:
-        gate, self.gate, self.stream = self.gate, None, None
+        gate, self.gate, self.stream, self.gated = self.gate, None, None, False
         if gate is not None:
             gate.close()
 
@@ -215,6 +222,19 @@ class EngineProcess:
         job = self.one.cache.fetch(keys_of(numbers), blocks, after=NO_WAIT, deadline=0.2, request=opened)
         hits = job.wait(SECONDS)
         return self.versions(numbers[:hits], blocks)
+
+    def begin_fetch(self, numbers: Sequence[int]) -> int:
+        """The hits, which are loaded at `finish`, see there."""
+        blocks = self.poisoned(len(numbers))
+        self.hold()
+        job = self.one.cache.fetch(keys_of(numbers), blocks, after=self.stream, deadline=0.2)
+        hits = int(job.hits)
+        if hits:
+            self.behind.append((numbers[:hits], blocks[:hits], job))
+            self.busy.update(dict.fromkeys(blocks, job))
+        elif not self.gated and not self.behind:
+            self.finish_gate()
+        return hits
 
     def abandon(self, numbers: Sequence[int]) -> None:
         """A load of what is there, whose job nobody looks at."""
