@@ -229,22 +229,33 @@ class Round:
         each = self.rng.choice(self.engines)
         if self.rng.random() < 0.5:
             self.do(each, self.leave(each))
-        else:
-            if self.rng.random() < 0.7 and not self.judge.uncertain:
-                self.do(each, self.reserve(each))
-                self.do(each, self.one(command("haunt", self.rng.choice(list(each.reserved)))))
+        elif self.exact or self.rng.random() < 0.3:
             self.kill_idle(each)
             self.owner_sees(len(self.engines) - 1)
-            self.judge.leave(each.number)
-            others = [other for other in self.engines if other is not each]
-            for other in [] if self.exact else self.rng.choices(others, k=20):
-                self.do(other, self.choose(other))
             self.do(each, self.start(each))
+        else:
+            self.kill_haunted(each)
         self.look(patient=True)
 
+    def kill_haunted(self, engine: Engine) -> None:
+        """Others go on while its reserved entries are still being written. (`Exact` knows of no quarantine.)"""
+        haunted = self.folder / "haunted"
+        haunted.touch()
+        self.do(engine, self.reserve(engine))
+        self.do(engine, self.one(command("haunt", self.rng.choice(list(engine.reserved)), str(haunted))))
+        engine.worker.process.kill()
+        self.owner_sees(len(self.engines) - 1)
+        self.judge.leave(engine.number)
+        others = [other for other in self.engines if other is not engine]
+        for other in self.rng.choices(others, k=20):
+            self.do(other, self.choose(other))
+        haunted.unlink()
+        engine.worker.end()
+        self.counts["engines killed"] += 1
+        self.do(engine, self.start(engine))
+
     def kill_idle(self, engine: Engine) -> None:
-        """`Exact` knows of no quarantine."""
-        engine.worker.kill(with_children=self.exact)
+        engine.worker.kill()
         self.counts["engines killed"] += 1
 
     def leave(self, engine: Engine) -> Step:
@@ -299,6 +310,9 @@ class Round:
         order = self.rng.sample(range(UNIVERSE), UNIVERSE)
         self.do(self.engines[0], self.touch(self.engines[0], order))
         self.look(patient=True)
+        for each in self.engines:  # what it reads still, it reads once more
+            for numbers in list(each.leased.values())[:1] if not each.loads else ():
+                self.do(each, self.fetch(each, numbers))
         self.counts["owners"] += 1
 
     def one(self, told: Command) -> Step:
@@ -437,9 +451,9 @@ class Round:
         opened = None if request is None else (engine.number, "request", request)
         self.judge.load(engine.number, numbers, versions, "loaded", sent=engine.sent, request=opened)
 
-    def fetch(self, engine: Engine) -> Step:
-        numbers, request = self.some(), self.request_of(engine)
-        if not self.together and self.rng.random() < 0.2:
+    def fetch(self, engine: Engine, numbers: list[int] | None = None) -> Step:
+        request, numbers, again = self.request_of(engine), numbers or self.some(), bool(numbers)
+        if not self.together and not again and self.rng.random() < 0.2:
             found = yield command("begin_fetch", numbers)
             self.judge.look_up(numbers, found, sent=engine.sent)
             load = self.handle(engine, "load")

@@ -40,7 +40,6 @@ from kvoffload.pool import PoolOwner, owner, shared_pool
 from kvoffload.tiers import MemoryTier
 
 WORD = np.dtype("<i8")
-HAUNTS_SECONDS = 0.3
 RETRY_SECONDS = 0.02  # of engines without an owner: a second takes too long
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru"},
@@ -290,22 +289,20 @@ class EngineProcess:
     def end_request(self, handle: int) -> None:
         self.handles.pop(handle).end()
 
-    def haunt(self, handle: int) -> None:
-        """From now on, and for a while after this process has been killed, a child writes into what is reserved here,
-        as a GPU might.
+    def haunt(self, handle: int, path: str) -> None:
+        """When this process has been killed, a child writes into what is reserved here, as a GPU might, until there is
+        no such file.
         """
-        slots, parent = self.handles[handle].slots(), os.getpid()
+        rows, parent = [self.one.row(slot) for slot in self.handles[handle].slots()], os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # there are threads
             child = os.fork()
         if child == 0:
             try:
-                while os.getppid() == parent:
-                    time.sleep(0.001)
-                end = time.monotonic() + HAUNTS_SECONDS
-                while time.monotonic() < end:
-                    for slot in slots:
-                        self.one.row(slot)[:] = POISON
+                end = time.monotonic() + 60.0
+                while os.path.exists(path) and time.monotonic() < end:
+                    for row in rows if os.getppid() != parent else ():
+                        row[:] = POISON
                     time.sleep(0.001)
             finally:
                 os._exit(0)
@@ -409,19 +406,18 @@ class Worker:
         assert well == "well", f"{self}: {answer}"
         return answer
 
-    def kill(self, *, with_children: bool = False) -> None:
-        """`with_children`: wait until these have ended, too."""
+    def kill(self) -> None:
         self.process.kill()
-        try:
-            while with_children:
-                self.connection.recv()
-        except (EOFError, OSError):
-            pass
         self.end()
 
     def end(self, seconds: float = 30.0) -> None:
-        """Wait for it."""
+        """Wait for it, and for its children."""
         self.process.join(seconds)
+        try:
+            while self.connection.poll(seconds):
+                self.connection.recv()
+        except (EOFError, OSError):
+            pass
         assert self.process.exitcode is not None, f"{self} does not end"
         self.ended = True
         self.process.close()
