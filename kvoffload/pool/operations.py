@@ -57,7 +57,7 @@ def take(message: Message) -> bytes:
     if flags & EACH:
         return pack_entries(message.region.take_each(message.member, message.number, keys))
     entries = message.region.take(message.member, message.number, keys, pending=bool(flags & PENDING))
-    message.member.release_promotions()  # it has taken what they brought
+    message.member.release_promotions(ended=True)  # it has taken what they brought
     return pack_entries(entries)
 
 
@@ -85,7 +85,7 @@ def end(message: Message) -> None:
 def bring(message: Message) -> None:
     (milliseconds,) = _unpacked(NUMBER, message.payload)
     keys = list(dict.fromkeys(unpack_keys(message.payload, NUMBER.size)))
-    message.member.release_promotions()
+    message.member.release_promotions(ended=True)
     options = {"deadline": max(0.001, milliseconds / 1000), "tenant": message.member.tenant}
     promotion = message.region.index.promote(keys, counted=False, **options)
     message.member.promotions.append(promotion)

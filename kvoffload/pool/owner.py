@@ -299,7 +299,6 @@ class PoolOwner:
         if member.gone:
             return
         member.gone = True
-        self._members.discard(member)
         self._selector.unregister(member.connection)
         member.connection.close()
         if member.process is not None:
@@ -308,6 +307,7 @@ class PoolOwner:
         self._forget_memory(member)
         if member.region is not None:
             member.region.leave(member.holdings, dead=dead)
+        self._members.discard(member)  # nothing of it is left
 
     def _forget_memory(self, member: Member) -> None:
         if member.memory is not None:

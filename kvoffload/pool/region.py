@@ -58,7 +58,7 @@ class Holdings:
         joined: what its JOIN said.
         reservations, leases: by the number of the message that asked for them.
         requests: by the member's number for them.
-        promotions: hold keys until it takes them.
+        promotions: hold keys until it takes some, once they have ended.
         marked: entries whose headers say that it may read them.
     """
 
@@ -76,10 +76,14 @@ class Holdings:
         """The name of an engine of several processes, each of which has joined; "" for one of a single process."""
         return str(self.joined.get("engine", ""))
 
-    def release_promotions(self) -> None:
-        for promotion in self.promotions:
-            promotion.release()
-        self.promotions.clear()
+    def release_promotions(self, *, ended: bool) -> None:
+        """`ended`: only those that have; another thread of the member waits for the others."""
+        promotions, self.promotions = self.promotions, []
+        for promotion in promotions:
+            if ended and not promotion.done:
+                self.promotions.append(promotion)
+            else:
+                promotion.release()
 
 
 class Region:
@@ -203,7 +207,7 @@ class Region:
         """
         self.members.discard(member)
         number = member.number
-        member.release_promotions()
+        member.release_promotions(ended=False)
         if member.leases or member.reservations:
             known = self.gone.get(number)
             alive = Alive(self.memory, number, self._records.lock) if known is None or known.ended else known
@@ -235,6 +239,18 @@ class Region:
         lease = self.inherited.pop(number, None)
         if lease is not None:
             self._records.release(lease)
+            members = [member for member in self.members if member.number == number]
+            still = {entry for each in members for lease in each.leases.values() for entry in lease.indices}
+            self.memory.read(set(lease.indices) - still, number)
+
+    def _granted_before(self, number: int) -> set[int]:
+        """Entries that a member with this number may still use since before it joined: the next owner must know."""
+        found, lease, alive = set[int](), self.inherited.get(number), self.gone.get(number)
+        if lease is not None:
+            found.update(lease.indices)
+        if alive is not None:
+            found.update(*(record.indices for record in self._records._state.awaited if alive in record.jobs))
+        return found
 
     @property
     def has_tiers(self) -> bool:
@@ -318,7 +334,8 @@ class Region:
             self._records.release(lease)
             if not member.leases or len(member.marked) > _MOST_MARKED:
                 still = {entry for each in member.leases.values() for entry in each.indices}
-                self.memory.read(member.marked - still, member.number)
+                before = self._granted_before(member.number) if self.inherited or self.gone else set()
+                self.memory.read(member.marked - still - before, member.number)
                 member.marked = still
 
     def open_request(self, member: Holdings, number: int, session: str | None) -> None:

@@ -33,10 +33,15 @@ def test_the_command_says_by_its_status_if_something_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(count: int, seed: int, *, lanes: int, **_: object) -> tuple[Counter[str], list[str]]:
-        return Counter(kills=count, lanes=lanes), ["a byte"] * seed
+        return Counter(number=count, lanes=lanes), ["a byte"] * seed
 
     monkeypatch.setattr(exhaust_pool, "kills", found)
-    assert exhaust_pool.main(["--kills", "7", "--lanes", "3"]) == 0
-    assert "7 kills, 3 lanes" in capsys.readouterr().out
-    assert exhaust_pool.main(["--seed", "1"]) == 1
-    assert "a byte" in capsys.readouterr().out
+    monkeypatch.setattr(exhaust_pool, "fuzz", found)
+    assert exhaust_pool.main(["--kills", "7", "--rounds", "8", "--lanes", "3"]) == 0
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [
+        *("kills: 3 lanes, 7 number", "0 wrong", "fuzz: 3 lanes, 8 number", "0 wrong"),
+    ]
+    assert exhaust_pool.main(["--only", "fuzz", "--seed", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "a byte" in printed
+    assert "kills" not in printed

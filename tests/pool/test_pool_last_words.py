@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pooling import IDENTITY, SECONDS, eventually, key_of, member, serve
+from pooling import IDENTITY, SECONDS, eventually, keys_of, member, serve
 
 from kvoffload import BlockCache, KVLayout, LayoutError, OffloadEngine
 from kvoffload.pool import SharedPool
@@ -15,24 +15,28 @@ from kvoffload.pool import SharedPool
 LAST_WORDS = """
 import os, sys
 from types import SimpleNamespace
+import kvoffload.pool.records  # here, not in each child
 from kvoffload import CacheIndex
 from kvoffload.pool import SharedPool
-path, fingerprint, slot_bytes, identity, number = sys.argv[1:]
+path, fingerprint, slot_bytes, identity, count = sys.argv[1:]
 layout = SimpleNamespace(fingerprint=bytes.fromhex(fingerprint), slot_bytes=int(slot_bytes), num_groups=1)
-index = CacheIndex(SharedPool.attach(path, layout, identity=identity, answer_seconds=10.0))
-index.reserve([b"%032d" % int(number)]).commit()
-os._exit(0)
+for number in range(int(count)):
+    if os.fork() == 0:
+        index = CacheIndex(SharedPool.attach(path, layout, identity=identity, answer_seconds=10.0))
+        index.reserve([b"%032d" % number]).commit()
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
 def test_what_a_member_says_right_before_it_dies_counts(tmp_path: Path) -> None:
     """Its pidfd may be seen before its socket is read."""
+    count = 6
     with serve(tmp_path) as owner, member(owner.path) as one:
-        for number in range(4):
-            words = [owner.path, one.layout.fingerprint.hex(), str(one.layout.slot_bytes), IDENTITY, str(number)]
-            subprocess.run([sys.executable, "-c", LAST_WORDS, *words], check=True, timeout=60)
-            eventually(lambda: owner.statistics()[0]["members"] == 1, "the member has left")
-            assert one.cache.lookup([key_of(number)]) == 1, f"key {number} was committed"
+        words = [owner.path, one.layout.fingerprint.hex(), str(one.layout.slot_bytes), IDENTITY, str(count)]
+        subprocess.run([sys.executable, "-c", LAST_WORDS, *words], check=True, timeout=60)
+        eventually(lambda: owner.statistics()[0]["members"] == 1, "the members have left")
+        assert one.cache.lookup(keys_of(range(count))) == count, "all keys were committed"
 
 
 def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from tier_classes import DictTier
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import PoolOwner
+from kvoffload.pool import PoolOwner, shared_pool
 from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.tiers import Outcome
 
@@ -41,6 +41,30 @@ from kvoffload.tiers import Outcome
 def codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all members."""
     monkeypatch.setattr(Member, "codec", request.param)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members look for the next owner all the time: a second takes too long."""
+    monkeypatch.setattr(shared_pool, "RETRY_SECONDS", 0.02)
+
+
+def stored(one: Member, *numbers: int) -> None:
+    """Store them, by a member that does not wait for long: on a busy machine an answer may be late."""
+    eventually(lambda: one.store(*numbers) and one.hits(*numbers) == len(numbers), "the keys are stored")
+
+
+def check_load_at_last(one: Member, *numbers: int) -> None:
+    """The same for a load."""
+
+    def loaded() -> bool:
+        try:
+            one.check_load(*numbers)
+        except MissingKeyError:
+            return False
+        return True
+
+    eventually(loaded, "the keys are loaded")
 
 
 class Standing(LRU):
@@ -183,7 +207,7 @@ def test_what_a_late_owner_has_granted_ends_without_another_call(tmp_path: Path)
         return policies[-1]
 
     with serve(tmp_path, 8, policy=policy) as owner, member(str(tmp_path / "pool"), answer_seconds=0.1) as one:
-        one.store(1)
+        stored(one, 1)
         standing = next(each for each in policies if not each.go.is_set() and len(each))
         one.cache.touch(keys_of([1]))
         assert one.store(2, 3).keys == ()
@@ -199,8 +223,7 @@ def test_what_a_late_owner_has_granted_ends_without_another_call(tmp_path: Path)
             return (found["pending"], found["pinned"], found["resident"]) == (0, 0, 1)
 
         eventually(idle, "the owner holds what nobody ends")
-        eventually(lambda: one.hits(1) == 1, "the owner answers again")
-        one.check_load(1)
+        check_load_at_last(one, 1)
 
 
 def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Path) -> None:
@@ -213,27 +236,25 @@ def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Pat
         one.store(3)
         eventually(lambda: len(tier.store) >= 3, "the tier has the key again")
         with raw(str(tmp_path / "pool"), fingerprint=bytes.fromhex(one.layout.fingerprint.hex())) as other:
-            assert other.room(6) >= 1  # evicts some
+            assert other.room(8) >= 1  # evicts some
         there = one.hits(1, 2, 3)
-        begun = threading.Event()
+        assert there < 3
+
+        def fetch(first: int, deadline: float) -> int:
+            targets = range(first, first + 3)
+            fetching = one.cache.fetch(keys_of([1, 2, 3]), targets, after=NO_WAIT, deadline=deadline)
+            return int(fetching.wait(3 * SECONDS))
+
         found = list[int]()
-
-        def fetch() -> None:
-            begun.set()
-            targets = range(SOURCES + 10, SOURCES + 13)
-            found.append(one.cache.fetch(keys_of([1, 2, 3]), targets, after=NO_WAIT, deadline=0.5).wait(SECONDS))
-
-        thread = threading.Thread(target=fetch)
+        thread = threading.Thread(target=lambda: found.append(fetch(SOURCES, 2 * SECONDS)))
         thread.start()
-        assert begun.wait(SECONDS)
-        calls, end = 0, time.monotonic() + 0.3
-        while thread.is_alive() and time.monotonic() < end:
+        for _ in range(20):
             assert one.hits(1, 2, 3) >= there
-            calls += 1
-        thread.join()
-        assert calls > 3 or found == [3]
-        assert found[0] >= there
+        assert fetch(SOURCES + 3, 0.05) >= there, "it came too late"
+        assert thread.is_alive()
         tier.go.set()
+        thread.join()
+        assert found[0] >= there
 
 
 def test_keys_that_only_the_owners_tier_has_come_back(tmp_path: Path) -> None:
@@ -305,6 +326,23 @@ def test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have
             lease.release()
             assert a.hits(4) == 0, "it was reserved at an owner that has ended"
             eventually(lambda: other.counts()["pinned"] == 0, "nothing is held")
+
+
+def test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it(tmp_path: Path) -> None:
+    """Also if it has read the same key by another lease, which has ended."""
+    with member_of_many_owners(str(tmp_path / "pool")) as (one, restart):
+        lease = one.cache.acquire(keys_of([1]))
+        for _ in range(3):
+            restart()
+            taken_over(one, 1)
+            one.check_load(1)
+        one.cache.remove(keys_of([1]))
+        for first in range(10, 50, 8):
+            one.store(*range(first, first + 8))
+        assert (one.row(lease.slots()[0]) == one.expected[1].reshape(-1)).all()
+        lease.release()
+        eventually(lambda: len(one.store(*range(50, 58)).keys) == 8, "its entry is free")
+        eventually(lambda: one.counts() == (8, 0, 0), "nothing is held")
 
 
 def test_a_key_that_was_removed_does_not_come_back_with_the_next_owner(tmp_path: Path) -> None:
@@ -387,8 +425,8 @@ def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_pat
     path, number, points = str(tmp_path / "pool"), 1, 0
     with member_of_many_owners(path) as (one, restart):
         while True:
-            restart()
             with one.pool._lock:  # so that this call finds the owner, and not the thread
+                restart()
                 one.pool._next_try = 0.0
                 outcome = interrupt_at(number, lambda: [one.hits(1) for _ in range(3)])
             taken_over(one, 1)
@@ -402,13 +440,13 @@ def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_pat
 def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_path: Path) -> None:
     """The last point before it is stored."""
     with member_of_many_owners(str(tmp_path / "pool")) as (one, restart):
-        restart()
         with one.pool._lock:
+            restart()
             one.pool._next_try = 0.0
             points = trace_points(lambda: [one.hits(1) for _ in range(3)])
         number = next(place for place, point in enumerate(points, 1) if point.what == "SharedPool._take_join")
-        restart()
         with one.pool._lock:
+            restart()
             one.pool._next_try = 0.0
             outcome = interrupt_at(number, lambda: [one.hits(1) for _ in range(3)])
         assert outcome.point is not None
@@ -416,7 +454,7 @@ def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_pat
         taken_over(one, 1)
 
 
-@pytest.mark.parametrize("seconds", [0.2, 1.5])
+@pytest.mark.parametrize("seconds", [0.01, 0.3])
 def test_an_owner_that_answers_late_to_a_member_that_is_back_has_its_keys(seconds: float, tmp_path: Path) -> None:
     """Also if the member has asked again meanwhile."""
     path, policies = str(tmp_path / "pool"), list[Standing]()
@@ -427,7 +465,7 @@ def test_an_owner_that_answers_late_to_a_member_that_is_back_has_its_keys(second
 
     first = PoolOwner(path, nbytes=region_bytes(8))
     with member(path, answer_seconds=0.05) as one:
-        one.store(1, 2)
+        stored(one, 1, 2)
         first.close()
         options: dict[str, Any] = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8), "policy": policy}
         with PoolOwner(path, **options) as second, raw(path, fingerprint=b"another region's") as other:
@@ -440,9 +478,8 @@ def test_an_owner_that_answers_late_to_a_member_that_is_back_has_its_keys(second
                 assert one.hits(1) == 0
             for each in policies:
                 each.go.set()
-            taken_over(one, 1, 2)
-            one.check_load(1, 2)
-            assert one.store(3).keys
+            check_load_at_last(one, 1, 2)
+            stored(one, 3)
             eventually(lambda: [each["members"] for each in second.statistics()] == [1, 1], "each has one place")
 
 

@@ -9,6 +9,7 @@ import random
 import select
 import socket
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pooling import ENTRY_BYTES, RawMember, eventually, keys_of, layout_of, memb
 import kvoffload
 from kvoffload import CapacityError, KVOffloadError, Tenant
 from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import ENDING, HEADER, PENDING, Operation, datagrams, pack_keys
 from kvoffload.tiers import MemoryTier
 
@@ -64,6 +66,13 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
         PoolOwner(tmp_path / "link", nbytes=1 << 20)
 
 
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that follows one that was killed waits for no members of that one: there are none."""
+    monkeypatch.setattr(owners, "GRACE_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("no_grace")
 def test_two_owners_at_one_path_are_refused_and_a_stale_socket_is_replaced(tmp_path: Path) -> None:
     with serve(tmp_path), pytest.raises(ValueError, match="another owner serves"):
         PoolOwner(tmp_path / "pool", nbytes=1 << 20)
@@ -304,7 +313,6 @@ def test_keys_given_twice_reserve_no_entry_for_ever(tmp_path: Path) -> None:
 def test_a_member_that_does_not_read_its_answers_is_cut_off(tmp_path: Path) -> None:
     path, keys = str(tmp_path / "pool"), pack_keys([b"key"])
     with serve(tmp_path), raw(path) as good, raw(path) as bad:
-        bad.connection.settimeout(0.5)
 
         def ask_on() -> None:
             for _ in range(20_000):
@@ -378,6 +386,39 @@ def test_a_member_that_lost_its_connection_alone_keeps_what_it_reads(tmp_path: P
         again.close()
 
 
+def test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps(tmp_path: Path) -> None:
+    """Also if it has read the same keys once more since."""
+    path = str(tmp_path / "pool")
+    with ExitStack() as stack:
+
+        def connected() -> RawMember:
+            made = RawMember(path, fingerprint=bytes(16))
+            stack.callback(made.close)
+            return made
+
+        with serve(tmp_path, 4):
+            cut = connected()
+            cut.join()
+            memory, entries = cut.memory, cut.store(keys_of([1, 2]), 7)
+            cut.take(keys_of([1, 2]))
+            cut.connection.send(b"garbage")
+            assert cut.cut_off()
+            again = connected()
+            again.join(memory, number=cut.place, capacity=4)
+            lease, _ = again.take(keys_of([1, 2]))
+            again.end(lease)
+            assert again.counts()["pinned"] == 2
+        with serve(tmp_path, 4):
+            back, other = connected(), connected()
+            back.join(memory, number=cut.place, capacity=4)
+            other.join()
+            number, found = other.reserve(keys_of(range(10, 14)))
+            assert not set(found) & set(entries)
+            other.end(number, well=False)
+            back.send(Operation.CLEAN)
+            eventually(lambda: other.room(4) == 4, "nothing is held")
+
+
 def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_path: Path) -> None:
     """The member's process ends, and another one has its socket and its lock: its leases end, its entries stay kept."""
     path = str(tmp_path / "pool")
@@ -407,6 +448,7 @@ def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_pa
         eventually(lambda: other.room(4) == 4, "the quarantine is over")
 
 
+@pytest.mark.usefixtures("no_grace")
 def test_a_child_of_the_owners_process_is_not_taken_for_it(tmp_path: Path) -> None:
     """When the owner is killed, a child that it has forked holds neither its socket nor its connections."""
     path = str(tmp_path / "pool")

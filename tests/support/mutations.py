@@ -706,6 +706,27 @@ MUTATIONS = (
         (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
     ),
     Mutation(
+        "what-owners-before-have-granted-is-not-marked-any-more",
+        "pool/region.py",
+        "            before = self._granted_before(member.number) if self.inherited or self.gone else set()",
+        "            before = set()",
+        (f"{POOL_MEMBERS}::test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it",),
+    ),
+    Mutation(
+        "what-was-read-before-a-connection-was-lost-is-not-marked-any-more",
+        "pool/region.py",
+        "            found.update(*(record",
+        "            tuple((record",
+        (f"{POOL_OWNER}::test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps",),
+    ),
+    Mutation(
+        "a-call-ends-the-promotions-that-other-threads-wait-for",
+        "pool/region.py",
+        "            if ended and not promotion.done:",
+        "            if False:",
+        (f"{POOL_MEMBERS}::test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool",),
+    ),
+    Mutation(
         "a-header-names-its-writer-only",
         "pool/memory.py",
         '        headers["state"][chosen] = RESERVED\n',

@@ -1,13 +1,15 @@
-"""Kill engines that share a pool, and its owner, at random moments, many times, and compare every byte that they load.
+"""Try what may go wrong where engines share a pool, many times, and compare every byte that they load.
 
-    python tests/chaos/support/exhaust_pool.py                          2,000 kills on simulated devices
-    python tests/chaos/support/exhaust_pool.py --kills 200 --gpu        with real devices, several engines on one GPU
-    python tests/chaos/support/exhaust_pool.py --kills 50 --seed 7 --lanes 1
+    python tests/chaos/support/exhaust_pool.py                          everything on simulated devices: half an hour
+    python tests/chaos/support/exhaust_pool.py --only kills --kills 200 --gpu       several engines on one GPU
+    python tests/chaos/support/exhaust_pool.py --only fuzz --rounds 100000 --seconds 36000 --seed 7
 
-Each lane has a pool of its own: an owner and several engines, of which one or the other is killed, stopped or begun
-anew (see `chaos_pool.py`). It prints counts, also of kills by what the engine was doing, and what was wrong: other
-bytes, entries that nobody can reserve once all engines have ended, processes that hang, descriptors and files left.
-Exit status 1 if anything was.
+    kills   engines and the owner killed, stopped and begun anew at random moments (`chaos_pool.py`)
+    fuzz    random calls of four engines, compared with a model (`fuzz_pool.py`)
+
+Each lane has a pool of its own: an owner and several engines, in processes. It prints counts, and what was wrong: other
+bytes, answers that a model does not allow, entries that nobody can reserve once all engines have ended, processes that
+hang, descriptors and files left. Exit status 1 if anything was.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from typing import Any
 from exhausting import report, too_many
 
 HERE = Path(__file__).resolve().parent
+KINDS = ("kills", "fuzz")
 SPARE_SECONDS = 120.0  # that a lane may need after `--seconds`
+HELPERS = (HERE.parents[2], HERE, HERE.parents[1] / "pool", HERE.parents[1] / "support")
+
+Result = tuple[Counter[str], list[str]]
 
 
-def started(plan: dict[str, Any]) -> subprocess.Popen[str]:
+def started(program: str, plan: dict[str, Any]) -> subprocess.Popen[str]:
     """A lane, in a process without threads, since it forks."""
-    paths = [str(HERE.parents[2]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*map(str, HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
-        [sys.executable, str(HERE / "chaos_pool.py"), json.dumps(plan)],
+        [sys.executable, str(HERE / program), json.dumps(plan)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -40,19 +46,10 @@ def started(plan: dict[str, Any]) -> subprocess.Popen[str]:
     )
 
 
-def kills(
-    count: int, seed: int, *, lanes: int = 1, gpu: int = -1, seconds: float = 600.0, **options: Any
-) -> tuple[Counter[str], list[str]]:
-    """So many, in so many pools at the same time; counts, and what was wrong."""
-    lanes = min(lanes, count)
-    shares = [count // lanes + (lane < count % lanes) for lane in range(lanes)]
-    plans = [
-        {"kills": share, "seed": seed * 1000 + lane, "gpu": gpu, "seconds": seconds, **options}
-        for lane, share in enumerate(shares)
-    ]
-    counts, wrong = Counter[str](), list[str]()
-    processes = [started(plan) for plan in plans]
-    longest = 0
+def work_off(program: str, plans: Sequence[dict[str, Any]], seconds: float) -> Result:
+    """Each plan in a lane of its own, at the same time; counts, and what was wrong."""
+    counts, wrong, longest = Counter[str](), list[str](), 0
+    processes = [started(program, plan) for plan in plans]
     for process, plan in zip(processes, plans, strict=True):
         try:
             printed, _ = process.communicate(timeout=seconds + SPARE_SECONDS)
@@ -65,28 +62,63 @@ def kills(
             wrong.append(f"lane of seed {plan['seed']} has ended with status {process.returncode}")
             continue
         found = json.loads(printed.splitlines()[-1])
+        longest = max(longest, found["counts"].pop("longest call ms"))
         counts.update(found["counts"])
-        longest = max(longest, found["counts"]["longest call ms"])
         wrong += found["wrong"]
     counts["longest call ms"] = longest
     return counts, wrong + too_many(counts, {"descriptors": 0}, "left") + too_many(counts, {"files": 0}, "in /dev/shm")
 
 
+def shares(count: int, lanes: int) -> list[int]:
+    lanes = min(lanes, count)
+    return [count // lanes + (lane < count % lanes) for lane in range(lanes)]
+
+
+def kills(count: int, seed: int, *, lanes: int = 1, gpu: int = -1, seconds: float = 600.0, **options: Any) -> Result:
+    """So many kills, in so many pools at the same time."""
+    plans = [
+        {"kills": share, "seed": seed * 1000 + lane, "gpu": gpu, "seconds": seconds, **options}
+        for lane, share in enumerate(shares(count, lanes))
+    ]
+    return work_off("chaos_pool.py", plans, seconds)
+
+
+def fuzz(rounds: int, seed: int, *, lanes: int = 1, steps: int = 500, seconds: float = 600.0) -> Result:
+    """So many rounds: each has a pool, and so many steps."""
+    plans = [
+        {"rounds": share, "steps": steps, "seed": seed + 1_000_000 * lane, "seconds": seconds}
+        for lane, share in enumerate(shares(rounds, lanes))
+    ]
+    return work_off("fuzz_pool.py", plans, seconds)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=KINDS, help="may be repeated; all by default")
     parser.add_argument("--kills", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=200, help="of the fuzz; each has a seed of its own")
+    parser.add_argument("--steps", type=int, default=500, help="of a round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lanes", type=int, default=os.cpu_count() or 1, help="pools at the same time")
-    parser.add_argument("--engines", type=int, default=3, help="of each pool")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing new after so many")
-    parser.add_argument("--gpu", type=int, nargs="?", const=0, default=-1, help="with this GPU; 0 if no number follows")
+    parser.add_argument(
+        "--engines", type=int, default=3, help="of each pool whose engines are killed; the fuzz has four"
+    )
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing new after so many, of each kind")
+    parser.add_argument(
+        "--gpu", type=int, nargs="?", const=0, default=-1, help="kills with this GPU; 0 if no number follows"
+    )
     options = parser.parse_args(arguments)
     more: dict[str, Any] = {"row_bytes": 64 << 10} if options.gpu >= 0 else {}
-    counts, wrong = kills(
-        options.kills, options.seed, lanes=options.lanes, gpu=options.gpu, seconds=options.seconds,
-        engines=options.engines, **more,
-    )  # fmt: skip
-    return int(report("kills", counts, wrong))
+    common: dict[str, Any] = {"lanes": options.lanes, "seconds": options.seconds}
+    failed = False
+    for kind in options.only or KINDS:
+        if kind == "kills":
+            more |= {"gpu": options.gpu, "engines": options.engines}
+            found = kills(options.kills, options.seed, **common, **more)
+        else:
+            found = fuzz(options.rounds, options.seed, **common, steps=options.steps)
+        failed |= report(kind, *found)
+    return int(failed)
 
 
 if __name__ == "__main__":
