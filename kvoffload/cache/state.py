@@ -396,6 +396,11 @@ class CacheState:
         lease.groups = self.num_groups
         return lease
 
+    def propose_load(self, keys: list[bytes], pending: bool, opened: RequestRecord | None) -> LeaseRecord:
+        """A lease for a load, of which `use` tells once it is submitted."""
+        del opened
+        return self.propose_lease(keys, pending)
+
     def begin(self, lease: LeaseRecord) -> None:
         """Each of its entries gets one more holder."""
         self.consistent = False

@@ -8,19 +8,20 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvoffload.cache.entries import ReservationRecord
 from kvoffload.errors import KVOffloadError
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
     DECLINED,
     EACH,
     ENDING,
-    FLAGS,
+    FOR_REQUEST,
+    LOADS,
     NEW,
     NUMBER,
     PENDING,
     PRESENT,
     REQUEST,
-    RESERVATION,
     USES,
     MessageError,
     Operation,
@@ -33,12 +34,19 @@ MOST_TEXT = 4096  # characters of identity, tenant, and reasons
 
 
 class Message(NamedTuple):
-    """A message of a member that has joined. `answer(operation, payload)` may come later, from any thread."""
+    """A message of a member that has joined.
+
+    Attributes:
+        reply: sends the answer at once, where work is left that the member need not wait for. False: it could not be
+            sent, so return it.
+        answer: called with operation and payload, later, from any thread.
+    """
 
     member: Holdings
     region: Region
     payload: bytes
     number: int
+    reply: Callable[[bytes], bool]
     answer: Callable[[int, bytes], None]
 
 
@@ -50,29 +58,44 @@ def status(message: Message) -> bytes:
     return message.region.status(unpack_keys(message.payload))
 
 
-def take(message: Message) -> bytes:
-    (flags,) = _unpacked(FLAGS, message.payload)
-    keys = unpack_keys(message.payload, FLAGS.size)
+def take(message: Message) -> bytes | None:
+    flags, request = _unpacked(FOR_REQUEST, message.payload)
+    keys = unpack_keys(message.payload, FOR_REQUEST.size)
     if flags & EACH:
         return pack_entries(message.region.take_each(message.member, message.number, keys))
     entries = message.region.take(message.member, message.number, keys, pending=bool(flags & PENDING))
     message.member.release_promotions()  # it has taken what they brought
-    return pack_entries(entries)
+    answer = pack_entries(entries)
+    if not flags & LOADS or len(entries) < len(keys):
+        return answer
+    replied = message.reply(answer)
+    message.region.use(message.member, request, keys)
+    return None if replied else answer
 
 
-def reserve(message: Message) -> bytes:
-    flags, request = _unpacked(RESERVATION, message.payload)
-    keys = unpack_keys(message.payload, RESERVATION.size)
+def reserve(message: Message) -> bytes | None:
+    flags, request = _unpacked(FOR_REQUEST, message.payload)
+    keys = unpack_keys(message.payload, FOR_REQUEST.size)
     if len(frozenset(keys)) < len(keys):
         raise MessageError("a key is to be reserved twice")
     options = {"all_or_nothing": bool(flags & ALL_OR_NOTHING), "uses": bool(flags & USES)}
-    record = message.region.reserve(message.member, message.number, keys, request=request, **options)
-    if len(record.keys) == len(keys):
-        codes = bytes([NEW]) * len(keys)
-    else:
-        new, declined = set(record.keys), set(record.declined)
-        codes = bytes(NEW if key in new else DECLINED if key in declined else PRESENT for key in keys)
-    return bytes([record.short]) + codes + pack_entries(record.indices)
+
+    def answer(record: ReservationRecord) -> bytes:
+        if len(record.keys) == len(keys):
+            codes = bytes([NEW]) * len(keys)
+        else:
+            new, declined = set(record.keys), set(record.declined)
+            codes = bytes(NEW if key in new else DECLINED if key in declined else PRESENT for key in keys)
+        return bytes([record.short]) + codes + pack_entries(record.indices)
+
+    replied = list[bool]()
+
+    def granted(record: ReservationRecord) -> bool:
+        replied.append(message.reply(answer(record)))
+        return replied[0]
+
+    record = message.region.reserve(message.member, message.number, keys, granted, request=request, **options)
+    return None if replied[0] else answer(record)
 
 
 def end(message: Message) -> None:

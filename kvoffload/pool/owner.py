@@ -30,7 +30,16 @@ from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal.checks import at_least, reason, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory
-from kvoffload.pool.messages import DATAGRAM_BYTES, VERSION, Assembler, MessageError, Operation, datagrams, receive
+from kvoffload.pool.messages import (
+    DATAGRAM_BYTES,
+    HEADER,
+    VERSION,
+    Assembler,
+    MessageError,
+    Operation,
+    datagrams,
+    receive,
+)
 from kvoffload.pool.operations import MOST_TEXT, OPERATIONS, Message, unpack_json
 from kvoffload.pool.region import Holdings, Region, meaning_of
 
@@ -245,8 +254,8 @@ class PoolOwner:
         if member.region is None or kind not in OPERATIONS:
             raise MessageError(f"operation {kind} from a member that has not joined, or that nobody knows")
         try:
-            later = partial(self._answer_later, member, number)
-            answer = OPERATIONS[kind](Message(member.holdings, member.region, payload, number, later))
+            now, later = partial(self._send, member, number, kind), partial(self._answer_later, member, number)
+            answer = OPERATIONS[kind](Message(member.holdings, member.region, payload, number, now, later))
         except (KVOffloadError, ValueError, TypeError) as error:
             self._answer(member, number, Operation.REFUSED, str(error).encode()[:MOST_TEXT])
             return
@@ -254,9 +263,19 @@ class PoolOwner:
             self._answer(member, number, kind, answer)
 
     def _answer(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        if not member.gone:
+        if not member.gone and not self._send(member, number, kind, payload):
             member.outgoing.extend(datagrams(number, kind, payload))
             self._flush(member)
+
+    def _send(self, member: Member, number: int, kind: int, payload: bytes) -> bool:
+        """Answer at once. False: it has to wait for earlier ones, or takes several datagrams, or the member is gone."""
+        if member.outgoing or len(payload) > DATAGRAM_BYTES - HEADER.size:
+            return False
+        try:
+            member.connection.send(HEADER.pack(number, kind, False) + payload)
+        except OSError:
+            return False
+        return True
 
     def _answer_later(self, member: Member, number: int, kind: int, payload: bytes) -> None:
         self._post(lambda: self._answer(member, number, kind, payload))

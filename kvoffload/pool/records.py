@@ -42,13 +42,13 @@ from kvoffload.pool.messages import (
     DECLINED,
     EACH,
     ENDING,
-    FLAGS,
+    FOR_REQUEST,
+    LOADS,
     NEW,
     NUMBER,
     PENDING,
     PRESENT,
     REQUEST,
-    RESERVATION,
     STORING,
     USES,
     Operation,
@@ -110,6 +110,7 @@ class PooledState(CacheState):
         self.numbers: dict[Record, tuple[int, int]] = {}
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self.salt = b""
+        self._told: LeaseRecord | None = None  # the latest lease that the owner was asked for together with its use
         self._clean = pool.generation  # nothing of owners before this generation is in use
 
     def tidy(self) -> None:
@@ -167,7 +168,8 @@ class PooledState(CacheState):
         self.proposed = record
         if not keys:
             return record
-        payload = RESERVATION.pack(ALL_OR_NOTHING * all_or_nothing + USES * uses, _number_of(opened)) + self.pack(keys)
+        flags = ALL_OR_NOTHING * all_or_nothing + USES * uses
+        payload = FOR_REQUEST.pack(flags, _number_of(opened)) + self.pack(keys)
         self.table.reservations.add(record)
         try:
             answer = self._ask_for(record, Operation.RESERVE, payload)
@@ -240,7 +242,7 @@ class PooledState(CacheState):
         """A lease of the keys that are ready, and the keys that this member is storing."""
         self.proposed = lease = LeaseRecord([], [], ())
         self.table.leases.add(lease)
-        answer = self._ask_for(lease, Operation.TAKE, FLAGS.pack(EACH) + self.pack(keys)) if keys else None
+        answer = self._ask_for(lease, Operation.TAKE, FOR_REQUEST.pack(EACH, 0) + self.pack(keys)) if keys else None
         entries = unpack_entries(answer or b"")
         ready = [(key, entry) for key, entry in zip(keys, entries, strict=False) if entry < STORING]
         lease.keys, lease.indices = [key for key, _ in ready], [entry for _, entry in ready]
@@ -248,8 +250,12 @@ class PooledState(CacheState):
             self._drop(lease)
         return lease, {key for key, entry in zip(keys, entries, strict=False) if entry == STORING}
 
-    def take(self, keys: list[bytes], pending: bool) -> LeaseRecord:
-        """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too."""
+    def take(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
+        """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too.
+
+        Args:
+            loads: the number of the request that is about to load all of them; 0: of none.
+        """
         self.proposed = lease = LeaseRecord(keys, [], ())
         if not keys:
             return lease
@@ -265,7 +271,9 @@ class PooledState(CacheState):
                 self.numbers[lease] = self.numbers[source]
                 return lease
             lease.indices = []
-        payload = FLAGS.pack(PENDING * pending) + self.pack(keys)
+        flags = PENDING * pending | LOADS * (loads is not None)
+        payload = FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
+        self._told = None if loads is None else lease
         answer = self._ask_for(lease, Operation.TAKE, payload)
         if answer:
             indices = unpack_entries(answer)
@@ -285,9 +293,13 @@ class PooledState(CacheState):
             lease.sources = tuple(each for each in mine if each.stage is SETTLING)
         return lease
 
-    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
+    def propose_load(self, keys: list[bytes], pending: bool, opened: RequestRecord | None) -> LeaseRecord:
+        """The message that asks for the lease also says what `use` will."""
+        return self.propose_lease(keys, pending, _number_of(opened))
+
+    def propose_lease(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
         """A lease of all keys. Raises MissingKeyError: not all are ready."""
-        lease = self.take(keys, pending)
+        lease = self.take(keys, pending, loads)
         found = len(lease.indices)
         if found < len(keys):
             self._drop(lease)
@@ -318,7 +330,7 @@ class PooledState(CacheState):
         if opened is not None:
             keys = [key for key in keys if key not in opened.keys]
             opened.keys.update(dict.fromkeys(keys))
-        if keys:
+        if keys and (self._told is None or self._told is not self.proposed):
             self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + self.pack(keys))
 
     def touch(self, used: list[bytes]) -> None:

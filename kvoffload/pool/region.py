@@ -15,6 +15,8 @@ from kvoffload.cache.records import leading, locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
+from kvoffload.internal.checks import reason
+from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
 from kvoffload.pool.messages import MISSING, STORING
 
@@ -244,9 +246,22 @@ class Region:
         return bytes([_CODES[status] for status in self._records.status(keys)])
 
     def reserve(
-        self, member: Holdings, number: int, keys: list[bytes], *, all_or_nothing: bool, request: int, uses: bool
+        self,
+        member: Holdings,
+        number: int,
+        keys: list[bytes],
+        granted: Callable[[ReservationRecord], bool],
+        *,
+        all_or_nothing: bool,
+        request: int,
+        uses: bool,
     ) -> ReservationRecord:
-        """Entries for missing keys, reserved under the number. Raises CapacityError with `all_or_nothing`."""
+        """Entries for missing keys, reserved under the number. Raises CapacityError with `all_or_nothing`.
+
+        Args:
+            granted: called as soon as the member may write the entries, with the policy still to be told. Whether it
+                has told the member: then the entries are the member's, even if the policy raises.
+        """
         opened = member.requests.get(request)
         self._writer = member.number
 
@@ -254,15 +269,23 @@ class Region:
             its = None if opened is None else opened._record
             record = state.propose(keys, "" if its is not None else member.tenant, all_or_nothing, its, uses)
             state.publish(record)
-            state.fill(record)
-            if not record.keys:
+            if granted(record):
+                member.reservations[number] = record
+            try:
+                state.fill(record)
+            except Exception as error:
+                if number not in member.reservations:
+                    raise
+                LOGGER.warning("the policy of a shared pool: %s", reason(error))  # the next call repairs
+                return record
+            if record.keys:
+                member.reservations[number] = record
+            else:
                 state.settle(record, well=True)
+                member.reservations.pop(number, None)
             return record
 
-        record = locked(self._records, step)
-        if record.keys:
-            member.reservations[number] = record
-        return record
+        return locked(self._records, step)
 
     def take_each(self, member: Holdings, number: int, keys: list[bytes]) -> list[int]:
         """Hold the keys that are ready. Returns for each its entry, `MISSING`, or `STORING`."""

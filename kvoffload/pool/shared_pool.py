@@ -38,7 +38,7 @@ from kvoffload.errors import CapabilityError, CapacityError, ClosedError, Layout
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
-from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout
+from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
     HEADER,
@@ -88,6 +88,7 @@ class SharedPool:
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._socket: socket.socket | None = None
+        self._incoming = select.poll()  # of the socket
         self._assembler = Assembler()
         self._unsent: deque[bytes] = deque()
         self._bringing = set[int]()  # numbers of messages that are answered later than those that follow
@@ -101,7 +102,8 @@ class SharedPool:
         self.has_tiers = False
         self._settle: Callable[[], bool] = lambda: False
         self._calls = self._lock  # the lock of the cache's calls
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)]  # empty once it is closed
+        weakref.finalize(self, _wake, self._wakeup).atexit = False
         self._thread: threading.Thread | None = None
         self._woken = False  # the thread is going to look at what is in flight
         self._closed = False
@@ -243,9 +245,7 @@ class SharedPool:
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join()
             with self._lock:
-                wakeup, self._wakeup = self._wakeup, -1
-                if wakeup >= 0:
-                    os.close(wakeup)
+                close_files(self._wakeup)
 
     def __enter__(self) -> SharedPool:
         return self
@@ -293,9 +293,9 @@ class SharedPool:
     def wake(self) -> None:
         """Transfers are in flight: look at them until they have ended, so that others see the keys."""
         with self._lock:
-            if self._wakeup >= 0 and not self._woken:
+            if not self._woken:
                 self._woken = True
-                os.eventfd_write(self._wakeup, 1)
+                _wake(self._wakeup)
 
     def ask(
         self,
@@ -411,7 +411,10 @@ class SharedPool:
         except BaseException:
             connection.close()
             raise
+        connection.setblocking(False)
         held, number = self._memory, next(self._numbers)
+        self._incoming = select.poll()
+        self._incoming.register(connection, select.POLLIN)
         self._socket, self._assembler, self._late = connection, Assembler(), number
         asked = (
             self._asked if held is None else {**self._asked, "number": self._number, "capacity": held.meaning.capacity}
@@ -484,14 +487,15 @@ class SharedPool:
         connection, end = self._socket, None
         while connection is not None:
             try:
-                connection.settimeout(wait)
+                if wait > 0 and not self._incoming.poll(1000 * wait):
+                    return None
                 if descriptors and self._descriptor is None:
                     datagram, passed, _, _ = socket.recv_fds(connection, 65_536, 1, socket.MSG_CMSG_CLOEXEC)
                     self._descriptor = passed[0] if passed else None
                 else:
                     datagram = receive(connection)
                 message = self._assembler.take(datagram) if datagram else None
-            except (BlockingIOError, TimeoutError):
+            except BlockingIOError:
                 return None
             except (OSError, MessageError):
                 datagram = b""
@@ -513,16 +517,20 @@ class SharedPool:
 
     def _send_datagram(self, datagram: bytes) -> bool:
         assert self._socket is not None
-        try:
-            self._socket.settimeout(self._answer_seconds)
-            self._socket.send(datagram)
-        except (BlockingIOError, TimeoutError):
-            self._late = self._late or 0  # any answer shows that it reads again
-            return False
-        except OSError:
-            self._lose()
-            return False
-        return True
+        for waits in (True, False):
+            try:
+                self._socket.send(datagram)
+                return True
+            except BlockingIOError:
+                room = select.poll()
+                room.register(self._socket, select.POLLOUT)
+                if not waits or not room.poll(1000 * self._answer_seconds):
+                    break
+            except OSError:
+                self._lose()
+                return False
+        self._late = self._late or 0  # any answer shows that it reads again
+        return False
 
     def _lose(self) -> None:
         """The owner has ended."""
@@ -554,12 +562,20 @@ class SharedPool:
         return self._settle()
 
 
-def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
-    """The thread of a member: sleeps until transfers are in flight, or the owner has ended."""
-    busy = False
+def _wake(wakeup: list[int]) -> None:
+    for descriptor in wakeup:
+        os.eventfd_write(descriptor, 1)
+
+
+def _watch(pool: weakref.ref[SharedPool], wakeups: list[int]) -> None:
+    """The thread of a member: sleeps until transfers are in flight, or the owner has ended, or it is forgotten."""
+    busy, (wakeup,) = False, wakeups
     while True:
         member = pool()
-        if member is None or member._closed:
+        if member is None:
+            close_files(wakeups)
+            return
+        if member._closed:
             return
         connection = member._socket
         poll = select.poll()
@@ -583,7 +599,7 @@ def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
             continue
         member = pool()
         if member is None:
-            return
+            continue
         member._woken = False  # before it looks: whatever begins from now on wakes it again
         try:
             busy = member._tend(ended)

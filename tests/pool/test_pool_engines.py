@@ -52,7 +52,7 @@ import os, sys
 from kvoffload import CacheIndex, CapacityError
 from kvoffload.pool import SharedPool
 index = CacheIndex(SharedPool.beside(sys.argv[1], "engine", 1))
-index.reserve([b"%d" % number for number in range(5)])
+kept = index.reserve([b"%d" % number for number in range(5)])
 print(os.getpid(), flush=True)
 sys.stdin.read()
 """
