@@ -384,8 +384,14 @@ class CacheState:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
-        """A record for reading the entries of these keys. Changes nothing."""
+    def propose_lease(
+        self, keys: list[bytes], pending: bool, loads: bool = False, opened: RequestRecord | None = None
+    ) -> LeaseRecord:
+        """A record for reading the entries of these keys. Changes nothing.
+
+        Args:
+            loads, opened: `use` follows, for this request; see `PooledState`.
+        """
         table = self.table
         indices = list(map(table.of.get, keys))
         sources: tuple[ReservationRecord, ...] = ()
@@ -395,11 +401,6 @@ class CacheState:
         self.proposed = lease = LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
         lease.groups = self.num_groups
         return lease
-
-    def propose_load(self, keys: list[bytes], pending: bool, opened: RequestRecord | None) -> LeaseRecord:
-        """A lease for a load, of which `use` tells once it is submitted."""
-        del opened
-        return self.propose_lease(keys, pending)
 
     def begin(self, lease: LeaseRecord) -> None:
         """Each of its entries gets one more holder."""

@@ -293,13 +293,14 @@ class PooledState(CacheState):
             lease.sources = tuple(each for each in mine if each.stage is SETTLING)
         return lease
 
-    def propose_load(self, keys: list[bytes], pending: bool, opened: RequestRecord | None) -> LeaseRecord:
-        """The message that asks for the lease also says what `use` will."""
-        return self.propose_lease(keys, pending, _number_of(opened))
+    def propose_lease(
+        self, keys: list[bytes], pending: bool, loads: bool = False, opened: RequestRecord | None = None
+    ) -> LeaseRecord:
+        """A lease of all keys. With `loads`, the message that asks for it also says what `use` would.
 
-    def propose_lease(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
-        """A lease of all keys. Raises MissingKeyError: not all are ready."""
-        lease = self.take(keys, pending, loads)
+        Raises MissingKeyError: not all are ready.
+        """
+        lease = self.take(keys, pending, _number_of(opened) if loads else None)
         found = len(lease.indices)
         if found < len(keys):
             self._drop(lease)

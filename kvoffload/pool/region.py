@@ -153,7 +153,8 @@ class Region:
     # the journal, which the index tells under its lock --------------------------------------------------------------
 
     def reserved(self, record: ReservationRecord) -> None:
-        self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
+        if len(record.victim_indices) > len(record.indices):
+            self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
         if record.indices:
             self._sequence += 1
             self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self._writer)

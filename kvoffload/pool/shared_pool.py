@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 0.1
 RETRY_SECONDS = 1.0  # between attempts to find a new owner
 SETTLE_SECONDS = 0.002  # between looks at transfers in flight
+LINGER_SECONDS = 0.01  # between looks after that, so that calls that follow soon need not wake the thread
+_LINGERS = 10  # looks
 _MOST_UNSENT = 65_536  # messages
 
 
@@ -569,7 +571,7 @@ def _wake(wakeup: list[int]) -> None:
 
 def _watch(pool: weakref.ref[SharedPool], wakeups: list[int]) -> None:
     """The thread of a member: sleeps until transfers are in flight, or the owner has ended, or it is forgotten."""
-    busy, (wakeup,) = False, wakeups
+    busy, quiet, (wakeup,) = False, _LINGERS, wakeups
     while True:
         member = pool()
         if member is None:
@@ -583,8 +585,9 @@ def _watch(pool: weakref.ref[SharedPool], wakeups: list[int]) -> None:
         if connection is not None and (descriptor := connection.fileno()) >= 0:
             poll.register(descriptor, select.POLLRDHUP)
         owes = not member._joined or member._late is not None or member._unsent
-        wait = SETTLE_SECONDS if busy else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
-        member._woken |= busy  # it looks soon
+        wait = LINGER_SECONDS if quiet < _LINGERS else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
+        wait = SETTLE_SECONDS if busy else wait
+        member._woken |= wait <= LINGER_SECONDS  # it looks soon
         del member
         ended, woken = None, False
         for descriptor, _ in poll.poll(wait * 1000):
@@ -595,7 +598,7 @@ def _watch(pool: weakref.ref[SharedPool], wakeups: list[int]) -> None:
                 ended = connection
         del connection
         if woken and not busy and ended is None:  # the caller's thread is in the middle of its call: not beside that
-            busy = True
+            busy, quiet = True, 0
             continue
         member = pool()
         if member is None:
@@ -609,6 +612,7 @@ def _watch(pool: weakref.ref[SharedPool], wakeups: list[int]) -> None:
             LOGGER.warning("the thread of %s: %s", member, shown(error))
             busy = False
             time.sleep(SETTLE_SECONDS)
+        quiet = 0 if busy else quiet + 1
 
 
 _ERRORS: dict[str, type[Exception]] = {

@@ -30,9 +30,7 @@ class Joined:
     def reserve(self, *numbers: int) -> list[int]:
         self.asked += 1
         options = {"all_or_nothing": False, "uses": False}
-        record = self.region.reserve(
-            self.holdings, self.asked, keys_of(numbers), lambda _: False, request=0, **options
-        )
+        record = self.region.reserve(self.holdings, self.asked, keys_of(numbers), lambda _: False, request=0, **options)
         return record.indices
 
     def take(self, *numbers: int) -> list[int]:
