@@ -392,6 +392,7 @@ class CacheState:
         Args:
             loads, opened: `use` follows, for this request; see `PooledState`.
         """
+        del loads, opened
         table = self.table
         indices = list(map(table.of.get, keys))
         sources: tuple[ReservationRecord, ...] = ()

@@ -20,6 +20,7 @@ messages; a reply has the number of what it answers. Messages of one member are 
     REMOVE   keys                       how many there were, u32. An empty payload: all keys
     COUNTS   nothing                    JSON
     CLEAN    nothing                    no reply. Nothing that the last owner granted is in use any more
+    WAIT                                from the owner, each second until it answers JOIN: it allocates a region
 
 Keys are a number (u32), the length of each (a byte), and their bytes one after the other.
 """
@@ -70,6 +71,7 @@ class Operation(IntEnum):
     COUNTS = 14
     CLEAN = 15
     REFUSED = 16
+    WAIT = 17
 
 
 class MessageError(Exception):

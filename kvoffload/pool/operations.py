@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.errors import KVOffloadError
 from kvoffload.pool.messages import (
-    ALL_OR_NOTHING,
     DECLINED,
     EACH,
     ENDING,
@@ -22,7 +21,6 @@ from kvoffload.pool.messages import (
     PENDING,
     PRESENT,
     REQUEST,
-    USES,
     MessageError,
     Operation,
     pack_entries,
@@ -37,16 +35,15 @@ class Message(NamedTuple):
     """A message of a member that has joined.
 
     Attributes:
-        reply: sends the answer at once, where work is left that the member need not wait for. False: it could not be
-            sent, so return it.
-        answer: called with operation and payload, later, from any thread.
+        reply: sends the answer, where work is left that the member need not wait for. Then return None.
+        answer: sends operation and payload later, from any thread.
     """
 
     member: Holdings
     region: Region
     payload: bytes
     number: int
-    reply: Callable[[bytes], bool]
+    reply: Callable[[bytes], None]
     answer: Callable[[int, bytes], None]
 
 
@@ -65,37 +62,27 @@ def take(message: Message) -> bytes | None:
         return pack_entries(message.region.take_each(message.member, message.number, keys))
     entries = message.region.take(message.member, message.number, keys, pending=bool(flags & PENDING))
     message.member.release_promotions()  # it has taken what they brought
-    answer = pack_entries(entries)
-    if not flags & LOADS or len(entries) < len(keys):
-        return answer
-    replied = message.reply(answer)
-    message.region.use(message.member, request, keys)
-    return None if replied else answer
+    message.reply(pack_entries(entries))
+    if flags & LOADS and len(entries) == len(keys):
+        message.region.use(message.member, request, keys)
+    return None
 
 
-def reserve(message: Message) -> bytes | None:
+def reserve(message: Message) -> None:
     flags, request = _unpacked(FOR_REQUEST, message.payload)
     keys = unpack_keys(message.payload, FOR_REQUEST.size)
     if len(frozenset(keys)) < len(keys):
         raise MessageError("a key is to be reserved twice")
-    options = {"all_or_nothing": bool(flags & ALL_OR_NOTHING), "uses": bool(flags & USES)}
 
-    def answer(record: ReservationRecord) -> bytes:
+    def granted(record: ReservationRecord) -> None:
         if len(record.keys) == len(keys):
             codes = bytes([NEW]) * len(keys)
         else:
             new, declined = set(record.keys), set(record.declined)
             codes = bytes(NEW if key in new else DECLINED if key in declined else PRESENT for key in keys)
-        return bytes([record.short]) + codes + pack_entries(record.indices)
+        message.reply(bytes([record.short]) + codes + pack_entries(record.indices))
 
-    replied = list[bool]()
-
-    def granted(record: ReservationRecord) -> bool:
-        replied.append(message.reply(answer(record)))
-        return replied[0]
-
-    record = message.region.reserve(message.member, message.number, keys, granted, request=request, **options)
-    return None if replied[0] else answer(record)
+    message.region.reserve(message.member, message.number, keys, granted, flags, request)
 
 
 def end(message: Message) -> None:

@@ -31,7 +31,7 @@ from kvoffload.cache.entries import (
     watch,
 )
 from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, guarded
+from kvoffload.cache.records import Records, guarded, locked
 from kvoffload.cache.reservations import CacheRequest, Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
@@ -87,7 +87,7 @@ class Link(Protocol):
 
     def tell(self, operation: Operation, payload: bytes, /, *, keep: bool = False) -> None: ...
 
-    def bring(self, payload: bytes, wait: float, /) -> None: ...
+    def ask_slowly(self, operation: Operation, payload: bytes, wait: float, /) -> bytes | None: ...
 
     def wake(self) -> None: ...
 
@@ -407,7 +407,9 @@ class PoolRecords(Records):
         return int(self._counts().get("resident", 0))
 
     def statistics(self) -> CacheStatistics:
-        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region."""
+        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region, and 0 if no owner
+        answers, or the pool is closed.
+        """
         counts = self._counts()
         names = ("resident", "pending", "pinned")
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
@@ -418,12 +420,15 @@ class PoolRecords(Records):
     def check(self, _: None) -> None:
         self._pooled.check()
 
-    @guarded
     def remove(self, keys: list[bytes] | None) -> int:
-        """Raises nothing where no owner answers: the next one may have them still."""
-        self._pooled.fetched = None
-        answer = self._ask(Operation.REMOVE, b"" if keys is None else self._pooled.pack(keys))
-        return 0 if answer is None else int(NUMBER.unpack(answer)[0])
+        """Also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0 and
+        raises nothing if the owner does not answer, or a tier takes longer or fails: then they may be there still.
+        """
+        locked(self, lambda state: setattr(state, "fetched", None))  # loads ask the owner from now on
+        payload = b"" if keys is None else self._pooled.pack(keys)
+        wait = MOST_SECONDS if self._pool.has_tiers else 0.0
+        answer = self._pool.ask_slowly(Operation.REMOVE, payload, wait)
+        return int(NUMBER.unpack(answer)[0]) if answer else 0
 
     @guarded
     def open_request(self, given: tuple[str, str | None, Callable[[tuple[bytes, ...]], None] | None]) -> CacheRequest:
@@ -491,7 +496,7 @@ class PoolRecords(Records):
         pool = self._pool
         if pool.has_tiers and keys:
             wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
-            pool.bring(NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys), wait)
+            pool.ask_slowly(Operation.BRING, NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys), wait)
 
     @partial(guarded, nested=lambda *_: b"{}")
     def _count(self, _: None) -> bytes:
@@ -501,7 +506,7 @@ class PoolRecords(Records):
         return self._pool.ask(self._pool.next_number(), operation, payload)
 
     def _counts(self) -> dict[str, Any]:
-        return dict(json.loads(self._count(None)))
+        return dict(json.loads(self._count(None))) if self._pool.connected else {}
 
 
 def _number_of(record: RequestRecord | None) -> int:

@@ -18,7 +18,7 @@ from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
-from kvoffload.pool.messages import MISSING, STORING
+from kvoffload.pool.messages import ALL_OR_NOTHING, MISSING, STORING, USES
 
 if TYPE_CHECKING:
     from kvoffload.cache.tiering.promotion import Promotion
@@ -27,6 +27,7 @@ MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
 _MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
 
 MakeIndex = Callable[[PoolMemory], CacheIndex]
+Granted = Callable[[ReservationRecord], None]
 
 
 class Alive:
@@ -247,43 +248,32 @@ class Region:
         return bytes([_CODES[status] for status in self._records.status(keys)])
 
     def reserve(
-        self,
-        member: Holdings,
-        number: int,
-        keys: list[bytes],
-        granted: Callable[[ReservationRecord], bool],
-        *,
-        all_or_nothing: bool,
-        request: int,
-        uses: bool,
+        self, member: Holdings, number: int, keys: list[bytes], granted: Granted, flags: int, request: int
     ) -> ReservationRecord:
-        """Entries for missing keys, reserved under the number. Raises CapacityError with `all_or_nothing`.
+        """Entries for missing keys, reserved under the number. Raises CapacityError with `ALL_OR_NOTHING`.
 
         Args:
-            granted: called as soon as the member may write the entries, with the policy still to be told. Whether it
-                has told the member: then the entries are the member's, even if the policy raises.
+            granted: tells the member, before the policy is told. The entries are the member's even if that raises.
+            flags, request: as in RESERVE.
         """
         opened = member.requests.get(request)
         self._writer = member.number
 
         def step(state: CacheState) -> ReservationRecord:
             its = None if opened is None else opened._record
-            record = state.propose(keys, "" if its is not None else member.tenant, all_or_nothing, its, uses)
+            tenant = "" if its is not None else member.tenant
+            record = state.propose(keys, tenant, bool(flags & ALL_OR_NOTHING), its, bool(flags & USES))
             state.publish(record)
-            if granted(record):
-                member.reservations[number] = record
-            try:
-                state.fill(record)
-            except Exception as error:
-                if number not in member.reservations:
-                    raise
-                LOGGER.warning("the policy of a shared pool: %s", reason(error))  # the next call repairs
-                return record
             if record.keys:
                 member.reservations[number] = record
+            granted(record)
+            try:
+                state.fill(record)
+            except Exception as error:  # noqa: BLE001  # a policy's, and the member has its answer; the next call repairs
+                LOGGER.warning("the policy of a shared pool: %s", reason(error))
             else:
-                state.settle(record, well=True)
-                member.reservations.pop(number, None)
+                if not record.keys:
+                    state.settle(record, well=True)
             return record
 
         return locked(self._records, step)

@@ -50,6 +50,7 @@ from kvoffload.pool.messages import (
     pack_keys,
     receive,
 )
+from kvoffload.pool.watching import RETRY_SECONDS, SETTLE_SECONDS, wake, watch
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -57,10 +58,7 @@ if TYPE_CHECKING:
     from kvoffload.cache.state import CacheState
 
 ANSWER_SECONDS = 0.1
-RETRY_SECONDS = 1.0  # between attempts to find a new owner
-SETTLE_SECONDS = 0.002  # between looks at transfers in flight
-LINGER_SECONDS = 0.01  # between looks after that, so that calls that follow soon need not wake the thread
-_LINGERS = 10  # looks
+ALLOCATING_SECONDS = 10.0  # that an owner is waited for which says each second that it allocates memory
 _MOST_UNSENT = 65_536  # messages
 
 
@@ -93,7 +91,7 @@ class SharedPool:
         self._incoming = select.poll()  # of the socket
         self._assembler = Assembler()
         self._unsent: deque[bytes] = deque()
-        self._bringing = set[int]()  # numbers of messages that are answered later than those that follow
+        self._slow: dict[int, bytes | None] = {}  # answers to `ask_slowly`, later than those to messages that follow
         self._late: int | None = None  # the number of an answer that has not come in time
         self._next_try = 0.0
         self._joined = self._refused = False
@@ -105,7 +103,7 @@ class SharedPool:
         self._settle: Callable[[], bool] = lambda: False
         self._calls = self._lock  # the lock of the cache's calls
         self._wakeup = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)]  # empty once it is closed
-        weakref.finalize(self, _wake, self._wakeup).atexit = False
+        weakref.finalize(self, wake, self._wakeup).atexit = False
         self._thread: threading.Thread | None = None
         self._woken = False  # the thread is going to look at what is in flight
         self._closed = False
@@ -133,8 +131,8 @@ class SharedPool:
             engine: name and part, if several processes are one engine: those that copy give them here, and the one that
                 has the index gives the name to `beside`. No other engine may have the name. A row then has as many
                 parts as the layout has groups, `host_memory` is one part of each, and no other process has it.
-            timeout: seconds that an owner is waited for, if there is none yet or it is busy: the first member of a
-                region waits until its memory is allocated.
+            timeout: seconds that an owner is waited for, if there is none yet or it does not answer. While it
+                allocates the memory of a region, for its first member, it says so each second: that may take minutes.
             answer_seconds: how long a call waits for the owner's answer before its keys are misses.
 
         Raises:
@@ -198,7 +196,7 @@ class SharedPool:
             self.close()
             raise
         self._thread = threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._wakeup), name="kvoffload-pool", daemon=True
+            target=watch, args=(weakref.ref(self), self._wakeup), name="kvoffload-pool", daemon=True
         )
         self._thread.start()
         return self
@@ -297,7 +295,7 @@ class SharedPool:
         with self._lock:
             if not self._woken:
                 self._woken = True
-                _wake(self._wakeup)
+                wake(self._wakeup)
 
     def ask(
         self,
@@ -330,26 +328,30 @@ class SharedPool:
             return None
         return content
 
-    def bring(self, payload: bytes, wait: float) -> None:
-        """Let the owner promote keys, and wait for that, at most so many seconds. Other calls go on meanwhile."""
+    def ask_slowly(self, operation: Operation, payload: bytes, wait: float) -> bytes | None:
+        """The answer to BRING or REMOVE, for which the owner may wait for tiers, at most so many seconds; None: as of
+        `ask`. Other calls go on meanwhile.
+        """
+        self.check_usable()
         number, connection = self.next_number(), None
         with self._lock:
             if self._ready():
-                self._bringing.add(number)
-                connection = self._socket if self._send(number, Operation.BRING, payload) else None
+                self._slow[number] = None
+                connection = self._socket if self._send(number, operation, payload) else None
         end, poll = time.monotonic() + wait + self._answer_seconds, select.poll()
         try:
             if connection is not None:
                 poll.register(connection, select.POLLIN)
-            while connection is not None and number in self._bringing and time.monotonic() < end:
+            while connection is not None and self._slow[number] is None and time.monotonic() < end:
                 poll.poll(1000 * SETTLE_SECONDS)  # another thread may read the answer
                 with self._lock:
                     if connection is not self._socket:
-                        return
+                        break
                     if self._late is None:
                         self._message(0.0)
+            return self._slow[number] if connection is not None else None
         finally:
-            self._bringing.discard(number)
+            self._slow.pop(number, None)
 
     def tell(self, operation: Operation, payload: bytes, *, keep: bool = False) -> None:
         """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later."""
@@ -478,14 +480,16 @@ class SharedPool:
         """The answer with this number, if it comes in time; None otherwise, and then it is late."""
         self._late, end = number, time.monotonic() + wait
         while (message := self._message(wait, descriptors=descriptors)) is not None:
-            if message[0] >= number:
+            if message[1] == Operation.WAIT and descriptors:
+                end = max(end, time.monotonic() + ALLOCATING_SECONDS)
+            elif message[0] >= number and message[1] != Operation.WAIT:
                 self._late = None
                 return message[1:]
             wait = max(0.0, end - time.monotonic())
         return None
 
     def _message(self, wait: float, *, descriptors: bool = False) -> tuple[int, int, bytes] | None:
-        """The next message that is no answer to BRING; None: there is none in time, or the owner has ended."""
+        """The next message that is no slow answer; None: there is none in time, or the owner has ended."""
         connection, end = self._socket, None
         while connection is not None:
             try:
@@ -505,9 +509,10 @@ class SharedPool:
                 self._lose()
                 return None
             if message is not None:
-                if message[1] != Operation.BRING and message[0] not in self._bringing:
+                if message[0] in self._slow:
+                    self._slow[message[0]] = message[2] if message[1] != Operation.REFUSED else b""
+                elif message[1] not in (Operation.BRING, Operation.REMOVE):
                     return message
-                self._bringing.discard(message[0])
             end = time.monotonic() + wait if end is None else end
             wait = max(0.0, end - time.monotonic())
         return None
@@ -562,57 +567,6 @@ class SharedPool:
             if not self._joined or self._late is not None or self._unsent:
                 self._ready()
         return self._settle()
-
-
-def _wake(wakeup: list[int]) -> None:
-    for descriptor in wakeup:
-        os.eventfd_write(descriptor, 1)
-
-
-def _watch(pool: weakref.ref[SharedPool], wakeups: list[int]) -> None:
-    """The thread of a member: sleeps until transfers are in flight, or the owner has ended, or it is forgotten."""
-    busy, quiet, (wakeup,) = False, _LINGERS, wakeups
-    while True:
-        member = pool()
-        if member is None:
-            close_files(wakeups)
-            return
-        if member._closed:
-            return
-        connection = member._socket
-        poll = select.poll()
-        poll.register(wakeup, select.POLLIN)
-        if connection is not None and (descriptor := connection.fileno()) >= 0:
-            poll.register(descriptor, select.POLLRDHUP)
-        owes = not member._joined or member._late is not None or member._unsent
-        wait = LINGER_SECONDS if quiet < _LINGERS else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
-        wait = SETTLE_SECONDS if busy else wait
-        member._woken |= wait <= LINGER_SECONDS  # it looks soon
-        del member
-        ended, woken = None, False
-        for descriptor, _ in poll.poll(wait * 1000):
-            if descriptor == wakeup:
-                os.eventfd_read(wakeup)
-                woken = True
-            else:
-                ended = connection
-        del connection
-        if woken and not busy and ended is None:  # the caller's thread is in the middle of its call: not beside that
-            busy, quiet = True, 0
-            continue
-        member = pool()
-        if member is None:
-            continue
-        member._woken = False  # before it looks: whatever begins from now on wakes it again
-        try:
-            busy = member._tend(ended)
-        except ClosedError:
-            busy = False
-        except Exception as error:  # noqa: BLE001  # a thread that ends would leave keys pending
-            LOGGER.warning("the thread of %s: %s", member, shown(error))
-            busy = False
-            time.sleep(SETTLE_SECONDS)
-        quiet = 0 if busy else quiet + 1
 
 
 _ERRORS: dict[str, type[Exception]] = {

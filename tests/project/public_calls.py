@@ -19,6 +19,7 @@ MODULES = (
     "kvoffload.jax",
     "kvoffload.observability.prometheus",
     "kvoffload.observability.router_events",
+    "kvoffload.pool",
     "kvoffload.testing",
     "kvoffload.cache.tiering",
     "kvoffload.tiers",
