@@ -110,8 +110,7 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     if count and lengths.count(lengths[0]) == count:  # the usual case
         width = lengths[0]
         if width:
-            same: list[bytes] = np.frombuffer(payload, f"V{width}", offset=begin).tolist()
-            return same
+            return list(np.frombuffer(payload, f"V{width}", offset=begin).tolist())
     keys = []
     for length in lengths:
         keys.append(payload[begin : begin + length])

@@ -50,7 +50,7 @@ from kvoffload.pool.messages import (
     pack_keys,
     receive,
 )
-from kvoffload.pool.watching import RETRY_SECONDS, SETTLE_SECONDS, wake, watch
+from kvoffload.pool.watching import RETRY_SECONDS, SETTLE_SECONDS, forget, wake, watch
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -103,7 +103,7 @@ class SharedPool:
         self._settle: Callable[[], bool] = lambda: False
         self._calls = self._lock  # the lock of the cache's calls
         self._wakeup = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)]  # empty once it is closed
-        weakref.finalize(self, wake, self._wakeup).atexit = False
+        weakref.finalize(self, forget, self._wakeup).atexit = False
         self._thread: threading.Thread | None = None
         self._woken = False  # the thread is going to look at what is in flight
         self._closed = False
@@ -195,9 +195,8 @@ class SharedPool:
         except BaseException:
             self.close()
             raise
-        self._thread = threading.Thread(
-            target=watch, args=(weakref.ref(self), self._wakeup), name="kvoffload-pool", daemon=True
-        )
+        arguments = weakref.ref(self), os.dup(self._wakeup[0])
+        self._thread = threading.Thread(target=watch, args=arguments, name="kvoffload-pool", daemon=True)
         self._thread.start()
         return self
 
@@ -269,6 +268,8 @@ class SharedPool:
         capacity = self.capacity
         layout: Any = None if engine is None else engine.layout
         slots = capacity * self.num_groups
+        if engine is not None and len(engine.devices) > 1:
+            raise LayoutError(f"engine must be over one device, since it has a shared pool, got {shown(engine)}")
         if engine is not None and engine.num_slots != slots:
             raise CapacityError(
                 f"the engine has {engine.num_slots} slots, the pool {slots}: give it host_memory=pool.host_memory"
@@ -569,6 +570,4 @@ class SharedPool:
         return self._settle()
 
 
-_ERRORS: dict[str, type[Exception]] = {
-    each.__name__: each for each in (CapacityError, CapabilityError, LayoutError, ValueError)
-}
+_ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (CapacityError, CapabilityError, LayoutError, ValueError)}

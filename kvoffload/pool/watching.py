@@ -24,15 +24,23 @@ def wake(wakeup: list[int]) -> None:
         os.eventfd_write(descriptor, 1)
 
 
-def watch(pool: weakref.ref[Any], wakeups: list[int]) -> None:
-    """The thread of a member: sleeps until transfers are in flight, or the owner has ended, or it is forgotten."""
-    busy, quiet, (wakeup,) = False, _LINGERS, wakeups
+def forget(wakeup: list[int]) -> None:
+    """End the thread of a member that is garbage."""
+    wake(wakeup)
+    close_files(wakeup)
+
+
+def watch(pool: weakref.ref[Any], wakeup: int) -> None:
+    """The thread of a member: sleeps until transfers are in flight, or the owner has ended, or it is forgotten.
+
+    Args:
+        wakeup: a descriptor of its own, which it closes.
+    """
+    busy, quiet = False, _LINGERS
     while True:
         member = pool()
-        if member is None:
-            close_files(wakeups)
-            return
-        if member._closed:
+        if member is None or member._closed:
+            os.close(wakeup)
             return
         connection = member._socket
         poll = select.poll()
