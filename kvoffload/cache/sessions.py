@@ -93,7 +93,7 @@ class Chain:
 
 
 class Session:
-    """What is known of a session.
+    """What the cache remembers about a session.
 
     Attributes:
         chains: the latest last.
