@@ -46,10 +46,6 @@ if TYPE_CHECKING:  # what is imported where there are tiers, or a shared pool
     from kvoffload.pool.shared_pool import SharedPool
 
 
-OWNER_SECONDS = 10.0  # that the owner of a shared pool is waited for
-ALLOCATION_SECONDS = 120.0  # once its socket is there: allocating the memory of a first member takes seconds for GiBs
-
-
 class CacheOptions(TypedDict, total=False):
     """What `open_cache` passes on to `BlockCache`."""
 
@@ -155,8 +151,7 @@ def _make(
             from kvoffload.pool.shared_pool import SharedPool
 
             if not isinstance(pool, SharedPool):
-                patience = ALLOCATION_SECONDS if os.path.exists(pool) else OWNER_SECONDS
-                pool = SharedPool.attach(pool, cast(KVLayout, layout), identity=identity, timeout=patience)
+                pool = SharedPool.attach(pool, cast(KVLayout, layout), identity=identity)
                 opened.append(lambda *_: pool.close())
             options["pool"] = pool
             slots = {"host_memory": pool.host_memory}

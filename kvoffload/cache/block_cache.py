@@ -299,7 +299,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         keys, pending, request, per_group, after, parts = given
         state, engine, jobs = self._state, self.engine, tuple[Job, ...]()
         opened = None if request is None else record_of(request, state)
-        record = state.propose_lease(keys, pending)
+        record = state.propose_lease(keys, pending, True, opened)
         submitted = engine.submitted
         engine.check_room(self._groups if keys else 0)
         if not keys:

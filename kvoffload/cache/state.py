@@ -386,8 +386,15 @@ class CacheState:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
-        """A record for reading the entries of these keys. Changes nothing."""
+    def propose_lease(
+        self, keys: list[bytes], pending: bool, loads: bool = False, opened: RequestRecord | None = None
+    ) -> LeaseRecord:
+        """A record for reading the entries of these keys. Changes nothing.
+
+        Args:
+            loads, opened: `use` follows, for this request; see `PooledState`.
+        """
+        del loads, opened
         table = self.table
         indices = list(map(table.of.get, keys))
         sources: tuple[ReservationRecord, ...] = ()

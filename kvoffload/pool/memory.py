@@ -24,6 +24,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -143,13 +144,13 @@ class PoolMemory:
     """
 
     def __init__(self, descriptor: int, meaning: Meaning, *, headers: bool) -> None:
-        self.descriptor = descriptor
         self.meaning = meaning
-        self._locked: int | None = None  # a descriptor of an open file of our own, which holds our lock
+        self._files = [descriptor]  # and of an open file of our own, which holds our lock
         try:
             mapped = mmap.mmap(descriptor, meaning.nbytes if headers else meaning.slot_bytes)
+            weakref.finalize(mapped, close_files, self._files).atexit = False
         except BaseException:
-            os.close(descriptor)
+            close_files(self._files)
             raise
         shape = (meaning.capacity, meaning.row_bytes)
         self.rows: UInt8Array = np.frombuffer(mapped, np.uint8, count=meaning.slot_bytes).reshape(shape)
@@ -191,6 +192,10 @@ class PoolMemory:
         return memory
 
     @property
+    def descriptor(self) -> int:
+        return self._files[0] if self._files else -1
+
+    @property
     def file(self) -> tuple[int, int]:
         """Equal for two descriptors of the same memory."""
         status = os.fstat(self.descriptor)
@@ -200,19 +205,17 @@ class PoolMemory:
 
     def lock(self, number: int) -> None:
         """Hold the lock of this number until `close`. Several processes may: those of one member."""
-        if self._locked is None:
-            self._locked = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        fcntl.fcntl(self._locked, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
+        if not self.holds_lock:
+            self._files.append(os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC))
+        fcntl.fcntl(self._files[1], fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
 
     @property
     def holds_lock(self) -> bool:
-        return self._locked is not None
+        return len(self._files) > 1
 
     def unlock(self) -> None:
         """Give up our lock: we touch the rows no more."""
-        locked, self._locked = self._locked, None  # before it is closed: an interrupt comes after
-        if locked is not None:
-            os.close(locked)
+        close_files(self._files, kept=1)
 
     def locked(self, number: int) -> bool:
         """Whether any other open file holds the lock of this number."""
@@ -283,13 +286,21 @@ class PoolMemory:
         )
 
     def close(self) -> None:
-        """Give up lock, descriptor and arrays. The rows stay mapped while another array over them lives. Idempotent."""
-        self.unlock()
+        """Give up lock, descriptor and arrays. The rows stay mapped while another array over them lives. Idempotent.
+
+        Memory that is forgotten gives them up once no array over it is left, an engine's either.
+        """
         self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, HEADER)
         self._superblock = self.rows.reshape(-1)
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        close_files(self._files)
+
+
+def close_files(files: list[int], kept: int = 0) -> None:
+    """Close descriptors, the last one first, and take each out of the list."""
+    while len(files) > kept:
+        number = files[-1]
+        del files[-1]  # before it is closed: an interrupt comes after
+        os.close(number)
 
 
 _FACTORS = np.array([0x9E3779B97F4A7C15 * (2 * n + 1) % (1 << 64) for n in range(11)], "<u8")  # odd: no bit is lost

@@ -6,8 +6,8 @@ messages; a reply has the number of what it answers. Messages of one member are 
     JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}      JSON both ways; see `PoolOwner._join`
     FIND     keys                       how many leading keys are ready, u32; counts as a look-up
     STATUS   keys                       a byte a key: 0 missing, 1 ready, 2 pending
-    TAKE     flags, keys                lease of the leading ready keys, or of each, named by the number of this
-                                        message: entries
+    TAKE     flags, request, keys       lease of the leading ready keys, or of each, named by the number of this
+                                        message: entries. Says USE, too
     RESERVE  flags, request, keys       whether there was too little room, a code a key (`PRESENT`, `NEW`, `DECLINED`),
                                         and the entries of the new ones
     END      number, well, entries      no reply. Commits or aborts a reservation, releases a lease. The keys of these
@@ -21,6 +21,7 @@ messages; a reply has the number of what it answers. Messages of one member are 
     REMOVE   keys                       how many there were, u32. An empty payload: all keys
     COUNTS   nothing                    JSON
     CLEAN    nothing                    no reply. Nothing that the last owner granted is in use any more
+    WAIT                                from the owner, each second until it answers JOIN: it allocates a region
 
 Keys are a number (u32), the length of each (a byte), and their bytes one after the other.
 """
@@ -33,7 +34,6 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.errors import LayoutError
 
@@ -43,16 +43,14 @@ DATAGRAM_BYTES = 48 << 10  # at most; the system's default room for a socket is 
 MOST_MESSAGE = 8 << 20  # 125,000 keys of 64 bytes
 HEADER = struct.Struct("<QBB6x")  # number, operation, whether more follows
 NUMBER = struct.Struct("<I")
-FLAGS = struct.Struct("<B")
-RESERVATION = struct.Struct("<BQ")  # flags, request (0: none)
+FOR_REQUEST = struct.Struct("<BQ")  # flags, request (0: none)
 ENDING = struct.Struct("<QB")  # number, well
 REQUEST = struct.Struct("<Q")
 PRESENT, NEW, DECLINED = range(3)  # codes of keys in the answer to RESERVE
 ALL_OR_NOTHING, USES = 1, 2  # flags of RESERVE
-PENDING, EACH = 1, 2  # of TAKE: take pending keys of this member, too; every ready key, and answer for all keys
+PENDING, EACH, LOADS = 1, 2, 4  # of TAKE: pending keys of this member, too; every ready key, and answer for all keys;
+# and if all are taken, the request loads them, as with USE
 MISSING, STORING = (1 << 32) - 1, (1 << 32) - 2  # with EACH in place of an entry; STORING: this member is storing it
-
-Entries = npt.NDArray[np.uint32]
 
 
 class Operation(IntEnum):
@@ -74,6 +72,7 @@ class Operation(IntEnum):
     COUNTS = 14
     CLEAN = 15
     REFUSED = 16
+    WAIT = 17
 
 
 class MessageError(Exception):
@@ -112,7 +111,7 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     if count and lengths.count(lengths[0]) == count:  # the usual case
         width = lengths[0]
         if width:
-            return [payload[place : place + width] for place in range(begin, len(payload), width)]
+            return list(np.frombuffer(payload, f"V{width}", offset=begin).tolist())
     keys = []
     for length in lengths:
         keys.append(payload[begin : begin + length])
@@ -121,15 +120,14 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
 
 
 def pack_entries(entries: Sequence[int]) -> bytes:
-    return np.array(entries, dtype="<u4").tobytes()
+    return struct.pack(f"<{len(entries)}I", *entries)
 
 
 def unpack_entries(payload: bytes, start: int = 0) -> list[int]:
     """Raises MessageError."""
     if (len(payload) - start) % 4:
         raise MessageError("a list of entries is cut off")
-    found: list[int] = np.frombuffer(payload, "<u4", offset=start).tolist()
-    return found
+    return list(struct.unpack_from(f"<{(len(payload) - start) // 4}I", payload, start))
 
 
 def datagrams(number: int, operation: int, payload: bytes) -> Iterator[bytes]:
@@ -169,7 +167,7 @@ class Assembler:
 
 def receive(connection: socket.socket) -> bytes:
     """The next datagram; b"" at the end. Raises MessageError: it is too long, so no message of ours."""
-    datagram, _, flags, _ = connection.recvmsg(DATAGRAM_BYTES)
-    if flags & socket.MSG_TRUNC:
+    datagram = connection.recv(DATAGRAM_BYTES + 1)
+    if len(datagram) > DATAGRAM_BYTES:
         raise MessageError(f"a datagram has more than {DATAGRAM_BYTES} bytes")
     return datagram

@@ -8,20 +8,19 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvoffload.cache.entries import ReservationRecord
 from kvoffload.errors import KVOffloadError
 from kvoffload.pool.messages import (
-    ALL_OR_NOTHING,
     DECLINED,
     EACH,
     ENDING,
-    FLAGS,
+    FOR_REQUEST,
+    LOADS,
     NEW,
     NUMBER,
     PENDING,
     PRESENT,
     REQUEST,
-    RESERVATION,
-    USES,
     MessageError,
     Operation,
     pack_entries,
@@ -34,12 +33,18 @@ MOST_TEXT = 4096  # characters of identity, tenant, and reasons
 
 
 class Message(NamedTuple):
-    """A message of a member that has joined. `answer(operation, payload)` may come later, from any thread."""
+    """A message of a member that has joined.
+
+    Attributes:
+        reply: sends the answer, where work is left that the member need not wait for. Then return None.
+        answer: sends operation and payload later, from any thread.
+    """
 
     member: Holdings
     region: Region
     payload: bytes
     number: int
+    reply: Callable[[bytes], None]
     answer: Callable[[int, bytes], None]
 
 
@@ -51,29 +56,34 @@ def status(message: Message) -> bytes:
     return message.region.status(unpack_keys(message.payload))
 
 
-def take(message: Message) -> bytes:
-    (flags,) = _unpacked(FLAGS, message.payload)
-    keys = unpack_keys(message.payload, FLAGS.size)
+def take(message: Message) -> bytes | None:
+    flags, request = _unpacked(FOR_REQUEST, message.payload)
+    keys = unpack_keys(message.payload, FOR_REQUEST.size)
     if flags & EACH:
         return pack_entries(message.region.take_each(message.member, message.number, keys))
     entries = message.region.take(message.member, message.number, keys, pending=bool(flags & PENDING))
     message.member.release_promotions(ended=True)  # it has taken what they brought
-    return pack_entries(entries)
+    message.reply(pack_entries(entries))
+    if flags & LOADS and len(entries) == len(keys):
+        message.region.use(message.member, request, keys)
+    return None
 
 
-def reserve(message: Message) -> bytes:
-    flags, request = _unpacked(RESERVATION, message.payload)
-    keys = unpack_keys(message.payload, RESERVATION.size)
+def reserve(message: Message) -> None:
+    flags, request = _unpacked(FOR_REQUEST, message.payload)
+    keys = unpack_keys(message.payload, FOR_REQUEST.size)
     if len(frozenset(keys)) < len(keys):
         raise MessageError("a key is to be reserved twice")
-    options = {"all_or_nothing": bool(flags & ALL_OR_NOTHING), "uses": bool(flags & USES)}
-    record = message.region.reserve(message.member, message.number, keys, request=request, **options)
-    if len(record.keys) == len(keys):
-        codes = bytes([NEW]) * len(keys)
-    else:
-        new, declined = set(record.keys), set(record.declined)
-        codes = bytes(NEW if key in new else DECLINED if key in declined else PRESENT for key in keys)
-    return bytes([record.short]) + codes + pack_entries(record.indices)
+
+    def granted(record: ReservationRecord) -> None:
+        if len(record.keys) == len(keys):
+            codes = bytes([NEW]) * len(keys)
+        else:
+            new, declined = set(record.keys), set(record.declined)
+            codes = bytes(NEW if key in new else DECLINED if key in declined else PRESENT for key in keys)
+        message.reply(bytes([record.short]) + codes + pack_entries(record.indices))
+
+    message.region.reserve(message.member, message.number, keys, granted, flags, request)
 
 
 def end(message: Message) -> None:

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,16 @@ from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal.checks import at_least, reason, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory
-from kvoffload.pool.messages import DATAGRAM_BYTES, VERSION, Assembler, MessageError, Operation, datagrams, receive
+from kvoffload.pool.messages import (
+    DATAGRAM_BYTES,
+    HEADER,
+    VERSION,
+    Assembler,
+    MessageError,
+    Operation,
+    datagrams,
+    receive,
+)
 from kvoffload.pool.operations import MOST_TEXT, OPERATIONS, Message, unpack_json
 from kvoffload.pool.region import Holdings, Region, meaning_of
 
@@ -38,7 +48,8 @@ if TYPE_CHECKING:
     from kvoffload.cache.tiering.attaching import WriteName
     from kvoffload.cache.tiering.tier import Tier
 
-GRACE_SECONDS = 2.5  # after an owner's death: members that have its memory come before new ones; they look each second
+NOTICE_SECONDS = 1.0  # between messages to members that wait until memory is allocated
+GRACE_SECONDS = 2.5  # after an owner with members: they bring its memory before new ones come; they look each second
 QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
 _MOST_CONNECTIONS = 1024
 _MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
@@ -124,7 +135,10 @@ class PoolOwner:
         self._thread.start()
 
     def close(self) -> None:
-        """End. Members go on without hits; what they have of the memory stays mapped there. Idempotent."""
+        """End. Members go on without hits; what they have of the memory stays mapped there. Idempotent.
+
+        If there are members, the socket's file stays, by which the next owner knows that they will bring the memory.
+        """
         self._closing = True
         with self._waking:
             if self._wakeup >= 0:
@@ -170,13 +184,20 @@ class PoolOwner:
     # the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        notice = 0.0
         try:
             while not self._closing:
                 waits = any(region.waits for region in self._regions.values())
-                timeout = QUARANTINE_SECONDS if waits or self._waiting else None
+                timeout = QUARANTINE_SECONDS if waits or self._waiting else NOTICE_SECONDS if self._making else None
                 for key, events in self._selector.select(timeout):
                     self._handle(key, events)
                 self._run_done()
+                if not self._making:
+                    notice = time.monotonic() + NOTICE_SECONDS
+                elif time.monotonic() >= notice:
+                    notice += NOTICE_SECONDS
+                    for member, number, _ in chain.from_iterable(self._making.values()):
+                        self._answer(member, number, Operation.WAIT, b"")
                 if self._waiting and time.monotonic() >= self._grace_until:
                     joining, self._waiting = self._waiting, []
                     for each in joining:
@@ -260,8 +281,8 @@ class PoolOwner:
         if member.region is None or kind not in OPERATIONS:
             raise MessageError(f"operation {kind} from a member that has not joined, or that nobody knows")
         try:
-            later = partial(self._answer_later, member, number)
-            answer = OPERATIONS[kind](Message(member.holdings, member.region, payload, number, later))
+            now, later = partial(self._answer, member, number, kind), partial(self._answer_later, member, number)
+            answer = OPERATIONS[kind](Message(member.holdings, member.region, payload, number, now, later))
         except (KVOffloadError, ValueError, TypeError) as error:
             self._answer(member, number, Operation.REFUSED, str(error).encode()[:MOST_TEXT])
             return
@@ -269,9 +290,22 @@ class PoolOwner:
             self._answer(member, number, kind, answer)
 
     def _answer(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        if not member.gone:
-            member.outgoing.extend(datagrams(number, kind, payload))
-            self._flush(member)
+        """Send it, or keep it until there is room. Does not lose the member: a call of its index may not have ended."""
+        if member.gone:
+            return
+        if not member.outgoing and len(payload) <= DATAGRAM_BYTES - HEADER.size:
+            try:
+                member.connection.send(HEADER.pack(number, kind, False) + payload)
+                return
+            except BlockingIOError:
+                pass
+            except OSError:  # reading finds that it has ended
+                return
+        member.outgoing.extend(datagrams(number, kind, payload))
+        self._selector.modify(member.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, member)
+        if len(member.outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
+            LOGGER.warning("a member of %s is cut off: it does not read its answers", self.path)
+            self._post(partial(self._lose, member))
 
     def _answer_later(self, member: Member, number: int, kind: int, payload: bytes) -> None:
         self._post(lambda: self._answer(member, number, kind, payload))
@@ -281,18 +315,12 @@ class PoolOwner:
             try:
                 member.connection.send(member.outgoing[0])
             except BlockingIOError:
-                if len(member.outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
-                    LOGGER.warning("a member of %s is cut off: it does not read its answers", self.path)
-                    self._lose(member)
-                    return
-                break
+                return
             except OSError:
                 self._lose(member)
                 return
             member.outgoing.popleft()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.outgoing else 0)
-        if self._selector.get_key(member.connection).events != wanted:
-            self._selector.modify(member.connection, wanted, member)
+        self._selector.modify(member.connection, selectors.EVENT_READ, member)
 
     def _lose(self, member: Member, *, dead: bool = False) -> None:
         """`dead`: its process is known to have ended."""
@@ -332,10 +360,11 @@ class PoolOwner:
             step()
 
     def _end(self) -> None:
+        held = any(region.members for region in self._regions.values())
         for member in list(self._members):
             self._lose(member)
         self._selector.unregister(self._listener)
-        if _file(self.path) == self._bound:  # before the listener ends: a new owner may bind the path from then on
+        if not held and _file(self.path) == self._bound:  # before the listener ends: a new owner may bind it then
             os.unlink(self.path)
         self._listener.close()
         for region in self._regions.values():

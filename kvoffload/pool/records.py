@@ -31,7 +31,7 @@ from kvoffload.cache.entries import (
     watch,
 )
 from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, guarded
+from kvoffload.cache.records import Records, guarded, locked
 from kvoffload.cache.reservations import CacheRequest, Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
@@ -42,13 +42,13 @@ from kvoffload.pool.messages import (
     DECLINED,
     EACH,
     ENDING,
-    FLAGS,
+    FOR_REQUEST,
+    LOADS,
     NEW,
     NUMBER,
     PENDING,
     PRESENT,
     REQUEST,
-    RESERVATION,
     STORING,
     USES,
     Operation,
@@ -88,7 +88,7 @@ class Link(Protocol):
 
     def tell(self, operation: Operation, payload: bytes, /, *, keep: bool = False) -> None: ...
 
-    def bring(self, payload: bytes, wait: float, /) -> None: ...
+    def ask_slowly(self, operation: Operation, payload: bytes, wait: float, /) -> bytes | None: ...
 
     def wake(self) -> None: ...
 
@@ -113,6 +113,7 @@ class PooledState(CacheState):
         self.unfit = set[int]()
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self.salt = b""
+        self._told: LeaseRecord | None = None  # the latest lease that the owner was asked for together with its use
         self._clean = pool.generation  # nothing of owners before this generation is in use
 
     def tidy(self) -> None:
@@ -171,7 +172,8 @@ class PooledState(CacheState):
         self.proposed = record
         if not keys:
             return record
-        payload = RESERVATION.pack(ALL_OR_NOTHING * all_or_nothing + USES * uses, _number_of(opened)) + self.pack(keys)
+        flags = ALL_OR_NOTHING * all_or_nothing + USES * uses
+        payload = FOR_REQUEST.pack(flags, _number_of(opened)) + self.pack(keys)
         self.table.reservations.add(record)
         try:
             answer = self._ask_for(record, Operation.RESERVE, payload)
@@ -260,7 +262,7 @@ class PooledState(CacheState):
         """A lease of the keys that are ready, and the keys that this member is storing."""
         self.proposed = lease = LeaseRecord([], [], ())
         self.table.leases.add(lease)
-        answer = self._ask_for(lease, Operation.TAKE, FLAGS.pack(EACH) + self.pack(keys)) if keys else None
+        answer = self._ask_for(lease, Operation.TAKE, FOR_REQUEST.pack(EACH, 0) + self.pack(keys)) if keys else None
         entries = unpack_entries(answer or b"")
         ready = [(key, entry) for key, entry in zip(keys, entries, strict=False) if entry < STORING]
         lease.keys, lease.indices = [key for key, _ in ready], [entry for _, entry in ready]
@@ -268,8 +270,12 @@ class PooledState(CacheState):
             self._drop(lease)
         return lease, {key for key, entry in zip(keys, entries, strict=False) if entry == STORING}
 
-    def take(self, keys: list[bytes], pending: bool) -> LeaseRecord:
-        """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too."""
+    def take(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
+        """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too.
+
+        Args:
+            loads: the number of the request that is about to load all of them; 0: of none.
+        """
         self.proposed = lease = LeaseRecord(keys, [], ())
         lease.groups = self.num_groups
         if not keys:
@@ -286,7 +292,9 @@ class PooledState(CacheState):
                 self.numbers[lease] = self.numbers[source]
                 return lease
             lease.indices = []
-        payload = FLAGS.pack(PENDING * pending) + self.pack(keys)
+        flags = PENDING * pending | LOADS * (loads is not None)
+        payload = FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
+        self._told = None if loads is None else lease
         answer = self._ask_for(lease, Operation.TAKE, payload)
         if answer:
             indices = unpack_entries(answer)
@@ -306,9 +314,14 @@ class PooledState(CacheState):
             lease.sources = tuple(each for each in mine if each.stage is SETTLING)
         return lease
 
-    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
-        """A lease of all keys. Raises MissingKeyError: not all are ready."""
-        lease = self.take(keys, pending)
+    def propose_lease(
+        self, keys: list[bytes], pending: bool, loads: bool = False, opened: RequestRecord | None = None
+    ) -> LeaseRecord:
+        """A lease of all keys. With `loads`, the message that asks for it also says what `use` would.
+
+        Raises MissingKeyError: not all are ready.
+        """
+        lease = self.take(keys, pending, _number_of(opened) if loads else None)
         found = len(lease.indices)
         if found < len(keys):
             self._drop(lease)
@@ -339,7 +352,7 @@ class PooledState(CacheState):
         if opened is not None:
             keys = [key for key in keys if key not in opened.keys]
             opened.keys.update(dict.fromkeys(keys))
-        if keys:
+        if keys and (self._told is None or self._told is not self.proposed):
             self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + self.pack(keys))
 
     def touch(self, used: list[bytes]) -> None:
@@ -418,7 +431,9 @@ class PoolRecords(Records):
         return int(self._counts().get("resident", 0))
 
     def statistics(self) -> CacheStatistics:
-        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region."""
+        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region, and 0 if no owner
+        answers, or the pool is closed.
+        """
         counts = self._counts()
         names = ("resident", "pending", "pinned")
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
@@ -429,12 +444,15 @@ class PoolRecords(Records):
     def check(self, _: None) -> None:
         self._pooled.check()
 
-    @guarded
     def remove(self, keys: list[bytes] | None) -> int:
-        """Raises nothing where no owner answers: the next one may have them still."""
-        self._pooled.fetched = None
-        answer = self._ask(Operation.REMOVE, b"" if keys is None else self._pooled.pack(keys))
-        return 0 if answer is None else int(NUMBER.unpack(answer)[0])
+        """Also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0 and
+        raises nothing if the owner does not answer, or a tier takes longer or fails: then they may be there still.
+        """
+        locked(self, lambda state: setattr(state, "fetched", None))  # loads ask the owner from now on
+        payload = b"" if keys is None else self._pooled.pack(keys)
+        wait = MOST_SECONDS if self._pool.has_tiers else 0.0
+        answer = self._pool.ask_slowly(Operation.REMOVE, payload, wait)
+        return int(NUMBER.unpack(answer)[0]) if answer else 0
 
     @guarded
     def open_request(self, given: tuple[str, str | None, Callable[[tuple[bytes, ...]], None] | None]) -> CacheRequest:
@@ -502,7 +520,7 @@ class PoolRecords(Records):
         pool = self._pool
         if pool.has_tiers and keys:
             wait = MOST_SECONDS if wait is None else min(wait, MOST_SECONDS)
-            pool.bring(NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys), wait)
+            pool.ask_slowly(Operation.BRING, NUMBER.pack(int(wait * 1000)) + self._pooled.pack(keys), wait)
 
     @partial(guarded, nested=lambda *_: b"{}")
     def _count(self, _: None) -> bytes:
@@ -512,7 +530,7 @@ class PoolRecords(Records):
         return self._pool.ask(self._pool.next_number(), operation, payload)
 
     def _counts(self) -> dict[str, Any]:
-        return dict(json.loads(self._count(None)))
+        return dict(json.loads(self._count(None))) if self._pool.connected else {}
 
 
 def _number_of(record: RequestRecord | None) -> int:

@@ -15,8 +15,10 @@ from kvoffload.cache.records import leading, locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
+from kvoffload.internal.checks import reason
+from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
-from kvoffload.pool.messages import MISSING, STORING
+from kvoffload.pool.messages import ALL_OR_NOTHING, MISSING, STORING, USES
 
 if TYPE_CHECKING:
     from kvoffload.cache.tiering.promotion import Promotion
@@ -25,6 +27,7 @@ MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
 _MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
 
 MakeIndex = Callable[[PoolMemory], CacheIndex]
+Granted = Callable[[ReservationRecord], None]
 
 
 class Alive:
@@ -155,7 +158,8 @@ class Region:
     # the journal, which the index tells under its lock --------------------------------------------------------------
 
     def reserved(self, record: ReservationRecord) -> None:
-        self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
+        if len(record.victim_indices) > len(record.indices):
+            self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
         if record.indices:
             self._sequence += 1
             self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self._writer)
@@ -260,25 +264,35 @@ class Region:
         return bytes([_CODES[status] for status in self._records.status(keys)])
 
     def reserve(
-        self, member: Holdings, number: int, keys: list[bytes], *, all_or_nothing: bool, request: int, uses: bool
+        self, member: Holdings, number: int, keys: list[bytes], granted: Granted, flags: int, request: int
     ) -> ReservationRecord:
-        """Entries for missing keys, reserved under the number. Raises CapacityError with `all_or_nothing`."""
+        """Entries for missing keys, reserved under the number. Raises CapacityError with `ALL_OR_NOTHING`.
+
+        Args:
+            granted: tells the member, before the policy is told. The entries are the member's even if that raises.
+            flags, request: as in RESERVE.
+        """
         opened = member.requests.get(request)
         self._writer = member.number
 
         def step(state: CacheState) -> ReservationRecord:
             its = None if opened is None else opened._record
-            record = state.propose(keys, "" if its is not None else member.tenant, all_or_nothing, its, uses)
+            tenant = "" if its is not None else member.tenant
+            record = state.propose(keys, tenant, bool(flags & ALL_OR_NOTHING), its, bool(flags & USES))
             state.publish(record)
-            state.fill(record)
-            if not record.keys:
-                state.settle(record, well=True)
+            if record.keys:
+                member.reservations[number] = record
+            granted(record)
+            try:
+                state.fill(record)
+            except Exception as error:  # noqa: BLE001  # a policy's, and the member has its answer; the next call repairs
+                LOGGER.warning("the policy of a shared pool: %s", reason(error))
+            else:
+                if not record.keys:
+                    state.settle(record, well=True)
             return record
 
-        record = locked(self._records, step)
-        if record.keys:
-            member.reservations[number] = record
-        return record
+        return locked(self._records, step)
 
     def take_each(self, member: Holdings, number: int, keys: list[bytes]) -> list[int]:
         """Hold the keys that are ready. Returns for each its entry, `MISSING`, or `STORING`."""

@@ -38,7 +38,7 @@ from kvoffload.errors import CapabilityError, CapacityError, ClosedError, Layout
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
-from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout
+from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
     HEADER,
@@ -50,6 +50,7 @@ from kvoffload.pool.messages import (
     pack_keys,
     receive,
 )
+from kvoffload.pool.watching import RETRY_SECONDS, SETTLE_SECONDS, forget, wake, watch
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -57,8 +58,7 @@ if TYPE_CHECKING:
     from kvoffload.cache.state import CacheState
 
 ANSWER_SECONDS = 0.1
-RETRY_SECONDS = 1.0  # between attempts to find a new owner
-SETTLE_SECONDS = 0.002  # between looks at transfers in flight
+ALLOCATING_SECONDS = 10.0  # that an owner is waited for which says each second that it allocates memory
 _MOST_UNSENT = 65_536  # messages
 
 
@@ -88,9 +88,10 @@ class SharedPool:
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._socket: socket.socket | None = None
+        self._incoming = select.poll()  # of the socket
         self._assembler = Assembler()
         self._unsent: deque[bytes] = deque()
-        self._bringing = set[int]()  # numbers of messages that are answered later than those that follow
+        self._slow: dict[int, bytes | None] = {}  # answers to `ask_slowly`, later than those to messages that follow
         self._late: int | None = None  # the number of an answer that has not come in time
         self._next_try = 0.0
         self._joined = self._refused = False
@@ -101,7 +102,8 @@ class SharedPool:
         self.has_tiers = False
         self._settle: Callable[[], bool] = lambda: False
         self._calls = self._lock  # the lock of the cache's calls
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)]  # empty once it is closed
+        weakref.finalize(self, forget, self._wakeup).atexit = False
         self._thread: threading.Thread | None = None
         self._woken = False  # the thread is going to look at what is in flight
         self._closed = False
@@ -129,8 +131,8 @@ class SharedPool:
             engine: name and part, if several processes are one engine: those that copy give them here, and the one that
                 has the index gives the name to `beside`. No other engine may have the name. A row then has as many
                 parts as the layout has groups, `host_memory` is one part of each, and no other process has it.
-            timeout: seconds that an owner is waited for, if there is none yet or it is busy: the first member of a
-                region waits until its memory is allocated.
+            timeout: seconds that an owner is waited for, if there is none yet or it does not answer. While it
+                allocates the memory of a region, for its first member, it says so each second: that may take minutes.
             answer_seconds: how long a call waits for the owner's answer before its keys are misses.
 
         Raises:
@@ -193,9 +195,8 @@ class SharedPool:
         except BaseException:
             self.close()
             raise
-        self._thread = threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._wakeup), name="kvoffload-pool", daemon=True
-        )
+        arguments = weakref.ref(self), os.dup(self._wakeup[0])
+        self._thread = threading.Thread(target=watch, args=arguments, name="kvoffload-pool", daemon=True)
         self._thread.start()
         return self
 
@@ -243,9 +244,7 @@ class SharedPool:
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join()
             with self._lock:
-                wakeup, self._wakeup = self._wakeup, -1
-                if wakeup >= 0:
-                    os.close(wakeup)
+                close_files(self._wakeup)
 
     def __enter__(self) -> SharedPool:
         return self
@@ -269,6 +268,8 @@ class SharedPool:
         capacity = self.capacity
         layout: Any = None if engine is None else engine.layout
         slots = capacity * self.num_groups
+        if engine is not None and len(engine.devices) > 1:
+            raise LayoutError(f"engine must be over one device, since it has a shared pool, got {shown(engine)}")
         if engine is not None and engine.num_slots != slots:
             raise CapacityError(
                 f"the engine has {engine.num_slots} slots, the pool {slots}: give it host_memory=pool.host_memory"
@@ -293,9 +294,9 @@ class SharedPool:
     def wake(self) -> None:
         """Transfers are in flight: look at them until they have ended, so that others see the keys."""
         with self._lock:
-            if self._wakeup >= 0 and not self._woken:
+            if not self._woken:
                 self._woken = True
-                os.eventfd_write(self._wakeup, 1)
+                wake(self._wakeup)
 
     def ask(
         self,
@@ -328,26 +329,30 @@ class SharedPool:
             return None
         return content
 
-    def bring(self, payload: bytes, wait: float) -> None:
-        """Let the owner promote keys, and wait for that, at most so many seconds. Other calls go on meanwhile."""
+    def ask_slowly(self, operation: Operation, payload: bytes, wait: float) -> bytes | None:
+        """The answer to BRING or REMOVE, for which the owner may wait for tiers, at most so many seconds; None: as of
+        `ask`. Other calls go on meanwhile.
+        """
+        self.check_usable()
         number, connection = self.next_number(), None
         with self._lock:
             if self._ready():
-                self._bringing.add(number)
-                connection = self._socket if self._send(number, Operation.BRING, payload) else None
+                self._slow[number] = None
+                connection = self._socket if self._send(number, operation, payload) else None
         end, poll = time.monotonic() + wait + self._answer_seconds, select.poll()
         try:
             if connection is not None:
                 poll.register(connection, select.POLLIN)
-            while connection is not None and number in self._bringing and time.monotonic() < end:
+            while connection is not None and self._slow[number] is None and time.monotonic() < end:
                 poll.poll(1000 * SETTLE_SECONDS)  # another thread may read the answer
                 with self._lock:
                     if connection is not self._socket:
-                        return
+                        break
                     if self._late is None:
                         self._message(0.0)
+            return self._slow[number] if connection is not None else None
         finally:
-            self._bringing.discard(number)
+            self._slow.pop(number, None)
 
     def tell(self, operation: Operation, payload: bytes, *, keep: bool = False) -> None:
         """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later."""
@@ -411,7 +416,10 @@ class SharedPool:
         except BaseException:
             connection.close()
             raise
+        connection.setblocking(False)
         held, number = self._memory, next(self._numbers)
+        self._incoming = select.poll()
+        self._incoming.register(connection, select.POLLIN)
         self._socket, self._assembler, self._late = connection, Assembler(), number
         asked = (
             self._asked if held is None else {**self._asked, "number": self._number, "capacity": held.meaning.capacity}
@@ -473,25 +481,28 @@ class SharedPool:
         """The answer with this number, if it comes in time; None otherwise, and then it is late."""
         self._late, end = number, time.monotonic() + wait
         while (message := self._message(wait, descriptors=descriptors)) is not None:
-            if message[0] >= number:
+            if message[1] == Operation.WAIT and descriptors:
+                end = max(end, time.monotonic() + ALLOCATING_SECONDS)
+            elif message[0] >= number and message[1] != Operation.WAIT:
                 self._late = None
                 return message[1:]
             wait = max(0.0, end - time.monotonic())
         return None
 
     def _message(self, wait: float, *, descriptors: bool = False) -> tuple[int, int, bytes] | None:
-        """The next message that is no answer to BRING; None: there is none in time, or the owner has ended."""
+        """The next message that is no slow answer; None: there is none in time, or the owner has ended."""
         connection, end = self._socket, None
         while connection is not None:
             try:
-                connection.settimeout(wait)
+                if wait > 0 and not self._incoming.poll(1000 * wait):
+                    return None
                 if descriptors and self._descriptor is None:
                     datagram, passed, _, _ = socket.recv_fds(connection, 65_536, 1, socket.MSG_CMSG_CLOEXEC)
                     self._descriptor = passed[0] if passed else None
                 else:
                     datagram = receive(connection)
                 message = self._assembler.take(datagram) if datagram else None
-            except (BlockingIOError, TimeoutError):
+            except BlockingIOError:
                 return None
             except (OSError, MessageError):
                 datagram = b""
@@ -499,9 +510,10 @@ class SharedPool:
                 self._lose()
                 return None
             if message is not None:
-                if message[1] != Operation.BRING and message[0] not in self._bringing:
+                if message[0] in self._slow:
+                    self._slow[message[0]] = message[2] if message[1] != Operation.REFUSED else b""
+                elif message[1] not in (Operation.BRING, Operation.REMOVE):
                     return message
-                self._bringing.discard(message[0])
             end = time.monotonic() + wait if end is None else end
             wait = max(0.0, end - time.monotonic())
         return None
@@ -513,16 +525,20 @@ class SharedPool:
 
     def _send_datagram(self, datagram: bytes) -> bool:
         assert self._socket is not None
-        try:
-            self._socket.settimeout(self._answer_seconds)
-            self._socket.send(datagram)
-        except (BlockingIOError, TimeoutError):
-            self._late = self._late or 0  # any answer shows that it reads again
-            return False
-        except OSError:
-            self._lose()
-            return False
-        return True
+        for waits in (True, False):
+            try:
+                self._socket.send(datagram)
+                return True
+            except BlockingIOError:
+                room = select.poll()
+                room.register(self._socket, select.POLLOUT)
+                if not waits or not room.poll(1000 * self._answer_seconds):
+                    break
+            except OSError:
+                self._lose()
+                return False
+        self._late = self._late or 0  # any answer shows that it reads again
+        return False
 
     def _lose(self) -> None:
         """The owner has ended."""
@@ -554,47 +570,4 @@ class SharedPool:
         return self._settle()
 
 
-def _watch(pool: weakref.ref[SharedPool], wakeup: int) -> None:
-    """The thread of a member: sleeps until transfers are in flight, or the owner has ended."""
-    busy = False
-    while True:
-        member = pool()
-        if member is None or member._closed:
-            return
-        connection = member._socket
-        poll = select.poll()
-        poll.register(wakeup, select.POLLIN)
-        if connection is not None and (descriptor := connection.fileno()) >= 0:
-            poll.register(descriptor, select.POLLRDHUP)
-        owes = not member._joined or member._late is not None or member._unsent
-        wait = SETTLE_SECONDS if busy else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
-        member._woken |= busy  # it looks soon
-        del member
-        ended, woken = None, False
-        for descriptor, _ in poll.poll(wait * 1000):
-            if descriptor == wakeup:
-                os.eventfd_read(wakeup)
-                woken = True
-            else:
-                ended = connection
-        del connection
-        if woken and not busy and ended is None:  # the caller's thread is in the middle of its call: not beside that
-            busy = True
-            continue
-        member = pool()
-        if member is None:
-            return
-        member._woken = False  # before it looks: whatever begins from now on wakes it again
-        try:
-            busy = member._tend(ended)
-        except ClosedError:
-            busy = False
-        except Exception as error:  # noqa: BLE001  # a thread that ends would leave keys pending
-            LOGGER.warning("the thread of %s: %s", member, shown(error))
-            busy = False
-            time.sleep(SETTLE_SECONDS)
-
-
-_ERRORS: dict[str, type[Exception]] = {
-    each.__name__: each for each in (CapacityError, CapabilityError, LayoutError, ValueError)
-}
+_ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (CapacityError, CapabilityError, LayoutError, ValueError)}

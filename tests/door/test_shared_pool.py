@@ -229,6 +229,7 @@ def test_an_engine_over_several_devices_has_no_shared_pool(owner: PoolOwner) -> 
 
 
 def test_no_owner_at_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "OWNER_SECONDS", 0.05)
+    attach = partial(SharedPool.attach, timeout=0.05)
+    monkeypatch.setattr(SharedPool, "attach", attach)
     with host() as there, leak_check(there.device), pytest.raises(TimeoutError, match=r"no owner answers at .*pool"):
         kvoffload.open_cache(there.arrays, axes=AXES, pool=tmp_path / "pool", identity="model@1")

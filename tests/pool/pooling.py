@@ -21,8 +21,7 @@ from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool.memory import Meaning, PoolMemory
 from kvoffload.pool.messages import (
     ENDING,
-    FLAGS,
-    RESERVATION,
+    FOR_REQUEST,
     VERSION,
     Assembler,
     Operation,
@@ -232,7 +231,7 @@ class RawMember:
 
     def reserve(self, keys: Sequence[bytes], flags: int = 0) -> tuple[int, list[int]]:
         """The reservation's number, and the entries."""
-        kind, content = self.ask(Operation.RESERVE, RESERVATION.pack(flags, 0) + pack_keys(keys))
+        kind, content = self.ask(Operation.RESERVE, FOR_REQUEST.pack(flags, 0) + pack_keys(keys))
         assert kind == Operation.RESERVE, content
         return self.number, unpack_entries(content, 1 + len(keys))
 
@@ -243,7 +242,7 @@ class RawMember:
         return len(entries)
 
     def take(self, keys: Sequence[bytes], flags: int = 0) -> tuple[int, list[int]]:
-        kind, content = self.ask(Operation.TAKE, FLAGS.pack(flags) + pack_keys(keys))
+        kind, content = self.ask(Operation.TAKE, FOR_REQUEST.pack(flags, 0) + pack_keys(keys))
         assert kind == Operation.TAKE, content
         return self.number, unpack_entries(content)
 

@@ -19,6 +19,7 @@ MODULES = (
     "kvoffload.jax",
     "kvoffload.observability.prometheus",
     "kvoffload.observability.router_events",
+    "kvoffload.pool",
     "kvoffload.testing",
     "kvoffload.cache.tiering",
     "kvoffload.tiers",
@@ -33,7 +34,7 @@ ONLY_THE_LIBRARY_MAKES = {
     *("Batch", "CacheEvent", "CacheJob", "CacheRequest", "CacheStatistics", "CacheTierStatistics", "ChainedLoad"),
     *("ConformanceCase", "Deviation", "Device", "DeviceArray", "DeviceBuffer", "FuzzReport", "HostCosts"),
     *("FetchJob", "Promotion", "Job", "Lease", "Origin", "PlanReport", "Profile", "ProfileKey", "Reservation"),
-    *("Room", "Shape", "Stream", "TransferResult"),
+    *("Room", "Shape", "SharedPool", "Stream", "TransferResult"),
 }
 """Handles and records whose constructors are no calls of a user's."""
 

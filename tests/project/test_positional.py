@@ -51,6 +51,8 @@ POSITIONAL = {
     "ValkeyTier": "addresses",
     "nvtx_tracer": "domain",
     "open_device": "index",
+    "SharedPool.attach": "path layout",
+    "SharedPool.beside": "path engine processes",
     # what it is for, and that
     "FaultyTier": "faults",
     "Mirror": "engine buffers",
@@ -81,6 +83,10 @@ POSITIONAL = {
     "ShardedEngine.order_job_before": "record streams part",
     "ShardedEngine.submit_locked": "direction blocks slots",
     "ShardedEngine.when_done": "job callback",
+    "SharedPool.ask": "number operation payload",
+    "SharedPool.ask_slowly": "operation payload wait",
+    "SharedPool.open": "engine recorder",
+    "SharedPool.tell": "operation payload",
 }
 
 

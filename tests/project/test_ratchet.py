@@ -26,14 +26,14 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        29_340,
-        "it was 36,248; `open_cache` has 340, sessions and hints 750, trees 120, packed loads in parts 60, growth 180, "
-        "the codec 590, shared pools 1,900, of which vLLM's replicas have 270",
+        29_450,
+        "it was 36,248; `open_cache` has 340, sessions and hints 770, trees 120, packed loads in parts 60, growth 180, "
+        "the codec 590, shared pools 2,010, of which vLLM's replicas have 270",
     ),
     "files": Limit(
-        211,
+        212,
         "a class and its records are one file, and so is what is read together; hints have three, growth one, the "
-        "codec two, shared pools eight, and vLLM's and the command's part of them one each",
+        "codec two, shared pools nine, and vLLM's and the command's part of them one each",
     ),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
     "pages": Limit(

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ from kvoffload import (
     SharedSlots,
 )
 from kvoffload.cache.tiering import ChainedLoad, FetchJob, Promotion
+from kvoffload.pool import SharedPool
 from kvoffload.testing import TierFaults, check_clean_close, check_tier, fuzz_tier
 from kvoffload.tiers import DiskTier, MemoryTier, TierJob, ValkeyConnection
 
@@ -105,6 +106,14 @@ def refuse(world: World, call: Call, values: list[Any], message: str) -> None:
 NO_SECONDS: list[Any] = [float("nan"), np.float32("nan"), "1", True, [1.0], 1j]
 
 
+class Rows(NamedTuple):
+    """A layout as a shared pool sees it."""
+
+    fingerprint: bytes = bytes(16)
+    slot_bytes: int = 4096
+    num_groups: int = 1
+
+
 def tier() -> MemoryTier:
     return MemoryTier(1 << 16)
 
@@ -120,6 +129,12 @@ SECONDS: dict[str, Call] = {
     "OffloadEngine.drain timeout": lambda world, value: world.engine.drain(value),
     "ShardedEngine.close timeout": lambda world, value: world.sharded.close(value),
     "ShardedEngine.drain timeout": lambda world, value: world.sharded.drain(value),
+    "SharedPool.attach answer_seconds": lambda _, value: SharedPool.attach(
+        "/nowhere", Rows(), identity="x", answer_seconds=value
+    ),
+    "SharedPool.attach timeout": lambda _, value: SharedPool.attach("/nowhere", Rows(), identity="x", timeout=value),
+    "SharedPool.beside answer_seconds": lambda _, value: SharedPool.beside("/nowhere", "e", 1, answer_seconds=value),
+    "SharedPool.beside timeout": lambda _, value: SharedPool.beside("/nowhere", "e", 1, timeout=value),
     "SharedSlots.receive timeout": lambda _, value: SharedSlots.receive("nobody offers this", timeout=value),
     "Stream.synchronize timeout": lambda world, value: _stream(world, value),
     "TierFaults longest_delay": lambda _, value: TierFaults(longest_delay=value),
@@ -225,6 +240,7 @@ FLAGS: dict[str, Call] = {
     "CacheIndex.remove below": lambda world, value: world.below.remove(keys([0]), below=value),
 }
 NOT_CHECKED = {  # between the library's own classes, said by who implements a tier, or of no consequence
+    "SharedPool.tell keep",
     *("RemoteTier durable", "TierCapabilities durable", "TierCapabilities local_index", "TierCapabilities shared"),
     "TierCapabilities pins_pool",
     *("ValkeyTier cluster", "Prefix declines"),

@@ -13,6 +13,7 @@ CACHE = "tests/cache/test_cache_mutation_targets.py"
 ORDERING = "tests/engine/ordering/test_ordering.py"
 SHARDED = "tests/sharded/test_sharded_ordering.py"
 PACK = "tests/copiers/test_pack.py"
+POOL_ENDS = "tests/pool/test_pool_ends.py"
 POOL_MEMBERS = "tests/pool/test_pool_members.py"
 POOL_MEMORY = "tests/pool/test_pool_memory.py"
 POOL_OWNER = "tests/pool/test_pool_owner.py"
@@ -760,6 +761,41 @@ MUTATIONS = (
         "            if not self._joined or self._late is not None or self._unsent:",
         "            if not self._joined:",
         (f"{POOL_MEMBERS}::test_what_a_late_owner_has_granted_ends_without_another_call",),
+    ),
+    Mutation(
+        "a-policy-that-raises-after-the-answer-takes-the-entries-away",
+        "pool/region.py",
+        '                LOGGER.warning("the policy of a shared pool: %s", reason(error))',
+        "                raise",
+        (f"{POOL_ENDS}::test_a_policy_that_raises_after_the_answer_takes_no_entry_away",),
+    ),
+    Mutation(
+        "a-load-tells-its-use-twice",
+        "pool/records.py",
+        "        if keys and (self._told is None or self._told is not self.proposed):",
+        "        if keys:",
+        (f"{POOL_ENDS}::test_a_load_tells_the_owners_policy_once",),
+    ),
+    Mutation(
+        "a-forgotten-member-gives-its-lock-up-while-an-engine-has-its-memory",
+        "pool/memory.py",
+        "weakref.finalize(mapped, close_files, self._files)",
+        "weakref.finalize(self, close_files, self._files)",
+        (f"{POOL_ENDS}::test_the_lock_of_a_forgotten_membership_lasts_as_long_as_an_engine_over_its_memory",),
+    ),
+    Mutation(
+        "an-owner-with-members-takes-its-socket-away",
+        "pool/owner.py",
+        "        if not held and _file(self.path)",
+        "        if _file(self.path)",
+        (f"{POOL_ENDS}::test_after_an_orderly_restart_members_come_before_new_ones",),
+    ),
+    Mutation(
+        "an-owner-that-allocates-counts-as-silent",
+        "pool/shared_pool.py",
+        "            if message[1] == Operation.WAIT and descriptors:",
+        "            if False:",
+        (f"{POOL_ENDS}::test_a_member_waits_for_an_owner_that_allocates_its_memory",),
     ),
     Mutation(
         "a-child-serves-on-for-a-dead-owner",

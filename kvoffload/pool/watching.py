@@ -1,0 +1,78 @@
+"""The thread of a member of a shared pool: it finds a new owner, and tells the owner of transfers that have ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from typing import Any
+
+from kvoffload.errors import ClosedError
+from kvoffload.internal.checks import shown
+from kvoffload.internal.log import LOGGER
+from kvoffload.pool.memory import close_files
+
+RETRY_SECONDS = 1.0  # between attempts to find a new owner
+SETTLE_SECONDS = 0.002  # between looks at transfers in flight
+LINGER_SECONDS = 0.01  # between looks after that, so that calls that follow soon need not wake the thread
+_LINGERS = 10  # looks
+
+
+def wake(wakeup: list[int]) -> None:
+    for descriptor in wakeup:
+        os.eventfd_write(descriptor, 1)
+
+
+def forget(wakeup: list[int]) -> None:
+    """End the thread of a member that is garbage."""
+    wake(wakeup)
+    close_files(wakeup)
+
+
+def watch(pool: weakref.ref[Any], wakeup: int) -> None:
+    """The thread of a member: sleeps until transfers are in flight, or the owner has ended, or it is forgotten.
+
+    Args:
+        wakeup: a descriptor of its own, which it closes.
+    """
+    busy, quiet = False, _LINGERS
+    while True:
+        member = pool()
+        if member is None or member._closed:
+            os.close(wakeup)
+            return
+        connection = member._socket
+        poll = select.poll()
+        poll.register(wakeup, select.POLLIN)
+        if connection is not None and (descriptor := connection.fileno()) >= 0:
+            poll.register(descriptor, select.POLLRDHUP)
+        owes = not member._joined or member._late is not None or member._unsent
+        wait = LINGER_SECONDS if quiet < _LINGERS else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
+        wait = SETTLE_SECONDS if busy else wait
+        member._woken |= wait <= LINGER_SECONDS  # it looks soon
+        del member
+        ended, woken = None, False
+        for descriptor, _ in poll.poll(wait * 1000):
+            if descriptor == wakeup:
+                os.eventfd_read(wakeup)
+                woken = True
+            else:
+                ended = connection
+        del connection
+        if woken and not busy and ended is None:  # the caller's thread is in the middle of its call: not beside that
+            busy, quiet = True, 0
+            continue
+        member = pool()
+        if member is None:
+            continue
+        member._woken = False  # before it looks: whatever begins from now on wakes it again
+        try:
+            busy = member._tend(ended)
+        except ClosedError:
+            busy = False
+        except Exception as error:  # noqa: BLE001  # a thread that ends would leave keys pending
+            LOGGER.warning("the thread of %s: %s", member, shown(error))
+            busy = False
+            time.sleep(SETTLE_SECONDS)
+        quiet = 0 if busy else quiet + 1

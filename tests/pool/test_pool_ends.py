@@ -1,0 +1,271 @@
+"""Shared pools at their ends: calls after `close`, slow beginnings and removals, restarts, forgotten members."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pooling import (
+    IDENTITY,
+    PLANES,
+    ROW_BYTES,
+    SECONDS,
+    Member,
+    eventually,
+    key_of,
+    keys_of,
+    layout_of,
+    member,
+    raw,
+    region_bytes,
+    serve,
+)
+from tier_classes import DictTier
+
+import kvoffload
+from kvoffload import NO_WAIT, BlockCache, CacheIndex, LayoutError, ShardedEngine, ShardedLayout, Status
+from kvoffload.cache.policies import LRU, RequestPolicy
+from kvoffload.pool import PoolOwner, SharedPool, owner
+from kvoffload.pool.memory import PoolMemory
+from kvoffload.testing import SimulatedDriver
+
+
+class Telling(LRU):
+    """A policy that notes which keys are loaded, and raises in `insert` while it is to."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.loaded = list[list[bytes]]()
+        self.raises = False
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        if self.raises:
+            raise RuntimeError("this policy is wrong")
+        super().insert(keys)
+
+    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
+        del notes
+        return self
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self.loaded.append(list(keys))
+        super().load(keys)
+
+
+class SlowToRemove(DictTier):
+    """Removing takes longer than answers are waited for, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.removing = threading.Event(), threading.Event()
+
+    def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
+        self.removing.set()
+        self.go.wait(SECONDS)
+        return super().remove_records(keys)
+
+
+# what the owner does after its answer ---------------------------------------------------------------------------------
+
+
+def test_a_load_tells_the_owners_policy_once(tmp_path: Path) -> None:
+    policies = list[Telling]()
+
+    def policy(capacity: int) -> Telling:
+        policies.append(Telling(capacity))
+        return policies[-1]
+
+    def loaded() -> list[list[bytes]]:
+        return [keys for each in policies for keys in each.loaded]
+
+    with serve(tmp_path, 8, policy=policy), member(str(tmp_path / "pool")) as one:
+        one.store(1, 2, 3)
+        one.check_load(1, 2)
+        assert one.hits(1) == 1  # the owner has executed what came before
+        assert loaded() == [keys_of([1, 2])]
+        with one.cache.open_request() as request:
+            one.check_load(3, request=request)
+            one.check_load(3, request=request)
+            assert request.keys == (key_of(3),)
+            assert one.hits(1) == 1
+        assert loaded() == [keys_of([1, 2]), keys_of([3])]
+        one.poison([64])
+        assert one.cache.fetch(keys_of([1]), [64], after=NO_WAIT).wait(SECONDS) == 1
+        assert one.hits(1) == 1
+        assert loaded()[2:] == [keys_of([1])]
+
+
+def test_a_policy_that_raises_after_the_answer_takes_no_entry_away(tmp_path: Path, caplog: Any) -> None:
+    policies = list[Telling]()
+
+    def policy(capacity: int) -> Telling:
+        policies.append(Telling(capacity))
+        return policies[-1]
+
+    with serve(tmp_path, 4, policy=policy) as pool, raw(pool.path) as one, raw(pool.path) as other:
+        for each in policies:
+            each.raises = True
+        number, entries = one.reserve(keys_of([1, 2]))
+        one.status([])  # the owner has executed what came before
+        for each in policies:
+            each.raises = False
+        assert len(entries) == 2
+        assert not {*other.reserve(keys_of(range(10, 14)))[1]} & {*entries}
+        assert one.status(keys_of([1, 2])) == [2, 2]
+        one.end(number)
+        assert one.status(keys_of([1, 2])) == [1, 1]
+        assert one.take(keys_of([1, 2]))[1] == entries
+    assert "this policy is wrong" in caplog.text
+
+
+# after close, and slow answers ----------------------------------------------------------------------------------------
+
+
+def test_statistics_are_there_after_close_as_of_a_private_cache(tmp_path: Path) -> None:
+    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+        one.store(1, 2)
+        assert one.cache.statistics().resident == 2
+        one.cache.close()
+        one.engine.close()
+        one.pool.close()
+        statistics = one.cache.statistics()
+        assert (statistics.stored, statistics.resident) == (2, 0)
+        assert len(one.cache) == 0
+        assert "BlockCache" in repr(one.cache)
+
+
+def test_a_member_waits_for_an_owner_that_allocates_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than for an owner that says nothing."""
+    go, create = threading.Event(), PoolMemory.create
+
+    def slowly(meaning: Any) -> PoolMemory:
+        assert go.wait(SECONDS)
+        return create(meaning)
+
+    monkeypatch.setattr(PoolMemory, "create", slowly)
+    monkeypatch.setattr(owner, "NOTICE_SECONDS", 0.05)
+    timer = threading.Timer(2.0, go.set)
+    with serve(tmp_path, 8):
+        timer.start()
+        with member(str(tmp_path / "pool"), timeout=0.8) as one:
+            assert go.is_set()
+            assert one.store(1).keys
+            one.check_load(1)
+    timer.join()
+
+
+def test_remove_waits_for_the_owners_tiers_and_hides_nothing_meanwhile(tmp_path: Path) -> None:
+    tier = SlowToRemove()
+    options: dict[str, Any] = {"tiers": lambda *_: [tier], "write": "through"}
+    with serve(tmp_path, 8, **options), member(str(tmp_path / "pool"), answer_seconds=0.5) as one:
+        one.store(1, 2, 3)
+        eventually(lambda: len(tier.store) == 3, "the tier has the keys")
+        removed = list[int]()
+        thread = threading.Thread(target=lambda: removed.append(one.cache.remove(keys_of([1, 2]))))
+        thread.start()
+        assert tier.removing.wait(SECONDS)
+        end = time.monotonic() + 0.7  # longer than an answer is waited for
+        while time.monotonic() < end:
+            assert one.hits(3) == 1
+        assert removed == []
+        tier.go.set()
+        thread.join()
+        assert removed == [2]
+        assert one.cache.status(keys_of([1, 2, 3])) == [Status.MISS, Status.MISS, Status.HIT]
+        assert not tier.has_record(key_of(1))
+
+
+# restarts -------------------------------------------------------------------------------------------------------------
+
+
+def test_after_an_orderly_restart_members_come_before_new_ones(tmp_path: Path) -> None:
+    """As after a kill: the new owner waits for the members that have the memory."""
+    path = str(tmp_path / "pool")
+    first = PoolOwner(path, nbytes=region_bytes(8))
+    with member(path) as one:
+        one.store(1, 2, 3)
+        first.close()
+        with serve(tmp_path, 8) as second, member(path) as new:
+            assert new.hits(1, 2, 3) == 3
+            new.check_load(1, 2, 3)
+            eventually(lambda: one.hits(1, 2, 3) == 3, "the member is back")
+            assert [each["members"] for each in second.statistics()] == [2]
+    assert os.path.lexists(path), "so that the next owner knows of the member"
+    with serve(tmp_path, 8), member(path) as one:
+        assert one.hits(1) == 0
+    assert not os.path.lexists(path), "nobody had the memory when it ended"
+
+
+# forgotten ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_forgotten_membership_keeps_no_file_and_no_thread(tmp_path: Path) -> None:
+    def files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def threads() -> list[str]:
+        return [each.name for each in threading.enumerate() if each.name == "kvoffload-pool"]
+
+    with serve(tmp_path, 8) as pool, member(pool.path) as other, ExitStack() as stack:
+        before, running = files(), len(threads())
+        one = Member(pool.path, stack)
+        stack.pop_all()
+        one.store(1)
+        one.engine.close()
+        one.device.close()
+        gone = weakref.ref(one.pool)
+        del one
+        gc.collect()
+        assert gone() is None
+        eventually(lambda: len(threads()) == running, "its thread has ended")
+        eventually(lambda: pool.statistics()[0]["members"] == 1, "the owner has seen it leave")
+        eventually(lambda: files() == before, "its files are closed")
+        other.check_load(1)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_lock_of_a_forgotten_membership_lasts_as_long_as_an_engine_over_its_memory(tmp_path: Path) -> None:
+    with serve(tmp_path, 8) as pool, raw(pool.path) as other:
+        layout: Any = type("Rows", (), {"fingerprint": bytes(16), "slot_bytes": 4096, "num_groups": 1})
+        forgotten = SharedPool.attach(pool.path, layout, identity=IDENTITY)
+        assert other.memory is not None
+        number = 1 - other.place
+        assert other.memory.locked(number)
+        memory: Any = forgotten.host_memory
+        gone = weakref.ref(forgotten)
+        del forgotten
+        gc.collect()
+        assert gone() is None
+        assert other.memory.locked(number), "what is over the memory may still touch it"
+        del memory
+        gc.collect()
+        assert not other.memory.locked(number)
+
+
+# several devices ------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_over_several_devices_is_refused_by_name(tmp_path: Path) -> None:
+    driver = SimulatedDriver(device_count=2)
+    devices = [kvoffload.open_device(index, backend=driver) for index in range(2)]
+    layouts = [layout_of(each.allocate_planes(PLANES, block_bytes=ROW_BYTES, num_blocks=16)) for each in devices]
+    sharded: Any = ShardedLayout(layouts)
+    with serve(tmp_path, 8) as pool, pytest.raises(LayoutError, match="one device"):
+        SharedPool.attach(pool.path, sharded, identity=IDENTITY)
+    with serve(tmp_path, 8) as pool, SharedPool.attach(pool.path, layouts[0], identity=IDENTITY) as joined:
+        engine = ShardedEngine(sharded, devices=devices, num_slots=joined.capacity)
+        with engine, pytest.raises(LayoutError, match="one device"):
+            BlockCache(engine, pool=joined)
+        with CacheIndex(joined) as index:
+            assert index.lookup(keys_of([1])) == 0
+    for device in devices:
+        device.close()
