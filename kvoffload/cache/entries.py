@@ -15,21 +15,18 @@ An entry without a key that is still held is *doomed*: it is free when its last 
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.errors import LayoutError, TransferError
 
 if TYPE_CHECKING:
     from kvoffload.cache.policies import RequestPolicy
     from kvoffload.cache.pools import Pool, Victims
-
-
-import threading
-from typing import Protocol
 
 _NO_INDICES: list[int] = []  # never changed
 _NO_KEYS: list[bytes] = []  # the same

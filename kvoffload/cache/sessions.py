@@ -95,7 +95,7 @@ class Chain:
 
 
 class Session:
-    """What is known of a session.
+    """What the cache remembers about a session.
 
     Attributes:
         chains: the latest last.

@@ -5,12 +5,12 @@ long kernels, what else is on the link. Transfers say it: the driver gives their
 the sake of measuring.
 
 For each kind of transfer (direction, whether the other direction is active, size up to a factor of two) both copiers
-have an `Estimate`: the ratio of the seconds that transfers took to those that the profile predicts. The copier with
+have an `Estimate`: the seconds that transfers took, divided by the seconds that the profile predicts. The copier with
 fewer expected seconds carries the transfer. The other one is *tried*, so that its estimate stays true, if
 
-1. the budget has the price: what a try costs beyond the better copier, as far as is known. The budget grows by 3% of
-   the time of all transfers. So copiers that are nearly equal are compared often, and one that takes five times as long
-   is tried once in 130 transfers;
+1. the budget can pay for it. The price of a try is the time that it is expected to lose to the better copier. The
+   budget grows by 3% of the time of all transfers. So copiers that are nearly equal are compared often, and one that
+   takes five times as long is tried once in 130 transfers;
 2. the last try was surprisingly fast, and faster than the better copier: it may have been chance, so it is repeated;
 3. the better copier became clearly faster or slower since the last try: the situation has changed;
 4. it was never tried, the better copier is known, and by the profile the other one takes less than twice as long on an
@@ -44,7 +44,7 @@ class Way(NamedTuple):
 
     Attributes:
         predicted: seconds on the GPU's clock while nothing else runs, by the profile.
-        extra: further seconds that count in the choice, such as those that the caller is kept.
+        extra: further seconds that count in the choice, such as the host time of the call.
         ratio: of the first expectation to `predicted`.
     """
 

@@ -97,7 +97,7 @@ class Place:
         start, stop: bytes taken from the ring, round after round, before it and with it. Bytes that were skipped at the
             end of a round count as its own, so places follow each other without a gap.
         address: in device memory.
-        halves: what has not ended of its piece; the half that fills it comes first. The truth is in the transfers.
+        halves: the halves of its piece that have not ended, the one that fills it first. The truth is in the transfers.
         joined: the stream of the second half waits for the first one, so an event there tells when it is free.
     """
 
@@ -171,7 +171,7 @@ class StagingRing:
     def used_before(self, place: Place) -> list[Place]:
         """The places to wait for before the latest place is filled: behind a joined one are all before it.
 
-        1. The oldest place of which some bytes are taken again, then those of which all are, the newest first.
+        1. The oldest place that loses some of its bytes to this one, then the places that lose all, the newest first.
         2. None of these has joined: the first joined place behind them has waited in their stead.
         """
         oldest = self._places[0]

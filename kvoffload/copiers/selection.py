@@ -53,7 +53,7 @@ class Expected(NamedTuple):
     Attributes:
         seconds: on the GPU's clock; with "overlap" the mean of both situations.
         host: seconds that the submission keeps its caller.
-        extra: those of the caller that count in its price, see `choose`.
+        extra: host seconds that count in its price, see `choose`.
         weight: copiers are compared by it, see `choose`; the least is the best.
     """
 

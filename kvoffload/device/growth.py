@@ -1,7 +1,7 @@
 """Growing: a pool that is pinned piece by piece while its engine serves.
 
-Addresses, slot numbers and tables are those of the whole pool from the start. Only which slots may be used changes:
-those from 0 to `Engine.pinned_slots`, a number that grows.
+Addresses, slot numbers and tables cover the whole pool from the start. Only slots below `Engine.pinned_slots` may be
+used, and that number grows.
 
     constructor     map all, pin the first piece  ->  the engine is returned
     Growth          a thread: pin a piece of each device's pool in turn, until all are pinned, one cannot be, or the
@@ -60,7 +60,7 @@ class Growth:
         pools: for each device its context, and the memory whose first piece is pinned.
 
     Attributes:
-        running: whether the thread may pin more. What is pinned once this is False stays so.
+        running: whether the thread may pin more. Once this is False, no more is pinned, and nothing is unpinned.
         error: why it has stopped early; None if it has not.
     """
 

@@ -397,7 +397,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def reason(self) -> str:
-        """Why the copier was selected, as text for people: what the profile or the last transfers let expect."""
+        """Why the copier was selected, as text for people: the times that the profile or the last transfers predict."""
         return str(self._transfer.reason)
 
     @property

@@ -136,12 +136,27 @@ class PoolOwner:
                 os.close(wakeup)
 
     def statistics(self) -> list[dict[str, int]]:
-        """For each region: members, bytes, capacity, and keys resident, pending and pinned."""
-        return [
-            {"members": len(region.members), "nbytes": region.memory.meaning.nbytes,
-             "capacity": region.memory.meaning.capacity} | region.counts()
-            for region in list(self._regions.values())
-        ]  # fmt: skip
+        """For each region: members, bytes, capacity, and keys resident, pending and pinned. Messages that members had
+        sent before this call count, unless more arrive than the owner can execute. After `close`: no regions.
+        """
+        said: list[dict[str, int]] = []
+        executed = threading.Event()
+
+        def count() -> None:
+            try:
+                for region in self._regions.values():
+                    meaning = region.memory.meaning
+                    whole = {"members": len(region.members), "nbytes": meaning.nbytes, "capacity": meaning.capacity}
+                    said.append(whole | region.counts())
+            finally:
+                executed.set()
+
+        if threading.current_thread() is self._thread or not self._thread.is_alive():
+            count()
+        else:
+            self._post(count)
+            executed.wait()
+        return said
 
     def __enter__(self) -> PoolOwner:
         return self

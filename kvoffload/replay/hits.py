@@ -112,7 +112,7 @@ class Below(Protocol):
     def num_slots(self) -> int: ...
 
     def read(self, keys: Sequence[bytes]) -> None:
-        """The host reads these keys, all of which the tier holds."""
+        """The host reads these keys; the tier holds all of them."""
 
     def write(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The host writes these keys. Returns the keys that the tier took; it skips keys that it has."""

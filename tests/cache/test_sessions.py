@@ -316,10 +316,11 @@ def test_a_hint_inside_another_call_is_refused_and_a_hook_may_give_one() -> None
 # bounds, and the unexpected
 
 
-def test_names_without_number_take_memory_with_a_bound() -> None:
+@pytest.mark.parametrize("names", [10_000, pytest.param(200_000, marks=pytest.mark.long)])
+def test_names_without_number_take_memory_with_a_bound(names: int) -> None:
     host = Host()
     threads = threading.active_count()
-    for number in range(100_000):
+    for number in range(names):
         with host.index.open_request(session=str(number)) as request:
             host.index.load(keys(number), request=request)
             host.index.hint("retain", session=str(number), ttl=60)

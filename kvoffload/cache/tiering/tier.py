@@ -236,7 +236,7 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """What a tier has done since `attach`, and how it is now: `records`, `queued_...`, `in_calls`, `longest_call`.
+    """Counts since `attach`, and the state of a tier now: `records`, `queued_...`, `in_calls`, `longest_call`.
 
     Attributes:
         records: how many the tier holds; None if it does not know.
