@@ -438,7 +438,8 @@ class CacheState:
         used: list[bytes] = list(map(self.table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
         if not used:
             return
-        for pool, mine in pools.split(used, self.table.pool_numbers):
+        one = len(pools.all) == 1
+        for pool, mine in ((pools.all[0], used),) if one else pools.split(used, self.table.pool_numbers):
             if pool.beside is not None and self.sessions is not None:
                 self.consistent = False
                 self.sessions.asked(pool, mine)
@@ -460,7 +461,8 @@ class CacheState:
             used = table.originals(used)
             entries = [table.of[key] for key in used if key in table.of]
         self.recorder.note_touched(entries, len(used))
-        for pool, mine in pools.split(used, table.pool_numbers) if table.capacity else ():
+        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, table.pool_numbers)
+        for pool, mine in split if table.capacity else ():
             self.consistent = False
             if pool.released and self.sessions is not None:
                 self.sessions.asked(pool, [key for key in mine if key in table.of])
