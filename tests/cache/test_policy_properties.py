@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policy_oracles import ACTIONS, PAIRS, SideBySide, Step
 from policy_steps import KEYS, STEPS
 
-EXAMPLES = 150
+EXAMPLES = 75
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -45,7 +45,7 @@ def open_simulated(seed: int) -> kvoffload.Device:
 # bytes
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow], phases=NO_SHRINKING)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow], phases=NO_SHRINKING)
 @given(data=st.data(), seed=st.integers(0, 1 << 16))
 def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(data: st.DataObject, seed: int) -> None:
     chance = Drawn(data.draw)
@@ -98,7 +98,7 @@ ALIGNMENTS = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("factor", rest_long([1, 3, 4], 2))
+@pytest.mark.parametrize("factor", rest_long([1, 3, 4], 1))
 @pytest.mark.parametrize(("block_bytes", "offset"), ALIGNMENTS)
 def test_pitfall_33_any_alignment_gives_the_right_bytes(
     each_device: kvoffload.Device, block_bytes: int, offset: int, factor: int

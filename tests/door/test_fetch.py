@@ -469,7 +469,7 @@ def test_inside_another_call_it_is_refused() -> None:
 # counted ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", rest_long(seeds(12), 4))
 def test_each_key_is_counted_once_whatever_becomes_of_it(seed: int) -> None:
     """Random fetches above a tier that fails, hangs, declines and takes long, and below requests that are cancelled."""
     chance = random.Random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload import KVLayout, Plane
@@ -42,6 +42,7 @@ def touched(layout: KVLayout, group: int, blocks: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_never_misses_a_transfer_that_touched_the_same_bytes(name: str, data: st.DataObject) -> None:
     layout = LAYOUTS[name]

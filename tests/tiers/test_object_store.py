@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from remote_sessions import RemoteSession
+from seeds import rest_long
 from servers import Process, need_module, s3_options, seaweed
 
 from kvoffload.testing import check_tier, fuzz_tier
@@ -46,7 +47,7 @@ def test_s3_conforms(s3_server: Process, obstore: Any, pools: int, seed: int) ->
     check_tier(lambda: tier_over(s3_server.port, identity=f"conforms {pools}"), pools=pools, seed=seed, entries=8)
 
 
-@pytest.mark.parametrize("pools", [1, 2])
+@pytest.mark.parametrize("pools", rest_long([2, 1], 1))
 def test_a_folder_conforms(tmp_path: Path, obstore: Any, pools: int, seed: int) -> None:
     assert obstore
     url = f"file://{tmp_path}"

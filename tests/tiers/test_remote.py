@@ -23,8 +23,7 @@ SECRET = b"a secret of a test, 32 bytes of."
 ONE_LAYOUT = hashlib.blake2b(b"one layout", digest_size=16).digest()
 
 
-@pytest.mark.parametrize("pools", [1, 2])
-@pytest.mark.parametrize("key", [None, SECRET])
+@pytest.mark.parametrize(("pools", "key"), [(1, None), (2, SECRET)])
 def test_it_conforms(pools: int, key: bytes | None, seed: int) -> None:
     store: Store = {}
     names = check_tier(lambda: DictRemote(store, key=key), pools=pools, seed=seed)
