@@ -221,6 +221,14 @@ class EntryTable:
     def num_free(self) -> int:
         return self.capacity - len(self.keys) + len(self.free)
 
+    def pool_numbers(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The number of each key's pool; None: it has no entry."""
+        of, pool_of = self.of, self.pool_of
+        try:
+            return list(map(pool_of.__getitem__, map(of.__getitem__, keys)))
+        except KeyError:
+            return [pool_of[of[key]] if key in of else None for key in keys]
+
     def originals(self, keys: Iterable[bytes]) -> list[bytes]:
         """The same keys, as the objects in `of` where they have entries."""
         of, known = self.of, self.keys

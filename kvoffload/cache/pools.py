@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -84,14 +85,9 @@ class Pool:
             return self.policy.for_promise(request.of_session.promised)
         return self.policy.for_request(request.notes.setdefault(self.number, {}))
 
-    def within_quota(
-        self, newcomers: list[bytes], present: Iterable[bytes], number_of: Callable[[bytes], int | None]
-    ) -> list[bytes]:
-        """The first of a request's new keys that fit in the quota, if its `present` keys stay."""
-        if self.max_blocks is None:
-            return newcomers
-        kept = sum(number_of(key) == self.number for key in present)
-        return newcomers[: self.max_blocks - kept]
+    def within_quota(self, newcomers: list[bytes], present: Sequence[int | None]) -> list[bytes]:
+        """The first of a request's new keys that fit in the quota, if its `present` keys, of these pools, stay."""
+        return newcomers if self.max_blocks is None else newcomers[: self.max_blocks - present.count(self.number)]
 
     def restore(self, keys: list[bytes]) -> None:
         """Make the policy know exactly these resident keys, after an exception.
@@ -252,17 +248,22 @@ class Pools:
             raise ValueError(f"tenant must be one of {known}, got {tenant!r:.80}; name others in tenants= of the cache")
         return pool
 
-    def split(self, keys: list[bytes], number_of: Callable[[bytes], int | None]) -> list[tuple[Pool, list[bytes]]]:
+    def split(
+        self, keys: list[bytes], numbers_of: Callable[[list[bytes]], list[int | None]]
+    ) -> list[tuple[Pool, list[bytes]]]:
         """Keys by the pool that knows them; unknown keys go with the key before them."""
         if len(self.all) == 1:
             return [(self.all[0], keys)]
-        mine: dict[int, list[bytes]] = {}
-        latest = 0
-        for key in keys:
-            number = number_of(key)
-            latest = latest if number is None else number
-            mine.setdefault(latest, []).append(key)
-        return [(self.all[number], each) for number, each in mine.items()]
+        numbers = numbers_of(keys)
+        if None in numbers:
+            latest = 0
+            for place, number in enumerate(numbers):
+                numbers[place] = latest = latest if number is None else number
+        return [
+            (self.all[number], list(compress(keys, map(number.__eq__, numbers))))
+            for number in dict.fromkeys(numbers)
+            if number is not None
+        ]
 
     def make_space(
         self, pool: Pool, own_policy: RequestPolicy, newcomers: Sequence[bytes], free: int, protected: Protected
@@ -317,10 +318,10 @@ class Pools:
             most = min(most, pool.max_blocks - len(pool.policy) + movable[pool.number])
         return max(0, most)
 
-    def check(self, keys: Sequence[bytes], number_of: Callable[[bytes], int | None]) -> None:
+    def check(self, keys: list[bytes], numbers: Sequence[int | None]) -> None:
         """Raise AssertionError unless each policy knows exactly its own among these keys, and quotas are kept."""
         for pool in self.all:
-            mine = {key for key in keys if number_of(key) == pool.number}
+            mine = {key for key, number in zip(keys, numbers, strict=True) if number == pool.number}
             assert not pool.stale, "no policy is left half changed"
             assert set(pool.policy) == mine, f"policy {pool.number} knows exactly its resident keys"
             assert len(pool.policy) == len(mine), "policies count what they know"

@@ -228,7 +228,8 @@ class Records:
         """Raise AssertionError unless derived state and policies agree with the truth."""
         state = self._state
         repair.check(state.table)
-        state.pools.check(list(state.table.of), state.pool_number)
+        keys = list(state.table.of)
+        state.pools.check(keys, state.table.pool_numbers(keys))
         waiting = bool(state.in_flight and (state.storing or state.loading))
         assert not waiting or state.in_flight[0](), "reservations and loads wait for transfers in flight"
 

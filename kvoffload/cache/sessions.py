@@ -15,6 +15,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence, Set
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from kvoffload.cache.entries import EntryTable
@@ -158,7 +160,7 @@ class SessionRequest:
         if self.retained is None:
             return ordinary
         retained, most = self.retained
-        session, wanted = self.session, len(known) + sum(key not in known for key in keys)
+        session, wanted = self.session, len(known) + len(keys) - sum(map(known.__contains__, keys))
         trust = session.allowance
         if trust < wanted:
             trust += _TRUST * len(session.watched & (known | set(keys)))
@@ -219,11 +221,8 @@ class Sessions:
             self._end_promise(session.tenant, request.promised)
             return
         session.asked(keys)
-        for key in keys:
-            if key not in owner and key in stored:
-                owner[key] = session
-            elif owner.get(key) is not session:
-                owner[key] = None
+        for key in list(compress(keys, map(is_not, map(owner.get, keys), repeat(session)))):
+            owner[key] = session if key not in owner and key in stored else None
         if len(owner) > self._most_keys:
             self._owner = {key: mine for key, mine in owner.items() if key in self._table.of}
         before = next((chain for chain in reversed(session.chains) if chain.continued_by(keys)), None)
@@ -345,7 +344,8 @@ class Sessions:
     def set_free(self, keys: list[bytes], tenant: str) -> None:
         """These resident keys go before all others, if they are the tenant's, ordinary, and one session's alone."""
         ordinary, owner = self._pools.of(tenant), self._owner
-        mine = [key for key in keys if owner.get(key) is not None and self._pool_number(key) == ordinary.number]
+        numbers = self._table.pool_numbers(keys)
+        mine = [key for key, at in zip(keys, numbers, strict=True) if at == ordinary.number and owner.get(key)]
         self._move(mine, self._pools.beside(ordinary, retained=False))
 
     # inner workings -----------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Sessions:
 
     def _promise(self, session: Session, chain: Chain, ttl: float, due: float | None) -> int:
         """Retain as much of a chain as the session may. Returns how many keys."""
-        pools, of = self._pools, self._table.of
+        pools = self._pools
         if session.watched and chain.promise is not None:
             session.settle(0, _RENEWED * len(session.watched))
         self._end_promise(session.tenant, chain.promise)
@@ -391,7 +391,8 @@ class Sessions:
         ordinary = pools.of(session.tenant)
         retained = pools.beside(ordinary, retained=True)
         mine = {ordinary.number, retained.number, pools.beside(ordinary, retained=False).number}
-        keys = [key for key in chain.keys if key in of and self._pool_number(key) in mine][: session.allowance]
+        keys = list(compress(chain.keys, map(mine.__contains__, self._table.pool_numbers(chain.keys))))
+        keys = keys[: session.allowance]
         keys = keys[: self._tenant_share(session.tenant, retained, keys)]
         policy = retained.policy
         if not keys or not isinstance(policy, Promised):
@@ -404,9 +405,11 @@ class Sessions:
 
     def _end_promise(self, tenant: str, promise: Promise | None) -> None:
         """What it retains becomes ordinary."""
+        if promise is None:
+            return
         ordinary = self._pools.of(tenant)
         policy = self._pools.beside(ordinary, retained=True).policy
-        if promise is not None and isinstance(policy, Promised):
+        if isinstance(policy, Promised):
             self._move(policy.held(promise), ordinary)
 
     def _forget_some(self) -> None:
@@ -424,18 +427,15 @@ class Sessions:
             return
         table = self._table
         originals = table.originals(keys)
-        for pool, mine in self._pools.split(originals, self._pool_number):
+        for pool, mine in self._pools.split(originals, table.pool_numbers):
             pool.stale = True
             pool.policy.remove(mine, evicted=False)
             pool.stale = False
-        for key in originals:
-            table.pool_of[table.of[key]] = target.number
+        for index in map(table.of.__getitem__, originals):
+            table.pool_of[index] = target.number
         target.stale = True
         if promise is not None and isinstance(target.policy, Promised):
             target.policy.put(promise, originals)
         else:
             target.policy.insert(originals)
         target.stale = False
-
-    def _pool_number(self, key: bytes) -> int:
-        return self._table.pool_of[self._table.of[key]]

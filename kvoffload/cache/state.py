@@ -201,7 +201,7 @@ class CacheState:
             self.use(keys, opened)
         new = self.filter.passing(missing) if self.filter.store_after else missing
         if pool.max_blocks is not None:
-            new = pool.within_quota(new, present, self.pool_number)
+            new = pool.within_quota(new, table.pool_numbers(present))
         victims: Victims = []
         free, short = table.num_free, False
         if not table.capacity:
@@ -345,7 +345,7 @@ class CacheState:
             record.stage = ABORTED
             mine = table.still_mine(record)
             held = not record.transfers_ended
-            for pool, keys in self.pools.split(mine, self.pool_number) if mine else ():  # hints may have moved them
+            for pool, keys in self.pools.split(mine, table.pool_numbers) if mine else ():  # hints may have moved them
                 self._unlink(pool, keys)
             if held:
                 self.awaited[record] = None
@@ -363,7 +363,7 @@ class CacheState:
         """
         of, entries = self.table.of, dict(zip(record.keys, record.indices, strict=True))
         mine = [key for key, index in entries.items() if index in unfit and of.get(key) == index]
-        for pool, keys in self.pools.split(mine, self.pool_number):
+        for pool, keys in self.pools.split(mine, self.table.pool_numbers):
             self.consistent = False
             self._unlink(pool, keys)
             for key in keys:
@@ -447,7 +447,8 @@ class CacheState:
         used: list[bytes] = list(map(self.table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
         if not used:
             return
-        for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):
+        one = len(pools.all) == 1
+        for pool, mine in ((pools.all[0], used),) if one else pools.split(used, self.table.pool_numbers):
             if pool.beside is not None and self.sessions is not None:
                 self.consistent = False
                 self.sessions.asked(pool, mine)
@@ -469,7 +470,7 @@ class CacheState:
             used = table.originals(used)
             entries = [table.of[key] for key in used if key in table.of]
         self.recorder.note_touched(entries, len(used))
-        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number)
+        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, table.pool_numbers)
         for pool, mine in split if table.capacity else ():
             self.consistent = False
             if pool.released and self.sessions is not None:
@@ -484,7 +485,7 @@ class CacheState:
         """Resident keys, no repeats, lose their entries; their reservations go on without them."""
         gone = self.table.originals(keys)
         pending = self.table.pending
-        for pool, mine in self.pools.split(gone, self.pool_number):
+        for pool, mine in self.pools.split(gone, self.table.pool_numbers):
             self.consistent = False
             self._unlink(pool, mine)
         for key in gone:
@@ -529,7 +530,3 @@ class CacheState:
         """The slots of these entries in a group: entry `i` owns `num_groups` slots, one after the other."""
         slots = np.array(indices, dtype=np.int64)
         return slots if self.num_groups == 1 else slots * self.num_groups + group
-
-    def pool_number(self, key: bytes) -> int | None:
-        index = self.table.of.get(key)
-        return None if index is None else self.table.pool_of[index]

@@ -336,6 +336,19 @@ def test_names_without_number_take_memory_with_a_bound(names: int) -> None:
     host.left()
 
 
+def test_keys_that_a_request_with_a_promise_stores_again_are_retained_once() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60, due=5)
+    with host.index.open_request(session="a") as request:
+        host.index.hint("retain", session="a", ttl=60, due=5)
+        for _ in range(2):
+            host.index.remove(keys(*TURN))
+            host.store(keys(*TURN), request=request)
+        answer = host.index.hint("retain", session="a", ttl=60, due=9)  # which ends the one before
+        assert answer.outcome == "accepted"
+    assert host.left(*TURN) == [*TURN]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_wrong_and_reused_names_change_no_answer(policy: Any, seed: int) -> None:
     """A model knows what was stored and not evicted."""

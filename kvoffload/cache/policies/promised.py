@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import filterfalse, islice
 from math import inf
 
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
@@ -35,7 +35,7 @@ class Promise:
         self.place = place
         self.until = until
         self.tenant = tenant
-        self.keys: list[bytes] = []
+        self.keys: dict[bytes, None] = {}  # one that is gone may come back
         self.live = 0  # those of `keys` that are retained, and for no later promise
 
 
@@ -52,11 +52,8 @@ class Promised(Policy):
         self._next_end = inf
 
     def put(self, promise: Promise, keys: Sequence[bytes]) -> None:
-        """Retain keys for a promise, resident ones included."""
-        known = [key for key in keys if key in self._promise_of]
-        if known:
-            self.remove(known, evicted=False)
-        promise.keys += keys
+        """Retain keys for a promise; none is retained yet."""
+        promise.keys.update(dict.fromkeys(keys))
         promise.live += len(keys)
         self._promise_of.update(dict.fromkeys(keys, promise))
         if keys:
@@ -80,12 +77,13 @@ class Promised(Policy):
 
     def held(self, promise: Promise) -> list[bytes]:
         """The keys that are retained for a promise, in the order of its request."""
-        return [key for key in promise.keys if self._promise_of.get(key) is promise]
+        return [key for key in promise.keys if self._promise_of.get(key) is promise] if promise.live else []
 
     def below(self, place: Place, count: int, protected: Protected) -> list[bytes]:
         """At most `count` keys of promises that are given up before this place."""
         lower = sorted((each for each in self._promises if each.place < place), key=lambda each: each.place)
-        return list(islice((key for each in lower for key in reversed(self.held(each)) if not protected(key)), count))
+        mine = (key for each in lower for key in reversed(each.keys) if self._promise_of.get(key) is each)
+        return list(islice(filterfalse(protected, mine), count))
 
     def insert(self, keys: Sequence[bytes]) -> None:
         """Only after an exception: whose promise it was is not known any more."""
@@ -99,10 +97,9 @@ class Promised(Policy):
 
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
         del evicted
-        for key in keys:
-            promise = self._promise_of.pop(key)
-            promise.live -= 1
-            self._by_tenant[promise.tenant] -= 1
+        for promise, count in Counter(list(map(self._promise_of.pop, keys))).items():
+            promise.live -= count
+            self._by_tenant[promise.tenant] -= count
             if not promise.live:
                 self._promises.pop(promise, None)
 

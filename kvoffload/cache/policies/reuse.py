@@ -24,9 +24,12 @@ nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from math import inf
 from typing import NamedTuple
+
+import numpy as np
 
 MOST_USES = 6  # blocks used so often or more often are of one kind
 KINDS = 2 * (MOST_USES - 1) + 1
@@ -132,7 +135,7 @@ class ReuseModel:
     def learn(self, survivors: Iterable[Survivors]) -> None:
         """Choose the order by the uses since the last round, then estimate worths from all observations.
 
-        These weigh less from now on.
+        These weigh less from now on. An age with too few observations is worth half of the one before it.
         """
         waiting = _table()
         for kind, age, blocks in survivors:
@@ -162,8 +165,13 @@ class ReuseModel:
         self._outcome = [_OUTCOME_FADING * each for each in self._outcome]
         self._hits *= _JUDGED_FADING
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
-        for kind in range(KINDS):
-            self._known[kind] |= _update(self._worth[kind], self.reused_counts[kind], self._lost[kind], waiting[kind])
+        chances = list(map(_chances, self.reused_counts, self._lost, waiting))
+        for kind, densities in enumerate(_best_densities(chances)):
+            known, worths = len(chances[kind]), self._worth[kind]
+            self._known[kind] |= known > 0
+            worths[:known] = densities[:known]
+            for index in range(max(1, known), len(EDGES)):
+                worths[index] = worths[index - 1] / 2
             for table in (self.reused_counts, self._lost):
                 table[kind] = [_FADING * count for count in table[kind]]
         self._counts_before = [counts[:] for counts in self.reused_counts]
@@ -189,37 +197,33 @@ def _table() -> list[list[float]]:
     return [[0.0] * len(EDGES) for _ in range(KINDS)]
 
 
-def _update(worths: list[float], reused: list[float], lost: list[float], waiting: list[float]) -> bool:
-    """Put the worths of one kind in place. Ages with too few observations get half of the age before, or stay as they
-    were.
-
-    Returns:
-        Whether anything was observed often enough.
-    """
+def _chances(reused: list[float], lost: list[float], waiting: list[float]) -> list[float]:
+    """The chance of a use in each range of ages, for one kind; as far as there are enough observations."""
     reached = [0.0] * (len(EDGES) + 1)
     for index in reversed(range(len(EDGES))):
         reached[index] = reached[index + 1] + reused[index] + lost[index] + waiting[index]
     known = next((index for index, count in enumerate(reached) if count <= _FEWEST), len(EDGES))
-    chances = [
+    return [
         reused[index] / max(reached[index] - (lost[index] + waiting[index]) / 2, reused[index], 1e-9)
         for index in range(known)
     ]
-    for index in range(len(EDGES)):
-        if index < known:
-            worths[index] = _best_density(chances, index)
-        elif index:
-            worths[index] = worths[index - 1] / 2
-    return known > 0
 
 
-def _best_density(chances: list[float], start: int) -> float:
-    """The most uses for each block of age, over all ages until which a block that has come to `start` may be kept."""
-    best = uses = kept = 0.0
-    remaining = 1.0
-    for index in range(start, min(len(chances), len(EDGES) - 1)):
-        found = remaining * chances[index]
-        uses += found
-        kept += (EDGES[index + 1] - EDGES[index]) * (remaining - found / 2)
-        remaining -= found
-        best = max(best, uses / kept)
-    return best
+def _best_densities(chances: Sequence[Sequence[float]]) -> list[list[float]]:
+    """By kind and range of ages: the most uses for each block of age, over all ages until which a block that has come
+    so far may be kept.
+
+    All kinds and ages at once, one more range each step: a kind without chances there has no uses more, and as its
+    blocks grow older its best stays what it was.
+    """
+    best, uses, kept = np.zeros((3, len(EDGES), KINDS))
+    remaining = np.ones_like(best)
+    for last, chance in enumerate(list(zip_longest(*chances, fillvalue=0.0))[: len(EDGES) - 1]):
+        begun = slice(last + 1)
+        found = remaining[begun] * chance
+        uses[begun] += found
+        kept[begun] += (EDGES[last + 1] - EDGES[last]) * (remaining[begun] - found / 2)
+        remaining[begun] -= found
+        np.maximum(best[begun], uses[begun] / kept[begun], out=best[begun])
+    densities: list[list[float]] = best.T.tolist()
+    return densities
