@@ -205,6 +205,8 @@ class PoolOwner:
                 if waits:
                     for region in self._regions.values():
                         region.settle()
+            for key, events in self._selector.select(0):  # who has left by now does not come back
+                self._handle(key, events)
         finally:
             self._end()
 

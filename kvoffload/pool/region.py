@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffload.cache.entries import LeaseRecord, Record, ReservationRecord, Status
+from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.records import leading, locked
 from kvoffload.cache.reservations import CacheRequest
@@ -339,7 +339,12 @@ class Region:
         """
         record = member.reservations.get(number)
         if unfit and (holding := record or member.leases.get(number)) is not None:
-            locked(self._records, partial(_decline, record=holding, unfit=frozenset(unfit)))
+
+            def decline(state: CacheState) -> None:
+                state.decline_unfit(holding, frozenset(unfit))
+                state.consistent = True
+
+            locked(self._records, decline)
         if record is not None:
             (self._records.commit if well else self._records.abort)(record)
             del member.reservations[number]
@@ -382,11 +387,6 @@ def _begin(state: CacheState, keys: list[bytes]) -> LeaseRecord:
     state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
     state.begin(record)
     return record
-
-
-def _decline(state: CacheState, record: Record, unfit: frozenset[int]) -> None:
-    state.decline_unfit(record, unfit)
-    state.consistent = True
 
 
 def _hold(state: CacheState, users: dict[int, list[int]]) -> dict[int, LeaseRecord]:

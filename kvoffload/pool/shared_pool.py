@@ -38,6 +38,7 @@ from kvoffload.errors import CapabilityError, CapacityError, ClosedError, Layout
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
+from kvoffload.pool import watching
 from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files
 from kvoffload.pool.messages import (
     ALL_OR_NOTHING,
@@ -50,7 +51,7 @@ from kvoffload.pool.messages import (
     pack_keys,
     receive,
 )
-from kvoffload.pool.watching import RETRY_SECONDS, SETTLE_SECONDS, forget, wake, watch
+from kvoffload.pool.watching import SETTLE_SECONDS, forget, wake, watch
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -391,7 +392,7 @@ class SharedPool:
             self._take_join(*answer)
         elif answer is None and self._socket is not None and time.monotonic() >= self._next_try:
             if self._joined:
-                self._next_try = time.monotonic() + RETRY_SECONDS
+                self._next_try = time.monotonic() + watching.RETRY_SECONDS
                 self._send(next(self._numbers), Operation.STATUS, pack_keys([]))
             else:
                 self._drop()  # and ask to join again
@@ -401,7 +402,7 @@ class SharedPool:
         """Find an owner, at most once in `RETRY_SECONDS`, and join it. False: there is none, or it has not answered."""
         if self._socket is not None or self._refused or (self._joined_before and time.monotonic() < self._next_try):
             return self._joined
-        self._next_try = time.monotonic() + RETRY_SECONDS
+        self._next_try = time.monotonic() + watching.RETRY_SECONDS
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(self._answer_seconds)

@@ -192,7 +192,7 @@ def test_what_cannot_run_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("kvoffload.kernels.loader.triton_version", lambda: None)
     monkeypatch.setitem(sys.modules, "triton", None)
     tuning = tune(old, scale=TINY)
-    assert set(tuning.missing) == {"pack", "batch", "concurrent compute"}
+    assert set(tuning.missing) == {"pack", "batch", "codec", "concurrent compute"}
     for costs in tuning.profile.costs.values():
         assert set(costs.flat) == {"loop"}
     check_clean_close(old)

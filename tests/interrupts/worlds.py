@@ -42,7 +42,7 @@ from kvoffload import (
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy
 from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.layout.coding import CodecName, Coding
-from kvoffload.pool import PoolOwner, SharedPool, shared_pool
+from kvoffload.pool import PoolOwner, SharedPool, watching
 from kvoffload.pool.region import meaning_of
 from kvoffload.testing import SimulatedDriver
 
@@ -508,7 +508,7 @@ class PoolWorld(CacheWorld):
     """A world whose cache is over a shared pool. Its owner is in another thread, which nothing interrupts."""
 
     def __init__(self, policy: str = "lru", **options: Any) -> None:
-        shared_pool.RETRY_SECONDS = 0.02  # after which it asks for what an interrupt has lost; a second takes too long
+        watching.RETRY_SECONDS = 0.02  # after which it asks for what an interrupt has lost; a second takes too long
         self.owner = PoolOwner(f"{self.folder()}/pool", nbytes=meaning_of(b"", "", 4096, capacity=CAPACITY).nbytes)
         super().__init__(policy, cache_options={"policy": DEFAULT_POLICY}, **options)
 

@@ -7,7 +7,8 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from tier_classes import DictTier
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import PoolOwner, shared_pool
+from kvoffload.pool import PoolOwner, watching
+from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.tiers import Outcome
 
@@ -46,7 +48,26 @@ def codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members look for the next owner all the time: a second takes too long."""
-    monkeypatch.setattr(shared_pool, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
+
+
+@contextmanager
+def thread_stands_still(one: Member) -> Iterator[None]:
+    """The thread of the membership does nothing meanwhile."""
+    pool: Any = one.pool
+    passed = threading.Event()
+
+    def tend(_: object) -> bool:
+        passed.set()
+        return False
+
+    pool._tend = tend
+    try:
+        watching.wake(pool._wakeup)
+        assert passed.wait(SECONDS)
+        yield
+    finally:
+        del pool._tend
 
 
 def stored(one: Member, *numbers: int) -> None:
@@ -425,7 +446,7 @@ def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_pat
     path, number, points = str(tmp_path / "pool"), 1, 0
     with member_of_many_owners(path) as (one, restart):
         while True:
-            with one.pool._lock:  # so that this call finds the owner, and not the thread
+            with thread_stands_still(one):  # so that this call finds the owner
                 restart()
                 one.pool._next_try = 0.0
                 outcome = interrupt_at(number, lambda: [one.hits(1) for _ in range(3)])
@@ -440,12 +461,12 @@ def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_pat
 def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_path: Path) -> None:
     """The last point before it is stored."""
     with member_of_many_owners(str(tmp_path / "pool")) as (one, restart):
-        with one.pool._lock:
+        with thread_stands_still(one):
             restart()
             one.pool._next_try = 0.0
             points = trace_points(lambda: [one.hits(1) for _ in range(3)])
         number = next(place for place, point in enumerate(points, 1) if point.what == "SharedPool._take_join")
-        with one.pool._lock:
+        with thread_stands_still(one):
             restart()
             one.pool._next_try = 0.0
             outcome = interrupt_at(number, lambda: [one.hits(1) for _ in range(3)])
@@ -596,7 +617,8 @@ def test_closing_a_membership_ends_what_it_held_and_may_be_done_twice_and_by_sev
         assert owner.statistics()[0]["members"] == 1
 
 
-def test_closing_while_the_thread_looks_for_an_owner(tmp_path: Path) -> None:
+def test_closing_while_the_thread_looks_for_an_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "GRACE_SECONDS", 0.0)
     path = str(tmp_path / "pool")
     for turn in range(6):
         owner = PoolOwner(path, nbytes=region_bytes(8))

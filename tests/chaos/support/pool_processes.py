@@ -36,7 +36,7 @@ from pooling import (
 )
 
 from kvoffload import NO_WAIT, MissingKeyError, Status, Tenant
-from kvoffload.pool import PoolOwner, owner, shared_pool
+from kvoffload.pool import PoolOwner, owner, watching
 from kvoffload.tiers import MemoryTier
 
 WORD = np.dtype("<i8")
@@ -71,7 +71,7 @@ class EngineProcess:
     """
 
     def __init__(self, path: str, seed: int, *, settles: bool) -> None:
-        shared_pool.RETRY_SECONDS = RETRY_SECONDS
+        watching.RETRY_SECONDS = RETRY_SECONDS
         self.rng, self.settles = random.Random(seed), settles
         self.stack = ExitStack()
         self.one = Member(path, self.stack, timeout=60.0)
