@@ -10,7 +10,7 @@ import pytest
 
 def test_killed_engines_and_owners_cost_no_byte_and_no_entry(seed: int) -> None:
     """And no process hangs, no descriptor and no file is left."""
-    counts, wrong = exhaust_pool.kills(3, seed % 100_000, seconds=6.0)
+    counts, wrong = exhaust_pool.kills(2, seed % 100_000, seconds=3.0)
     print(dict(counts))
     assert wrong == []
     assert counts["kills"] >= 1

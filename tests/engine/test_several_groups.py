@@ -70,7 +70,7 @@ def check_case(device: kvoffload.Device, case: Case, seed: int, bound: int | Non
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(
     case=cases(), seed=st.integers(0, 1 << 16), bound=st.sampled_from((None, None, 1, 4096)), copier=st.integers(0, 5)
 )

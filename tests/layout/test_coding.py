@@ -59,7 +59,7 @@ def test_chunks_of_every_kind_come_back_or_do_not_fit(coding: Coding, seed: int)
         assert naive(chunk, coding) == (record.tobytes() if fitting else None)
 
 
-@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("coding", rest_long([(each,) for each in CODINGS], 1))
 def test_all_values_in_every_lane(coding: Coding) -> None:
     """Each value among others of its exponent and of larger ones, at each place of a byte and of a chunk."""
     usual = normal(np.random.default_rng(0), coding.values)

@@ -186,7 +186,7 @@ def test_remove_waits_for_the_owners_tiers_and_hides_nothing_meanwhile(tmp_path:
 # restarts -------------------------------------------------------------------------------------------------------------
 
 
-def test_after_an_orderly_restart_members_come_before_new_ones(tmp_path: Path) -> None:
+def test_after_an_orderly_restart_members_come_before_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a kill: the new owner waits for the members that have the memory."""
     path = str(tmp_path / "pool")
     first = PoolOwner(path, nbytes=region_bytes(8))
@@ -199,6 +199,7 @@ def test_after_an_orderly_restart_members_come_before_new_ones(tmp_path: Path) -
             eventually(lambda: one.hits(1, 2, 3) == 3, "the member is back")
             assert [each["members"] for each in second.statistics()] == [2]
     assert os.path.lexists(path), "so that the next owner knows of the member"
+    monkeypatch.setattr(owner, "GRACE_SECONDS", 0.05)  # no member is left that it could wait for
     with serve(tmp_path, 8), member(path) as one:
         assert one.hits(1) == 0
     assert not os.path.lexists(path), "nobody had the memory when it ended"

@@ -18,6 +18,7 @@ from replay_oracles import (
     write_trace,
 )
 from replaying import HYBRID, TINY, replay
+from seeds import rest_long
 
 import kvoffload
 from kvoffload.commands import main
@@ -25,7 +26,9 @@ from kvoffload.replay.trace import read_timed_trace, read_trace
 from kvoffload.replay.verified import VerifiedCache
 
 
-@pytest.mark.parametrize(("capacity", "blocks_per_key", "geometry"), [(7, 1, TINY), (30, 2, TINY), (16, 3, HYBRID)])
+@pytest.mark.parametrize(
+    ("capacity", "blocks_per_key", "geometry"), rest_long([(7, 1, TINY), (16, 3, HYBRID), (30, 2, TINY)], 2)
+)
 def test_every_request_does_what_the_oracle_does(
     device: kvoffload.Device, seed: int, capacity: int, blocks_per_key: int, geometry: Any
 ) -> None:

@@ -20,8 +20,10 @@ from kvoffload.commands import main
 from kvoffload.replay.verified import VerifiedCache, overlap
 
 
-@pytest.mark.parametrize("policy", ["lru", "prefix"])
-@pytest.mark.parametrize("in_flight", rest_long([1, 8, 4], 2))
+@pytest.mark.parametrize(
+    ("in_flight", "policy"),
+    rest_long([(1, "lru"), (8, "prefix"), (8, "lru"), (1, "prefix"), (4, "lru"), (4, "prefix")], 2),
+)
 def test_overlapping_requests_are_all_verified(
     device: kvoffload.Device, seed: int, in_flight: int, policy: str
 ) -> None:

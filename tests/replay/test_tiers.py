@@ -135,6 +135,7 @@ def test_admitted_finds_more_than_second_sighting_and_random(name: str, policies
     assert admitted.blocks_written <= through.blocks_written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["one-off"])
 def test_with_as_many_writes_as_second_sighting_it_finds_as_much(name: str) -> None:
     found = results(name, LRU)

@@ -186,5 +186,5 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 MACHINE_SETTINGS = settings(
-    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=10, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

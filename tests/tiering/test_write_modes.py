@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import rest_long
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
@@ -104,7 +105,7 @@ def test_what_a_tier_has_lost_is_written_again_while_it_is_in_slots() -> None:
         assert all(tier.contains(keys(wanted)))
 
 
-@pytest.mark.parametrize("write", ["admitted", "through"])
+@pytest.mark.parametrize("write", rest_long(["admitted", "through"], 1))
 def test_what_is_never_asked_for_again_is_written_at_first_and_then_no_more(write: Any) -> None:
     with tiered(MemoryTier(1 << 20), capacity=48, write=write) as bench:
         written = [0]

@@ -55,6 +55,7 @@ def test_a_folder_conforms(tmp_path: Path, obstore: Any, pools: int, seed: int) 
     fuzz_tier(ObjectStoreTier(url, identity="y"), operations=500, lossless=True, seed=seed)
 
 
+@pytest.mark.long
 def test_a_store_of_the_callers_conforms(obstore: Any, seed: int) -> None:
     store = obstore.store.MemoryStore()
     check_tier(lambda: ObjectStoreTier(store, identity="x"), seed=seed)

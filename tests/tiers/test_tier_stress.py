@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from seeds import rest_long
 from tier_classes import SECONDS, DictTier, attached
 
 from kvoffload.testing import FaultyTier, TierFaults
@@ -48,14 +49,17 @@ def call_at_random(tier: Tier, memory: TierPools, number: int, seed: int) -> Non
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda _: DictTier(threads=3),
-        lambda _: MemoryTier(5 * 4096, limits=Limits(threads=3, max_queued=16)),
-        lambda seed: FaultyTier(
-            TierFaults(fail=0.1, error=0.1, drop=0.1, tear=0.1), seed=seed, limits=Limits(threads=3)
-        ),
-    ],
-    ids=["dict", "memory", "faulty"],
+    rest_long(
+        [
+            lambda seed: FaultyTier(
+                TierFaults(fail=0.1, error=0.1, drop=0.1, tear=0.1), seed=seed, limits=Limits(threads=3)
+            ),
+            lambda _: MemoryTier(5 * 4096, limits=Limits(threads=3, max_queued=16)),
+            lambda _: DictTier(threads=3),
+        ],
+        1,
+    ),
+    ids=["faulty", "memory", "dict"],
 )
 def test_callers_with_the_same_keys(make: Callable[[int], Tier], seed: int) -> None:
     tier = make(seed)
