@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from printed import Terminal
+from seeds import rest_long
 
 from kvoffload.commands import main
 
@@ -28,7 +29,7 @@ def run(command: tuple[str, ...], *, redirect: str = "", **options: Any) -> subp
     return subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", rest_long(["1", ""], 1))
 @by_words
 def test_a_full_device_is_exit_code_3_and_a_message(command: tuple[str, ...], unbuffered: str) -> None:
     done = run(command, redirect=">/dev/full", env=os.environ | {"PYTHONUNBUFFERED": unbuffered})

@@ -34,6 +34,7 @@ def test_embedded_runtime() -> None:
     assert "32 of 32 turns came back right" in run("embedded_runtime.py")
 
 
+@pytest.mark.long
 def test_shared_folder_tier() -> None:
     assert "checks passed with 2 devices" in run("shared_folder_tier.py")
 

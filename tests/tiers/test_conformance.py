@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import rest_long
 from tier_classes import DictTier, Rows
 
 from kvoffload.internal.types import UInt8Array
@@ -27,8 +28,7 @@ from kvoffload.tiers import (
 RECORDS = 64  # four times the entries of check_tier
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("pools", [1, 2])
+@pytest.mark.parametrize(("threads", "pools"), rest_long([(4, 2), (1, 1), (1, 2), (4, 1)], 1))
 def test_the_memory_tier_conforms(pools: int, threads: int, seed: int) -> None:
     names = check_tier(
         lambda: MemoryTier(RECORDS * pools * 4096, limits=Limits(threads=threads)), pools=pools, seed=seed
@@ -322,7 +322,9 @@ BROKEN: list[tuple[type[ThreadedTier], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("broken", "message"), BROKEN, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize(
+    ("broken", "message"), rest_long(BROKEN[::2] + BROKEN[1::2], 16), ids=lambda each: getattr(each, "__name__", "")
+)
 def test_a_broken_promise_is_found(broken: Callable[[], Tier], message: str, seed: int) -> None:
     with pytest.raises(AssertionError) as found:
         check_tier(broken, seed=seed, timeout=0.5 if broken in (GetHangs, PutBlocks, NeverNotifies) else 30.0)

@@ -171,7 +171,7 @@ ALL = {key: payload_of(slot) for slot, key, _, _ in RECORDS}
 
 
 @pytest.mark.parametrize("bits", rest_long([255, 1], 1))
-@pytest.mark.parametrize("copy", [0, PAGE])
+@pytest.mark.parametrize("copy", rest_long([PAGE, 0], 1))
 def test_any_byte_of_one_superblock_may_be_wrong(tmp_path: Path, copy: int, bits: int) -> None:
     (golden,) = unpack("blake2b", tmp_path)
     path = tmp_path / "changed.kv"
