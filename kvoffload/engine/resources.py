@@ -41,8 +41,7 @@ class EngineResources:
     ) -> None:
         driver = self._driver = device.driver
         self._numa_cpus = hostinfo.numa_node_cpus(device.pci.numa_node)
-        # Of streams for copies, and for kernels.
-        self._priorities = (0, device.stream_priorities[0]) if priority is None else (priority, priority)
+        self._priority, self._highest_priority = priority, device.stream_priorities[0]
         self.growing = self._pinned = list[PinnedMemory]()  # one in one of these, once `open` has begun to pin it
         self._callers: list[CallerMemory] = []
         self.memory: RegisteredMemory
@@ -53,7 +52,7 @@ class EngineResources:
         self.in_flight = in_flight
         self.launcher = Launcher(driver, self.in_flight)
         self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers, reports)
-        self.wait_streams = WaitStreams(driver, self._priorities[0])
+        self.wait_streams = WaitStreams(driver, priority or 0)
 
     def open(
         self,
@@ -82,8 +81,11 @@ class EngineResources:
         slot_stride = None if host_memory is None else host_memory.slot_stride
         self.slot_addresses = addresses_of_slots(layout, self.memory.address, num_slots, slot_stride)
         self.copiers.open(layout, self.memory.nbytes)
+        kernels = self._priority
+        if kernels is None:  # those that code take longer
+            kernels = 0 if any(self.copiers.coded) else self._highest_priority
         for queue in self.in_flight.both:
-            queue.lane.open(*self._priorities)
+            queue.lane.open(self._priority or 0, kernels)
 
     @property
     def slots(self) -> UInt8Array:
