@@ -117,7 +117,7 @@ class PrefixOracle(Oracle):
                     self.observations.append(Observation(old.kind, self.now - old.time, reused=True, hit=resident))
                     self.hits, self.recent_hits = self.hits + resident, self.recent_hits + recent
                     self.uses += 1
-                    if self.hits + 24 < self.recent_hits * (1 - self.leeway):
+                    if self.hits + max(24, self.leeway * self.recent_hits) < self.recent_hits:
                         self.by_recency, self.caution = True, 0.0
             uses = 1 if old is None else old.uses if renews else min(6, old.uses + 1)
             at_end = ends and place == len(keys) - 1
@@ -194,7 +194,7 @@ class PrefixOracle(Oracle):
         self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
         self.caution = 0.5 if self.by_recency else 1.0
         self.leeway = 0.0003 + 6 * (1 - self.recent_hits / max(1.0, self.uses)) ** 5
-        if self.hits + 24 < self.recent_hits * (1 - self.leeway):
+        if self.hits + max(24, self.leeway * self.recent_hits) < self.recent_hits:
             self.by_recency, self.caution = True, 0.0
         self.hits, self.recent_hits, self.uses = 0.99 * self.hits, 0.99 * self.recent_hits, 0.99 * self.uses
 

@@ -44,8 +44,8 @@ _NEARLY_ALL = 8  # below promises the learned order must be better, by this powe
 CREDIT = 96.0  # hits that the learned order has at first: chance in the first rounds should not decide
 _TIE = 1e-6  # hits that are no difference
 _OUTCOME_FADING = 0.99  # as _JUDGED_FADING, of what the cache and LRU have found
-_CHANCE = 24.0  # hits: so far the cache may be behind before it does as LRU does; and
-_LEEWAY = 0.0003  # of LRU's hits; and
+_CHANCE = 24.0  # hits: so far the cache may be behind before it does as LRU does; or, if that is more,
+_LEEWAY = 0.0003  # of LRU's hits, and
 _DARING = 6.0  # so much more where LRU misses all uses, and by
 _MISSING = 5  # this power of what it misses
 _CAUTION = 0.5  # in LRU's order: decline blocks that are worth less than this share of what they displace
@@ -115,7 +115,7 @@ class ReuseModel:
         outcome[0] += count * resident
         outcome[1] += recent
         outcome[2] += count
-        if outcome[0] + _CHANCE < outcome[1] * (1 - self._leeway):
+        if outcome[0] + max(_CHANCE, self._leeway * outcome[1]) < outcome[1]:
             self.chain_worths, self._caution = None, 0.0
         self.reused_counts[kind][bisect_right(EDGES, age) - 1] += count
 
@@ -160,7 +160,7 @@ class ReuseModel:
         self._caution = _CAUTION * (1 - self.promised) if by_recency else 1.0
         found, lru_found, asked = self._outcome
         self._leeway = _LEEWAY + _DARING * (1 - lru_found / max(1.0, asked)) ** _MISSING
-        if found + _CHANCE < lru_found * (1 - self._leeway):
+        if found + max(_CHANCE, self._leeway * lru_found) < lru_found:
             by_recency, self._caution = True, 0.0
         self._outcome = [_OUTCOME_FADING * each for each in self._outcome]
         self._hits *= _JUDGED_FADING
