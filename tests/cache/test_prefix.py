@@ -230,7 +230,7 @@ def test_it_becomes_lru_at_once_where_lru_finds_more_and_declines_nothing_until_
     model.reused(10, 1_000, 10_000, resident=True, recent=10_000)
     model.learn([])
     model.reused(10, 1_000, 24, resident=False, recent=24)
-    assert model.worth(10, 1_000) > 0, "within its leeway, 24 blocks and a few in ten thousand"
+    assert model.worth(10, 1_000) > 0, "within its leeway: 24 blocks, or a few in ten thousand"
     model.reused(10, 1_000, 50, resident=False, recent=50)
     assert (model.chain_worths, model.worth(10, 1_000)) == (None, -1.0)
     model.learn([])
