@@ -145,7 +145,7 @@ class ReservationRecord(_WithTransfers):
 
     def raise_if_failed(self, indices: Collection[int]) -> None:
         """Raise TransferError if it was aborted, or will be, or a block of these entries does not fit the codec: bytes
-        read from them are not those of its keys.
+        read from them would not belong to its keys.
         """
         if self.any_failed or self.stage is ABORTED or not self.unfit.isdisjoint(indices):
             raise TransferError(
@@ -199,7 +199,7 @@ class EntryTable:
 
     Attributes:
         capacity: how many entries there are. Grows with the engine's pool, and never falls.
-        most: how many there are in the end; what is remembered of keys is sized by it.
+        most: how many there can be in the end; tables of remembered keys are sized by it.
     """
 
     def __init__(self, capacity: int) -> None:

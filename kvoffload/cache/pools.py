@@ -217,9 +217,9 @@ class Pools:
         return ", ".join(str(pool.policy) for pool in self.all)
 
     def shrink(self, capacity: int) -> None:
-        """There will be so few entries: have `restore` make the policies again for as many, but those of the caller's.
+        """The cache stays this small: let `restore` make new policies for so many entries, except the caller's own.
 
-        They forget what they have learned.
+        New policies have learned nothing yet.
         """
         for pool in self.all:
             if pool.beside is None and pool.make is not None:

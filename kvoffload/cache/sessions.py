@@ -303,7 +303,7 @@ class Sessions:
         return hint.done(absent), chain.keys
 
     def promised(self, hint: Hint, record: RequestRecord) -> None:
-        """Keys that tiers bring for "prefetch" are retained as those of an open request are: `record`."""
+        """Keys that tiers bring for "prefetch" are retained like the keys of an open request: `record`."""
         session = self._all[hint.tenant, hint.session]
         chain, retained = session.chains[-1], self._pools.beside(self._pools.of(session.tenant), retained=True)
         record.keys.update(dict.fromkeys(chain.keys))

@@ -33,7 +33,7 @@ class EngineResources:
         memory: the slots.
         pinning_seconds: the time to map, touch and register it.
         slot_addresses: host addresses of the slots, uint64, (num_slots,).
-        growing: the memory of which more may be pinned; empty for the caller's.
+        growing: memory that is pinned in part so far; empty if the caller gave the memory.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineResources:
         self.slot_addresses = addresses_of_slots(layout, self.memory.address, num_slots, slot_stride)
         self.copiers.open(layout, self.memory.nbytes)
         kernels = self._priority
-        if kernels is None:  # those that code take longer
+        if kernels is None:  # kernels of a codec take longer, and would delay the caller's
             kernels = 0 if any(self.copiers.coded) else self._highest_priority
         for queue in self.in_flight.both:
             queue.lane.open(self._priority or 0, kernels)

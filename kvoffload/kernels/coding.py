@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Encodes blocks into a ring in device memory, and decodes them out of it: `kvoffload.layout.coding` has the format.
 
-The tables are those of `pack`; a fragment is a chunk. `outcomes`, int64, (num_blocks,), is pinned memory, where a block
+Tables are as for `pack`; a fragment is a chunk. `outcomes`, int64, (num_blocks,), is pinned memory, where a block
 gets a 1 if one of its chunks does not fit, or was stored as one that does not. Such a chunk is not decoded. Each
 program codes CHUNKS chunks of VALUES values; beyond the last one it codes that again, which writes the same bytes.
 

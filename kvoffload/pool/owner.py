@@ -135,7 +135,7 @@ class PoolOwner:
         self._thread.start()
 
     def close(self) -> None:
-        """End. Members go on without hits; what they have of the memory stays mapped there. Idempotent.
+        """End. Members go on without hits, and keep the memory mapped. Idempotent.
 
         If there are members, the socket's file stays, by which the next owner knows that they will bring the memory.
         """
@@ -222,7 +222,7 @@ class PoolOwner:
                 if events & selectors.EVENT_WRITE:
                     self._flush(member)
                 while events & selectors.EVENT_READ and self._read(member, dead=dead) and dead:
-                    pass  # what it has said before it died counts
+                    pass  # messages that it sent before it died count
                 if dead:
                     self._lose(member, dead=True)
             except Exception as error:  # noqa: BLE001  # one member's must not end the others'

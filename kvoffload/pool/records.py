@@ -511,7 +511,7 @@ class PoolRecords(Records):
 
     @guarded
     def part(self, _: None) -> None:
-        """From now on this member's keys are other keys than before, and than those of all other members."""
+        """Rename this member's keys: it shares none with other members, or with its own earlier stores, any more."""
         self._pooled.fetched = None
         self._pooled.salt = os.urandom(8)
 

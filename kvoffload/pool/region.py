@@ -76,11 +76,11 @@ class Holdings:
 
     @property
     def engine(self) -> str:
-        """The name of an engine of several processes, each of which has joined; "" for one of a single process."""
+        """Name of the engine, if several processes form it and each has joined; "" for an engine of one process."""
         return str(self.joined.get("engine", ""))
 
     def release_promotions(self, *, ended: bool) -> None:
-        """`ended`: only those that have; another thread of the member waits for the others."""
+        """`ended`: release only promotions that have ended; another thread of the member waits for the rest."""
         promotions, self.promotions = self.promotions, []
         for promotion in promotions:
             if ended and not promotion.done:

@@ -299,7 +299,7 @@ class Tier(ABC):
             pools: one array for each device, with one row for each entry: uint8, (entries, bytes), C-contiguous,
                 writable. The bytes of a row are a multiple of 4096, and so is the array's address. The caller keeps the
                 arrays allocated until every job has its outcomes and `close` has returned True. Of a pool that grows,
-                rows may not have memory yet: touch none but those of keys that have begun.
+                rows may not have memory yet: touch only rows of keys whose put or get has begun.
             layout: 16 bytes that stand for the meaning of the bytes (`KVLayout.fingerprint`). None: the layout has no
                 fingerprint; a durable or shared tier refuses that.
 
