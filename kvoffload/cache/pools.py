@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import accumulate, compress
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -248,22 +248,16 @@ class Pools:
             raise ValueError(f"tenant must be one of {known}, got {tenant!r:.80}; name others in tenants= of the cache")
         return pool
 
-    def split(
-        self, keys: list[bytes], numbers_of: Callable[[list[bytes]], list[int | None]]
-    ) -> list[tuple[Pool, list[bytes]]]:
-        """Keys by the pool that knows them; unknown keys go with the key before them."""
-        if len(self.all) == 1:
-            return [(self.all[0], keys)]
-        numbers = numbers_of(keys)
+    def split(self, keys: list[bytes], numbers: Sequence[int | None]) -> list[tuple[Pool, list[bytes]]]:
+        """Keys by the pool that knows them, for which `numbers` has a number each; unknown keys (None) go with the key
+        before them.
+        """
         if None in numbers:
-            latest = 0
-            for place, number in enumerate(numbers):
-                numbers[place] = latest = latest if number is None else number
-        return [
-            (self.all[number], list(compress(keys, map(number.__eq__, numbers))))
-            for number in dict.fromkeys(numbers)
-            if number is not None
-        ]
+            numbers = list(accumulate(numbers, lambda before, now: before if now is None else now, initial=0))[1:]
+        if len(set(numbers)) == 1:
+            return [(self.all[numbers[0] or 0], keys)]
+        each = [number for number in dict.fromkeys(numbers) if number is not None]
+        return [(self.all[number], list(compress(keys, map(number.__eq__, numbers)))) for number in each]
 
     def make_space(
         self, pool: Pool, own_policy: RequestPolicy, newcomers: Sequence[bytes], free: int, protected: Protected

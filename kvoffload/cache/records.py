@@ -380,14 +380,13 @@ class Records:
             return False
         record.ended = True
         state = self._state
-        state.touch(list(record.keys))
-        if isinstance(record.of_session, SessionRequest):
+        keys = state.touch(list(record.keys))
+        if state.sessions is not None:
             state.consistent = False
-            state.with_sessions().ended(record.of_session, list(record.keys))
-            state.consistent = True
-        elif state.sessions is not None:
-            state.consistent = False
-            state.sessions.used_by_others(list(record.keys))
+            if isinstance(record.of_session, SessionRequest):
+                state.sessions.ended(record.of_session, keys)
+            else:
+                state.sessions.used_by_others(keys)
             state.consistent = True
         return True
 

@@ -100,7 +100,7 @@ class Session:
     Attributes:
         chains: the latest last.
         kept, broken: blocks promised before, which weigh less with every promise.
-        watched: the keys of the latest promise while it is open, which it is until `until`.
+        watched: the keys of the latest promise while it is open, which it is until `until`; no repeats.
         request: its latest open request.
         forgotten: whether there were too many sessions.
     """
@@ -111,7 +111,7 @@ class Session:
         self.tenant = tenant
         self.chains: list[Chain] = []
         self.kept = self.broken = 0.0
-        self.watched = frozenset[bytes]()
+        self.watched: list[bytes] = []
         self.until = 0.0
         self.request: SessionRequest | None = None
         self.forgotten = False
@@ -124,14 +124,15 @@ class Session:
     def settle(self, kept: float, broken: float) -> None:
         """The latest promise is over."""
         self.kept, self.broken = _FADING * self.kept + kept, _FADING * self.broken + broken
-        self.watched = frozenset()
+        self.watched = []
 
-    def asked(self, keys: Collection[bytes]) -> None:
+    def asked(self, keys: list[bytes]) -> None:
         """A request has ended that asked for these keys. What was promised is settled if that is most of it: until then
         it may have been a branch, and the promise stands.
         """
-        found = len(self.watched.intersection(keys))
-        if 2 * found >= len(self.watched) > 0:
+        watched = self.watched
+        found = len(watched if keys[: len(watched)] == watched else set(watched).intersection(keys))
+        if 2 * found >= len(watched) > 0:
             self.settle(found, 0)
 
 
@@ -160,10 +161,11 @@ class SessionRequest:
         if self.retained is None:
             return ordinary
         retained, most = self.retained
-        session, wanted = self.session, len(known) + len(keys) - sum(map(known.__contains__, keys))
-        trust = session.allowance
+        session, wanted, trust = self.session, len(known) + len(keys), self.session.allowance
+        if wanted > min(trust, most):
+            wanted -= sum(map(known.__contains__, keys))
         if trust < wanted:
-            trust += _TRUST * len(session.watched & (known | set(keys)))
+            trust += _TRUST * len(set(known).union(keys).intersection(session.watched))
         return retained if wanted <= min(trust, most) else ordinary
 
 
@@ -253,9 +255,7 @@ class Sessions:
         """A request without a session has used these keys: no session may release them."""
         self.advance()
         self._asked += len(keys)
-        for key in keys:
-            if key in self._owner:
-                self._owner[key] = None
+        self._owner.update(dict.fromkeys(filter(self._owner.__contains__, keys)))
 
     def advance(self) -> None:
         """End the promises whose time is over, and tell the policies the time."""
@@ -337,7 +337,7 @@ class Sessions:
             self._end_promise(session.tenant, chain.promise)
         self._known -= sum(len(chain.keys) for chain in session.chains)
         session.chains.clear()
-        session.watched = frozenset()
+        session.watched = []
         self.set_free(mine, session.tenant)
         return hint.done(len(mine), "" if len(mine) == len(resident) else _SHARED)
 
@@ -385,7 +385,7 @@ class Sessions:
             session.settle(0, _RENEWED * len(session.watched))
         self._end_promise(session.tenant, chain.promise)
         chain.promise, promise = None, self._new_promise(session.tenant, ttl, due)
-        session.watched, session.until = frozenset(chain.keys), promise.until
+        session.watched, session.until = chain.keys, promise.until
         self._promising += 0 if chain.counted else len(chain.keys)
         chain.counted = True
         ordinary = pools.of(session.tenant)
@@ -422,17 +422,23 @@ class Sessions:
             self._known -= sum(len(chain.keys) for chain in session.chains)
 
     def _move(self, keys: list[bytes], target: Pool, promise: Promise | None = None) -> None:
-        """Put resident keys into another pool, as if a request had just stored them."""
+        """Put resident keys into another pool, as if a request had just stored them. Keys that are retained already
+        only get the new promise.
+        """
         if not keys:
             return
         table = self._table
-        originals = table.originals(keys)
-        for pool, mine in self._pools.split(originals, table.pool_numbers):
-            pool.stale = True
-            pool.policy.remove(mine, evicted=False)
-            pool.stale = False
-        for index in map(table.of.__getitem__, originals):
-            table.pool_of[index] = target.number
+        entries = list(map(table.of.__getitem__, keys))
+        originals: list[bytes] = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
+        numbers = list(map(table.pool_of.__getitem__, entries))
+        for pool, mine in self._pools.split(originals, numbers):
+            if pool is not target:
+                pool.stale = True
+                pool.policy.remove(mine, evicted=False)
+                pool.stale = False
+        if numbers.count(target.number) < len(numbers):
+            for index in entries:
+                table.pool_of[index] = target.number
         target.stale = True
         if promise is not None and isinstance(target.policy, Promised):
             target.policy.put(promise, originals)

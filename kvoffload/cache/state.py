@@ -345,7 +345,7 @@ class CacheState:
             record.stage = ABORTED
             mine = table.still_mine(record)
             held = not record.transfers_ended
-            for pool, keys in self.pools.split(mine, table.pool_numbers) if mine else ():  # hints may have moved them
+            for pool, keys in self.pools.split(mine, table.pool_numbers(mine)):  # hints may have moved them
                 self._unlink(pool, keys)
             if held:
                 self.awaited[record] = None
@@ -363,7 +363,7 @@ class CacheState:
         """
         of, entries = self.table.of, dict(zip(record.keys, record.indices, strict=True))
         mine = [key for key, index in entries.items() if index in unfit and of.get(key) == index]
-        for pool, keys in self.pools.split(mine, self.table.pool_numbers):
+        for pool, keys in self.pools.split(mine, self.table.pool_numbers(mine)):
             self.consistent = False
             self._unlink(pool, keys)
             for key in keys:
@@ -434,21 +434,24 @@ class CacheState:
 
     def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
         """A request loads these keys. Keys that are not resident, or that were its own before, are passed over."""
-        if opened is not None:
+        if opened is not None and opened.keys:
             for key in keys:
                 if key not in opened.keys:
                     break
             else:
                 return
             keys = list(filterfalse(opened.keys.__contains__, keys))
-            opened.keys.update(dict.fromkeys(keys))
-        of, pools = self.table.of, self.pools
-        entries = map(of.__getitem__, filter(of.__contains__, dict.fromkeys(keys)))
-        used: list[bytes] = list(map(self.table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
+        unique = dict.fromkeys(keys)
+        if opened is not None:
+            opened.keys.update(unique)
+        of, pools, table = self.table.of, self.pools, self.table
+        entries = list(map(of.__getitem__, filter(of.__contains__, unique)))
+        used: list[bytes] = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
         if not used:
             return
         one = len(pools.all) == 1
-        for pool, mine in ((pools.all[0], used),) if one else pools.split(used, self.table.pool_numbers):
+        split = ((pools.all[0], used),) if one else pools.split(used, list(map(table.pool_of.__getitem__, entries)))
+        for pool, mine in split:
             if pool.beside is not None and self.sessions is not None:
                 self.consistent = False
                 self.sessions.asked(pool, mine)
@@ -460,8 +463,8 @@ class CacheState:
             pool.stale = False
         self.consistent = True
 
-    def touch(self, used: list[bytes]) -> None:
-        """A request with these keys, no repeats, found or not, has ended."""
+    def touch(self, used: list[bytes]) -> list[bytes]:
+        """A request with these keys, no repeats, found or not, has ended. Returns them as the objects in `table.of`."""
         table, pools = self.table, self.pools
         try:
             entries = list(map(table.of.__getitem__, used))
@@ -470,7 +473,7 @@ class CacheState:
             used = table.originals(used)
             entries = [table.of[key] for key in used if key in table.of]
         self.recorder.note_touched(entries, len(used))
-        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, table.pool_numbers)
+        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, table.pool_numbers(used))
         for pool, mine in split if table.capacity else ():
             self.consistent = False
             if pool.released and self.sessions is not None:
@@ -480,12 +483,13 @@ class CacheState:
             pool.policy.touch(mine)
             pool.stale = False
         self.consistent = True
+        return used
 
     def remove(self, keys: list[bytes]) -> None:
         """Resident keys, no repeats, lose their entries; their reservations go on without them."""
         gone = self.table.originals(keys)
         pending = self.table.pending
-        for pool, mine in self.pools.split(gone, self.table.pool_numbers):
+        for pool, mine in self.pools.split(gone, self.table.pool_numbers(gone)):
             self.consistent = False
             self._unlink(pool, mine)
         for key in gone:

@@ -355,8 +355,9 @@ class PooledState(CacheState):
         if keys and (self._told is None or self._told is not self.proposed):
             self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + self.pack(keys))
 
-    def touch(self, used: list[bytes]) -> None:
+    def touch(self, used: list[bytes]) -> list[bytes]:
         self.pool.tell(Operation.TOUCH, self.pack(used))
+        return used
 
     # at the owner -------------------------------------------------------------------------------------------------
 

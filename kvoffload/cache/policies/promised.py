@@ -52,7 +52,8 @@ class Promised(Policy):
         self._next_end = inf
 
     def put(self, promise: Promise, keys: Sequence[bytes]) -> None:
-        """Retain keys for a promise; none is retained yet."""
+        """Retain keys for a promise, and for no other any more."""
+        self._leave(Counter(filter(None, map(self._promise_of.get, keys))))
         promise.keys.update(dict.fromkeys(keys))
         promise.live += len(keys)
         self._promise_of.update(dict.fromkeys(keys, promise))
@@ -97,7 +98,11 @@ class Promised(Policy):
 
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
         del evicted
-        for promise, count in Counter(list(map(self._promise_of.pop, keys))).items():
+        self._leave(Counter(list(map(self._promise_of.pop, keys))))
+
+    def _leave(self, counts: Counter[Promise]) -> None:
+        """So many keys of these promises are not retained for them any more."""
+        for promise, count in counts.items():
             promise.live -= count
             self._by_tenant[promise.tenant] -= count
             if not promise.live:
