@@ -192,7 +192,7 @@ class PrefixOracle(Oracle):
         found, learned, recent = (sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns)
         learned += self.settings.credit * 0.95 ** (len(self.rounds) - 1)
         self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
-        self.caution = 0.5 if self.by_recency else 1.0
+        self.caution = min(0.5 if self.by_recency else 1.0, self.caution + 0.2)
         self.leeway = 0.0003 + 6 * (1 - self.recent_hits / max(1.0, self.uses)) ** 5
         if self.hits + max(24, self.leeway * self.recent_hits) < self.recent_hits:
             self.by_recency, self.caution = True, 0.0

@@ -124,9 +124,13 @@ def test_what_never_comes_back_is_not_stored_once_that_is_known() -> None:
     assert play(least, mixed[4_000:])[0] == 0
 
 
-def test_a_change_of_the_workload_is_noticed() -> None:
+@pytest.mark.parametrize("in_time", [False, True])
+def test_a_change_of_the_workload_is_noticed(in_time: bool) -> None:
     """What used to come back does not any more, and what never did now does."""
-    index = CacheIndex(900, policy="prefix")
+    policy = Prefix(900)
+    if in_time:
+        policy.at(0.0, 0.0)
+    index = CacheIndex(900, policy=policy)
     play(index, [request for pair in zip(loop(3_000), scan(0, 3_000), strict=True) for request in pair])
     after = [[b"new/%d/%d" % (number % 40, place) for place in range(20)] for number in range(4_000)]
     play(index, after[:2_000])
@@ -193,15 +197,19 @@ def test_too_few_observations_conclude_nothing() -> None:
     assert model.worth(3, 0) != before[3]
 
 
-def test_observations_fade() -> None:
+@pytest.mark.parametrize(("in_time", "least", "most"), [(False, 0, 1e-5), (True, 5e-5, 2e-4)])
+def test_observations_fade(in_time: bool, least: float, most: float) -> None:
+    """More slowly where ages are measured in time."""
+
     def observe(model: ReuseModel) -> None:
+        model.in_time = in_time
         model.reused(1, 1_000, 1_000, resident=True, recent=0)
         model.learn([])
         for _ in range(30):
             model.lost(1, 100_000, 1_000)
             model.learn([])
 
-    assert model_of(observe).worth(1, 900) < 1e-5
+    assert least <= model_of(observe).worth(1, 900) < most
 
 
 def test_kinds_rise_along_a_chain() -> None:

@@ -36,7 +36,7 @@ KINDS = 2 * (MOST_USES - 1) + 1
 _FIRST_AGE = 128
 _RANGES_PER_DOUBLING = 3
 _DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
-_FADING = 0.8  # what an observation weighs after another round of learning
+_FADING = 0.8, 0.98  # what an observation weighs after another round of learning; and where ages are in time
 _FEWEST = 8.0  # observations below which nothing is concluded
 _JUDGED_FADING = 0.95  # what the uses of one round weigh, by which orders are judged, after another round
 _SCARCE = 1.1  # hits per hit of LRU: from here on the learned order is preferred, more with every hit more
@@ -48,7 +48,8 @@ _CHANCE = 24.0  # hits: so far the cache may be behind before it does as LRU doe
 _LEEWAY = 0.0003  # of LRU's hits, and
 _DARING = 6.0  # so much more where LRU misses all uses, and by
 _MISSING = 5  # this power of what it misses
-_CAUTION = 0.5  # in LRU's order: decline blocks that are worth less than this share of what they displace
+_TRUST = 0.2  # after it has done as LRU does, what it declines comes back by so much each round
+_CAUTION = 0.5, 0.8  # in LRU's order: decline blocks worth less than this share of what they displace; as _FADING
 
 EDGES = (
     0,
@@ -83,6 +84,8 @@ class ReuseModel:
         capacity: blocks that the cache has room for.
 
     Attributes:
+        in_time: whether ages are measured in time, too. How long people and tools take changes slowly: then more is
+            remembered, and it is trusted more.
         promised: see `Policy.at`. The more comes with a promise, the less the others' past says what room there is for
             them: then recency orders them, and fewer are declined.
         chain_worths: None: LRU's order is in use. Else, by kind and range of ages: the worth of a block together with
@@ -98,7 +101,7 @@ class ReuseModel:
         self._leeway = 1.0
         self._judged = [CREDIT, 0.0, 0.0]  # hits that the learned order would have had, and LRU's; and all uses
         self._caution = 1.0
-        self.promised = 0.0
+        self.promised, self.in_time = 0.0, False
         self.reused_counts = _table()
         self._counts_before = _table()
         self._recency = [[1 / (1 + age) for age in EDGES]] * KINDS
@@ -157,7 +160,8 @@ class ReuseModel:
         ratio = (self._hits + _FEWEST) / (recent + _FEWEST)
         least = 1 + self.promised * (recent / (every + _FEWEST)) ** _NEARLY_ALL
         by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent * least
-        self._caution = _CAUTION * (1 - self.promised) if by_recency else 1.0
+        caution = _CAUTION[self.in_time] * (1 - self.promised) if by_recency else 1.0
+        self._caution = min(caution, self._caution + _TRUST)
         found, lru_found, asked = self._outcome
         self._leeway = _LEEWAY + _DARING * (1 - lru_found / max(1.0, asked)) ** _MISSING
         if found + max(_CHANCE, self._leeway * lru_found) < lru_found:
@@ -166,6 +170,7 @@ class ReuseModel:
         self._hits *= _JUDGED_FADING
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
         chances = list(map(_chances, self.reused_counts, self._lost, waiting))
+        fading = _FADING[self.in_time]
         for kind, densities in enumerate(_best_densities(chances)):
             known, worths = len(chances[kind]), self._worth[kind]
             self._known[kind] |= known > 0
@@ -173,7 +178,7 @@ class ReuseModel:
             for index in range(max(1, known), len(EDGES)):
                 worths[index] = worths[index - 1] / 2
             for table in (self.reused_counts, self._lost):
-                table[kind] = [_FADING * count for count in table[kind]]
+                table[kind] = [fading * count for count in table[kind]]
         self._counts_before = [counts[:] for counts in self.reused_counts]
         self._learned = _chain_worths(self._worth)
         self.chain_worths = None if by_recency else self._learned
