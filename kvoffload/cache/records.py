@@ -28,7 +28,7 @@ from kvoffload.cache.entries import (
 )
 from kvoffload.cache.pools import RequestRecord, most_victims
 from kvoffload.cache.reservations import CacheRequest, Lease, check_open
-from kvoffload.cache.sessions import Hint, HintAnswer, SessionRequest
+from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.internal.nesting import in_call, raise_nested
@@ -343,12 +343,7 @@ class Records:
 
     @guarded
     def touch(self, used: list[bytes]) -> None:
-        state = self._state
-        state.touch(used)
-        if state.sessions is not None:
-            state.consistent = False
-            state.sessions.used_by_others(used)
-            state.consistent = True
+        self._state.touch(used)
 
     @guarded
     def use(self, given: tuple[list[bytes], RequestRecord | None]) -> None:
@@ -379,15 +374,7 @@ class Records:
         if record.ended:
             return False
         record.ended = True
-        state = self._state
-        keys = state.touch(list(record.keys))
-        if state.sessions is not None:
-            state.consistent = False
-            if isinstance(record.of_session, SessionRequest):
-                state.sessions.ended(record.of_session, keys)
-            else:
-                state.sessions.used_by_others(keys)
-            state.consistent = True
+        self._state.touch(list(record.keys), record.of_session)
         return True
 
     @guarded

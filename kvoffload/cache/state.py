@@ -38,10 +38,10 @@ from kvoffload.cache.entries import (
     ReservationRecord,
     Watch,
 )
-from kvoffload.cache.pools import Pool, Pools, RequestRecord, ReuseFilter, Victims
+from kvoffload.cache.pools import OfSession, Pool, Pools, RequestRecord, ReuseFilter, Victims
 from kvoffload.cache.repair import repair
 from kvoffload.cache.reservations import check_readable
-from kvoffload.cache.sessions import Sessions
+from kvoffload.cache.sessions import SessionRequest, Sessions
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
@@ -435,11 +435,6 @@ class CacheState:
     def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
         """A request loads these keys. Keys that are not resident, or that were its own before, are passed over."""
         if opened is not None and opened.keys:
-            for key in keys:
-                if key not in opened.keys:
-                    break
-            else:
-                return
             keys = list(filterfalse(opened.keys.__contains__, keys))
         unique = dict.fromkeys(keys)
         if opened is not None:
@@ -463,8 +458,8 @@ class CacheState:
             pool.stale = False
         self.consistent = True
 
-    def touch(self, used: list[bytes]) -> list[bytes]:
-        """A request with these keys, no repeats, found or not, has ended. Returns them as the objects in `table.of`."""
+    def touch(self, used: list[bytes], of_session: OfSession | None = None) -> None:
+        """A request with these keys, no repeats, found or not, has ended."""
         table, pools = self.table, self.pools
         try:
             entries = list(map(table.of.__getitem__, used))
@@ -482,8 +477,13 @@ class CacheState:
             pool.stale = True
             pool.policy.touch(mine)
             pool.stale = False
+        if self.sessions is not None:
+            self.consistent = False
+            if isinstance(of_session, SessionRequest):
+                self.sessions.ended(of_session, used)
+            else:
+                self.sessions.used_by_others(used)
         self.consistent = True
-        return used
 
     def remove(self, keys: list[bytes]) -> None:
         """Resident keys, no repeats, lose their entries; their reservations go on without them."""

@@ -30,7 +30,7 @@ from kvoffload.cache.entries import (
     Status,
     watch,
 )
-from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
+from kvoffload.cache.pools import OfSession, Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded, locked
 from kvoffload.cache.reservations import CacheRequest, Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
@@ -355,9 +355,9 @@ class PooledState(CacheState):
         if keys and (self._told is None or self._told is not self.proposed):
             self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + self.pack(keys))
 
-    def touch(self, used: list[bytes]) -> list[bytes]:
+    def touch(self, used: list[bytes], of_session: OfSession | None = None) -> None:
+        del of_session  # the owner knows it
         self.pool.tell(Operation.TOUCH, self.pack(used))
-        return used
 
     # at the owner -------------------------------------------------------------------------------------------------
 
