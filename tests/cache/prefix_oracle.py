@@ -18,6 +18,7 @@ class Settings:
     remembered: int = 24_576
     round: int = 8_192
     credit: float = 96.0
+    in_time: bool = False
 
 
 @dataclass
@@ -192,11 +193,14 @@ class PrefixOracle(Oracle):
         found, learned, recent = (sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns)
         learned += self.settings.credit * 0.95 ** (len(self.rounds) - 1)
         self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
-        self.caution = min(0.5 if self.by_recency else 1.0, self.caution + 0.2)
+        again, by_recency = (0.2, 0.8) if self.settings.in_time else (1.0, 0.5)
+        self.caution = min(by_recency if self.by_recency else 1.0, self.caution + again)
         self.leeway = 0.0003 + 6 * (1 - self.recent_hits / max(1.0, self.uses)) ** 5
         if self.hits + max(24, self.leeway * self.recent_hits) < self.recent_hits:
             self.by_recency, self.caution = True, 0.0
-        self.hits, self.recent_hits, self.uses = 0.99 * self.hits, 0.99 * self.recent_hits, 0.99 * self.uses
+        ahead = self.hits - self.recent_hits
+        self.recent_hits, self.uses = 0.99 * self.recent_hits, 0.99 * self.uses
+        self.hits = self.recent_hits + (ahead if self.settings.in_time and ahead < 0 else 0.99 * ahead)
 
     def learn(self) -> None:
         self.judge()
@@ -225,7 +229,7 @@ class PrefixOracle(Oracle):
                 elif index:
                     self.worths[kind][index] = self.worths[kind][index - 1] / 2
         for each in self.observations:
-            each.weight *= 0.8
+            each.weight *= 0.98 if self.settings.in_time else 0.8
 
     def density(self, chances: list[float], start: int) -> float:
         """The best of all ages until which it may be kept."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -45,11 +46,16 @@ def test_any_steps_give_up_what_the_oracle_gives_up(capacity: int, steps: list[S
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("in_time", [False, True])
 @pytest.mark.parametrize("capacity", rest_long([7, 40], 1))
-def test_long_courses_give_up_what_the_oracle_gives_up(capacity: int, seed: int) -> None:
+def test_long_courses_give_up_what_the_oracle_gives_up(capacity: int, in_time: bool, seed: int) -> None:
     """Conversations that grow and come back, and requests that never do."""
     chance = random.Random(seed)
     pair = SideBySide("prefix", capacity)
+    if in_time:
+        assert isinstance(pair.oracle, PrefixOracle)
+        pair.oracle.settings = replace(pair.oracle.settings, in_time=True)
+        pair.policy.at(0.0, 0.0)
     lengths = [1] * 6
     for moment in range(300):
         number = chance.randrange(len(lengths))
@@ -246,6 +252,23 @@ def test_it_becomes_lru_at_once_where_lru_finds_more_and_declines_nothing_until_
     model.reused(10, 1_000, 100, resident=True, recent=0)
     model.learn([])
     assert model.worth(10, 1_000) > 0
+
+
+@pytest.mark.parametrize("in_time", [False, True])
+def test_what_it_has_lost_is_forgotten_only_where_ages_are_in_blocks(in_time: bool) -> None:
+    model = ReuseModel(10)
+    model.in_time = in_time
+    model.reused(10, 1_000, 10_000, resident=True, recent=10_000)
+    model.learn([])
+    model.reused(10, 1_000, 100, resident=False, recent=100)
+    for _ in range(200):
+        model.learn([])
+    assert (model.worth(10, 1_000) == -1.0) == in_time
+    model.reused(10, 1_000, 100, resident=True, recent=0)
+    model.learn([])
+    first = model.worth(10, 1_000)
+    model.learn([])
+    assert model.worth(10, 1_000) == pytest.approx((2 if in_time else 1) * first), "it declines again little by little"
 
 
 @pytest.mark.usefixtures("small")

@@ -18,7 +18,8 @@ that keeps the blocks that the order puts last? The better order of the latest r
 What an order declines, and what follows from an order over several rounds, is judged by the outcome: how many blocks
 were found, and how many would LRU have found? Where LRU would have found more, by a leeway that is the wider the more
 of the uses LRU misses, the cache becomes LRU until it is no longer behind: it evicts in LRU's order, and declines
-nothing.
+nothing. Being behind is forgotten in time, except where ages are measured in milliseconds, too: there it has to be made
+up for, and then the cache declines again little by little.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _CHANCE = 24.0  # hits: so far the cache may be behind before it does as LRU doe
 _LEEWAY = 0.0003  # of LRU's hits, and
 _DARING = 6.0  # so much more where LRU misses all uses, and by
 _MISSING = 5  # this power of what it misses
-_TRUST = 0.2  # after it has done as LRU does, what it declines comes back by so much each round
+_TRUST = 1.0, 0.2  # after it has done as LRU does, it trusts what it has learned more by so much each round; as _FADING
 _CAUTION = 0.5, 0.8  # in LRU's order: decline blocks worth less than this share of what they displace; as _FADING
 
 EDGES = (
@@ -84,8 +85,8 @@ class ReuseModel:
         capacity: blocks that the cache has room for.
 
     Attributes:
-        in_time: whether ages are measured in time, too. How long people and tools take changes slowly: then more is
-            remembered, and it is trusted more.
+        in_time: whether ages are measured in milliseconds, too. How long people and tools take changes slowly: then
+            observations fade more slowly, and in LRU's order, too, the cache declines by them.
         promised: see `Policy.at`. The more comes with a promise, the less the others' past says what room there is for
             them: then recency orders them, and fewer are declined.
         chain_worths: None: LRU's order is in use. Else, by kind and range of ages: the worth of a block together with
@@ -161,12 +162,14 @@ class ReuseModel:
         least = 1 + self.promised * (recent / (every + _FEWEST)) ** _NEARLY_ALL
         by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent * least
         caution = _CAUTION[self.in_time] * (1 - self.promised) if by_recency else 1.0
-        self._caution = min(caution, self._caution + _TRUST)
+        self._caution = min(caution, self._caution + _TRUST[self.in_time])
         found, lru_found, asked = self._outcome
         self._leeway = _LEEWAY + _DARING * (1 - lru_found / max(1.0, asked)) ** _MISSING
         if found + max(_CHANCE, self._leeway * lru_found) < lru_found:
             by_recency, self._caution = True, 0.0
         self._outcome = [_OUTCOME_FADING * each for each in self._outcome]
+        if self.in_time and found < lru_found:  # hits that were lost are not forgotten
+            self._outcome[0] -= (1 - _OUTCOME_FADING) * (lru_found - found)
         self._hits *= _JUDGED_FADING
         self._judged = [_JUDGED_FADING * hits for hits in self._judged]
         chances = list(map(_chances, self.reused_counts, self._lost, waiting))
