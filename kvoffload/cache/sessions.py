@@ -394,13 +394,12 @@ class Sessions:
         keys = list(compress(chain.keys, map(mine.__contains__, self._table.pool_numbers(chain.keys))))
         keys = keys[: session.allowance]
         keys = keys[: self._tenant_share(session.tenant, retained, keys)]
-        policy = retained.policy
-        if not keys or not isinstance(policy, Promised):
+        if not keys or not isinstance(retained.policy, Promised):
             return 0
         chain.promise = promise
         self._move(keys, retained, promise)
-        excess = len(policy) - int(self._table.capacity * self._promised_share())
-        self._move(policy.victims(max(0, excess), lambda _: False) or [], ordinary)
+        excess = len(retained.policy) - int(self._table.capacity * self._promised_share())
+        self._move(retained.policy.victims(max(0, excess), lambda _: False) or [], ordinary)
         return promise.live
 
     def _end_promise(self, tenant: str, promise: Promise | None) -> None:
@@ -408,8 +407,7 @@ class Sessions:
         if promise is None:
             return
         ordinary = self._pools.of(tenant)
-        policy = self._pools.beside(ordinary, retained=True).policy
-        if isinstance(policy, Promised):
+        if isinstance(policy := self._pools.beside(ordinary, retained=True).policy, Promised):
             self._move(policy.held(promise), ordinary)
 
     def _forget_some(self) -> None:
