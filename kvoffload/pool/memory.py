@@ -58,6 +58,7 @@ HEADER = np.dtype(
     ]
 )  # state: FREE, RESERVED or READY; readers: a bit for each member that may be reading; sequence: of the reservation
 assert HEADER.itemsize == 128
+_WHOLE = np.dtype("V128")  # copied at once: ten times as fast as field by field
 _SUPERBLOCK = struct.Struct("<8sIIQQ16s16s")  # magic, check of the rest, 0, capacity, row bytes, fingerprint, identity
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, process
 
@@ -235,13 +236,14 @@ class PoolMemory:
 
     def ready(self, keys: Sequence[bytes], entries: Sequence[int], tenant: bytes) -> None:
         """These entries have the bytes of these keys."""
-        headers, chosen = self.headers, np.array(entries, np.int64)
-        packed = b"".join([key.ljust(MOST_KEY_BYTES, b"\0") for key in keys])
-        headers["key"][chosen] = np.frombuffer(packed, f"V{MOST_KEY_BYTES}")
-        headers["key_bytes"][chosen] = list(map(len, keys))
-        headers["tenant"][chosen] = np.void(tenant)
-        headers["check"][chosen] = _checks(headers, chosen)
-        headers["state"][chosen] = READY
+        headers, chosen = self.headers.view(_WHOLE), np.array(entries, np.int64)
+        filled = headers[chosen].view(HEADER)
+        filled["key"] = np.array(keys, f"S{MOST_KEY_BYTES}").view(f"V{MOST_KEY_BYTES}")
+        filled["key_bytes"] = list(map(len, keys))
+        filled["tenant"] = np.void(tenant)
+        filled["check"] = _checks(filled)
+        headers[chosen] = filled.view(_WHOLE)  # not READY yet
+        self.headers["state"][chosen] = READY
 
     def gone(self, entries: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """These entries have no keys any more. Those that are being written are so still."""
@@ -260,7 +262,7 @@ class PoolMemory:
         """What a dead owner has left. Headers that are wrong count as free."""
         headers = self.headers
         ready = np.flatnonzero((headers["state"] == READY) & (headers["key_bytes"] <= MOST_KEY_BYTES))
-        ready = ready[headers["check"][ready] == _checks(headers, ready)]
+        ready = ready[headers["check"][ready] == _checks(headers[ready])]
         ready = ready[np.argsort(headers["sequence"][ready], kind="stable")]
         keys, entries, sequences, tenants, seen = [], [], [], [], set[bytes]()
         for entry in ready.tolist():
@@ -303,14 +305,13 @@ def close_files(files: list[int], kept: int = 0) -> None:
         os.close(number)
 
 
-_FACTORS = np.array([0x9E3779B97F4A7C15 * (2 * n + 1) % (1 << 64) for n in range(11)], "<u8")  # odd: no bit is lost
+_FACTORS = np.array([0x9E3779B97F4A7C15 * (2 * n + 1) % (1 << 64) for n in range(16)], "<u8")  # odd: no bit is lost
+_FACTORS[[0, 2]] = 0  # state, check, readers
+_HALF = np.uint64(32)
 
 
-def _checks(headers: Any, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """The checks of these entries' headers, which find headers that were cut off. They are no signature."""
-    words = np.empty((len(entries), 11), "<u8")
-    words[:, :8] = headers["key"][entries].view("<u8").reshape(-1, 8)
-    words[:, 8], words[:, 9], words[:, 10] = headers["key_bytes"][entries], headers["sequence"][entries], entries
-    mixed = (words * _FACTORS).sum(axis=1)
-    checks: npt.NDArray[np.uint32] = (((mixed ^ mixed >> 32) * _FACTORS[0]) >> 32).astype(np.uint32)
+def _checks(headers: Any) -> npt.NDArray[np.uint32]:
+    """The checks of headers, which find those that were cut off. They are no signature."""
+    mixed = headers.view("<u8").reshape(-1, 16) @ _FACTORS
+    checks: npt.NDArray[np.uint32] = ((mixed ^ mixed >> _HALF) * _FACTORS[1] >> _HALF).astype(np.uint32)
     return checks

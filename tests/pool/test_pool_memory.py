@@ -44,8 +44,8 @@ def adopted(memory: PoolMemory) -> Iterator[PoolMemory]:
 class StepByStep:
     """The headers, each of whose bytes and words is stored alone; a check follows each store."""
 
-    def __init__(self, headers: Any, check: Callable[[], None]) -> None:
-        self._headers, self._check = headers, check
+    def __init__(self, headers: Any, check: Callable[[], None], rng: random.Random) -> None:
+        self._headers, self._check, self._random = headers, check, rng
 
     def __getitem__(self, name: str) -> Any:
         field, check = self._headers[name], self._check
@@ -61,6 +61,22 @@ class StepByStep:
                     check()
 
         return Field()
+
+    def view(self, whole: np.dtype[Any]) -> Any:
+        """Whole headers, whose words are stored in any order."""
+        words, check, random = self._headers.view("<u8").reshape(-1, 16), self._check, self._random
+
+        class Whole:
+            def __getitem__(self, chosen: Any) -> Any:
+                return words[chosen].view(whole).reshape(-1)
+
+            def __setitem__(self, chosen: Any, values: Any) -> None:
+                for place, value in zip(chosen.tolist(), values.view("<u8").reshape(-1, 16), strict=True):
+                    for word in random.sample(range(16), 16):
+                        words[place, word] = value[word]
+                        check()
+
+        return Whole()
 
 
 def test_every_prefix_of_what_an_owner_writes_is_a_state_to_go_on_from(seed: int) -> None:
@@ -87,7 +103,7 @@ def test_every_prefix_of_what_an_owner_writes_is_a_state_to_go_on_from(seed: int
                 assert users.get(entry, 0) & bits == bits, f"entry {entry} is being read"
 
         headers = memory.headers
-        memory.headers = StepByStep(headers, check)  # type: ignore[assignment]
+        memory.headers = StepByStep(headers, check, rng)  # type: ignore[assignment]
         for sequence in range(1, 150):
             free = [entry for entry in range(CAPACITY) if entry not in written and entry not in reading]
             kind = rng.choice(("write", "write", "fill", "fill", "remove", "read", "end"))
