@@ -5,7 +5,6 @@ A call (`guarded`) takes the lock, brings the state up to date, and reports even
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +27,7 @@ from kvoffload.cache.entries import (
 )
 from kvoffload.cache.pools import RequestRecord, most_victims
 from kvoffload.cache.reservations import CacheRequest, Lease, check_open
-from kvoffload.cache.sessions import Hint, HintAnswer, SessionRequest
+from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.internal.nesting import in_call, raise_nested
@@ -343,12 +342,7 @@ class Records:
 
     @guarded
     def touch(self, used: list[bytes]) -> None:
-        state = self._state
-        state.touch(used)
-        if state.sessions is not None:
-            state.consistent = False
-            state.sessions.used_by_others(used)
-            state.consistent = True
+        self._state.touch(used)
 
     @guarded
     def use(self, given: tuple[list[bytes], RequestRecord | None]) -> None:
@@ -367,10 +361,7 @@ class Records:
         (tenant, session, on_end), state = given, self._state
         state.pools.of(tenant)
         record = RequestRecord(state, tenant, on_end)
-        if session is not None:
-            state.consistent = False
-            record.of_session = state.with_sessions().open(session, tenant, weakref.ref(record))
-            state.consistent = True
+        state.open_request(record, session)
         return CacheRequest(self, record)
 
     @guarded
@@ -379,16 +370,7 @@ class Records:
         if record.ended:
             return False
         record.ended = True
-        state = self._state
-        state.touch(list(record.keys))
-        if isinstance(record.of_session, SessionRequest):
-            state.consistent = False
-            state.with_sessions().ended(record.of_session, list(record.keys))
-            state.consistent = True
-        elif state.sessions is not None:
-            state.consistent = False
-            state.sessions.used_by_others(list(record.keys))
-            state.consistent = True
+        self._state.end_request(record)
         return True
 
     @guarded

@@ -41,7 +41,7 @@ from kvoffload.cache.entries import (
 from kvoffload.cache.pools import Pool, Pools, RequestRecord, ReuseFilter, Victims
 from kvoffload.cache.repair import repair
 from kvoffload.cache.reservations import check_readable
-from kvoffload.cache.sessions import Sessions
+from kvoffload.cache.sessions import SessionRequest, Sessions
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
@@ -460,14 +460,14 @@ class CacheState:
             pool.stale = False
         self.consistent = True
 
-    def touch(self, used: list[bytes]) -> None:
+    def touch(self, keys: list[bytes], of_session: SessionRequest | None = None) -> None:
         """A request with these keys, no repeats, found or not, has ended."""
         table, pools = self.table, self.pools
         try:
-            entries = list(map(table.of.__getitem__, used))
-            used = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
+            entries = list(map(table.of.__getitem__, keys))
+            used: list[bytes] = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
         except KeyError:
-            used = table.originals(used)
+            used = table.originals(keys)
             entries = [table.of[key] for key in used if key in table.of]
         self.recorder.note_touched(entries, len(used))
         split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, table.pool_numbers)
@@ -479,7 +479,19 @@ class CacheState:
             pool.stale = True
             pool.policy.touch(mine)
             pool.stale = False
+        if of_session is not None or self.sessions is not None:
+            self.consistent, sessions = False, self.with_sessions()
+            sessions.used_by_others(keys) if of_session is None else sessions.ended(of_session, keys)
         self.consistent = True
+
+    def open_request(self, record: RequestRecord, session: str | None) -> None:
+        if session is not None:
+            self.consistent = False
+            record.of_session = self.with_sessions().open(session, record.tenant, weakref.ref(record))
+            self.consistent = True
+
+    def end_request(self, record: RequestRecord) -> None:
+        self.touch(list(record.keys), record.of_session if isinstance(record.of_session, SessionRequest) else None)
 
     def remove(self, keys: list[bytes]) -> None:
         """Resident keys, no repeats, lose their entries; their reservations go on without them."""

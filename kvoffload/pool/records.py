@@ -32,7 +32,7 @@ from kvoffload.cache.entries import (
 )
 from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded, locked
-from kvoffload.cache.reservations import CacheRequest, Lease
+from kvoffload.cache.reservations import Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
@@ -355,8 +355,17 @@ class PooledState(CacheState):
         if keys and (self._told is None or self._told is not self.proposed):
             self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + self.pack(keys))
 
-    def touch(self, used: list[bytes]) -> None:
-        self.pool.tell(Operation.TOUCH, self.pack(used))
+    def touch(self, keys: list[bytes], of_session: object = None) -> None:  # noqa: ARG002
+        self.pool.tell(Operation.TOUCH, self.pack(keys))
+
+    def open_request(self, record: RequestRecord, session: str | None) -> None:
+        number = self.pool.next_number()
+        record.notes[_REQUEST] = {"number": number}
+        named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
+        self.pool.tell(Operation.OPEN, REQUEST.pack(number) + named)
+
+    def end_request(self, record: RequestRecord) -> None:
+        self.pool.tell(Operation.CLOSE, ENDING.pack(_number_of(record), True))
 
     # at the owner -------------------------------------------------------------------------------------------------
 
@@ -453,24 +462,6 @@ class PoolRecords(Records):
         wait = MOST_SECONDS if self._pool.has_tiers else 0.0
         answer = self._pool.ask_slowly(Operation.REMOVE, payload, wait)
         return int(NUMBER.unpack(answer)[0]) if answer else 0
-
-    @guarded
-    def open_request(self, given: tuple[str, str | None, Callable[[tuple[bytes, ...]], None] | None]) -> CacheRequest:
-        tenant, session, _ = given
-        self._state.pools.of(tenant)
-        record, number = RequestRecord(self._state, tenant, None), self._pool.next_number()
-        record.notes[_REQUEST] = {"number": number}
-        named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
-        self._pool.tell(Operation.OPEN, REQUEST.pack(number) + named)
-        return CacheRequest(self, record)
-
-    @guarded
-    def end_request(self, record: RequestRecord) -> bool:
-        if record.ended:
-            return False
-        record.ended = True
-        self._pool.tell(Operation.CLOSE, ENDING.pack(_number_of(record), True))
-        return True
 
     @guarded
     def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
