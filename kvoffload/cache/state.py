@@ -337,7 +337,7 @@ class CacheState:
             table.reservations.discard(record)
             mine, indices = table.fulfil(record)
             if self.journal is not None:
-                self.journal.filled(mine, indices, record.tenant)
+                self.journal.filled(indices)
             self.recorder.note_stored(mine, indices, record.tenant, record.promoted)
             if self.filter.store_after:
                 self.filter.forget(mine)

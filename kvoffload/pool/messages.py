@@ -33,8 +33,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
-import numpy as np
-
 from kvoffload.errors import LayoutError
 
 VERSION = 1
@@ -108,10 +106,8 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
         raise MessageError(f"a key has {max(lengths)} bytes")
     if len(lengths) != count or len(payload) != begin + sum(lengths):
         raise MessageError("a list of keys has another length than it says")
-    if count and lengths.count(lengths[0]) == count:  # the usual case
-        width = lengths[0]
-        if width:
-            return list(np.frombuffer(payload, f"V{width}", offset=begin).tolist())
+    if count and lengths[0] > 0 and lengths.count(lengths[0]) == count:  # the usual case
+        return [key for (key,) in struct.iter_unpack(f"{lengths[0]}s", payload[begin:])]
     keys = []
     for length in lengths:
         keys.append(payload[begin : begin + length])
