@@ -28,6 +28,7 @@ from kvoffload_bench.pool_table import SharedTable
 
 _SECONDS = 120.0  # that an answer is waited for
 _JOINED: dict[str, Any] = {"identity": "kvoffload bench pool", "timeout": 60.0, "answer_seconds": 5.0}  # no misses
+_BUSY_POLL = 0.005  # seconds, as of `kvoffload pool serve`
 OWN, POOL, TABLE = "own", "pool", "table"
 STORE, LOAD = "store", "load"
 _DESCRIBED: dict[str, Any] = {"dtype": "uint8", "tokens_per_block": 16, "block_axes": ("tokens", "dim")}
@@ -105,11 +106,11 @@ def wait_until(start: float) -> None:
 
 
 class Owner:
-    """The owner of a pool, and of a table of so many keys, a quarter full."""
+    """The owner of a pool, as `kvoffload pool serve` makes it, and of a table of so many keys, a quarter full."""
 
     def __init__(self, path: str, nbytes: int, keys: int) -> None:
         with ExitStack() as undo:
-            undo.enter_context(PoolOwner(path, nbytes=nbytes))
+            undo.enter_context(PoolOwner(path, nbytes=nbytes, busy_poll=_BUSY_POLL))
             self._places = 4 << (keys - 1).bit_length()
             self._table = undo.enter_context(closing(SharedTable(self._places)))
             self._table.put(keys_of(0, 0, keys), range(keys))

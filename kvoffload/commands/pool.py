@@ -43,6 +43,8 @@ def add_parser(commands: Any) -> None:
         help="a tenant, and the most keys that it may have; may be repeated")  # fmt: skip
     add("--disk", type=Path, metavar="FOLDER", help="a disk tier below, with a file for each region")
     add("--disk-bytes", type=size, metavar="SIZE", help="of each of these files")
+    add("--busy-poll", type=float, default=0.005, metavar="SECONDS",
+        help="keep a core busy for so long after each message, to answer the next at once; default: 0.005")  # fmt: skip
     add("--json", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
     pool.set_defaults(run=lambda _: pool.print_help())
@@ -70,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             policy=arguments.policy,
             tenants=dict(arguments.tenant),
             tiers=tiers,
+            busy_poll=arguments.busy_poll,
         )
         with owner:
             output.line(f"pool: process {os.getpid()} serves {mib(arguments.bytes)} until Ctrl-C, at")

@@ -536,3 +536,22 @@ def test_pending_keys_of_others_are_not_taken(tmp_path: Path) -> None:
         assert other.take(keys_of([1, 2]), PENDING)[1] == []
         assert one.take(keys_of([1, 2]), PENDING)[1] == entries
         assert one.take(keys_of([1, 2]))[1] == []
+
+
+@pytest.mark.parametrize("busy_poll", [0.0, 1.0])
+def test_statistics_count_what_members_had_done_before(busy_poll: float, tmp_path: Path) -> None:
+    """Also the end of a member, whether the owner sleeps between messages or asks for the next one all the time."""
+    with serve(tmp_path, busy_poll=busy_poll) as owner:
+        for number in range(1, 15):
+            with raw(owner.path) as one:
+                reserved, _ = one.reserve([b"key %d" % number])
+                one.end(reserved)
+                assert owner.statistics()[0]["resident"] == number
+            assert owner.statistics()[0]["members"] == 0
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("inf"), "1", True])
+def test_seconds_of_busy_polling_are_checked(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="busy_poll must be a number of seconds"):
+        PoolOwner(tmp_path / "pool", nbytes=1, busy_poll=wrong)
+    assert not (tmp_path / "pool").exists()
