@@ -22,13 +22,13 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool.owner import BUSY_POLL_SECONDS
 from kvoffload.simulator import SimulatedDriver
 from kvoffload.terminal.console import CommandError
 from kvoffload_bench.pool_table import SharedTable
 
 _SECONDS = 120.0  # that an answer is waited for
 _JOINED: dict[str, Any] = {"identity": "kvoffload bench pool", "timeout": 60.0, "answer_seconds": 5.0}  # no misses
-_BUSY_POLL = 0.005  # seconds, as of `kvoffload pool serve`
 OWN, POOL, TABLE = "own", "pool", "table"
 STORE, LOAD = "store", "load"
 _DESCRIBED: dict[str, Any] = {"dtype": "uint8", "tokens_per_block": 16, "block_axes": ("tokens", "dim")}
@@ -110,7 +110,7 @@ class Owner:
 
     def __init__(self, path: str, nbytes: int, keys: int) -> None:
         with ExitStack() as undo:
-            undo.enter_context(PoolOwner(path, nbytes=nbytes, busy_poll=_BUSY_POLL))
+            undo.enter_context(PoolOwner(path, nbytes=nbytes, busy_poll=BUSY_POLL_SECONDS))
             self._places = 4 << (keys - 1).bit_length()
             self._table = undo.enter_context(closing(SharedTable(self._places)))
             self._table.put(keys_of(0, 0, keys), range(keys))

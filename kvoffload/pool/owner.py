@@ -29,6 +29,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
+from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 NOTICE_SECONDS = 1.0  # between messages to members that wait until memory is allocated
 GRACE_SECONDS = 2.5  # after an owner with members: they bring its memory before new ones come; they look each second
 QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
+BUSY_POLL_SECONDS = 0.005 if hostinfo.usable_cpus() >= 8 else 0.0  # of an owner in a process of its own
 _MOST_CONNECTIONS = 1024
 _MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
@@ -201,6 +203,8 @@ class PoolOwner:
                     self._handle(key, events)
                 if ready:
                     awake_until = time.monotonic() + self._busy_poll
+                else:
+                    os.sched_yield()  # to whoever wants this core
                 self._run_done(posted)
                 if not self._making:
                     notice = time.monotonic() + NOTICE_SECONDS
