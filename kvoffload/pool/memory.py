@@ -157,19 +157,11 @@ class PoolMemory:
         except BaseException:
             close_files(self._files)
             raise
-        shape = (meaning.capacity, meaning.row_bytes)
-        self.rows: UInt8Array = np.frombuffer(mapped, np.uint8, count=meaning.slot_bytes).reshape(shape)
-        self.headers = (
-            np.frombuffer(mapped, HEADER, count=meaning.capacity, offset=meaning.slot_bytes + PAGE)
-            if headers
-            else np.empty(0, HEADER)
-        )
-        self._bytes = self.headers.view(np.uint8).data  # the headers
-        self._superblock: UInt8Array = (
-            np.frombuffer(mapped, np.uint8, count=PAGE, offset=meaning.slot_bytes)
-            if headers
-            else self.rows[:0].reshape(-1)
-        )
+        begin, everything = meaning.slot_bytes, np.frombuffer(mapped, np.uint8)
+        self.rows: UInt8Array = everything[:begin].reshape(meaning.capacity, meaning.row_bytes)
+        self._superblock: UInt8Array = everything[begin : begin + PAGE]
+        self.headers = everything[begin + PAGE :][: meaning.capacity * _HEADER_BYTES].view(HEADER)
+        self._bytes = self.headers.view(np.uint8).data
 
     @classmethod
     def create(cls, meaning: Meaning) -> PoolMemory:
