@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     add("--disk", type=Path, metavar="FOLDER", help="a disk tier below, with a file for each region")
     add("--disk-bytes", type=size, metavar="SIZE", help="of each of these files")
     add("--busy-poll", type=float, metavar="SECONDS",
-        help="keep a core busy for so long after each message; default: 0.005 with 8 CPUs or more, else 0")  # fmt: skip
+        help="keep a core busy for so long after each message; default: 0.02 with 8 CPUs or more, else 0")  # fmt: skip
     add("--json", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
     pool.set_defaults(run=lambda _: pool.print_help())

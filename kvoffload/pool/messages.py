@@ -149,6 +149,8 @@ class Assembler:
         if len(datagram) < HEADER.size:
             raise MessageError("a datagram is cut off")
         number, operation, more = HEADER.unpack_from(datagram)
+        if not more and not self._parts:  # the usual case
+            return number, operation, datagram[HEADER.size :]
         if self._of != (number, operation):
             self._parts, self._of = [], (number, operation)
         self._parts.append(datagram[HEADER.size :])
@@ -156,7 +158,7 @@ class Assembler:
             if len(self._parts) * DATAGRAM_BYTES > MOST_MESSAGE:
                 raise MessageError(f"a message has more than {MOST_MESSAGE} bytes")
             return None
-        payload = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        payload = b"".join(self._parts)
         self._parts, self._of = [], None
         return number, operation, payload
 

@@ -11,7 +11,7 @@ import fcntl
 import json
 import math
 import os
-import selectors
+import select
 import socket
 import stat
 import threading
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 NOTICE_SECONDS = 1.0  # between messages to members that wait until memory is allocated
 GRACE_SECONDS = 2.5  # after an owner with members: they bring its memory before new ones come; they look each second
 QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
-BUSY_POLL_SECONDS = 0.005 if hostinfo.usable_cpus() >= 8 else 0.0  # of an owner in a process of its own
+BUSY_POLL_SECONDS = 0.02 if hostinfo.usable_cpus() >= 8 else 0.0  # of an owner in a process of its own
 _MOST_CONNECTIONS = 1024
 _MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
@@ -131,13 +131,14 @@ class PoolOwner:
         self._done: deque[Callable[[], None]] = deque()  # of other threads, for ours
         self._listener, follows = _listen(self.path)
         self._bound = _file(self.path)
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._member_of: dict[int, Member] = {}  # by descriptor, of a socket or a process
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
         self._waking = threading.RLock()
         self._closing = self._ended = False
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        self._epoll.register(self._listener, select.EPOLLIN)
         _SERVING.add(self)
         self._thread = threading.Thread(target=self._serve, name="kvoffload-pool-owner", daemon=True)
         self._thread.start()
@@ -198,9 +199,9 @@ class PoolOwner:
                 waits = any(region.waits for region in self._regions.values())
                 timeout = QUARANTINE_SECONDS if waits or self._waiting else NOTICE_SECONDS if self._making else None
                 posted = len(self._done)  # what members had sent before comes first
-                ready = self._selector.select(0 if posted or time.monotonic() < awake_until else timeout)
-                for key, events in ready:
-                    self._handle(key, events)
+                ready = self._epoll.poll(0 if posted or time.monotonic() < awake_until else timeout)
+                for descriptor, events in ready:
+                    self._handle(descriptor, events)
                 if ready:
                     awake_until = time.monotonic() + self._busy_poll
                 else:
@@ -219,23 +220,23 @@ class PoolOwner:
                 if waits:
                     for region in self._regions.values():
                         region.settle()
-            for key, events in self._selector.select(0):  # who has left by now does not come back
-                self._handle(key, events)
+            for descriptor, events in self._epoll.poll(0):  # who has left by now does not come back
+                self._handle(descriptor, events)
         finally:
             self._end()
 
-    def _handle(self, key: selectors.SelectorKey, events: int) -> None:
-        if key.fileobj is self._listener:
+    def _handle(self, descriptor: int, events: int) -> None:
+        member = self._member_of.get(descriptor)
+        if descriptor == self._wakeup:
+            os.eventfd_read(descriptor)
+        elif descriptor == self._listener.fileno():
             self._accept()
-        elif key.data is None:
-            os.eventfd_read(self._wakeup)
-        elif not key.data.gone:
-            member: Member = key.data
-            dead = key.fd == member.process
+        elif member is not None:  # else it has gone by an event before this one
+            dead = descriptor == member.process
             try:
-                if events & selectors.EVENT_WRITE:
+                if events & ~select.EPOLLIN:
                     self._flush(member)
-                while events & selectors.EVENT_READ and self._read(member, dead=dead) and dead:
+                while events & ~select.EPOLLOUT and self._read(member, dead=dead) and dead:
                     pass  # messages that it sent before it died count
                 if dead:
                     self._lose(member, dead=True)
@@ -260,9 +261,10 @@ class PoolOwner:
         connection.setblocking(False)
         member = Member(connection, descriptor)
         self._members.add(member)
-        self._selector.register(connection, selectors.EVENT_READ, member)
-        if descriptor is not None:
-            self._selector.register(descriptor, selectors.EVENT_READ, member)
+        for each in (connection.fileno(), descriptor):
+            if each is not None:
+                self._member_of[each] = member
+                self._epoll.register(each, select.EPOLLIN)
 
     def _read(self, member: Member, *, dead: bool = False) -> bool:
         """Execute what it has sent. Whether there may be more: others have their turn first."""
@@ -318,7 +320,7 @@ class PoolOwner:
             except OSError:  # reading finds that it has ended
                 return
         member.outgoing.extend(datagrams(number, kind, payload))
-        self._selector.modify(member.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, member)
+        self._epoll.modify(member.connection, select.EPOLLIN | select.EPOLLOUT)
         if len(member.outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
             LOGGER.warning("a member of %s is cut off: it does not read its answers", self.path)
             self._post(partial(self._lose, member))
@@ -336,17 +338,19 @@ class PoolOwner:
                 self._lose(member)
                 return
             member.outgoing.popleft()
-        self._selector.modify(member.connection, selectors.EVENT_READ, member)
+        self._epoll.modify(member.connection, select.EPOLLIN)
 
     def _lose(self, member: Member, *, dead: bool = False) -> None:
         """`dead`: its process is known to have ended."""
         if member.gone:
             return
         member.gone = True
-        self._selector.unregister(member.connection)
+        for each in (member.connection.fileno(), member.process):
+            if each is not None:
+                self._epoll.unregister(each)
+                del self._member_of[each]
         member.connection.close()
         if member.process is not None:
-            self._selector.unregister(member.process)
             os.close(member.process)
         self._forget_memory(member)
         if member.region is not None:
@@ -380,14 +384,14 @@ class PoolOwner:
         held = any(region.members for region in self._regions.values())
         for member in list(self._members):
             self._lose(member)
-        self._selector.unregister(self._listener)
+        self._epoll.unregister(self._listener)
         if not held and _file(self.path) == self._bound:  # before the listener ends: a new owner may bind it then
             os.unlink(self.path)
         self._listener.close()
         for region in self._regions.values():
             region.close()
         self._regions.clear()
-        self._selector.close()
+        self._epoll.close()
         self._ended = True
         self._run_done()
 
