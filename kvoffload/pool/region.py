@@ -324,8 +324,9 @@ class Region:
         """Hold keys that have entries, also pending ones. Under the lock."""
         if not keys:
             return []
-        record = LeaseRecord(keys, list(map(self._state.table.of.__getitem__, keys)), ())
-        self._state.begin(record)
+        state = self._state
+        state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
+        state.begin(record)
         member.leases[number] = record
         self.memory.reading(record.indices, member.number)
         member.marked.update(record.indices)
