@@ -225,8 +225,9 @@ class PoolMemory:
 
     def reserved(self, entries: Sequence[int], sequence: int, writer: int) -> None:
         """These entries are about to be written."""
+        pack, headers = _RESERVED.pack_into, self._bytes
         for entry in entries:
-            _RESERVED.pack_into(self._bytes, _HEADER_BYTES * entry, 0, RESERVED, 0, sequence, writer)
+            pack(headers, _HEADER_BYTES * entry, 0, RESERVED, 0, sequence, writer)
 
     def named(self, keys: Sequence[bytes], entries: Sequence[int], tenant: bytes) -> None:
         """These entries, which are reserved, are for these keys."""

@@ -32,6 +32,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import chain
 
 from kvoffload.errors import LayoutError
 
@@ -107,7 +108,7 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     if len(lengths) != count or len(payload) != begin + sum(lengths):
         raise MessageError("a list of keys has another length than it says")
     if count and lengths[0] > 0 and lengths.count(lengths[0]) == count:  # the usual case
-        return [key for (key,) in struct.iter_unpack(f"{lengths[0]}s", payload[begin:])]
+        return list(chain.from_iterable(struct.iter_unpack(f"{lengths[0]}s", payload[begin:])))
     keys = []
     for length in lengths:
         keys.append(payload[begin : begin + length])

@@ -737,8 +737,8 @@ MUTATIONS = (
     Mutation(
         "an-entry-that-is-written-anew-keeps-the-check-of-its-last-key",
         "pool/memory.py",
-        "_RESERVED.pack_into(self._bytes, _HEADER_BYTES * entry, 0, RESERVED, 0, sequence, writer)",
-        "_RESERVED.pack_into(self._bytes, _HEADER_BYTES * entry, self.headers['check'][entry], RESERVED, 0, "
+        "            pack(headers, _HEADER_BYTES * entry, 0, RESERVED, 0, sequence, writer)",
+        "            pack(headers, _HEADER_BYTES * entry, self.headers['check'][entry], RESERVED, 0, "
         "self.headers['sequence'][entry], self.headers['writer'][entry])",
         (f"{POOL_MEMORY}::test_every_prefix_of_what_an_owner_writes_is_a_state_to_go_on_from",),
     ),
