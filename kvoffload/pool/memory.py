@@ -211,10 +211,6 @@ class PoolMemory:
     def holds_lock(self) -> bool:
         return len(self._files) > 1
 
-    def unlock(self) -> None:
-        """Give up our lock: we touch the rows no more."""
-        close_files(self._files, kept=1)
-
     def locked(self, number: int) -> bool:
         """Whether any other open file holds the lock of this number."""
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
@@ -300,9 +296,9 @@ class PoolMemory:
         close_files(self._files)
 
 
-def close_files(files: list[int], kept: int = 0) -> None:
+def close_files(files: list[int]) -> None:
     """Close descriptors, the last one first, and take each out of the list."""
-    while len(files) > kept:
+    while files:
         number = files[-1]
         del files[-1]  # before it is closed: an interrupt comes after
         os.close(number)

@@ -226,7 +226,7 @@ def test_a_forgotten_membership_keeps_no_file_and_no_thread(tmp_path: Path) -> N
         gone = weakref.ref(one.pool)
         del one
         gc.collect()
-        assert gone() is None
+        eventually(lambda: gone() is None, "it is garbage, once its thread does not look any more")
         eventually(lambda: len(threads()) == running, "its thread has ended")
         eventually(lambda: pool.statistics()[0]["members"] == 1, "the owner has seen it leave")
         eventually(lambda: files() == before, "its files are closed")

@@ -240,8 +240,8 @@ def test_a_lock_is_held_until_the_last_file_that_has_it_is_closed() -> None:
         second.lock(7)
         assert [number for number in range(64) if memory.locked(number)] == [5, 7]
         inherited = os.dup(first._files[1])  # as a forked child has it
-        first.unlock()
-        second.unlock()
+        first.close()
+        second.close()
         assert [number for number in range(64) if memory.locked(number)] == [5]
         os.close(inherited)
         assert not memory.locked(5)

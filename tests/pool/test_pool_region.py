@@ -138,7 +138,7 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     assert not set(given.indices) & {*reading, *writing}
     following._records.abort(given)
     following.index.check()
-    region.memory.unlock()  # the last owner's
+    region.memory.close()  # the last owner's
     for number in (writer.holdings.number, reader.holdings.number):
         following.end_inherited(number)
     following.settle()
