@@ -292,6 +292,9 @@ class PooledState(CacheState):
                 self.numbers[lease] = self.numbers[source]
                 return lease
             lease.indices = []
+        reserved = [each for each in self.table.reservations if pending and each.stage is not SETTLING]
+        if any(not set(each.keys).isdisjoint(keys) for each in reserved):
+            loads = None  # it may be refused, and then it uses none
         flags = PENDING * pending | LOADS * (loads is not None)
         payload = FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
         self._told = None if loads is None else lease
@@ -299,9 +302,7 @@ class PooledState(CacheState):
         if answer:
             indices = unpack_entries(answer)
             if pending:  # reserved by this member, but no transfer fills them, or it has failed
-                unfilled = {
-                    entry for each in self.table.reservations if each.stage is not SETTLING for entry in each.indices
-                }
+                unfilled = {entry for each in reserved for entry in each.indices}
                 indices = list(takewhile(lambda entry: entry not in unfilled, indices))
             lease.indices = indices
             lease.keys = keys[: len(lease.indices)]
