@@ -785,6 +785,13 @@ MUTATIONS = (
         (f"{POOL_ENDS}::test_a_load_tells_the_owners_policy_once",),
     ),
     Mutation(
+        "a-load-that-is-refused-uses-its-keys",
+        "pool/records.py",
+        "            loads = None  # it may be refused",
+        "            pass  # it may be refused",
+        (f"{POOL_ENDS}::test_a_load_tells_the_owners_policy_once",),
+    ),
+    Mutation(
         "a-forgotten-member-gives-its-lock-up-while-an-engine-has-its-memory",
         "pool/memory.py",
         "weakref.finalize(mapped, close_files, self._files)",
