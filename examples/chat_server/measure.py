@@ -234,6 +234,7 @@ def engine_options(
         "device_blocks": device + 1,
         "offload": cache in ("host", "disk"),
         "policy": "lru" if hints == "lru" else "prefix",
+        "codec": chosen.codec,
         "pool_bytes": max(pool, 2 * block_bytes * context),
         "disk_bytes": int(2 * blocks * block_bytes * _ROOM) + (64 << 20) if cache == "disk" else 0,
     }
@@ -293,6 +294,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "trace": chosen.trace.name,
         "model": chosen.model,
+        "codec": chosen.codec,
         "device": jax.devices()[0].device_kind,
         "requests": len(requests),
         "left_out": left_out,
@@ -341,6 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=lambda text: text.split(","),
         help=f"of a session's requests: {', '.join(HINTS)} (default: none)",
     )
+    add("--codec", default="raw", help="of the pool and the disk, which stay as large: raw, bf16-12 (%(default)s)")
     add("--lead", type=float, default=1.0, help="seconds before its request that a session is prefetched (%(default)s)")
     add("--prefill", type=float, help="tokens per second, for what is worth reading from a disk (default: measured)")
     add("--disk", type=Path, help="the folder of the disk's file (default: the system's for temporary files)")

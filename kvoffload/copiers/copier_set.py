@@ -232,7 +232,9 @@ class CopierSet:
         able = tuple(name for name in COPIERS if self.missing[name] is None)
         return tuple(name for name in able if name != "pack") if self.interpreted else able
 
-    def select(self, plan: BlockPlan, wanted: CopierName | None, opposite: bool = False) -> Selection:
+    def select(
+        self, plan: BlockPlan, wanted: CopierName | None, opposite: bool = False, queued: bool = False
+    ) -> Selection:
         """The copier for a plan, and why; remembered for all plans of the same shape. If it has `between`, that has
         the last word. In this order:
 
@@ -243,7 +245,7 @@ class CopierSet:
 
         Args:
             wanted: checked by `check_copier`.
-            opposite: whether transfers in the other direction are in flight.
+            opposite, queued: whether transfers in the other direction are in flight, and in this one.
 
         Raises:
             CapabilityError: "pack" is wanted, and there is no memory for it.
@@ -257,22 +259,22 @@ class CopierSet:
         counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
         parts = None if plan.group.num_parts == 1 else plan.group.parts
         stores = plan.direction is STORE  # hashing an enum's member is a call of a Python function
-        key = (stores, plan.group_index, len(plan.blocks), counts, parts, opposite)
+        key = (stores, plan.group_index, len(plan.blocks), counts, parts, opposite, queued)
         found = self._selected.get(key)
         if found is None:
-            found = self._select(plan, opposite)
+            found = self._select(plan, opposite, queued)
             if len(self._selected) >= _MOST_SELECTIONS:
                 self._selected.clear()
             self._selected[key] = found
         return found
 
-    def _select(self, plan: BlockPlan, opposite: bool) -> Selection:
+    def _select(self, plan: BlockPlan, opposite: bool, queued: bool) -> Selection:
         parts = plan.group.num_parts
         shape, offered, profile, prefer = shape_of(plan), self.offered, self._profile, self._prefer
         if parts > 1 and not can_pack(plan.group.parts):
             offered = tuple(name for name in offered if name != "pack")
         copier, reason, _ = choose(shape, offered, profile, prefer, parts, opposite)
-        ways = two_ways(shape, offered, profile, prefer, opposite, parts) if "pack" in offered else None
+        ways = two_ways(shape, offered, profile, prefer, opposite, parts, queued) if "pack" in offered else None
         if ways is None:
             return Selection(copier, reason)
         size = shape.nbytes.bit_length(), parts.bit_length()

@@ -22,15 +22,15 @@ _MANTISSA_BITS = 5
 # Seconds that each further part of a load adds: 32 blocks of 64 planes x 32 KiB in 2 to 16 parts on an H200. In these
 # 30 us the driver takes in the next copies.
 _PART_SECONDS = 30e-6
-# On an H200 pack carries 4 / 16 / 64 MiB beside 8192^3 products with 3 / 10 / 40 GB/s of 55, since its launch waits
-# until programs of the product end, and beside 2048^3 products with 43 / 51 / 52.5. So it has a price beyond that of
-# contiguous copies, for each part of a load. Transfers of 64 MiB it carries fastest in every situation, whatever a
-# profile expects, which knows other copiers beside compute from smaller ones; 32 MiB are in between.
+# On an H200 a transfer by pack takes so much longer than contiguous copies would: its kernel, of the highest priority,
+# waits until programs of the caller's end. For each part of a load. In a series kernels run ahead of the copies, and
+# transfers of 64 MiB pack carries fastest in every situation, whatever a profile expects, which knows other copiers
+# beside compute from smaller ones; 32 MiB are in between.
 _PACK_BYTES = 32 << 20
-_PACK_SECONDS = {Situation.IDLE: 20e-6, Situation.LARGE_PRODUCTS: 0.5e-3, Situation.SMALL_PRODUCTS: 30e-6}
-# How much longer than strided copies a submission by pack keeps its caller: up to 50 us in `bench submit`, on a host
-# with an H200. In a series of small transfers the GPU waits for the host.
-_PACK_HOST_SECONDS = 50e-6
+_PACK_SECONDS = {Situation.IDLE: 20e-6, Situation.LARGE_PRODUCTS: 60e-6, Situation.SMALL_PRODUCTS: 30e-6}
+# How much longer than contiguous copies of as many blocks a submission by pack keeps its caller: 9 to 74 us in `bench
+# submit`, on a host with an H200.
+_PACK_HOST_SECONDS = 40e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
 
 
@@ -181,24 +181,39 @@ def rank(
 
 
 def two_ways(
-    shape: Shape, available: Collection[str], profile: Profile, prefer: str, opposite: bool, parts: int = 1
+    shape: Shape,
+    available: Collection[str],
+    profile: Profile,
+    prefer: str,
+    opposite: bool,
+    parts: int = 1,
+    queued: bool = False,
 ) -> tuple[Way, Way] | None:
     """Pack and the best copier of the copy engine, if either could carry a transfer; None if only one could, if the
     profile does not know them, and for transfers that are over before the choice could matter.
+
+    With "overlap" the time of the caller counts, too; if the transfer is `queued` behind another one of its direction,
+    only what is beyond its own: the rest passes while that one is copied.
     """
     best, *_ = ranked = rank(shape, available, profile, prefer, parts, opposite)
     found = {each.copier == "pack": each for each in reversed(ranked)}
     if len(found) < 2 or shape.nbytes < _SMALL_BYTES or inf in (each.seconds for each in found.values()):
         return None
 
+    def idle(each: Expected) -> float:
+        return _seconds(each.copier, shape, profile, Situation.IDLE, parts, opposite)
+
     def extra(each: Expected) -> float:
-        return each.extra + (parts * _PACK_HOST_SECONDS if each.copier == "pack" else 0.0)
+        if prefer == "latency":
+            return each.extra
+        host = each.host + (parts * _PACK_HOST_SECONDS if each.copier == "pack" else 0.0)
+        return max(each.extra, host - idle(each) if queued else host)
 
     def way(each: Expected) -> Way:
-        idle, first = _seconds(each.copier, shape, profile, Situation.IDLE, parts, opposite), each.seconds
+        first = each.seconds
         if each is not best:  # the profile's choice carries the first transfers, so this one counts as no better
             first = max(first, 1.001 * (best.seconds + extra(best)) - extra(each))
-        return Way(each.copier, idle, extra(each), first / idle)
+        return Way(each.copier, idle(each), extra(each), first / idle(each))
 
     return way(found[True]), way(found[False])
 

@@ -76,9 +76,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
             the driver's queues hold.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
             None: the highest for the kernels of "pack", which take microseconds, and copies wait for them. With 0,
-            short kernels of yours are delayed less, and transfers beside long ones are slower. For a layout with a
-            codec, whose kernels take longer, None is 0: on an H100 beside 8192^3 products the highest made nothing
-            faster, and the products 1.2 times as long.
+            short kernels of yours are delayed less, and transfers beside long ones are slower.
         progress: called in this thread with (bytes done, bytes in all) after each GiB or less that is pinned; an
             exception from it ends the constructor, and nothing stays pinned. Not called for `host_memory`. Of a pool
             that grows: after each piece, from the second on in the thread that pins it, where an exception ends growth.

@@ -81,9 +81,7 @@ class EngineResources:
         slot_stride = None if host_memory is None else host_memory.slot_stride
         self.slot_addresses = addresses_of_slots(layout, self.memory.address, num_slots, slot_stride)
         self.copiers.open(layout, self.memory.nbytes)
-        kernels = self._priority
-        if kernels is None:  # kernels of a codec take longer, and would delay the caller's
-            kernels = 0 if any(self.copiers.coded) else self._highest_priority
+        kernels = self._highest_priority if self._priority is None else self._priority
         for queue in self.in_flight.both:
             queue.lane.open(self._priority or 0, kernels)
 

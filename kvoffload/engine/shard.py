@@ -195,10 +195,10 @@ class Shard:
         """
         request, in_flight = requests[0], self.parts.in_flight
         direction = request.direction
-        opposite = in_flight.loads if direction is STORE else in_flight.stores
-        opposed = len(opposite.transfers) > 0
+        same = in_flight.stores if direction is STORE else in_flight.loads
+        opposed, queued = len(same.opposite.transfers) > 0, len(same.transfers) > 0
         # 2. plan, 3. select
-        copier, reason, shares = self._select(requests, opposed)
+        copier, reason, shares = self._select(requests, opposed, queued)
         # 4. order: what it must follow
         nbytes = 0
         for _, _, _, of_share in shares:
@@ -212,7 +212,7 @@ class Shard:
             for one in requests:
                 on_slots = hazards.latest_on_slots(other, one.slots)
                 latest = max(latest, on_slots, hazards.latest_on_blocks(other, one.group, one.blocks))
-            transfer.conflict = opposite.unfinished(latest)
+            transfer.conflict = same.opposite.unfinished(latest)
         transfer.copier, transfer.reason, transfer.shares = copier, reason, shares
         if isinstance(reason, Forecast):
             transfer.forecast = reason
@@ -257,14 +257,16 @@ class Shard:
         transfer.submitting = False
         in_flight.consistent = True
 
-    def _select(self, requests: Requests, opposed: bool) -> tuple[CopierName, str | Forecast, tuple[Share, ...]]:
-        """The copier of a transfer, why, and what it carries. Of several groups, the copier of most bytes."""
+    def _select(self, requests: Requests, *busy: bool) -> tuple[CopierName, str | Forecast, tuple[Share, ...]]:
+        """The copier of a transfer, why, and what it carries. Of several groups, the copier of most bytes. `busy`: the
+        lanes of the other direction and of this one.
+        """
         copiers, request = self.parts.copiers, requests[0]
         why: str | Forecast
         names: list[CopierName]
         if len(requests) == 1:
             plan = self._plan(request)
-            copier, why, between = copiers.select(plan, request.copier, opposed)
+            copier, why, between = copiers.select(plan, request.copier, *busy)
             if between is not None:
                 why = between[0].choose(between[1], plan.nbytes)
                 copier = why.copier
@@ -273,7 +275,7 @@ class Shard:
             plans, names = [plan], [copier]
         else:
             plans = [self._plan(one) for one in requests]
-            each = [copiers.select(plan, one.copier, opposed) for plan, one in zip(plans, requests, strict=True)]
+            each = [copiers.select(plan, one.copier, *busy) for plan, one in zip(plans, requests, strict=True)]
             (copier, _, between), plan = max(zip(each, plans, strict=True), key=lambda pair: pair[1].nbytes)
             names = [found.copier for found in each]
             reasons = [f"group {one.group}: {found.reason}" for one, found in zip(requests, each, strict=True)]
@@ -288,7 +290,7 @@ class Shard:
             if no_ring is not None:
                 text = f"copier 'pack' is out, other copiers carry its transfers: {no_ring}"
                 self.reports.notices.append(Notice(logging.WARNING, text))
-                return self._select(requests, opposed)
+                return self._select(requests, *busy)
         return copier, why, shares_together([copiers.share(*one) for one in zip(names, plans, strict=True)])
 
     def _plan(self, request: Request) -> BlockPlan:

@@ -123,9 +123,10 @@ class Tracker:
                 if following is not None and following.forecast and following.copier == "pack" and following.ordered:
                     assert following.start is not None  # 2
                     try:
-                        following.overlap = max(0.0, self._driver.event_seconds(following.start, transfer.end))
+                        if self._driver.event_query(following.start):  # else there is no overlap
+                            following.overlap = max(0.0, self._driver.event_seconds(following.start, transfer.end))
                     except KVOffloadError:
-                        pass  # it has not begun: there is no overlap
+                        pass  # only the overlap is unknown
             transfer.seconds = seconds
             transfer.step(ENDED)
         self._report(queue, transfer)

@@ -23,6 +23,7 @@ from kvoffload import (
     open_cache,
 )
 
+pytestmark = pytest.mark.kernels
 KEYS = [bytes([65 + index]) for index in range(8)]
 
 

@@ -22,7 +22,8 @@ SIZES = (4, 16, 64)  # MiB
 SEEDS = seeds(8)
 BEGINNING = 16  # transfers that do not count
 
-# GB/s of pack and strided, on an H200, rows of 32 KiB. A launch behind a long kernel waits until a wave of it ends.
+# GB/s of pack and strided, on an H200, rows of 32 KiB, by kernels of priority 0: a launch behind a long kernel waits
+# until a wave of it ends. So the situations differ more than with the highest priority, the default.
 RATES: dict[str, dict[int, tuple[float, float]]] = {
     "idle": {4: (53, 45), 16: (54, 47), 64: (53, 48)},
     "small products": {4: (43, 44), 16: (50, 46), 64: (52, 48)},

@@ -123,13 +123,13 @@ def test_where_one_copier_could_carry_it_nothing_is_compared(monkeypatch: pytest
 
 def test_loads_in_parts_are_compared_among_themselves(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
     with choosing(times, monkeypatch) as bench:
-        for parts in (1, 2):
-            jobs = []
-            for _ in range(5):
-                jobs.append(bench.engine.load(IDS, IDS, after=NO_WAIT, parts=parts))
-                jobs[-1].wait(60)
-            assert [job.copier == "pack" for job in jobs] == [False, False, False, True, False]
-        assert [copier == "pack" for copier, _ in times.told] == 2 * [False, False, False, True, False]
+        jobs = []
+        for parts in 5 * [1] + 5 * [2]:
+            jobs.append(bench.engine.load(IDS, IDS, after=NO_WAIT, parts=parts))
+            jobs[-1].wait(60)
+        packed = [job.copier == "pack" for job in jobs]
+        assert [packed.index(True), 5 + packed[5:].index(True)] == [3, 7], "each is tried"
+        assert [copier == "pack" for copier, _ in times.told] == packed
 
 
 def test_a_transfer_that_waited_for_the_host_is_not_told(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
