@@ -199,10 +199,7 @@ class PoolOwner:
                 waits = any(region.waits for region in self._regions.values())
                 timeout = QUARANTINE_SECONDS if waits or self._waiting else NOTICE_SECONDS if self._making else None
                 posted = len(self._done)  # what members had sent before comes first
-                ready = self._epoll.poll(0 if posted or time.monotonic() < awake_until else timeout)
-                for descriptor, events in ready:
-                    self._handle(descriptor, events)
-                if ready:
+                if self._handle_events(0 if posted or time.monotonic() < awake_until else timeout):
                     awake_until = time.monotonic() + self._busy_poll
                 else:
                     os.sched_yield()  # to whoever wants this core
@@ -220,18 +217,23 @@ class PoolOwner:
                 if waits:
                     for region in self._regions.values():
                         region.settle()
-            for descriptor, events in self._epoll.poll(0):  # who has left by now does not come back
-                self._handle(descriptor, events)
+            self._handle_events(0)  # who has left by now does not come back
         finally:
             self._end()
 
-    def _handle(self, descriptor: int, events: int) -> None:
-        member = self._member_of.get(descriptor)
+    def _handle_events(self, timeout: float | None) -> bool:
+        """Whether there were any. A descriptor may be closed and given to another member in between."""
+        ready = [(each, events, self._member_of.get(each)) for each, events in self._epoll.poll(timeout)]
+        for each in ready:
+            self._handle(*each)
+        return bool(ready)
+
+    def _handle(self, descriptor: int, events: int, member: Member | None) -> None:
         if descriptor == self._wakeup:
             os.eventfd_read(descriptor)
         elif descriptor == self._listener.fileno():
             self._accept()
-        elif member is not None:  # else it has gone by an event before this one
+        elif member is not None and not member.gone:
             dead = descriptor == member.process
             try:
                 if events & ~select.EPOLLIN:

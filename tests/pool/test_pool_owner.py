@@ -8,16 +8,20 @@ import os
 import random
 import select
 import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, RawMember, eventually, keys_of, layout_of, member, raw, region_bytes, serve
+from pooling import ENTRY_BYTES, SECONDS, RawMember, eventually, keys_of, layout_of, member, raw, region_bytes, serve
 
 import kvoffload
 from kvoffload import CapacityError, KVOffloadError, Tenant
+from kvoffload.cache.policies import LRU
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import ENDING, HEADER, PENDING, Operation, datagrams, pack_keys
@@ -555,3 +559,57 @@ def test_seconds_of_busy_polling_are_checked(wrong: Any, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="busy_poll must be a number of seconds"):
         PoolOwner(tmp_path / "pool", nbytes=1, busy_poll=wrong)
     assert not (tmp_path / "pool").exists()
+
+
+class Waits(LRU):
+    """Keeps the owner's thread in its hands."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self.asked.set()
+        assert self.go.wait(SECONDS)
+        super().insert(keys)
+
+
+LEAVES = """
+import socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.connect(sys.argv[1])
+    print("there", flush=True)
+    sys.stdin.readline()
+print("gone", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_end_of_a_process_is_not_taken_for_that_of_one_that_comes_meanwhile(tmp_path: Path) -> None:
+    """The owner closes the descriptors of the first one, and gets the same numbers for the second, in one look."""
+    policies = list[Waits]()
+
+    def policy(capacity: int) -> Waits:
+        policies.append(Waits(capacity))
+        return policies[-1]
+
+    with serve(tmp_path, 8, policy=policy) as owner, raw(owner.path) as one:
+        command = [sys.executable, "-c", LEAVES, owner.path]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            owner.statistics()  # it has been accepted
+            one.reserve([b"key"])
+            eventually(lambda: any(each.asked.is_set() for each in policies), "the owner is busy")
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "gone\n"
+            with raw(owner.path, join=False) as other:
+                process.kill()
+                process.wait(SECONDS)
+                for each in policies:
+                    each.go.set()
+                other.join()
+                other.reserve([b"another"])
+                assert owner.statistics()[0]["members"] == 2

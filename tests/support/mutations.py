@@ -799,6 +799,13 @@ MUTATIONS = (
         (f"{POOL_ENDS}::test_the_lock_of_a_forgotten_membership_lasts_as_long_as_an_engine_over_its_memory",),
     ),
     Mutation(
+        "an-event-is-of-whoever-has-the-descriptor-by-now",
+        "pool/owner.py",
+        "            self._handle(*each)",
+        "            self._handle(each[0], each[1], self._member_of.get(each[0]))",
+        (f"{POOL_OWNER}::test_the_end_of_a_process_is_not_taken_for_that_of_one_that_comes_meanwhile",),
+    ),
+    Mutation(
         "an-owner-with-members-takes-its-socket-away",
         "pool/owner.py",
         "        if not held and _file(self.path)",
