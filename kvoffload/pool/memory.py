@@ -38,7 +38,7 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.pool.messages import MOST_KEY_BYTES
 
 PAGE = 4096
-MAGIC = b"\x89KVPOOL1"
+MAGIC = b"\x89KVPOOL2"
 OWNER = 63  # the owner's number, and its lock
 MEMBERS = 63  # numbers 0 to 62
 FREE, RESERVED, READY = range(3)
@@ -60,7 +60,7 @@ HEADER = np.dtype(
 _HEADER_BYTES = 128
 assert HEADER.itemsize == _HEADER_BYTES
 _CHECKED = slice(16, 104)
-_RESERVED = struct.Struct("<IIQQI")  # check to writer; a few entries take a tenth of the time that numpy takes
+_RESERVED = struct.Struct("<IIQQI")  # check to writer; for a few entries, as most calls have, numpy would take longer
 _NAMED = struct.Struct(f"<I8s{MOST_KEY_BYTES}s")  # key_bytes to key
 _CHECK = struct.Struct("<I")
 _SUPERBLOCK = struct.Struct("<8sIIQQ16s16s")  # magic, check of the rest, 0, capacity, row bytes, fingerprint, identity
