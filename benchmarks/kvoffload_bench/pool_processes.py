@@ -22,6 +22,7 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool.owner import BUSY_POLL_SECONDS
 from kvoffload.simulator import SimulatedDriver
 from kvoffload.terminal.console import CommandError
 from kvoffload_bench.pool_table import SharedTable
@@ -105,11 +106,11 @@ def wait_until(start: float) -> None:
 
 
 class Owner:
-    """The owner of a pool, and of a table of so many keys, a quarter full."""
+    """The owner of a pool, as `kvoffload pool serve` makes it, and of a table of so many keys, a quarter full."""
 
     def __init__(self, path: str, nbytes: int, keys: int) -> None:
         with ExitStack() as undo:
-            undo.enter_context(PoolOwner(path, nbytes=nbytes))
+            undo.enter_context(PoolOwner(path, nbytes=nbytes, busy_poll=BUSY_POLL_SECONDS))
             self._places = 4 << (keys - 1).bit_length()
             self._table = undo.enter_context(closing(SharedTable(self._places)))
             self._table.put(keys_of(0, 0, keys), range(keys))

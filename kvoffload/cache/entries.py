@@ -379,8 +379,8 @@ class Journal(Protocol):
     def reserved(self, record: ReservationRecord, /) -> None:
         """The entries of a record are about to be written."""
 
-    def filled(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, /) -> None:
-        """The entries have the bytes of these keys."""
+    def filled(self, entries: Sequence[int], /) -> None:
+        """The entries have the bytes of the keys that they were reserved for."""
 
     def removed(self, entries: Sequence[int], /) -> None:
         """The keys of these entries are missing from now on."""

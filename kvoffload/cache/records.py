@@ -5,7 +5,6 @@ A call (`guarded`) takes the lock, brings the state up to date, and reports even
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -362,10 +361,7 @@ class Records:
         (tenant, session, on_end), state = given, self._state
         state.pools.of(tenant)
         record = RequestRecord(state, tenant, on_end)
-        if session is not None:
-            state.consistent = False
-            record.of_session = state.with_sessions().open(session, tenant, weakref.ref(record))
-            state.consistent = True
+        state.open_request(record, session)
         return CacheRequest(self, record)
 
     @guarded
@@ -374,7 +370,7 @@ class Records:
         if record.ended:
             return False
         record.ended = True
-        self._state.touch(list(record.keys), record.of_session)
+        self._state.end_request(record)
         return True
 
     @guarded

@@ -337,7 +337,7 @@ class CacheState:
             table.reservations.discard(record)
             mine, indices = table.fulfil(record)
             if self.journal is not None:
-                self.journal.filled(mine, indices, record.tenant)
+                self.journal.filled(indices)
             self.recorder.note_stored(mine, indices, record.tenant, record.promoted)
             if self.filter.store_after:
                 self.filter.forget(mine)
@@ -484,6 +484,15 @@ class CacheState:
             else:
                 self.sessions.used_by_others(used)
         self.consistent = True
+
+    def open_request(self, record: RequestRecord, session: str | None) -> None:
+        if session is not None:
+            self.consistent = False
+            record.of_session = self.with_sessions().open(session, record.tenant, weakref.ref(record))
+            self.consistent = True
+
+    def end_request(self, record: RequestRecord) -> None:
+        self.touch(list(record.keys), record.of_session)
 
     def remove(self, keys: list[bytes]) -> None:
         """Resident keys, no repeats, lose their entries; their reservations go on without them."""

@@ -218,10 +218,9 @@ class StatisticsRecorder:
         self._hits_in_tiers.update(in_tiers)
 
     def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str, promoted: bool) -> None:
-        if len(entries) == 1:
-            self._stored_at_each[entries[0]] = time.monotonic()
-        else:
-            self._stored_at[entries] = time.monotonic()
+        now, each = time.monotonic(), self._stored_at_each
+        for entry in entries:  # numpy takes as long for many, and longer for few
+            each[entry] = now
         self.note("promoted" if promoted else "stored", keys, tenant)
 
     def note_unfit(self, keys: Sequence[bytes], tenant: str) -> None:
@@ -246,10 +245,8 @@ class StatisticsRecorder:
 
     def note_new(self, entries: list[int]) -> None:
         """These entries have new keys, which may be touched before they are stored."""
-        if len(entries) == 1:
-            self._touched_at_each[entries[0]] = 0
-        else:
-            self._touched_at[entries] = 0
+        for entry in entries:
+            self._touched_at_each[entry] = 0
 
     def note_touched(self, entries: list[int], blocks: int) -> None:
         """A request for so many blocks has ended; `entries`: those present."""

@@ -43,6 +43,8 @@ def add_parser(commands: Any) -> None:
         help="a tenant, and the most keys that it may have; may be repeated")  # fmt: skip
     add("--disk", type=Path, metavar="FOLDER", help="a disk tier below, with a file for each region")
     add("--disk-bytes", type=size, metavar="SIZE", help="of each of these files")
+    add("--busy-poll", type=float, metavar="SECONDS",
+        help="keep a core busy for so long after each message; default: 0.02 with 8 CPUs or more, else 0")  # fmt: skip
     add("--json", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
     pool.set_defaults(run=lambda _: pool.print_help())
@@ -55,7 +57,7 @@ def tenant(text: str) -> tuple[str, Tenant]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; 130 after Ctrl-C, as of every command."""
-    from kvoffload.pool.owner import PoolOwner
+    from kvoffload.pool.owner import BUSY_POLL_SECONDS, PoolOwner
 
     output, tiers = Output(arguments.json), make_tiers(arguments)
     available = hostinfo.available_bytes()
@@ -70,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             policy=arguments.policy,
             tenants=dict(arguments.tenant),
             tiers=tiers,
+            busy_poll=BUSY_POLL_SECONDS if arguments.busy_poll is None else arguments.busy_poll,
         )
         with owner:
             output.line(f"pool: process {os.getpid()} serves {mib(arguments.bytes)} until Ctrl-C, at")

@@ -8,8 +8,8 @@ Only the owner writes superblock and headers. They are there for the owner's dea
 a member reads from them which keys are ready, which entries are being written and by whom, and which are being read.
 The order of writes makes every prefix of them safe, and a process that is killed leaves a prefix:
 
-- an entry's header says RESERVED before anybody may write its row;
-- it says READY after everything else in it was written, and that after its row was filled.
+- an entry's header says RESERVED, with a check that fits no key, before anybody may write its row;
+- then it gets the key and its check, and READY after its row was filled.
 
 **Who may still touch the rows.** Each member holds a lock on one byte of the memfd, the byte of its number, from before
 its first transfer until after its last one. The lock belongs to an open file (F_OFD_SETLK), so the kernel ends it when
@@ -28,7 +28,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.pool.messages import MOST_KEY_BYTES
 
 PAGE = 4096
-MAGIC = b"\x89KVPOOL1"
+MAGIC = b"\x89KVPOOL2"
 OWNER = 63  # the owner's number, and its lock
 MEMBERS = 63  # numbers 0 to 62
 FREE, RESERVED, READY = range(3)
@@ -46,18 +46,23 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 HEADER = np.dtype(
     [
-        ("state", "<u4"),
         ("check", "<u4"),
-        ("sequence", "<u8"),
+        ("state", "<u4"),
         ("readers", "<u8"),
-        ("tenant", "V8"),
+        ("sequence", "<u8"),
         ("writer", "<u4"),
         ("key_bytes", "<u4"),
+        ("tenant", "V8"),
         ("key", f"V{MOST_KEY_BYTES}"),
         ("spare", "V24"),
     ]
-)  # state: FREE, RESERVED or READY; readers: a bit for each member that may be reading; sequence: of the reservation
-assert HEADER.itemsize == 128
+)  # check: of what follows `readers`; readers: a bit for each member that may be reading; sequence: of the reservation
+_HEADER_BYTES = 128
+assert HEADER.itemsize == _HEADER_BYTES
+_CHECKED = slice(16, 104)
+_RESERVED = struct.Struct("<IIQQI")  # check to writer; for a few entries, as most calls have, numpy would take longer
+_NAMED = struct.Struct(f"<I8s{MOST_KEY_BYTES}s")  # key_bytes to key
+_CHECK = struct.Struct("<I")
 _SUPERBLOCK = struct.Struct("<8sIIQQ16s16s")  # magic, check of the rest, 0, capacity, row bytes, fingerprint, identity
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, process
 
@@ -152,18 +157,11 @@ class PoolMemory:
         except BaseException:
             close_files(self._files)
             raise
-        shape = (meaning.capacity, meaning.row_bytes)
-        self.rows: UInt8Array = np.frombuffer(mapped, np.uint8, count=meaning.slot_bytes).reshape(shape)
-        self.headers = (
-            np.frombuffer(mapped, HEADER, count=meaning.capacity, offset=meaning.slot_bytes + PAGE)
-            if headers
-            else np.empty(0, HEADER)
-        )
-        self._superblock: UInt8Array = (
-            np.frombuffer(mapped, np.uint8, count=PAGE, offset=meaning.slot_bytes)
-            if headers
-            else self.rows[:0].reshape(-1)
-        )
+        begin, everything = meaning.slot_bytes, np.frombuffer(mapped, np.uint8)
+        self.rows: UInt8Array = everything[:begin].reshape(meaning.capacity, meaning.row_bytes)
+        self._superblock: UInt8Array = everything[begin : begin + PAGE]
+        self.headers = everything[begin + PAGE :][: meaning.capacity * _HEADER_BYTES].view(HEADER)
+        self._bytes = self.headers.view(np.uint8).data
 
     @classmethod
     def create(cls, meaning: Meaning) -> PoolMemory:
@@ -213,10 +211,6 @@ class PoolMemory:
     def holds_lock(self) -> bool:
         return len(self._files) > 1
 
-    def unlock(self) -> None:
-        """Give up our lock: we touch the rows no more."""
-        close_files(self._files, kept=1)
-
     def locked(self, number: int) -> bool:
         """Whether any other open file holds the lock of this number."""
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
@@ -227,47 +221,54 @@ class PoolMemory:
 
     def reserved(self, entries: Sequence[int], sequence: int, writer: int) -> None:
         """These entries are about to be written."""
-        headers, chosen = self.headers, np.array(entries, np.int64)
-        headers["state"][chosen] = RESERVED
-        headers["writer"][chosen] = writer
-        headers["sequence"][chosen] = sequence
-        headers["readers"][chosen] = 0
+        pack, headers = _RESERVED.pack_into, self._bytes
+        for entry in entries:
+            pack(headers, _HEADER_BYTES * entry, 0, RESERVED, 0, sequence, writer)
 
-    def ready(self, keys: Sequence[bytes], entries: Sequence[int], tenant: bytes) -> None:
-        """These entries have the bytes of these keys."""
-        headers, chosen = self.headers, np.array(entries, np.int64)
-        packed = b"".join([key.ljust(MOST_KEY_BYTES, b"\0") for key in keys])
-        headers["key"][chosen] = np.frombuffer(packed, f"V{MOST_KEY_BYTES}")
-        headers["key_bytes"][chosen] = list(map(len, keys))
-        headers["tenant"][chosen] = np.void(tenant)
-        headers["check"][chosen] = _checks(headers, chosen)
-        headers["state"][chosen] = READY
+    def named(self, keys: Sequence[bytes], entries: Sequence[int], tenant: bytes) -> None:
+        """These entries, which are reserved, are for these keys."""
+        headers = self._bytes
+        for key, entry in zip(keys, entries, strict=True):
+            begin = _HEADER_BYTES * entry
+            _NAMED.pack_into(headers, begin + 28, len(key), tenant, key)
+            _CHECK.pack_into(headers, begin, zlib.crc32(headers[begin + 16 : begin + 104]))
 
-    def gone(self, entries: Sequence[int] | npt.NDArray[np.int64]) -> None:
+    def ready(self, entries: Iterable[int]) -> None:
+        """These entries have the bytes of their keys."""
+        states = self._bytes.cast("I")
+        for entry in entries:
+            states[32 * entry + 1] = READY
+
+    def gone(self, entries: Iterable[int]) -> None:
         """These entries have no keys any more. Those that are being written are so still."""
-        chosen = np.array(entries, np.int64)
-        self.headers["state"][chosen[self.headers["state"][chosen] == READY]] = FREE
+        states = self._bytes.cast("I")
+        for entry in entries:
+            if states[32 * entry + 1] == READY:
+                states[32 * entry + 1] = FREE
 
-    def reading(self, entries: Sequence[int], member: int) -> None:
+    def reading(self, entries: Iterable[int], member: int) -> None:
         """The member may read these entries from now on."""
-        self.headers["readers"][np.array(entries, np.int64)] |= np.uint64(1 << member)
+        words, bit = self._bytes.cast("Q"), 1 << member
+        for entry in entries:
+            words[16 * entry + 1] |= bit
 
     def read(self, entries: Iterable[int], member: int) -> None:
         """It reads them no more."""
-        self.headers["readers"][np.fromiter(entries, np.int64)] &= np.uint64(~(1 << member) & (1 << 64) - 1)
+        words, others = self._bytes.cast("Q"), ~(1 << member)
+        for entry in entries:
+            words[16 * entry + 1] &= others
 
     def found(self) -> Found:
         """What a dead owner has left. Headers that are wrong count as free."""
         headers = self.headers
         ready = np.flatnonzero((headers["state"] == READY) & (headers["key_bytes"] <= MOST_KEY_BYTES))
-        ready = ready[headers["check"][ready] == _checks(headers, ready)]
         ready = ready[np.argsort(headers["sequence"][ready], kind="stable")]
         keys, entries, sequences, tenants, seen = [], [], [], [], set[bytes]()
         for entry in ready.tolist():
             header = headers[entry]
             key = header["key"].tobytes()[: int(header["key_bytes"])]
-            sequence = int(header["sequence"])
-            if key not in seen and sequence < 1 << 62:
+            sequence, whole = int(header["sequence"]), header.tobytes()
+            if key not in seen and sequence < 1 << 62 and header["check"] == zlib.crc32(whole[_CHECKED]):
                 seen.add(key)
                 keys.append(key)
                 entries.append(entry)
@@ -291,26 +292,13 @@ class PoolMemory:
         Memory that is forgotten gives them up once no array over it is left, an engine's either.
         """
         self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, HEADER)
-        self._superblock = self.rows.reshape(-1)
+        self._superblock, self._bytes = self.rows.reshape(-1), memoryview(b"")
         close_files(self._files)
 
 
-def close_files(files: list[int], kept: int = 0) -> None:
+def close_files(files: list[int]) -> None:
     """Close descriptors, the last one first, and take each out of the list."""
-    while len(files) > kept:
+    while files:
         number = files[-1]
         del files[-1]  # before it is closed: an interrupt comes after
         os.close(number)
-
-
-_FACTORS = np.array([0x9E3779B97F4A7C15 * (2 * n + 1) % (1 << 64) for n in range(11)], "<u8")  # odd: no bit is lost
-
-
-def _checks(headers: Any, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """The checks of these entries' headers, which find headers that were cut off. They are no signature."""
-    words = np.empty((len(entries), 11), "<u8")
-    words[:, :8] = headers["key"][entries].view("<u8").reshape(-1, 8)
-    words[:, 8], words[:, 9], words[:, 10] = headers["key_bytes"][entries], headers["sequence"][entries], entries
-    mixed = (words * _FACTORS).sum(axis=1)
-    checks: npt.NDArray[np.uint32] = (((mixed ^ mixed >> 32) * _FACTORS[0]) >> 32).astype(np.uint32)
-    return checks

@@ -32,8 +32,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-
-import numpy as np
+from itertools import chain
 
 from kvoffload.errors import LayoutError
 
@@ -108,10 +107,8 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
         raise MessageError(f"a key has {max(lengths)} bytes")
     if len(lengths) != count or len(payload) != begin + sum(lengths):
         raise MessageError("a list of keys has another length than it says")
-    if count and lengths.count(lengths[0]) == count:  # the usual case
-        width = lengths[0]
-        if width:
-            return list(np.frombuffer(payload, f"V{width}", offset=begin).tolist())
+    if count and lengths[0] > 0 and lengths.count(lengths[0]) == count:  # the usual case
+        return list(chain.from_iterable(struct.iter_unpack(f"{lengths[0]}s", payload[begin:])))
     keys = []
     for length in lengths:
         keys.append(payload[begin : begin + length])
@@ -153,6 +150,8 @@ class Assembler:
         if len(datagram) < HEADER.size:
             raise MessageError("a datagram is cut off")
         number, operation, more = HEADER.unpack_from(datagram)
+        if not more and not self._parts:  # the usual case
+            return number, operation, datagram[HEADER.size :]
         if self._of != (number, operation):
             self._parts, self._of = [], (number, operation)
         self._parts.append(datagram[HEADER.size :])
@@ -160,7 +159,7 @@ class Assembler:
             if len(self._parts) * DATAGRAM_BYTES > MOST_MESSAGE:
                 raise MessageError(f"a message has more than {MOST_MESSAGE} bytes")
             return None
-        payload = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        payload = b"".join(self._parts)
         self._parts, self._of = [], None
         return number, operation, payload
 

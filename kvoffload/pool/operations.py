@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
 
 def find(message: Message) -> bytes:
-    return NUMBER.pack(message.region.index.lookup(unpack_keys(message.payload)))
+    return NUMBER.pack(message.region.look_up(unpack_keys(message.payload)))
 
 
 def status(message: Message) -> bytes:
@@ -60,8 +60,8 @@ def take(message: Message) -> bytes | None:
     flags, request = _unpacked(FOR_REQUEST, message.payload)
     keys = unpack_keys(message.payload, FOR_REQUEST.size)
     if flags & EACH:
-        return pack_entries(message.region.take_each(message.member, message.number, keys))
-    entries = message.region.take(message.member, message.number, keys, pending=bool(flags & PENDING))
+        return pack_entries(message.region.take_each((message.member, message.number, keys)))
+    entries = message.region.take((message.member, message.number, keys, bool(flags & PENDING)))
     message.member.release_promotions(ended=True)  # it has taken what they brought
     message.reply(pack_entries(entries))
     if flags & LOADS and len(entries) == len(keys):
@@ -83,7 +83,7 @@ def reserve(message: Message) -> None:
             codes = bytes(NEW if key in new else DECLINED if key in declined else PRESENT for key in keys)
         message.reply(bytes([record.short]) + codes + pack_entries(record.indices))
 
-    message.region.reserve(message.member, message.number, keys, granted, flags, request)
+    message.region.reserve((message.member, message.number, keys, granted, flags, request))
 
 
 def end(message: Message) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
-import selectors
+import select
 import socket
 import stat
 import threading
@@ -28,7 +29,8 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
-from kvoffload.internal.checks import at_least, reason, shown
+from kvoffload.internal import hostinfo
+from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory
 from kvoffload.pool.messages import (
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 NOTICE_SECONDS = 1.0  # between messages to members that wait until memory is allocated
 GRACE_SECONDS = 2.5  # after an owner with members: they bring its memory before new ones come; they look each second
 QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
+BUSY_POLL_SECONDS = 0.02 if hostinfo.usable_cpus() >= 8 else 0.0  # of an owner in a process of its own
 _MOST_CONNECTIONS = 1024
 _MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
@@ -88,6 +91,9 @@ class PoolOwner:
         region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
             one. If there is no room for another region, those without members make room, the oldest first.
         policy, tenants, write: of each region's index, as for `BlockCache`.
+        busy_poll: seconds for which the thread goes on asking for the next message after each one, before it sleeps.
+            It keeps a core busy while members call, and in a process with other threads their interpreter. Waking a
+            thread that sleeps takes tens of microseconds, on some machines hundreds, of the call that waits for it.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
             and identity) and the identity; returns its tiers, which the owner closes.
 
@@ -107,12 +113,14 @@ class PoolOwner:
         tenants: Mapping[str, Tenant] | None = None,
         tiers: Callable[[str, str], Sequence[Tier]] | None = None,
         write: WriteName = "admitted",
+        busy_poll: float = 0.0,
     ) -> None:
         self.path = os.fspath(path)
         self._nbytes = at_least("nbytes", nbytes, 1)
         self._region_bytes = self._nbytes if region_bytes is None else at_least("region_bytes", region_bytes, 1)
         self._options: dict[str, Any] = {"policy": policy, "tenants": tenants}
         self._tiers, self._write = tiers, write
+        self._busy_poll = seconds("busy_poll", busy_poll, 0.0)
         with CacheIndex(0, **self._options) as index:
             self._tenants = set(index._state.pools.by_tenant)
         self._regions: dict[RegionKey, Region] = {}
@@ -123,13 +131,14 @@ class PoolOwner:
         self._done: deque[Callable[[], None]] = deque()  # of other threads, for ours
         self._listener, follows = _listen(self.path)
         self._bound = _file(self.path)
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._member_of: dict[int, Member] = {}  # by descriptor, of a socket or a process
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
         self._waking = threading.RLock()
         self._closing = self._ended = False
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        self._epoll.register(self._listener, select.EPOLLIN)
         _SERVING.add(self)
         self._thread = threading.Thread(target=self._serve, name="kvoffload-pool-owner", daemon=True)
         self._thread.start()
@@ -184,14 +193,17 @@ class PoolOwner:
     # the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        notice = 0.0
+        notice = awake_until = 0.0
         try:
             while not self._closing:
                 waits = any(region.waits for region in self._regions.values())
                 timeout = QUARANTINE_SECONDS if waits or self._waiting else NOTICE_SECONDS if self._making else None
-                for key, events in self._selector.select(timeout):
-                    self._handle(key, events)
-                self._run_done()
+                posted = len(self._done)  # what members had sent before comes first
+                if self._handle_events(0 if posted or time.monotonic() < awake_until else timeout):
+                    awake_until = time.monotonic() + self._busy_poll
+                else:
+                    os.sched_yield()  # to whoever wants this core
+                self._run_done(posted)
                 if not self._making:
                     notice = time.monotonic() + NOTICE_SECONDS
                 elif time.monotonic() >= notice:
@@ -205,23 +217,28 @@ class PoolOwner:
                 if waits:
                     for region in self._regions.values():
                         region.settle()
-            for key, events in self._selector.select(0):  # who has left by now does not come back
-                self._handle(key, events)
+            self._handle_events(0)  # who has left by now does not come back
         finally:
             self._end()
 
-    def _handle(self, key: selectors.SelectorKey, events: int) -> None:
-        if key.fileobj is self._listener:
+    def _handle_events(self, timeout: float | None) -> bool:
+        """Whether there were any. A descriptor may be closed and given to another member in between."""
+        ready = [(each, events, self._member_of.get(each)) for each, events in self._epoll.poll(timeout)]
+        for each in ready:
+            self._handle(*each)
+        return bool(ready)
+
+    def _handle(self, descriptor: int, events: int, member: Member | None) -> None:
+        if descriptor == self._wakeup:
+            os.eventfd_read(descriptor)
+        elif descriptor == self._listener.fileno():
             self._accept()
-        elif key.data is None:
-            os.eventfd_read(self._wakeup)
-        elif not key.data.gone:
-            member: Member = key.data
-            dead = key.fd == member.process
+        elif member is not None and not member.gone:
+            dead = descriptor == member.process
             try:
-                if events & selectors.EVENT_WRITE:
+                if events & ~select.EPOLLIN:
                     self._flush(member)
-                while events & selectors.EVENT_READ and self._read(member, dead=dead) and dead:
+                while events & ~select.EPOLLOUT and self._read(member, dead=dead) and dead:
                     pass  # messages that it sent before it died count
                 if dead:
                     self._lose(member, dead=True)
@@ -246,9 +263,10 @@ class PoolOwner:
         connection.setblocking(False)
         member = Member(connection, descriptor)
         self._members.add(member)
-        self._selector.register(connection, selectors.EVENT_READ, member)
-        if descriptor is not None:
-            self._selector.register(descriptor, selectors.EVENT_READ, member)
+        for each in (connection.fileno(), descriptor):
+            if each is not None:
+                self._member_of[each] = member
+                self._epoll.register(each, select.EPOLLIN)
 
     def _read(self, member: Member, *, dead: bool = False) -> bool:
         """Execute what it has sent. Whether there may be more: others have their turn first."""
@@ -304,7 +322,7 @@ class PoolOwner:
             except OSError:  # reading finds that it has ended
                 return
         member.outgoing.extend(datagrams(number, kind, payload))
-        self._selector.modify(member.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, member)
+        self._epoll.modify(member.connection, select.EPOLLIN | select.EPOLLOUT)
         if len(member.outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
             LOGGER.warning("a member of %s is cut off: it does not read its answers", self.path)
             self._post(partial(self._lose, member))
@@ -322,17 +340,19 @@ class PoolOwner:
                 self._lose(member)
                 return
             member.outgoing.popleft()
-        self._selector.modify(member.connection, selectors.EVENT_READ, member)
+        self._epoll.modify(member.connection, select.EPOLLIN)
 
     def _lose(self, member: Member, *, dead: bool = False) -> None:
         """`dead`: its process is known to have ended."""
         if member.gone:
             return
         member.gone = True
-        self._selector.unregister(member.connection)
+        for each in (member.connection.fileno(), member.process):
+            if each is not None:
+                self._epoll.unregister(each)
+                del self._member_of[each]
         member.connection.close()
         if member.process is not None:
-            self._selector.unregister(member.process)
             os.close(member.process)
         self._forget_memory(member)
         if member.region is not None:
@@ -353,8 +373,9 @@ class PoolOwner:
         if self._ended:
             self._run_done()
 
-    def _run_done(self) -> None:
-        while self._done:
+    def _run_done(self, most: float = math.inf) -> None:
+        while self._done and most > 0:
+            most -= 1
             try:
                 step = self._done.popleft()
             except IndexError:  # another thread was faster, after the end
@@ -365,14 +386,14 @@ class PoolOwner:
         held = any(region.members for region in self._regions.values())
         for member in list(self._members):
             self._lose(member)
-        self._selector.unregister(self._listener)
+        self._epoll.unregister(self._listener)
         if not held and _file(self.path) == self._bound:  # before the listener ends: a new owner may bind it then
             os.unlink(self.path)
         self._listener.close()
         for region in self._regions.values():
             region.close()
         self._regions.clear()
-        self._selector.close()
+        self._epoll.close()
         self._ended = True
         self._run_done()
 

@@ -32,7 +32,7 @@ from kvoffload.cache.entries import (
 )
 from kvoffload.cache.pools import OfSession, Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded, locked
-from kvoffload.cache.reservations import CacheRequest, Lease
+from kvoffload.cache.reservations import Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
@@ -292,6 +292,9 @@ class PooledState(CacheState):
                 self.numbers[lease] = self.numbers[source]
                 return lease
             lease.indices = []
+        reserved = [each for each in self.table.reservations if pending and each.stage is not SETTLING]
+        if any(not set(each.keys).isdisjoint(keys) for each in reserved):
+            loads = None  # it may be refused, and then it uses none
         flags = PENDING * pending | LOADS * (loads is not None)
         payload = FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
         self._told = None if loads is None else lease
@@ -299,9 +302,7 @@ class PooledState(CacheState):
         if answer:
             indices = unpack_entries(answer)
             if pending:  # reserved by this member, but no transfer fills them, or it has failed
-                unfilled = {
-                    entry for each in self.table.reservations if each.stage is not SETTLING for entry in each.indices
-                }
+                unfilled = {entry for each in reserved for entry in each.indices}
                 indices = list(takewhile(lambda entry: entry not in unfilled, indices))
             lease.indices = indices
             lease.keys = keys[: len(lease.indices)]
@@ -358,6 +359,15 @@ class PooledState(CacheState):
     def touch(self, used: list[bytes], of_session: OfSession | None = None) -> None:
         del of_session  # the owner knows it
         self.pool.tell(Operation.TOUCH, self.pack(used))
+
+    def open_request(self, record: RequestRecord, session: str | None) -> None:
+        number = self.pool.next_number()
+        record.notes[_REQUEST] = {"number": number}
+        named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
+        self.pool.tell(Operation.OPEN, REQUEST.pack(number) + named)
+
+    def end_request(self, record: RequestRecord) -> None:
+        self.pool.tell(Operation.CLOSE, ENDING.pack(_number_of(record), True))
 
     # at the owner -------------------------------------------------------------------------------------------------
 
@@ -454,24 +464,6 @@ class PoolRecords(Records):
         wait = MOST_SECONDS if self._pool.has_tiers else 0.0
         answer = self._pool.ask_slowly(Operation.REMOVE, payload, wait)
         return int(NUMBER.unpack(answer)[0]) if answer else 0
-
-    @guarded
-    def open_request(self, given: tuple[str, str | None, Callable[[tuple[bytes, ...]], None] | None]) -> CacheRequest:
-        tenant, session, _ = given
-        self._state.pools.of(tenant)
-        record, number = RequestRecord(self._state, tenant, None), self._pool.next_number()
-        record.notes[_REQUEST] = {"number": number}
-        named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
-        self._pool.tell(Operation.OPEN, REQUEST.pack(number) + named)
-        return CacheRequest(self, record)
-
-    @guarded
-    def end_request(self, record: RequestRecord) -> bool:
-        if record.ended:
-            return False
-        record.ended = True
-        self._pool.tell(Operation.CLOSE, ENDING.pack(_number_of(record), True))
-        return True
 
     @guarded
     def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.records import leading, locked
+from kvoffload.cache.records import guarded, leading, locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
@@ -27,7 +25,6 @@ MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
 _MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
 
 MakeIndex = Callable[[PoolMemory], CacheIndex]
-Granted = Callable[[ReservationRecord], None]
 
 
 class Alive:
@@ -102,6 +99,8 @@ class Region:
         gone: members that have gone, and may still touch entries, by their numbers.
     """
 
+    _check_usable: Callable[[], None] | None = None
+
     def __init__(self, memory: PoolMemory, make_index: MakeIndex) -> None:
         self.memory = memory
         self.members: set[Holdings] = set()
@@ -114,7 +113,8 @@ class Region:
             memory.close()
             raise
         self._records = self.index.records
-        self._records._state.journal = self
+        self._state = self._records._state
+        self._state.journal = self
         if not memory.locked(OWNER):
             memory.lock(OWNER)
 
@@ -142,8 +142,8 @@ class Region:
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
         self._sequence = int(found.sequences[-1]) + 1 if len(found.sequences) else 0
         self.inherited = locked(records, partial(_hold, users=users))
-        kept = locked(records, lambda state: list(state.table.of.values()))
-        memory.gone(np.setdiff1d(np.flatnonzero(memory.headers["state"]), kept))  # keys that this index does not have
+        known = locked(records, lambda state: list(state.table.of.values()))
+        memory.gone(set(range(memory.meaning.capacity)).difference(known))  # keys that this index does not have
 
     @property
     def busy(self) -> bool:
@@ -153,7 +153,7 @@ class Region:
     @property
     def waits(self) -> bool:
         """Whether entries are in quarantine."""
-        return bool(self.inherited or self._records._state.awaited)
+        return bool(self.inherited or self._state.awaited)
 
     # the journal, which the index tells under its lock --------------------------------------------------------------
 
@@ -163,10 +163,11 @@ class Region:
         if record.indices:
             self._sequence += 1
             self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self._writer)
+            if record.promoted:
+                self.memory.named(record.keys, record.indices, tenant_digest(record.tenant))
 
-    def filled(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str) -> None:
-        if keys:
-            self.memory.ready(keys, entries, tenant_digest(tenant))
+    def filled(self, entries: Sequence[int]) -> None:
+        self.memory.ready(entries)
 
     def removed(self, entries: Sequence[int]) -> None:
         self.memory.gone(entries)
@@ -253,85 +254,83 @@ class Region:
         if lease is not None:
             found.update(lease.indices)
         if alive is not None:
-            found.update(*(record.indices for record in self._records._state.awaited if alive in record.jobs))
+            found.update(*(record.indices for record in self._state.awaited if alive in record.jobs))
         return found
 
     @property
     def has_tiers(self) -> bool:
         return self.index._tiers is not None
 
+    def look_up(self, keys: list[bytes]) -> int:
+        return self._records.look_up(([keys], None))[0]
+
     def status(self, keys: list[bytes]) -> bytes:
         return bytes([_CODES[status] for status in self._records.status(keys)])
 
+    @guarded
     def reserve(
-        self, member: Holdings, number: int, keys: list[bytes], granted: Granted, flags: int, request: int
+        self, given: tuple[Holdings, int, list[bytes], Callable[[ReservationRecord], None], int, int]
     ) -> ReservationRecord:
         """Entries for missing keys, reserved under the number. Raises CapacityError with `ALL_OR_NOTHING`.
 
         Args:
-            granted: tells the member, before the policy is told. The entries are the member's even if that raises.
-            flags, request: as in RESERVE.
+            given: member, number, keys; what tells the member, before the policy is told: the entries are the member's
+                even if that raises; flags and request, as in RESERVE.
         """
-        opened = member.requests.get(request)
+        member, number, keys, granted, flags, request = given
+        state, opened = self._state, member.requests.get(request)
+        its = None if opened is None else opened._record
         self._writer = member.number
+        tenant = "" if its is not None else member.tenant
+        record = state.propose(keys, tenant, bool(flags & ALL_OR_NOTHING), its, bool(flags & USES))
+        state.publish(record)
+        if record.keys:
+            member.reservations[number] = record
+        granted(record)
+        self.memory.named(record.keys, record.indices, tenant_digest(record.tenant))
+        try:
+            state.fill(record)
+        except Exception as error:  # noqa: BLE001  # a policy's, and the member has its answer; the next call repairs
+            LOGGER.warning("the policy of a shared pool: %s", reason(error))
+        else:
+            if not record.keys:
+                state.settle(record, well=True)
+        return record
 
-        def step(state: CacheState) -> ReservationRecord:
-            its = None if opened is None else opened._record
-            tenant = "" if its is not None else member.tenant
-            record = state.propose(keys, tenant, bool(flags & ALL_OR_NOTHING), its, bool(flags & USES))
-            state.publish(record)
-            if record.keys:
-                member.reservations[number] = record
-            granted(record)
-            try:
-                state.fill(record)
-            except Exception as error:  # noqa: BLE001  # a policy's, and the member has its answer; the next call repairs
-                LOGGER.warning("the policy of a shared pool: %s", reason(error))
-            else:
-                if not record.keys:
-                    state.settle(record, well=True)
-            return record
+    @guarded
+    def take(self, given: tuple[Holdings, int, list[bytes], bool]) -> list[int]:
+        """Hold the leading keys that are ready, or with `pending` that the member itself is storing. Returns their
+        entries. `given`: member, number, keys, pending.
+        """
+        member, number, keys, pending = given
+        table = self._state.table
+        found = leading(table, keys)
+        if table.pending:
+            own = {None, *member.reservations.values()} if pending else {None}
+            waiting = (place for place, key in enumerate(keys[:found]) if table.pending.get(key) not in own)
+            found = next(waiting, found)
+        return self._hold(member, number, keys[:found])
 
-        return locked(self._records, step)
-
-    def take_each(self, member: Holdings, number: int, keys: list[bytes]) -> list[int]:
+    @guarded
+    def take_each(self, given: tuple[Holdings, int, list[bytes]]) -> list[int]:
         """Hold the keys that are ready. Returns for each its entry, `MISSING`, or `STORING`."""
-        own = set(member.reservations.values())
-
-        def step(state: CacheState) -> LeaseRecord:
-            of, pending = state.table.of, state.table.pending
-            return _begin(state, [key for key in keys if key in of and key not in pending])
-
-        record = locked(self._records, step)
-        self._hold(member, number, record)
-        found, pending = dict(zip(record.keys, record.indices, strict=True)), self._records._state.table.pending
+        member, number, keys = given
+        of, pending, own = self._state.table.of, self._state.table.pending, set(member.reservations.values())
+        ready = [key for key in keys if key in of and key not in pending]
+        found = dict(zip(ready, self._hold(member, number, ready), strict=True))
         return [found.get(key, STORING if pending.get(key) in own else MISSING) for key in keys]
 
-    def take(self, member: Holdings, number: int, keys: list[bytes], *, pending: bool) -> list[int]:
-        """Hold the leading keys that are ready, or that the member itself is storing. Returns their entries."""
-        own = set(member.reservations.values()) if pending else set()
-
-        def step(state: CacheState) -> LeaseRecord:
-            table = state.table
-            found = leading(table, keys)
-            if table.pending:
-                waiting = (
-                    place for place, key in enumerate(keys[:found]) if table.pending.get(key) not in own | {None}
-                )
-                found = next(waiting, found)
-            return _begin(state, keys[:found])
-
-        record = locked(self._records, step)
-        self._hold(member, number, record)
-        return record.indices
-
-    def _hold(self, member: Holdings, number: int, record: LeaseRecord) -> None:
-        if not record.keys:
-            self._records.release(record)
-            return
+    def _hold(self, member: Holdings, number: int, keys: list[bytes]) -> list[int]:
+        """Hold keys that have entries, also pending ones. Under the lock."""
+        if not keys:
+            return []
+        state = self._state
+        state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
+        state.begin(record)
         member.leases[number] = record
         self.memory.reading(record.indices, member.number)
         member.marked.update(record.indices)
+        return record.indices
 
     def end(self, member: Holdings, number: int, *, well: bool, unfit: Sequence[int] = ()) -> None:
         """End what the member holds under the number, and remove its keys of `unfit` entries. Numbers that it holds
@@ -378,15 +377,8 @@ class Region:
 
     def close(self) -> None:
         self.index.close(1.0)
-        self._records._state.journal = None  # else the memory would be mapped until cycles are collected
+        self._state.journal = None  # else the memory would be mapped until cycles are collected
         self.memory.close()
-
-
-def _begin(state: CacheState, keys: list[bytes]) -> LeaseRecord:
-    """Hold keys that have entries, also pending ones."""
-    state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
-    state.begin(record)
-    return record
 
 
 def _hold(state: CacheState, users: dict[int, list[int]]) -> dict[int, LeaseRecord]:
@@ -400,6 +392,7 @@ def _hold(state: CacheState, users: dict[int, list[int]]) -> dict[int, LeaseReco
     return held
 
 
+@lru_cache(64)
 def tenant_digest(tenant: str) -> bytes:
     return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 

@@ -299,15 +299,7 @@ class SharedPool:
                 self._woken = True
                 wake(self._wakeup)
 
-    def ask(
-        self,
-        number: int,
-        operation: Operation,
-        payload: bytes,
-        *,
-        wait: float | None = None,
-        generation: int | None = None,
-    ) -> bytes | None:
+    def ask(self, number: int, operation: Operation, payload: bytes, *, generation: int | None = None) -> bytes | None:
         """The owner's answer to a message; None: no owner, or not in time, and then not before it has caught up; or it
         is of another `generation`.
 
@@ -319,7 +311,7 @@ class SharedPool:
                 return None
             if not self._send(number, operation, payload):
                 return None
-            answer = self._answer(number, self._answer_seconds if wait is None else wait)
+            answer = self._answer(number, self._answer_seconds)
         if answer is None:
             return None
         kind, content = answer

@@ -67,7 +67,7 @@ def member(folder: Path) -> Iterator[Any]:
 
 def test_it_serves_members_and_says_its_statistics_at_a_signal_and_at_the_end(tmp_path: Path) -> None:
     """A process takes a second to start, so that this one also has tenants."""
-    options = ("--policy", "lru", "--tenant", "chat=2", "--tenant", "batch")
+    options = ("--policy", "lru", "--tenant", "chat=2", "--tenant", "batch", "--busy-poll", "0.01")
     with serving(tmp_path, "--bytes", "1MiB", *options) as process:
         assert process.stdout is not None
         first = process.stdout.readline() + process.stdout.readline()
@@ -142,6 +142,7 @@ def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_pa
         (("--bytes", "1MiB", "--tenant", "a=no"), "argument --tenant: must be an integer, got 'no'"),
         (("--bytes", "1MiB", "--tenant", "a=0"), "argument --tenant: must be at least 1, got 0"),
         (("--bytes", "1MiB", "--policy", "best"), "argument --policy: invalid choice: 'best'"),
+        (("--bytes", "1MiB", "--busy-poll", "-1"), "busy_poll must be a number of seconds, 0.0 or more, got -1.0"),
         (("--bytes", "1MiB", "--disk", "."), "--disk FOLDER and --disk-bytes SIZE go together"),
         (("--bytes", "1MiB", "--disk-bytes", "1MiB"), "--disk FOLDER and --disk-bytes SIZE go together"),
         (("--bytes", "1MiB", "--disk", "/none", "--disk-bytes", "1MiB"), "--disk /none cannot be used: "),

@@ -31,7 +31,16 @@ from pooling import (
 from tier_classes import DictTier
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CacheIndex, LayoutError, ShardedEngine, ShardedLayout, Status
+from kvoffload import (
+    NO_WAIT,
+    BlockCache,
+    CacheIndex,
+    LayoutError,
+    MissingKeyError,
+    ShardedEngine,
+    ShardedLayout,
+    Status,
+)
 from kvoffload.cache.policies import LRU, RequestPolicy
 from kvoffload.pool import PoolOwner, SharedPool, owner
 from kvoffload.pool.memory import PoolMemory
@@ -101,6 +110,12 @@ def test_a_load_tells_the_owners_policy_once(tmp_path: Path) -> None:
         assert one.cache.fetch(keys_of([1]), [64], after=NO_WAIT).wait(SECONDS) == 1
         assert one.hits(1) == 1
         assert loaded()[2:] == [keys_of([1])]
+        reservation = one.cache.reserve(keys_of([4]))
+        with pytest.raises(MissingKeyError):
+            one.cache.load(keys_of([1, 4]), [64, 65], pending=True, after=NO_WAIT)  # no transfer fills it
+        reservation.abort()
+        assert one.hits(1) == 1
+        assert len(loaded()) == 3, "a load that is refused uses no key"
 
 
 def test_a_policy_that_raises_after_the_answer_takes_no_entry_away(tmp_path: Path, caplog: Any) -> None:
@@ -226,7 +241,7 @@ def test_a_forgotten_membership_keeps_no_file_and_no_thread(tmp_path: Path) -> N
         gone = weakref.ref(one.pool)
         del one
         gc.collect()
-        assert gone() is None
+        eventually(lambda: gone() is None, "it is garbage, once its thread does not look any more")
         eventually(lambda: len(threads()) == running, "its thread has ended")
         eventually(lambda: pool.statistics()[0]["members"] == 1, "the owner has seen it leave")
         eventually(lambda: files() == before, "its files are closed")

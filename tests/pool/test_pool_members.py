@@ -53,21 +53,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def thread_stands_still(one: Member) -> Iterator[None]:
-    """The thread of the membership does nothing meanwhile."""
-    pool: Any = one.pool
-    passed = threading.Event()
+    """The thread of the membership is in a hook of its cache meanwhile, where it holds no lock."""
+    there, leave = threading.Event(), threading.Event()
 
-    def tend(_: object) -> bool:
-        passed.set()
-        return False
+    def hook(_: CacheEvent) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            there.set()
+            assert leave.wait(SECONDS)
 
-    pool._tend = tend
+    one.cache = None  # an engine has one cache
+    one.cache = BlockCache(one.engine, pool=one.pool, on_event=hook)
+    one.cache.remove(keys_of([SOURCES - 1]))
+    one.store(SOURCES - 1, wait=False)  # the thread settles it
+    assert there.wait(SECONDS)
     try:
-        watching.wake(pool._wakeup)
-        assert passed.wait(SECONDS)
         yield
     finally:
-        del pool._tend
+        leave.set()
 
 
 def stored(one: Member, *numbers: int) -> None:

@@ -8,16 +8,20 @@ import os
 import random
 import select
 import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, RawMember, eventually, keys_of, layout_of, member, raw, region_bytes, serve
+from pooling import ENTRY_BYTES, SECONDS, RawMember, eventually, keys_of, layout_of, member, raw, region_bytes, serve
 
 import kvoffload
 from kvoffload import CapacityError, KVOffloadError, Tenant
+from kvoffload.cache.policies import LRU
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import ENDING, HEADER, PENDING, Operation, datagrams, pack_keys
@@ -536,3 +540,76 @@ def test_pending_keys_of_others_are_not_taken(tmp_path: Path) -> None:
         assert other.take(keys_of([1, 2]), PENDING)[1] == []
         assert one.take(keys_of([1, 2]), PENDING)[1] == entries
         assert one.take(keys_of([1, 2]))[1] == []
+
+
+@pytest.mark.parametrize("busy_poll", [0.0, 1.0])
+def test_statistics_count_what_members_had_done_before(busy_poll: float, tmp_path: Path) -> None:
+    """Also the end of a member, whether the owner sleeps between messages or asks for the next one all the time."""
+    with serve(tmp_path, busy_poll=busy_poll) as owner:
+        for number in range(1, 15):
+            with raw(owner.path) as one:
+                reserved, _ = one.reserve([b"key %d" % number])
+                one.end(reserved)
+                assert owner.statistics()[0]["resident"] == number
+            assert owner.statistics()[0]["members"] == 0
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("inf"), "1", True])
+def test_seconds_of_busy_polling_are_checked(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="busy_poll must be a number of seconds"):
+        PoolOwner(tmp_path / "pool", nbytes=1, busy_poll=wrong)
+    assert not (tmp_path / "pool").exists()
+
+
+class Waits(LRU):
+    """Keeps the owner's thread in its hands."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self.asked.set()
+        assert self.go.wait(SECONDS)
+        super().insert(keys)
+
+
+LEAVES = """
+import socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.connect(sys.argv[1])
+    print("there", flush=True)
+    sys.stdin.readline()
+print("gone", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_end_of_a_process_is_not_taken_for_that_of_one_that_comes_meanwhile(tmp_path: Path) -> None:
+    """The owner closes the descriptors of the first one, and gets the same numbers for the second, in one look."""
+    policies = list[Waits]()
+
+    def policy(capacity: int) -> Waits:
+        policies.append(Waits(capacity))
+        return policies[-1]
+
+    with serve(tmp_path, 8, policy=policy) as owner, raw(owner.path) as one:
+        command = [sys.executable, "-c", LEAVES, owner.path]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            owner.statistics()  # it has been accepted
+            one.reserve([b"key"])
+            eventually(lambda: any(each.asked.is_set() for each in policies), "the owner is busy")
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "gone\n"
+            with raw(owner.path, join=False) as other:
+                process.kill()
+                process.wait(SECONDS)
+                for each in policies:
+                    each.go.set()
+                other.join()
+                other.reserve([b"another"])
+                assert owner.statistics()[0]["members"] == 2

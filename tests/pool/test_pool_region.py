@@ -29,11 +29,11 @@ class Joined:
 
     def reserve(self, *numbers: int) -> list[int]:
         self.asked += 1
-        return self.region.reserve(self.holdings, self.asked, keys_of(numbers), lambda _: None, 0, 0).indices
+        return self.region.reserve((self.holdings, self.asked, keys_of(numbers), lambda _: None, 0, 0)).indices
 
     def take(self, *numbers: int) -> list[int]:
         self.asked += 1
-        return self.region.take(self.holdings, self.asked, keys_of(numbers), pending=False)
+        return self.region.take((self.holdings, self.asked, keys_of(numbers), False))
 
     def end(self, number: int, *, well: bool = True) -> None:
         self.region.end(self.holdings, number, well=well)
@@ -133,12 +133,12 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     other = Joined(following)
     assert other.holdings.number == gone.holdings.number
     assert following._records.size() == (3 if quota is None else 1)
-    other.region.reserve(other.holdings, 77, keys_of(range(100, 106)), lambda _: None, 0, 0)
+    other.region.reserve((other.holdings, 77, keys_of(range(100, 106)), lambda _: None, 0, 0))
     given = other.holdings.reservations.pop(77)
     assert not set(given.indices) & {*reading, *writing}
     following._records.abort(given)
     following.index.check()
-    region.memory.unlock()  # the last owner's
+    region.memory.close()  # the last owner's
     for number in (writer.holdings.number, reader.holdings.number):
         following.end_inherited(number)
     following.settle()
