@@ -67,15 +67,18 @@ def test_sessions_prefetched_in_time_load_from_host_memory(tmp_path: Path) -> No
 
     trace, output = tmp_path / "trace.jsonl", tmp_path / "found.json"
     write_trace(trace, sessions=True)
-    small = ["--model", "tiny", "--context", "256", "--batch", "2", "--chunk", "32", "--tokens", "16", "--pace", "5"]
+    small = ["--model", "tiny", "--context", "256", "--batch", "2", "--chunk", "32", "--tokens", "16"]
     small += ["--most-answer", "4", "--prefill", "1", "--requests", "18", "--pool", "0.4", "--hints", "prefetch"]
     small += ["--conversations", "7", "--lead", "0.3", "--caches", "disk"]
     where = ["--disk", str(tmp_path), "--json", str(output), "--oversubscribed", "8"]
-    assert measure.main([str(trace), *small, *where]) == 0
-    found = json.loads(output.read_text())
-    assert found["different_answers"] == 0
-    assert [each["cache"] for each in found["served"]] == ["disk, prefetch"]
-    returned = found["returned"]["prefetch"]
-    assert returned["requests"] == CONVERSATIONS * (TURNS - 1)
+    for pace in ("5", "1"):  # on a busy machine nothing may be in time
+        assert measure.main([str(trace), *small, *where, "--pace", pace]) == 0
+        found = json.loads(output.read_text())
+        assert found["different_answers"] == 0
+        assert [each["cache"] for each in found["served"]] == ["disk, prefetch"]
+        returned = found["returned"]["prefetch"]
+        assert returned["requests"] == CONVERSATIONS * (TURNS - 1)
+        if returned["in_time"]:
+            break
     assert returned["prefetched"] >= returned["in_time"] > 0
     assert returned["host"] + returned["disk"] + returned["in_time"] <= returned["requests"]
