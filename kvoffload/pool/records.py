@@ -103,7 +103,7 @@ class PooledState(CacheState):
         unfit: entries whose blocks do not fit the codec, until the owner is told.
     """
 
-    def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None) -> None:
+    def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None, clean: int) -> None:
         tenants = {} if pool.tenant == "" else {pool.tenant: Tenant()}
         capacity = pool.capacity
         super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
@@ -114,7 +114,7 @@ class PooledState(CacheState):
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self.salt = b""
         self._told: LeaseRecord | None = None  # the latest lease that the owner was asked for together with its use
-        self._clean = pool.generation  # nothing of owners before this generation is in use
+        self._clean = clean  # nothing of owners before this generation is in use, and the owner knows that
 
     def tidy(self) -> None:
         """Tell a new owner once nothing is in use any more that the last one granted. Under the lock."""

@@ -277,7 +277,8 @@ class SharedPool:
             )
         if layout is not None and layout.fingerprint.hex() != self._asked["fingerprint"]:
             raise LayoutError(f"the engine's layout is another than the pool was attached with: {shown(layout)}")
-        state = PooledState(self, recorder(capacity), engine)
+        first = self._calls is self._lock and not self._asked["engine"]  # nothing can have been granted before
+        state = PooledState(self, recorder(capacity), engine, 0 if first else self.generation)
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process)
         self._calls = state.lock
         self._settle = settler(None if engine is None else weakref.ref(engine), weakref.ref(records))

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from interrupts import interrupt_at, trace_points
 from pooling import (
+    ENTRY_BYTES,
+    IDENTITY,
     SECONDS,
     SOURCES,
     Member,
@@ -33,7 +35,7 @@ from tier_classes import DictTier
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import PoolOwner, watching
+from kvoffload.pool import PoolOwner, SharedPool, watching
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.tiers import Outcome
@@ -458,6 +460,25 @@ def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_pat
                 break
             points, number = points + 1, number + 29
         assert points > 3
+
+
+def test_a_cache_that_is_made_after_a_takeover_frees_what_its_number_was_writing_before(tmp_path: Path) -> None:
+    """An earlier member had the number, and its reservation's headers are all that is left of it."""
+    path = str(tmp_path / "pool")
+    layout: Any = type("Rows", (), {"fingerprint": bytes(16), "slot_bytes": ENTRY_BYTES, "num_groups": 1})
+    first = PoolOwner(path, nbytes=region_bytes(8))
+    with raw(path, fingerprint=layout.fingerprint) as gone:
+        gone.reserve(keys_of([1, 2, 3]))
+    eventually(lambda: first.statistics()[0]["pending"] == 0, "its reservation is aborted")
+    with SharedPool.attach(path, layout, identity=IDENTITY) as pool:
+        first.close()
+        with serve(tmp_path, 8) as second:
+            eventually(lambda: second.statistics(), "the member has brought the memory")
+            eventually(lambda: pool.connected, "it has joined")
+            assert second.statistics()[0]["pinned"] == 3
+            index: Any = CacheIndex(pool)
+            assert index.lookup(keys_of([1])) == 0
+            eventually(lambda: second.statistics()[0]["pinned"] == 0, "nothing is held")
 
 
 def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_path: Path) -> None:
