@@ -480,8 +480,8 @@ MUTATIONS = (
     Mutation(
         "a-choice-is-remembered-for-both-situations",
         "copiers/copier_set.py",
-        "parts, opposite)\n        found",
-        "parts)\n        found",
+        "parts, opposite, queued)\n        found",
+        "parts, queued)\n        found",
         ("tests/copiers/test_selection.py::test_an_engine_remembers_a_choice_for_the_situation_that_it_was_made_for",),
     ),
     Mutation(
