@@ -22,14 +22,12 @@ _MANTISSA_BITS = 5
 # Seconds that each further part of a load adds: 32 blocks of 64 planes x 32 KiB in 2 to 16 parts on an H200. In these
 # 30 us the driver takes in the next copies.
 _PART_SECONDS = 30e-6
-# On an H200 a transfer by pack takes so much longer than contiguous copies would: its kernel, of the highest priority,
-# waits until programs of the caller's end. For each part of a load. In a series kernels run ahead of the copies, and
-# transfers of 64 MiB pack carries fastest in every situation, whatever a profile expects, which knows other copiers
-# beside compute from smaller ones; 32 MiB are in between.
+# What pack takes beyond contiguous copies on an H200, for each part of a load: its kernel waits until programs of the
+# caller's end. Transfers of 64 MiB it carries fastest in every situation, whatever a profile expects, which knows other
+# copiers beside compute from smaller ones; 32 MiB are in between.
 _PACK_BYTES = 32 << 20
 _PACK_SECONDS = {Situation.IDLE: 20e-6, Situation.LARGE_PRODUCTS: 60e-6, Situation.SMALL_PRODUCTS: 30e-6}
-# How much longer than contiguous copies of as many blocks a submission by pack keeps its caller: 9 to 74 us in `bench
-# submit`, on a host with an H200.
+# How much longer than contiguous copies pack keeps its caller: 9 to 74 us in `bench submit` on a host with an H200.
 _PACK_HOST_SECONDS = 40e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
 
@@ -192,8 +190,8 @@ def two_ways(
     """Pack and the best copier of the copy engine, if either could carry a transfer; None if only one could, if the
     profile does not know them, and for transfers that are over before the choice could matter.
 
-    With "overlap" the time of the caller counts, too; if the transfer is `queued` behind another one of its direction,
-    only what is beyond its own: the rest passes while that one is copied.
+    With "overlap" the caller's time counts, too; if the transfer is `queued` behind one of its direction, only what its
+    copies do not hide.
     """
     best, *_ = ranked = rank(shape, available, profile, prefer, parts, opposite)
     found = {each.copier == "pack": each for each in reversed(ranked)}

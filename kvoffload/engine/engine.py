@@ -75,8 +75,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
             a job) and by the thread of done callbacks, so set this only if your program keeps calling. None: as much as
             the driver's queues hold.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
-            None: the highest for the kernels of "pack", which take microseconds, and copies wait for them. With 0,
-            short kernels of yours are delayed less, and transfers beside long ones are slower.
+            None: the highest for the kernels of "pack", which take microseconds. With 0, short kernels of yours are
+            delayed less, and transfers beside long ones are slower.
         progress: called in this thread with (bytes done, bytes in all) after each GiB or less that is pinned; an
             exception from it ends the constructor, and nothing stays pinned. Not called for `host_memory`. Of a pool
             that grows: after each piece, from the second on in the thread that pins it, where an exception ends growth.

@@ -91,9 +91,8 @@ class PoolOwner:
         region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
             one. If there is no room for another region, those without members make room, the oldest first.
         policy, tenants, write: of each region's index, as for `BlockCache`.
-        busy_poll: seconds for which the thread goes on asking for the next message after each one, before it sleeps.
-            It keeps a core busy while members call, and in a process with other threads their interpreter. Waking a
-            thread that sleeps takes tens of microseconds, on some machines hundreds, of the call that waits for it.
+        busy_poll: seconds for which the thread goes on asking for the next message after each one. That keeps a core
+            (and the interpreter) busy while members call; waking it costs a call tens to hundreds of microseconds.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
             and identity) and the identity; returns its tiers, which the owner closes.
 
