@@ -14,6 +14,7 @@ from helpers import Gate, cache_state, in_threads, key, keys, rig, simulated, wh
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from seeds import rest_long
 
 from kvoffload import (
     NO_WAIT,
@@ -820,7 +821,7 @@ class Client:
 
 
 @pytest.mark.usefixtures("restless")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", rest_long(POLICIES, 1))
 def test_threads_with_their_own_ways_share_a_cache(policy: Any, seed: int) -> None:
     """Now and then a copy fails. Nothing hangs, nothing stays behind, and nobody reads another key's bytes."""
     device = simulated(seed, "no-batch", deadlock_seconds=10)

@@ -159,6 +159,7 @@ def test_where_memory_is_short_large_transfers_are_left_out(device: kvoffload.De
     assert [each.shape.blocks for each in samples] == [1]
 
 
+@pytest.mark.long
 def test_when_time_is_short_there_are_fewer_rounds(device: kvoffload.Device) -> None:
     field = TINY.field._replace(copy_bytes=(), row_bytes=())  # the contiguous copy and pack alone, in three situations
     scale = TINY._replace(repeats=2, field=field, few_bytes=())

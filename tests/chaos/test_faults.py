@@ -16,6 +16,7 @@ from chaos_history import PAGE, SECONDS, Memory, fetch, make_tier, put_all, vers
 from chaos_history import SIX as KEYS
 from disk_sets import FaultyFiles
 from exhausting import held
+from seeds import rest_long
 
 from kvoffload.errors import LayoutError
 from kvoffload.tiers import DiskTier, Limits, Outcome
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 # random operations ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", rest_long(range(2), 1))
 def test_random_operations_while_calls_fail_and_clocks_jump(
     seed: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.long
 def test_late_writes_are_seen_where_there_are_some(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

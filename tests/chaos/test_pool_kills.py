@@ -8,6 +8,7 @@ import exhaust_pool
 import pytest
 
 
+@pytest.mark.long
 def test_killed_engines_and_owners_cost_no_byte_and_no_entry(seed: int) -> None:
     """And no process hangs, no descriptor and no file is left."""
     counts, wrong = exhaust_pool.kills(2, seed % 100_000, seconds=3.0)

@@ -49,7 +49,7 @@ def test_times_that_scatter_cost_little(world: World) -> None:
             assert fmean(shares([(situation, 200)], size, world)) >= 0.93, (situation, size)
 
 
-@pytest.mark.parametrize("size", [*SIZES, MIXED])
+@pytest.mark.parametrize("size", rest_long([MIXED, *SIZES], 1))
 def test_situations_that_change_now_and_then_are_followed(size: int | str) -> None:
     """Every second, with 200 transfers a second."""
     assert fmean(shares(FOLLOWED, size)) >= 0.94

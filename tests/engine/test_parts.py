@@ -201,7 +201,7 @@ def check_loads(device: kvoffload.Device, spec: LayoutSpec, random: np.random.Ge
         buffer.close()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", rest_long(LEVELS, 1))
 @settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(spec=layouts(), seed=st.integers(0, 1 << 16))
 def test_any_parts_move_the_bytes_of_a_naive_loop_and_no_others(level: str, spec: LayoutSpec, seed: int) -> None:

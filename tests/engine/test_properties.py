@@ -72,7 +72,7 @@ def check_case(device: kvoffload.Device, case: Case, seed: int) -> None:
         buffer.close()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", rest_long(LEVELS, 2))
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), seed=st.integers(0, 1 << 16))
 def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(level: str, case: Case, seed: int) -> None:
@@ -201,6 +201,7 @@ def test_pitfall_16_many_descriptors_go_in_capped_calls_over_several_streams(
     check_clean_close(device)
 
 
+@pytest.mark.parametrize("any_device", rest_long(LEVELS, 1), indirect=True)
 def test_segments_of_one_transfer_run_in_order_between_two_others(any_device: kvoffload.Device) -> None:
     """More operations than one queue holds: a later transfer over the same slots must follow every segment."""
     layout, buffers = separate_planes(any_device, 40, 30)

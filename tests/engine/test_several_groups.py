@@ -13,6 +13,7 @@ from driver_levels import LEVELS
 from helpers import COPY_ENGINE_ONLY, STAGING, Gate, OrderSpy, copiers_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from seeds import rest_long
 from sharding import Machine
 from strategies import Case, TransferSpec, cases, place
 
@@ -69,7 +70,7 @@ def check_case(device: kvoffload.Device, case: Case, seed: int, bound: int | Non
         buffer.close()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", rest_long(LEVELS, 1))
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(
     case=cases(), seed=st.integers(0, 1 << 16), bound=st.sampled_from((None, None, 1, 4096)), copier=st.integers(0, 5)

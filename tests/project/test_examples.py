@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from seeds import rest_long
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -39,7 +40,7 @@ def test_shared_folder_tier() -> None:
     assert "checks passed with 2 devices" in run("shared_folder_tier.py")
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+@pytest.mark.parametrize("name", rest_long(sorted(path.name for path in (ROOT / "examples").glob("*.py")), 3))
 def test_without_optional_packages_an_example_says_what_to_install(name: str) -> None:
     program = "import runpy, sys; sys.modules |= dict.fromkeys(('cupy', 'jax', 'xxhash'))\n"
     program += f"sys.path.insert(0, 'examples'); runpy.run_path('examples/{name}', run_name='__main__')"
