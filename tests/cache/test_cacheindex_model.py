@@ -736,10 +736,10 @@ TestIndexWithARC = machine(IndexMachine, "arc", 25, 50)
 TestIndexWithLRU = machine(IndexMachine, "lru", 25, 50)
 TestIndexWithPrefix = machine(IndexMachine, "prefix", 25, 50)
 TestIndexWithS3FIFO = machine(IndexMachine, "s3fifo", 25, 50)
-TestCacheWithARC = machine(CacheMachine, "arc", 30, 50)
+TestCacheWithARC = pytest.mark.long(machine(CacheMachine, "arc", 30, 50))
 TestCacheWithLRU = machine(CacheMachine, "lru", 30, 50)
 TestCacheWithPrefix = machine(CacheMachine, "prefix", 30, 50)
-TestCacheWithS3FIFO = machine(CacheMachine, "s3fifo", 30, 50)
+TestCacheWithS3FIFO = pytest.mark.long(machine(CacheMachine, "s3fifo", 30, 50))
 
 
 # threads

@@ -46,7 +46,7 @@ def test_any_steps_give_up_what_the_oracle_gives_up(capacity: int, steps: list[S
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("in_time", [False, True])
+@pytest.mark.parametrize("in_time", rest_long([True, False], 1))
 @pytest.mark.parametrize("capacity", rest_long([7, 40], 1))
 def test_long_courses_give_up_what_the_oracle_gives_up(capacity: int, in_time: bool, seed: int) -> None:
     """Conversations that grow and come back, and requests that never do."""
@@ -130,7 +130,7 @@ def test_what_never_comes_back_is_not_stored_once_that_is_known() -> None:
     assert play(least, mixed[4_000:])[0] == 0
 
 
-@pytest.mark.parametrize("in_time", [False, True])
+@pytest.mark.parametrize("in_time", rest_long([False, True], 1))
 def test_a_change_of_the_workload_is_noticed(in_time: bool) -> None:
     """What used to come back does not any more, and what never did now does."""
     policy = Prefix(900)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benching import run_json
+from seeds import rest_long
 
 import kvoffload
 from kvoffload.commands import build_parser, main
@@ -322,7 +323,7 @@ def test_demo_stores_evicts_loads_and_verifies(capsys: pytest.CaptureFixture[str
     assert fields["corrupt_blocks"] == 0
 
 
-@pytest.mark.parametrize("slots", ["1", "2", "16", "160", "1000"])
+@pytest.mark.parametrize("slots", rest_long(["1", "160", "2", "16", "1000"], 2))
 def test_demo_prints_lines_that_add_up(capsys: pytest.CaptureFixture[str], slots: str) -> None:
     """An indented line is a share of the one above it: of the prompts' blocks, of the stored ones."""
     assert main(["demo", "--backend", "simulated", "--slots", slots]) == 0

@@ -99,7 +99,7 @@ ALIGNMENTS = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("factor", rest_long([1, 3, 4], 1))
-@pytest.mark.parametrize(("block_bytes", "offset"), ALIGNMENTS)
+@pytest.mark.parametrize(("block_bytes", "offset"), rest_long(ALIGNMENTS, 12))
 def test_pitfall_33_any_alignment_gives_the_right_bytes(
     each_device: kvoffload.Device, block_bytes: int, offset: int, factor: int
 ) -> None:

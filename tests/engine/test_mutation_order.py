@@ -23,6 +23,7 @@ def order_tests(device: kvoffload.Device, folder: Path, module: str, line: int, 
     return run_mutant([module, str(line), str(column), *options, "-m", kind, ORDER], {}, folder / "output", seconds=240)
 
 
+@pytest.mark.long
 def test_the_bytes_are_right_with_every_wait_in_place(each_device: kvoffload.Device, tmp_path: Path) -> None:
     run = order_tests(each_device, tmp_path, "-", 0, 0)
     assert run.returncode == TESTS_PASSED, run.output

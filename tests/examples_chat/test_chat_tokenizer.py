@@ -38,6 +38,7 @@ def test_the_chat_template() -> None:
     assert tokenizer().decode(own) == "system\nBe brief.\nuser\nHi\nassistant\n"
 
 
+@pytest.mark.long
 @given(TEXTS)
 @example("it's  5 o'clock\r\n\n  x")
 @example("<|im_end|>")

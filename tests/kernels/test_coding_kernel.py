@@ -62,7 +62,7 @@ class Bench:
         return [outcome == 1 for outcome in outcomes[:-1].tolist()]
 
 
-@pytest.mark.parametrize("values", [256, 512, 1024])
+@pytest.mark.parametrize("values", rest_long([1024, 256, 512], 2))
 @pytest.mark.parametrize("seed", rest_long(seeds(2), 1))
 def test_kernels_write_and_read_what_numpy_does(values: int, seed: int) -> None:
     bench = Bench(values, planes=2, blocks=6, seed=seed)

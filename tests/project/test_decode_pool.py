@@ -35,6 +35,7 @@ def test_a_process_continues_what_another_one_has_put_into_the_pool(name: str) -
     assert TIMES.search(output) is None
 
 
+@pytest.mark.long
 def test_each_role_is_a_command_of_its_own_and_a_spoiled_block_is_noticed(tmp_path: Path) -> None:
     name, pool = BOTH[0], ("--pool", str(tmp_path / "pool"))
     with PoolOwner(tmp_path / "pool", nbytes=8 << 20):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from counting import steps
 from cuda.bindings import driver as cuda
 from simulator_program import (
@@ -40,6 +41,7 @@ def test_big_batches_are_cheap(program: Program) -> None:
     assert (program.bytes(target, 16 * count) == program.bytes(source, 16 * count)).all()
 
 
+@pytest.mark.long
 def test_many_small_loads_are_cheap(program: Program) -> None:
     source, target = program.host(4096), program.device(4096)
     streams, events = [program.stream() for _ in range(32)], [program.event() for _ in range(64)]

@@ -116,7 +116,7 @@ def test_what_a_session_leaves_behind_is_not_written(make: MakeTier) -> None:
         bench.check_loaded(LATER)
 
 
-@pytest.mark.parametrize("told", rest_long([True, False], 1))
+@pytest.mark.parametrize("told", rest_long([True, False], 0))
 def test_new_blocks_of_a_session_that_comes_back_are_written(told: bool) -> None:
     with tiered(DictTier(), write="admitted") as bench:
         for number in range(1_000, 3_400, 8):

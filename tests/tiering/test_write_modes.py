@@ -68,7 +68,7 @@ def test_the_end_of_an_open_request_is_told_to_what_chooses(monkeypatch: pytest.
     assert heard == [tuple(keys(range(6)))]
 
 
-@pytest.mark.parametrize("write", ["admitted", "through", "back", "none"])
+@pytest.mark.parametrize("write", rest_long(["admitted", "back", "through", "none"], 2))
 def test_what_is_written(write: Any, seed: int) -> None:
     tier = MemoryTier(1 << 20)
     with tiered(tier, capacity=24, write=write) as bench:

@@ -12,6 +12,7 @@ import pytest
 import xxhash
 from dict_remote import DictRemote, Store
 from remote_sessions import RemoteSession
+from seeds import rest_long
 
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.testing import check_tier
@@ -23,7 +24,7 @@ SECRET = b"a secret of a test, 32 bytes of."
 ONE_LAYOUT = hashlib.blake2b(b"one layout", digest_size=16).digest()
 
 
-@pytest.mark.parametrize(("pools", "key"), [(1, None), (2, SECRET)])
+@pytest.mark.parametrize(("pools", "key"), rest_long([(2, SECRET), (1, None)], 1))
 def test_it_conforms(pools: int, key: bytes | None, seed: int) -> None:
     store: Store = {}
     names = check_tier(lambda: DictRemote(store, key=key), pools=pools, seed=seed)
