@@ -128,6 +128,7 @@ def test_pack_carries_large_transfers_and_small_rows(direction: Direction) -> No
                     copier(shape(rows, (64 << 20) // (64 * rows), folds=folds, direction=direction), prefer) == "pack"
                 )
     assert copier(shape(32 * KIB, 2, direction=direction)) == "strided"
+    assert copier(shape(32 * KIB, 8, direction=direction)) == ("pack" if direction is Direction.STORE else "strided")
     assert copier(shape(32 * KIB, 8, direction=direction), "latency") == "pack"
     assert copier(shape(4 * KIB, 32, folds=False, direction=direction)) == "pack", "contiguous copies have 9 GB/s"
     block_major = Shape(direction, 32, 32 * 64, 32, 32, 64 << 20)
