@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, product
+from itertools import groupby
 
 from policy_oracles import Given, Oracle
 
@@ -17,7 +16,7 @@ class Settings:
     edges: tuple[int, ...] = tuple([0] + [round(128 * 2 ** (step / 3)) for step in range(99)])
     remembered: int = 24_576
     round: int = 8_192
-    credit: float = 96.0
+    chance: float = 128.0
     in_time: bool = False
 
 
@@ -48,8 +47,6 @@ class Observation:
     age: int
     reused: bool
     weight: float = 1.0
-    hit: bool = False
-    judged: bool = False
 
 
 @dataclass
@@ -62,12 +59,10 @@ class PrefixOracle(Oracle):
         self.gone: dict[bytes, tuple[int, Record]] = {}  # with the generation that it was remembered in
         self.observations: list[Observation] = []
         self.learned: set[int] = set()
-        self.rounds: list[list[float]] = []  # hits: of this cache, and as judged for both orders
-        self.by_recency, self.caution = False, 1.0
+        self.trust = 1.0  # in what was learned; 0: as LRU does
         self.room = self.capacity
         self.recent: dict[object, int] = {}  # by call and kind, the oldest first: how many of these keys LRU would hold
         self.hits = self.recent_hits = self.uses = 0.0  # of this cache, of LRU, and all; those of earlier rounds fading
-        self.leeway = 1.0
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
         self.now = self.calls = self.generation = 0
         self.due = self.round
@@ -107,6 +102,7 @@ class PrefixOracle(Oracle):
     def name(self, keys: Sequence[bytes], *, counted: bool, ends: bool) -> None:
         asked = 0
         before = {key: self.here.get(key) or (self.gone[key][1] if key in self.gone else None) for key in keys}
+        olds = [(key in self.here, old and old.run) for key, old in before.items()]
         absent: list[tuple[bytes, Record]] = []
         for place, key in enumerate(keys):
             old, resident = before[key], key in self.here
@@ -115,11 +111,11 @@ class PrefixOracle(Oracle):
             if not renews:
                 asked += 1
                 if old is not None:
-                    self.observations.append(Observation(old.kind, self.now - old.time, reused=True, hit=resident))
+                    self.observations.append(Observation(old.kind, self.now - old.time, reused=True))
                     self.hits, self.recent_hits = self.hits + resident, self.recent_hits + recent
                     self.uses += 1
-                    if self.hits + max(24, self.leeway * self.recent_hits) < self.recent_hits:
-                        self.by_recency, self.caution = True, 0.0
+                    if olds[place] != (olds[place + 1] if place + 1 < len(olds) else None) and self.is_behind():
+                        self.trust = 0.0
             uses = 1 if old is None else old.uses if renews else min(6, old.uses + 1)
             at_end = ends and place == len(keys) - 1
             record = Record(uses, at_end, self.now, counted, self.calls, place, resident or counted)
@@ -170,40 +166,21 @@ class PrefixOracle(Oracle):
     def range_of(self, age: int) -> int:
         return max(index for index, edge in enumerate(self.settings.edges) if edge <= age)
 
-    def judge(self) -> None:
-        """Which order of eviction has the uses since the last round rather among the last blocks to go."""
-        fresh = [each for each in self.observations if not each.judged]
-        for each in fresh:
-            each.judged = True
-        waiting = [*self.here.values(), *(record for _, record in self.gone.values())]
-        at = Counter((record.kind, self.range_of(self.now - record.time)) for record in waiting)
-        used = Counter((each.kind, self.range_of(each.age)) for each in fresh if each.reused)
-        places = list(product(range(11), range(len(self.settings.edges))))
-        judged = []
-        for claim in (self.learned_claim, self.recent_claim):
-            room, hits = float(self.capacity), 0.0
-            for place in sorted(places, key=lambda place: (claim(*place), place), reverse=True):
-                hits += used[place] * (1.0 if at[place] <= room else room / at[place])
-                room -= at[place]
-                if room < 0:
-                    break
-            judged.append(hits)
-        self.rounds.append([float(sum(each.hit for each in fresh)), *judged])
-        columns = zip(*reversed(self.rounds), strict=True)
-        found, learned, recent = (sum(hits * 0.95**past for past, hits in enumerate(column)) for column in columns)
-        learned += self.settings.credit * 0.95 ** (len(self.rounds) - 1)
-        self.by_recency = learned * max(1.0, (found + 8) / (recent + 8) / 1.1) ** 4 + 1e-6 < recent
-        again, by_recency = (0.2, 0.8) if self.settings.in_time else (1.0, 0.5)
-        self.caution = min(by_recency if self.by_recency else 1.0, self.caution + again)
-        self.leeway = 0.0003 + 6 * (1 - self.recent_hits / max(1.0, self.uses)) ** 5
-        if self.hits + max(24, self.leeway * self.recent_hits) < self.recent_hits:
-            self.by_recency, self.caution = True, 0.0
+    def is_behind(self) -> bool:
+        """Whether LRU would have found more, by more than chance and the leeway."""
+        missed = 1 - self.recent_hits / max(1.0, self.uses)
+        leeway = max(self.settings.chance, (0.0003 + 32 * missed**5) * self.recent_hits)
+        return self.hits + leeway < self.recent_hits
+
+    def trust_again(self) -> None:
+        """What LRU has found more is forgotten in time; where ages are in time, too, it has to be made up for."""
+        self.trust = 0.0 if self.is_behind() else min(1.0, self.trust + (0.2 if self.settings.in_time else 1.0))
         ahead = self.hits - self.recent_hits
         self.recent_hits, self.uses = 0.99 * self.recent_hits, 0.99 * self.uses
         self.hits = self.recent_hits + (ahead if self.settings.in_time and ahead < 0 else 0.99 * ahead)
 
     def learn(self) -> None:
-        self.judge()
+        self.trust_again()
         edges = self.settings.edges
         for kind in range(11):
             seen = [
@@ -216,7 +193,7 @@ class PrefixOracle(Oracle):
             chances = []
             for index in range(len(edges)):
                 reached = sum(weight for at, _, weight in seen if at >= index)
-                if reached <= 8 + 1e-9:
+                if reached <= 2 + 1e-9:
                     break
                 reused = sum(weight for at, found, weight in seen if at == index and found)
                 ended = sum(weight for at, found, weight in seen if at == index and not found)
@@ -247,16 +224,10 @@ class PrefixOracle(Oracle):
         return self.worths[record.kind][self.range_of(self.now - record.time)]
 
     def claim(self, record: Record) -> float:
-        if self.by_recency:
+        if not self.trust:
             return record.time
-        return self.learned_claim(record.kind, self.range_of(self.now - record.time))
-
-    def learned_claim(self, kind: int, place: int) -> float:
-        return max(worth for low in range(kind + 1) for worth in self.worths[low][place:])
-
-    def recent_claim(self, kind: int, place: int) -> float:
-        del kind
-        return 1 / (1 + self.settings.edges[place])
+        place = self.range_of(self.now - record.time)
+        return max(worth for low in range(record.kind + 1) for worth in self.worths[low][place:])
 
     # giving up
 
@@ -275,8 +246,8 @@ class PrefixOracle(Oracle):
             if (
                 admitted
                 and going
-                and self.caution
-                and self.arriving(newcomers, admitted - 1) <= self.caution * self.worth(self.here[going[0]])
+                and self.trust
+                and self.arriving(newcomers, admitted - 1) <= self.trust * self.worth(self.here[going[0]])
             ):
                 admitted -= 1
             elif going:

@@ -77,7 +77,7 @@ class Prefix(Policy):
 
     def __init__(self, capacity: int, *, declines: bool = True) -> None:
         self._declines = declines
-        self._model = ReuseModel(capacity)
+        self._model = ReuseModel()
         self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
         self._bounds = LowerBounds()
         self._run_of: dict[bytes, Run] = {}
@@ -108,9 +108,9 @@ class Prefix(Policy):
                 self._recency.leave(run, len(same))
             self._leave(run, len(same))
 
-    def at(self, seconds: float, promised: float) -> None:
+    def at(self, seconds: float) -> None:
         """From now on ages are measured in time, too."""
-        self._model.promised, self._model.in_time = promised, True
+        self._model.in_time = True
         if self._seconds is not None:
             self._now += max(0, int(1e3 * seconds) - int(1e3 * self._seconds))
         self._seconds = seconds

@@ -11,15 +11,10 @@ it is kept on, if it is kept as long as suits it best. That is the hit density o
 Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from survival.
 
 On some traffic, such as agents' sessions that end without notice, a block's past says less than when it was last used.
-So there are two orders of eviction: by what was learned, and by recency, as LRU has it. Each round, before anything new
-is learned, both are judged by the uses of that round, which neither has seen: how many of them would a cache have found
-that keeps the blocks that the order puts last? The better order of the latest rounds is used.
-
-What an order declines, and what follows from an order over several rounds, is judged by the outcome: how many blocks
-were found, and how many would LRU have found? Where LRU would have found more, by a leeway that is the wider the more
-of the uses LRU misses, the cache becomes LRU until it is no longer behind: it evicts in LRU's order, and declines
-nothing. Being behind is forgotten in time, except where ages are measured in milliseconds, too: there it has to be made
-up for, and then the cache declines again little by little.
+So the model counts how many blocks were found, and how many LRU would have found. Where LRU would have found more, by a
+leeway that is the wider the more of the uses LRU misses, the cache becomes LRU until it is no longer behind: it evicts
+in LRU's order, and declines nothing. Being behind is forgotten in time, except where ages are measured in milliseconds,
+too: there it has to be made up for, and then the cache declines again little by little.
 """
 
 from __future__ import annotations
@@ -38,19 +33,13 @@ _FIRST_AGE = 128
 _RANGES_PER_DOUBLING = 3
 _DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
 _FADING = 0.8, 0.98  # what an observation weighs after another round of learning; and where ages are in time
-_FEWEST = 8.0  # observations below which nothing is concluded
-_JUDGED_FADING = 0.95  # what the uses of one round weigh, by which orders are judged, after another round
-_SCARCE = 1.1  # hits per hit of LRU: from here on the learned order is preferred, more with every hit more
-_NEARLY_ALL = 8  # below promises the learned order must be better, by this power of what recency finds of all uses
-CREDIT = 96.0  # hits that the learned order has at first: chance in the first rounds should not decide
-_TIE = 1e-6  # hits that are no difference
-_OUTCOME_FADING = 0.99  # as _JUDGED_FADING, of what the cache and LRU have found
-_CHANCE = 24.0  # hits: so far the cache may be behind before it does as LRU does; or, if that is more,
+_FEWEST = 2.0  # observations below which nothing is concluded
+_OUTCOME_FADING = 0.99  # the same for what the cache and LRU have found
+CHANCE = 128.0  # hits: so far the cache may be behind before it does as LRU does; or, if that is more,
 _LEEWAY = 0.0003  # of LRU's hits, and
-_DARING = 6.0  # so much more where LRU misses all uses, and by
+_DARING = 32.0  # so much more where LRU misses all uses, and by
 _MISSING = 5  # this power of what it misses
 _TRUST = 1.0, 0.2  # after it has done as LRU does, it trusts what it has learned more by so much each round; as _FADING
-_CAUTION = 0.5, 0.8  # in LRU's order: decline blocks worth less than this share of what they displace; as _FADING
 
 EDGES = (
     0,
@@ -81,98 +70,62 @@ class Survivors(NamedTuple):
 class ReuseModel:
     """Learns from observations; estimates the worth of blocks. Before it has learned, age and uses alone decide.
 
-    Args:
-        capacity: blocks that the cache has room for.
-
     Attributes:
         in_time: whether ages are measured in milliseconds, too. How long people and tools take changes slowly: then
-            observations fade more slowly, and in LRU's order, too, the cache declines by them.
-        promised: see `Policy.at`. The more comes with a promise, the less the others' past says what room there is for
-            them: then recency orders them, and fewer are declined.
+            observations fade more slowly.
         chain_worths: None: LRU's order is in use. Else, by kind and range of ages: the worth of a block together with
             all that may need it. Those were last used at the same time or earlier and not more often; so this is the
             highest worth over its kind and lower ones, at its age and above. A policy that evicts the lowest chain
             worth, and among equals the lowest kind, evicts a block only after the blocks that need it.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._hits = 0.0
+    def __init__(self) -> None:
         self._outcome = [0.0, 0.0, 0.0]  # hits of the cache, and of LRU in its place; and all uses
-        self._leeway = 1.0
-        self._judged = [CREDIT, 0.0, 0.0]  # hits that the learned order would have had, and LRU's; and all uses
-        self._caution = 1.0
-        self.promised, self.in_time = 0.0, False
-        self.reused_counts = _table()
-        self._counts_before = _table()
-        self._recency = [[1 / (1 + age) for age in EDGES]] * KINDS
+        self._trust = 1.0  # in what was learned; 0: the cache does as LRU does
+        self.in_time = False
+        self._reused = _table()
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
         self._known = [False] * KINDS
-        self._learned = _chain_worths(self._worth)
-        self.chain_worths: list[list[float]] | None = self._learned
+        self.chain_worths: list[list[float]] | None = _chain_worths(self._worth)
 
     def reused(self, kind: int, age: int, count: int, resident: bool, recent: int) -> None:
         """`resident`: the cache still had the blocks; LRU would have had `recent` of them."""
-        self._hits += count * resident
         outcome = self._outcome
         outcome[0] += count * resident
         outcome[1] += recent
         outcome[2] += count
-        if outcome[0] + max(_CHANCE, self._leeway * outcome[1]) < outcome[1]:
-            self.chain_worths, self._caution = None, 0.0
-        self.reused_counts[kind][bisect_right(EDGES, age) - 1] += count
+        if outcome[0] < outcome[1] and self._is_behind():
+            self.chain_worths, self._trust = None, 0.0
+        self._reused[kind][bisect_right(EDGES, age) - 1] += count
 
     def lost(self, kind: int, age: int, count: int) -> None:
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
 
     def worth(self, kind: int, age: int) -> float:
-        """Uses to expect for each block of age that a block is kept from now on; in LRU's order, a share of that, or
-        -1: nothing is declined for it.
+        """Uses to expect for each block of age that a block is kept from now on, as far as that is trusted. In LRU's
+        order -1: nothing is declined for it.
         """
-        return self._caution * self._worth[kind][bisect_right(EDGES, age) - 1] if self._caution else -1.0
+        return self._trust * self._worth[kind][bisect_right(EDGES, age) - 1] if self._trust else -1.0
 
     def promise(self, kind: int) -> float:
         """The worth of a block of a kind on arrival; infinite while nothing is known of the kind."""
         return self._worth[kind][0] if self._known[kind] else inf
 
     def learn(self, survivors: Iterable[Survivors]) -> None:
-        """Choose the order by the uses since the last round, then estimate worths from all observations.
+        """Estimate worths from all observations, which weigh less from now on; return to them unless LRU is ahead.
 
-        These weigh less from now on. An age with too few observations is worth half of the one before it.
+        An age with too few observations is worth half of the one before it.
         """
         waiting = _table()
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
-        pairs = zip(self.reused_counts, self._counts_before, strict=True)
-        uses = [[now - before for now, before in zip(*pair, strict=True)] for pair in pairs]
-        for which, order in enumerate((self._learned, self._recency)):
-            cells = ((worth, kind, index) for kind, worths in enumerate(order) for index, worth in enumerate(worths))
-            room = float(self._capacity)
-            for _, kind, index in sorted(cells, reverse=True):  # the last to go comes first
-                there = waiting[kind][index]
-                self._judged[which] += uses[kind][index] * (1.0 if there <= room else room / there)
-                room -= there
-                if room < 0:
-                    break
-        self._judged[2] += sum(map(sum, uses))
-        learned, recent, every = self._judged
-        # What an order declines is not judged: a cache that finds far more than LRU shows that it declines well.
-        ratio = (self._hits + _FEWEST) / (recent + _FEWEST)
-        least = 1 + self.promised * (recent / (every + _FEWEST)) ** _NEARLY_ALL
-        by_recency = learned * max(1.0, ratio / _SCARCE) ** 4 + _TIE < recent * least
-        caution = _CAUTION[self.in_time] * (1 - self.promised) if by_recency else 1.0
-        self._caution = min(caution, self._caution + _TRUST[self.in_time])
-        found, lru_found, asked = self._outcome
-        self._leeway = _LEEWAY + _DARING * (1 - lru_found / max(1.0, asked)) ** _MISSING
-        if found + max(_CHANCE, self._leeway * lru_found) < lru_found:
-            by_recency, self._caution = True, 0.0
+        self._trust = 0.0 if self._is_behind() else min(1.0, self._trust + _TRUST[self.in_time])
+        found, lru_found, _ = self._outcome
         self._outcome = [_OUTCOME_FADING * each for each in self._outcome]
         if self.in_time and found < lru_found:  # hits that were lost are not forgotten
             self._outcome[0] -= (1 - _OUTCOME_FADING) * (lru_found - found)
-        self._hits *= _JUDGED_FADING
-        self._judged = [_JUDGED_FADING * hits for hits in self._judged]
-        chances = list(map(_chances, self.reused_counts, self._lost, waiting))
+        chances = list(map(_chances, self._reused, self._lost, waiting))
         fading = _FADING[self.in_time]
         for kind, densities in enumerate(_best_densities(chances)):
             known, worths = len(chances[kind]), self._worth[kind]
@@ -180,11 +133,14 @@ class ReuseModel:
             worths[:known] = densities[:known]
             for index in range(max(1, known), len(EDGES)):
                 worths[index] = worths[index - 1] / 2
-            for table in (self.reused_counts, self._lost):
+            for table in (self._reused, self._lost):
                 table[kind] = [fading * count for count in table[kind]]
-        self._counts_before = [counts[:] for counts in self.reused_counts]
-        self._learned = _chain_worths(self._worth)
-        self.chain_worths = None if by_recency else self._learned
+        self.chain_worths = _chain_worths(self._worth) if self._trust else None
+
+    def _is_behind(self) -> bool:
+        found, lru_found, asked = self._outcome
+        leeway = _LEEWAY + _DARING * (1 - lru_found / max(1.0, asked)) ** _MISSING
+        return found + max(CHANCE, leeway * lru_found) < lru_found
 
 
 def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:
