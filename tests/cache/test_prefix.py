@@ -28,11 +28,11 @@ def small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (reuse, prefix):
             patch.setattr(module, "EDGES", EDGES)
-        patch.setattr(reuse, "CHANCE", 2.0)
+        patch.setattr(reuse, "CHANCE", 2.5)  # no whole number, which rounding might decide
         patch.setattr(prefix, "FEWEST_REMEMBERED", 9)
         patch.setattr(prefix, "SHORTEST_ROUND", 20)
         patch.setattr(prefix, "BATCH", 3)
-        patch.setitem(PAIRS, "prefix", (Prefix, partial(PrefixOracle, settings=Settings(EDGES, 9, 20, 2.0))))
+        patch.setitem(PAIRS, "prefix", (Prefix, partial(PrefixOracle, settings=Settings(EDGES, 9, 20, 2.5))))
         yield
 
 
