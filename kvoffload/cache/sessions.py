@@ -261,7 +261,7 @@ class Sessions:
         """End the promises whose time is over, and tell the policies the time."""
         now = self._clock()
         for pool in self._pools.all:
-            pool.policy.at(now)
+            pool.policy.at(now, self._promised_share())
             if pool.beside is not None and isinstance(pool.policy, Promised):
                 self._move(pool.policy.ended(now), pool.beside)
         if self._asked > _LATELY * self._table.capacity:
@@ -350,6 +350,9 @@ class Sessions:
 
     # inner workings -----------------------------------------------------------------------------------------------
 
+    def _promised_share(self) -> float:
+        return min(1.0, self._promising / max(1.0, self._asked))
+
     def _of(self, name: str, tenant: str) -> Session | None:
         """The session, if it is known; its promise is broken if its time is over."""
         session = self._all.get((tenant, name))
@@ -395,8 +398,7 @@ class Sessions:
             return 0
         chain.promise = promise
         self._move(keys, retained, promise)
-        share = min(1.0, self._promising / max(1.0, self._asked))
-        excess = len(retained.policy) - int(share * self._table.capacity)
+        excess = len(retained.policy) - int(self._table.capacity * self._promised_share())
         self._move(retained.policy.victims(max(0, excess), lambda _: False) or [], ordinary)
         return promise.live
 

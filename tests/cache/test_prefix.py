@@ -55,7 +55,7 @@ def test_long_courses_give_up_what_the_oracle_gives_up(capacity: int, in_time: b
     if in_time:
         assert isinstance(pair.oracle, PrefixOracle)
         pair.oracle.settings = replace(pair.oracle.settings, in_time=True)
-        pair.policy.at(0.0)
+        pair.policy.at(0.0, 0.0)
     lengths = [1] * 6
     for moment in range(300):
         number = chance.randrange(len(lengths))
@@ -135,7 +135,7 @@ def test_a_change_of_the_workload_is_noticed(in_time: bool) -> None:
     """What used to come back does not any more, and what never did now does."""
     policy = Prefix(900)
     if in_time:
-        policy.at(0.0)
+        policy.at(0.0, 0.0)
     index = CacheIndex(900, policy=policy)
     play(index, [request for pair in zip(loop(3_000), scan(0, 3_000), strict=True) for request in pair])
     after = [[b"new/%d/%d" % (number % 40, place) for place in range(20)] for number in range(4_000)]

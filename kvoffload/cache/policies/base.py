@@ -121,9 +121,9 @@ class Policy(ABC):
         del notes
         return self
 
-    def at(self, seconds: float) -> None:  # noqa: B027  # few policies measure time
-        """Called where requests name sessions: the time of the calls that follow, which never falls. The policy does
-        not get the keys of sessions that have promised to come back.
+    def at(self, seconds: float, promised: float) -> None:  # noqa: B027  # few policies measure time
+        """Called where requests name sessions: the time of the calls that follow, which never falls, and how much of
+        what was asked for lately came with a promise to come back (0 to 1). The policy does not get those keys.
         """
 
     def reset(self, keys: Sequence[bytes]) -> None:

@@ -108,9 +108,9 @@ class Prefix(Policy):
                 self._recency.leave(run, len(same))
             self._leave(run, len(same))
 
-    def at(self, seconds: float) -> None:
+    def at(self, seconds: float, promised: float) -> None:
         """From now on ages are measured in time, too."""
-        self._model.in_time = True
+        self._model.promised, self._model.in_time = promised, True
         if self._seconds is not None:
             self._now += max(0, int(1e3 * seconds) - int(1e3 * self._seconds))
         self._seconds = seconds

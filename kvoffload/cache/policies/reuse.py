@@ -39,6 +39,7 @@ CHANCE = 128.0  # hits: so far the cache may be behind before it does as LRU doe
 _LEEWAY = 0.0003  # of LRU's hits, and
 _DARING = 32.0  # so much more where LRU misses all uses, and by
 _MISSING = 5  # this power of what it misses
+_NEARLY_ALL = 8  # below promises it must be ahead of LRU, by this power of what LRU finds of all uses
 _TRUST = 1.0, 0.2  # after it has done as LRU does, it trusts what it has learned more by so much each round; as _FADING
 
 EDGES = (
@@ -73,6 +74,8 @@ class ReuseModel:
     Attributes:
         in_time: whether ages are measured in milliseconds, too. How long people and tools take changes slowly: then
             observations fade more slowly.
+        promised: see `Policy.at`. The more comes with a promise, the less the others' past says what room there is for
+            them: then the cache must have found more than LRU, by more where LRU finds more of the uses.
         chain_worths: None: LRU's order is in use. Else, by kind and range of ages: the worth of a block together with
             all that may need it. Those were last used at the same time or earlier and not more often; so this is the
             highest worth over its kind and lower ones, at its age and above. A policy that evicts the lowest chain
@@ -82,7 +85,7 @@ class ReuseModel:
     def __init__(self) -> None:
         self._outcome = [0.0, 0.0, 0.0]  # hits of the cache, and of LRU in its place; and all uses
         self._trust = 1.0  # in what was learned; 0: the cache does as LRU does
-        self.in_time = False
+        self.promised, self.in_time = 0.0, False
         self._reused = _table()
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
@@ -139,8 +142,9 @@ class ReuseModel:
 
     def _is_behind(self) -> bool:
         found, lru_found, asked = self._outcome
-        leeway = _LEEWAY + _DARING * (1 - lru_found / max(1.0, asked)) ** _MISSING
-        return found + max(CHANCE, leeway * lru_found) < lru_found
+        share = lru_found / max(1.0, asked)
+        leeway = max(CHANCE, (_LEEWAY + _DARING * (1 - share) ** _MISSING) * lru_found)
+        return found + leeway < lru_found * (1 + self.promised * share**_NEARLY_ALL)
 
 
 def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:
