@@ -250,6 +250,15 @@ def test_it_may_be_further_behind_where_lru_misses_more() -> None:
     assert model.worth(10, 1_000) == -1.0
 
 
+@pytest.mark.parametrize(("promised", "found_by_lru", "is_lru"), [(0, 900, 0), (0.9, 900, 1), (0.9, 300, 0)])
+def test_below_promises_it_is_lru_where_lru_finds_most(promised: float, found_by_lru: int, is_lru: int) -> None:
+    model = ReuseModel()
+    model.promised = promised
+    model.reused(10, 1_000, 1_000, resident=True, recent=found_by_lru)
+    model.learn([])
+    assert (model.chain_worths is None) == bool(is_lru)
+
+
 @pytest.mark.parametrize("in_time", [False, True])
 def test_what_it_has_lost_is_forgotten_only_where_ages_are_in_blocks(in_time: bool) -> None:
     model = ReuseModel()

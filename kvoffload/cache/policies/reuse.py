@@ -14,7 +14,9 @@ On some traffic, such as agents' sessions that end without notice, a block's pas
 So the model counts how many blocks were found, and how many LRU would have found. Where LRU would have found more, by a
 leeway that is the wider the more of the uses LRU misses, the cache becomes LRU until it is no longer behind: it evicts
 in LRU's order, and declines nothing. Being behind is forgotten in time, except where ages are measured in milliseconds,
-too: there it has to be made up for, and then the cache declines again little by little.
+too: there it has to be made up for, and then the cache declines again little by little. Below promises to come back,
+the blocks that come without one have a room that others leave them, which their past does not predict: there, too, LRU
+is the order.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ CHANCE = 128.0  # hits: so far the cache may be behind before it does as LRU doe
 _LEEWAY = 0.0003  # of LRU's hits, and
 _DARING = 32.0  # so much more where LRU misses all uses, and by
 _MISSING = 5  # this power of what it misses
-_NEARLY_ALL = 8  # below promises it must be ahead of LRU, by this power of what LRU finds of all uses
+_PROMISED = 0.5  # from this product of the promised share and LRU's hit rate on, the cache does as LRU does
 _TRUST = 1.0, 0.2  # after it has done as LRU does, it trusts what it has learned more by so much each round; as _FADING
 
 EDGES = (
@@ -75,7 +77,7 @@ class ReuseModel:
         in_time: whether ages are measured in milliseconds, too. How long people and tools take changes slowly: then
             observations fade more slowly.
         promised: see `Policy.at`. The more comes with a promise, the less the others' past says what room there is for
-            them: then the cache must have found more than LRU, by more where LRU finds more of the uses.
+            them: where LRU finds most of it, the cache does as LRU does.
         chain_worths: None: LRU's order is in use. Else, by kind and range of ages: the worth of a block together with
             all that may need it. Those were last used at the same time or earlier and not more often; so this is the
             highest worth over its kind and lower ones, at its age and above. A policy that evicts the lowest chain
@@ -144,7 +146,7 @@ class ReuseModel:
         found, lru_found, asked = self._outcome
         share = lru_found / max(1.0, asked)
         leeway = max(CHANCE, (_LEEWAY + _DARING * (1 - share) ** _MISSING) * lru_found)
-        return found + leeway < lru_found * (1 + self.promised * share**_NEARLY_ALL)
+        return self.promised * share > _PROMISED or found + leeway < lru_found
 
 
 def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:
