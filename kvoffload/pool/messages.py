@@ -28,17 +28,20 @@ Keys are a number (u32), the length of each (a byte), and their bytes one after 
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import chain
+from typing import Any
 
 from kvoffload.errors import LayoutError
 
 VERSION = 1
 MOST_KEY_BYTES = 64
 DATAGRAM_BYTES = 48 << 10  # at most; the system's default room for a socket is 208 KiB
+MOST_TEXT = 4096  # characters of identity, tenant, and reasons
 MOST_MESSAGE = 8 << 20  # 125,000 keys of 64 bytes
 HEADER = struct.Struct("<QBB6x")  # number, operation, whether more follows
 NUMBER = struct.Struct("<I")
@@ -98,9 +101,7 @@ def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
 
 def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     """Raises MessageError."""
-    if len(payload) < start + 4:
-        raise MessageError("a list of keys is cut off")
-    (count,) = NUMBER.unpack_from(payload, start)
+    (count,) = unpack(NUMBER, payload, start)
     begin = start + 4 + count
     lengths = payload[start + 4 : begin]
     if max(lengths, default=0) > MOST_KEY_BYTES:
@@ -116,6 +117,24 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     return keys
 
 
+def unpack(form: struct.Struct, payload: bytes, start: int = 0) -> tuple[Any, ...]:
+    """Raises MessageError."""
+    if len(payload) < start + form.size:
+        raise MessageError("a message is cut off")
+    return form.unpack_from(payload, start)
+
+
+def unpack_json(payload: bytes) -> dict[str, Any]:
+    """Raises MessageError."""
+    try:
+        found = json.loads(payload)
+    except ValueError as error:
+        raise MessageError(f"no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise MessageError("no JSON object")
+    return found
+
+
 def pack_entries(entries: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(entries)}I", *entries)
 
@@ -127,15 +146,13 @@ def unpack_entries(payload: bytes, start: int = 0) -> list[int]:
     return list(struct.unpack_from(f"<{(len(payload) - start) // 4}I", payload, start))
 
 
-def datagrams(number: int, operation: int, payload: bytes) -> Iterator[bytes]:
+def datagrams(number: int, operation: int, payload: bytes) -> list[bytes]:
     """The datagrams of a message."""
-    begin, step = 0, DATAGRAM_BYTES - HEADER.size
-    while True:
-        more = len(payload) > begin + step
-        yield HEADER.pack(number, operation, more) + payload[begin : begin + step]
-        begin += step
-        if not more:
-            return
+    step = DATAGRAM_BYTES - HEADER.size
+    if len(payload) <= step:  # the usual case
+        return [HEADER.pack(number, operation, False) + payload]
+    begins = range(0, len(payload), step)
+    return [HEADER.pack(number, operation, begin < begins[-1]) + payload[begin : begin + step] for begin in begins]
 
 
 class Assembler:
@@ -165,8 +182,10 @@ class Assembler:
 
 
 def receive(connection: socket.socket) -> bytes:
-    """The next datagram; b"" at the end. Raises MessageError: it is too long, so no message of ours."""
-    datagram = connection.recv(DATAGRAM_BYTES + 1)
+    """The next datagram; b"" at the end. Raises BlockingIOError: there is none; MessageError: it is too long, so no
+    message of ours.
+    """
+    datagram = connection.recv(DATAGRAM_BYTES + 1, socket.MSG_DONTWAIT)
     if len(datagram) > DATAGRAM_BYTES:
         raise MessageError(f"a datagram has more than {DATAGRAM_BYTES} bytes")
     return datagram

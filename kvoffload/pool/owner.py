@@ -19,8 +19,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +32,11 @@ from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory
-from kvoffload.pool.messages import (
-    DATAGRAM_BYTES,
-    HEADER,
-    VERSION,
-    Assembler,
-    MessageError,
-    Operation,
-    datagrams,
-    receive,
-)
-from kvoffload.pool.operations import MOST_TEXT, OPERATIONS, Message, unpack_json
-from kvoffload.pool.region import Holdings, Region, meaning_of
+from kvoffload.pool import messages
+from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory, close_files
+from kvoffload.pool.messages import MOST_TEXT, MessageError, Operation, datagrams
+from kvoffload.pool.operations import OPERATIONS, Message
+from kvoffload.pool.region import Member, Region, Step, meaning_of
 
 if TYPE_CHECKING:
     from kvoffload.cache.tiering.attaching import WriteName
@@ -55,30 +47,8 @@ GRACE_SECONDS = 2.5  # after an owner with members: they bring its memory before
 QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
 BUSY_POLL_SECONDS = 0.02 if hostinfo.usable_cpus() >= 8 else 0.0  # of an owner in a process of its own
 _MOST_CONNECTIONS = 1024
-_MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
 RegionKey = tuple[bytes, bytes, int]
-
-
-class Member:
-    """A connection.
-
-    Attributes:
-        process: a pidfd; None: the process cannot be seen from here.
-        joins: it has asked to join.
-        region: once it has joined; `holdings` is then what it has of that.
-        memory: a descriptor that came with its JOIN.
-    """
-
-    def __init__(self, connection: socket.socket, process: int | None) -> None:
-        self.connection, self.process = connection, process
-        self.assembler = Assembler()
-        self.outgoing: deque[bytes] = deque()
-        self.joins = False
-        self.region: Region | None = None
-        self.holdings = Holdings(-1, "")
-        self.memory: int | None = None
-        self.gone = False
 
 
 class PoolOwner:
@@ -123,11 +93,10 @@ class PoolOwner:
         with CacheIndex(0, **self._options) as index:
             self._tenants = set(index._state.pools.by_tenant)
         self._regions: dict[RegionKey, Region] = {}
-        self._making: dict[RegionKey, list[tuple[Member, int, dict[str, Any]]]] = {}
-        self._making_bytes = 0
-        self._waiting: list[tuple[Member, int, dict[str, Any]]] = []  # to join when the grace is over
+        self._making: dict[RegionKey, int] = {}  # bytes of regions that other threads make
+        self._joining: list[Member] = []  # that have no answer yet
         self._members: set[Member] = set()
-        self._done: deque[Callable[[], None]] = deque()  # of other threads, for ours
+        self._done: deque[Step] = deque()  # of other threads, for ours
         self._listener, follows = _listen(self.path)
         self._bound = _file(self.path)
         self._epoll = select.epoll()
@@ -148,36 +117,25 @@ class PoolOwner:
         If there are members, the socket's file stays, by which the next owner knows that they will bring the memory.
         """
         self._closing = True
-        with self._waking:
-            if self._wakeup >= 0:
-                os.eventfd_write(self._wakeup, 1)
+        self._wake()
         self._thread.join()
-        with self._waking:
-            wakeup, self._wakeup = self._wakeup, -1
-            if wakeup >= 0:
-                os.close(wakeup)
 
     def statistics(self) -> list[dict[str, int]]:
         """For each region: members, bytes, capacity, and keys resident, pending and pinned. Messages that members had
         sent before this call count, unless more arrive than the owner can execute. After `close`: no regions.
         """
-        said: list[dict[str, int]] = []
-        executed = threading.Event()
+        if threading.current_thread() is self._thread:
+            return self._count()
+        counted: Future[list[dict[str, int]]] = Future()
+        self._post(lambda: counted.set_result(self._count()))
+        return counted.result()
 
-        def count() -> None:
-            try:
-                for region in self._regions.values():
-                    meaning = region.memory.meaning
-                    whole = {"members": len(region.members), "nbytes": meaning.nbytes, "capacity": meaning.capacity}
-                    said.append(whole | region.counts())
-            finally:
-                executed.set()
-
-        if threading.current_thread() is self._thread or not self._thread.is_alive():
-            count()
-        else:
-            self._post(count)
-            executed.wait()
+    def _count(self) -> list[dict[str, int]]:
+        said = []
+        for region in self._regions.values():
+            meaning = region.memory.meaning
+            whole = {"members": len(region.members), "nbytes": meaning.nbytes, "capacity": meaning.capacity}
+            said.append(whole | region.counts())
         return said
 
     def __enter__(self) -> PoolOwner:
@@ -192,27 +150,18 @@ class PoolOwner:
     # the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        notice = awake_until = 0.0
+        awake_until = 0.0
         try:
             while not self._closing:
-                waits = any(region.waits for region in self._regions.values())
-                timeout = QUARANTINE_SECONDS if waits or self._waiting else NOTICE_SECONDS if self._making else None
+                waits = bool(self._joining) or any(region.waits for region in self._regions.values())
                 posted = len(self._done)  # what members had sent before comes first
-                if self._handle_events(0 if posted or time.monotonic() < awake_until else timeout):
+                timeout = 0.0 if posted or time.monotonic() < awake_until else QUARANTINE_SECONDS if waits else None
+                if self._handle_events(timeout):
                     awake_until = time.monotonic() + self._busy_poll
                 else:
                     os.sched_yield()  # to whoever wants this core
                 self._run_done(posted)
-                if not self._making:
-                    notice = time.monotonic() + NOTICE_SECONDS
-                elif time.monotonic() >= notice:
-                    notice += NOTICE_SECONDS
-                    for member, number, _ in chain.from_iterable(self._making.values()):
-                        self._answer(member, number, Operation.WAIT, b"")
-                if self._waiting and time.monotonic() >= self._grace_until:
-                    joining, self._waiting = self._waiting, []
-                    for each in joining:
-                        self._join(*each)
+                self._joining = [member for member in self._joining if not self._join(member)]
                 if waits:
                     for region in self._regions.values():
                         region.settle()
@@ -233,11 +182,11 @@ class PoolOwner:
         elif descriptor == self._listener.fileno():
             self._accept()
         elif member is not None and not member.gone:
-            dead = descriptor == member.process
+            dead = descriptor != member.watched[0]
             try:
-                if events & ~select.EPOLLIN:
-                    self._flush(member)
-                while events & ~select.EPOLLOUT and self._read(member, dead=dead) and dead:
+                if events & ~select.EPOLLIN and member.flush():
+                    self._epoll.modify(member.connection, select.EPOLLIN)
+                while events & ~select.EPOLLOUT and self._read(member) and dead:
                     pass  # messages that it sent before it died count
                 if dead:
                     self._lose(member, dead=True)
@@ -255,122 +204,81 @@ class PoolOwner:
         if user not in (os.getuid(), 0) or len(self._members) >= _MOST_CONNECTIONS:
             connection.close()
             return
+        watched = [connection.fileno()]
         try:
-            descriptor = os.pidfd_open(process)
+            watched.append(os.pidfd_open(process))
         except OSError:  # it has ended, which its socket says, too; or it is in another namespace
-            descriptor = None
+            pass
         connection.setblocking(False)
-        member = Member(connection, descriptor)
+        member = Member(connection, watched, self._epoll, self._post)
         self._members.add(member)
-        for each in (connection.fileno(), descriptor):
-            if each is not None:
-                self._member_of[each] = member
-                self._epoll.register(each, select.EPOLLIN)
+        for each in watched:
+            self._member_of[each] = member
+            self._epoll.register(each, select.EPOLLIN)
 
-    def _read(self, member: Member, *, dead: bool = False) -> bool:
-        """Execute what it has sent. Whether there may be more: others have their turn first."""
+    def _read(self, member: Member) -> bool:
+        """Execute what it has sent. Whether there may be more: others have their turn first. Raises ConnectionError at
+        the end.
+        """
         for _ in range(64):
             try:
                 if member.region is None:
                     datagram, passed, _, _ = socket.recv_fds(
-                        member.connection, DATAGRAM_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                        member.connection, messages.DATAGRAM_BYTES, 1, socket.MSG_CMSG_CLOEXEC
                     )
-                    if passed:
-                        self._forget_memory(member)
-                        member.memory = passed[0]
+                    member.files += passed
                 else:
-                    datagram = receive(member.connection)
+                    datagram = messages.receive(member.connection)
             except BlockingIOError:
                 return False
             if not datagram:
-                self._lose(member, dead=dead)
-                return False
+                raise ConnectionResetError("it has ended")
             message = member.assembler.take(datagram)
             if message is not None:
                 self._execute(member, *message)
-            if member.gone:
-                return False
         return True
 
     def _execute(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        if kind == Operation.JOIN and not member.joins:
-            member.joins = True
-            self._join(member, number, unpack_json(payload))
+        if kind == Operation.JOIN and member.join is None:
+            member.join, member.asked = number, messages.unpack_json(payload)
+            self._joining.append(member)
             return
         if member.region is None or kind not in OPERATIONS:
             raise MessageError(f"operation {kind} from a member that has not joined, or that nobody knows")
         try:
-            now, later = partial(self._answer, member, number, kind), partial(self._answer_later, member, number)
-            answer = OPERATIONS[kind](Message(member.holdings, member.region, payload, number, now, later))
+            answer = OPERATIONS[kind](member.region, Message(member, number, payload))
         except (KVOffloadError, ValueError, TypeError) as error:
-            self._answer(member, number, Operation.REFUSED, str(error).encode()[:MOST_TEXT])
-            return
+            kind, answer = Operation.REFUSED, str(error).encode()[:MOST_TEXT]
         if answer is not None:
-            self._answer(member, number, kind, answer)
-
-    def _answer(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        """Send it, or keep it until there is room. Does not lose the member: a call of its index may not have ended."""
-        if member.gone:
-            return
-        if not member.outgoing and len(payload) <= DATAGRAM_BYTES - HEADER.size:
-            try:
-                member.connection.send(HEADER.pack(number, kind, False) + payload)
-                return
-            except BlockingIOError:
-                pass
-            except OSError:  # reading finds that it has ended
-                return
-        member.outgoing.extend(datagrams(number, kind, payload))
-        self._epoll.modify(member.connection, select.EPOLLIN | select.EPOLLOUT)
-        if len(member.outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
-            LOGGER.warning("a member of %s is cut off: it does not read its answers", self.path)
-            self._post(partial(self._lose, member))
-
-    def _answer_later(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        self._post(lambda: self._answer(member, number, kind, payload))
-
-    def _flush(self, member: Member) -> None:
-        while member.outgoing:
-            try:
-                member.connection.send(member.outgoing[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._lose(member)
-                return
-            member.outgoing.popleft()
-        self._epoll.modify(member.connection, select.EPOLLIN)
+            member.answer(number, kind, answer)
 
     def _lose(self, member: Member, *, dead: bool = False) -> None:
         """`dead`: its process is known to have ended."""
         if member.gone:
             return
         member.gone = True
-        for each in (member.connection.fileno(), member.process):
-            if each is not None:
-                self._epoll.unregister(each)
-                del self._member_of[each]
+        for each in member.watched:
+            self._epoll.unregister(each)
+            del self._member_of[each]
         member.connection.close()
-        if member.process is not None:
-            os.close(member.process)
-        self._forget_memory(member)
+        close_files(member.files)
+        for process in member.watched[1:]:
+            os.close(process)
         if member.region is not None:
-            member.region.leave(member.holdings, dead=dead)
+            member.region.leave(member, dead=dead)
         self._members.discard(member)  # nothing of it is left
 
-    def _forget_memory(self, member: Member) -> None:
-        if member.memory is not None:
-            os.close(member.memory)
-            member.memory = None
-
-    def _post(self, step: Callable[[], None]) -> None:
+    def _post(self, step: Step) -> None:
         """Have the thread do something. For any thread."""
         self._done.append(step)
+        self._wake()
+        if self._ended:
+            self._run_done()
+
+    def _wake(self) -> None:
         with self._waking:
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
-        if self._ended:
-            self._run_done()
 
     def _run_done(self, most: float = math.inf) -> None:
         while self._done and most > 0:
@@ -393,50 +301,60 @@ class PoolOwner:
             region.close()
         self._regions.clear()
         self._epoll.close()
+        with self._waking:
+            wakeup, self._wakeup = self._wakeup, -1
+            os.close(wakeup)
         self._ended = True
         self._run_done()
 
     # joining ------------------------------------------------------------------------------------------------------
 
-    def _join(self, member: Member, number: int, asked: dict[str, Any]) -> None:
-        """A member joins its region: the one that is there, the one that it brings along, or a new one."""
+    def _join(self, member: Member) -> bool:
+        """Have a member join the region that is there, the one that it brings along, or a new one. Whether it has an
+        answer; else it waits, for other processes of its engine, for a region that is being made, or for members of the
+        last owner.
+        """
         if member.gone:
-            return
+            return True
         try:
-            key, old = self._checked(member, asked), asked.get("number")
-            region = self._regions.get(key) if key is not None else None
-            if key is None:
-                self._waiting.append((member, number, asked))
-            elif key in self._making:
-                self._making[key].append((member, number, asked))
-            elif region is not None:
-                self._admit(member, number, region, old)
-            elif member.memory is not None:
-                descriptor, member.memory = member.memory, None
-                meaning = Meaning(int(asked["capacity"]), key[2], key[0], key[1])
-                region = Region.adopt(PoolMemory.adopt(descriptor, meaning), partial(self._make_index, asked))
-                self._regions[key] = region
-                self._admit(member, number, region, old, adopted=True)
-            elif time.monotonic() < self._grace_until:
-                self._waiting.append((member, number, asked))
-            else:
-                self._make(key, asked, member, number)
-        except (KVOffloadError, ValueError, TypeError, KeyError, OSError) as error:
-            self._answer(member, number, Operation.REFUSED, f"{type(error).__name__}: {error}".encode()[:MOST_TEXT])
+            key = self._checked(member)
+            region = None if key is None else self._regions.get(key)
+            if key in self._making and time.monotonic() >= member.notice:
+                member.notice = time.monotonic() + NOTICE_SECONDS
+                member.answer(member.join or 0, Operation.WAIT, b"")
+            if key is None or key in self._making:
+                return False
+            if region is None and member.files:
+                meaning = Meaning(int(member.asked["capacity"]), key[2], key[0], key[1])
+                memory = PoolMemory.adopt(os.dup(member.files[-1]), meaning)
+                region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
+            if region is not None:
+                self._admit(member, region)
+            elif time.monotonic() >= self._grace_until:
+                self._make(key, member)
+            return region is not None
+        except Exception as error:  # noqa: BLE001  # the member is told, whatever it asked for
+            return self._refuse(member, error)
 
-    def _checked(self, member: Member, asked: dict[str, Any]) -> RegionKey | None:
+    def _refuse(self, member: Member, error: Exception) -> bool:
+        text = f"{type(error).__name__}: {error}"
+        member.answer(member.join or 0, Operation.REFUSED, text.encode()[:MOST_TEXT])
+        return True
+
+    def _checked(self, member: Member) -> RegionKey | None:
         """The region that the member wants; None: that of an engine whose processes have not joined yet. Raises
         ValueError, KeyError.
         """
-        if asked.get("version") != VERSION:
-            raise ValueError(f"the owner speaks version {VERSION}, the member {asked.get('version')!r:.20}")
-        tenant = str(asked["tenant"])[:MOST_TEXT]
-        if tenant not in self._tenants:
-            raise ValueError(f"tenant={tenant!r:.80} is none of the owner's: {', '.join(sorted(self._tenants))}"[:500])
-        member.holdings.tenant, member.holdings.joined = tenant, asked
+        asked = member.asked
+        if asked.get("version") != messages.VERSION:
+            raise ValueError(f"the owner speaks version {messages.VERSION}, the member {asked.get('version')!r:.20}")
+        member.tenant = str(asked["tenant"])[:MOST_TEXT]
+        if member.tenant not in self._tenants:
+            known = ", ".join(sorted(self._tenants))
+            raise ValueError(f"tenant={member.tenant!r:.80} is none of the owner's: {known}"[:500])
         if "fingerprint" not in asked:
-            named = member.holdings.engine
-            found = (key for key, each in self._regions.items() if each.copying_for(named) == asked["processes"])
+            processes = asked["processes"]
+            found = (key for key, each in self._regions.items() if each.copying_for(member.engine) == processes)
             return next(found, None)
         identity = str(asked["identity"])
         if len(identity) > MOST_TEXT:
@@ -444,87 +362,75 @@ class PoolOwner:
         fingerprint, row_bytes = bytes.fromhex(str(asked["fingerprint"])), int(asked["row_bytes"])
         if len(fingerprint) != 16 or not 0 < row_bytes < 1 << 40 or row_bytes % 4096:
             raise ValueError(f"a member's layout is wrong: {row_bytes} bytes an entry")
-        meaning = meaning_of(fingerprint, identity, row_bytes)
-        return fingerprint, meaning.identity, row_bytes
+        return fingerprint, meaning_of(fingerprint, identity, row_bytes).identity, row_bytes
 
-    def _admit(self, member: Member, number: int, region: Region, old: Any, *, adopted: bool = False) -> None:
-        if member.memory is not None:
-            theirs = os.fstat(member.memory)
-            self._forget_memory(member)
+    def _admit(self, member: Member, region: Region) -> None:
+        old, engine = member.asked.get("number"), member.engine
+        if member.files:
+            theirs = os.fstat(member.files[-1])
             if (theirs.st_dev, theirs.st_ino) != region.memory.file:
                 raise CapabilityError("this pool has memory of its own by now")
-            adopted = True
-        if adopted and not (isinstance(old, int) and 0 <= old < MEMBERS):
-            raise ValueError(f"a member with memory has the number {old!r:.20}")
-        holdings, engine = member.holdings, member.holdings.engine
+            if not (isinstance(old, int) and 0 <= old < MEMBERS):
+                raise ValueError(f"a member with memory has the number {old!r:.20}")
         if any(each.of_engine(engine) for each in self._regions.values() if each is not region):
             raise ValueError(f"processes of the engine {engine:.80} have joined with another layout or identity")
-        holdings.number = place = region.number_for(holdings, old if adopted else None)
+        member.number = region.number_for(member, old if member.files else None)
         member.region = region
-        if "fingerprint" not in holdings.joined:
-            holdings.joined = {**region.of_engine(engine)[0].joined, **holdings.joined}
-        region.members.add(holdings)
-        meaning, has_tiers = region.memory.meaning, region.has_tiers
+        if "fingerprint" not in member.asked:
+            member.asked = {**region.of_engine(engine)[0].asked, **member.asked}
+        region.members.add(member)
         said = {
-            "number": place, "capacity": meaning.capacity, "identity": meaning.identity.hex(), "tiers": has_tiers,
-            "joined": holdings.joined,
+            "number": member.number, "capacity": region.memory.meaning.capacity, "tiers": region.has_tiers,
+            "joined": member.asked,
         }  # fmt: skip
-        message = next(datagrams(number, Operation.JOIN, json.dumps(said).encode()))
-        try:
-            socket.send_fds(member.connection, [message], [] if adopted else [region.memory.descriptor])
-        except OSError:
-            self._lose(member)
+        message = datagrams(member.join or 0, Operation.JOIN, json.dumps(said).encode())
+        socket.send_fds(member.connection, message, [] if member.files else [region.memory.descriptor])
+        close_files(member.files)
 
-    def _make(self, key: RegionKey, asked: dict[str, Any], member: Member, number: int) -> None:
-        """Make a region, in a thread of its own: allocating its memory may take minutes. Raises CapacityError."""
-        used = self._making_bytes + sum(region.memory.meaning.nbytes for region in self._regions.values())
+    def _make(self, key: RegionKey, member: Member) -> None:
+        """Make a region, in a thread of its own: allocating its memory may take minutes. If that fails, this member is
+        refused, and the next one that waits for the region tries again. Raises CapacityError.
+        """
+        used = sum(self._making.values()) + sum(region.memory.meaning.nbytes for region in self._regions.values())
         for other, region in list(self._regions.items()):
             if used + self._region_bytes > self._nbytes and not region.busy:
                 used -= region.memory.meaning.nbytes
                 self._regions.pop(other).close()
         room = min(self._region_bytes, self._nbytes - used)
-        meaning = meaning_of(key[0], str(asked["identity"])[:MOST_TEXT], key[2], nbytes=room)
+        meaning = meaning_of(key[0], str(member.asked["identity"]), key[2], nbytes=room)
         if meaning.capacity < 1:
             raise CapacityError(
                 f"the pool has no room for a region with entries of {key[2]} bytes: {used} of {self._nbytes} bytes are "
                 "regions with members; serve it with more bytes, or with smaller region_bytes"
             )
-        self._making[key] = [(member, number, asked)]
-        self._making_bytes += meaning.nbytes
+        self._making[key] = meaning.nbytes
 
         def made(region: Region | None, error: Exception | None) -> None:
-            self._making_bytes -= meaning.nbytes
-            joining = self._making.pop(key)
-            if region is not None and self._closing:
+            del self._making[key]
+            if error is not None and member in self._joining:
+                self._joining.remove(member)
+                self._refuse(member, error)
+            elif region is not None and self._closing:
                 region.close()
             elif region is not None:
                 self._regions[key] = region
-            for each in joining:
-                if error is None:
-                    self._join(*each)
-                else:
-                    text = f"{type(error).__name__}: {error}".encode()[:MOST_TEXT]
-                    self._answer(each[0], each[1], Operation.REFUSED, text)
 
         def make() -> None:
             try:
-                region = Region(PoolMemory.create(meaning), partial(self._make_index, asked))
-            except Exception as error:  # noqa: BLE001  # the members are told
+                region = Region(PoolMemory.create(meaning), partial(self._make_index, member.asked))
+                self._post(partial(made, region, None))
+            except Exception as error:  # noqa: BLE001  # the member is told
                 LOGGER.warning("a region of %s could not be made: %s", self.path, reason(error))
-                failed = error
-                self._post(lambda: made(None, failed))
-            else:
-                self._post(lambda: made(region, None))
+                self._post(partial(made, None, error))
 
         threading.Thread(target=make, name="kvoffload-pool-region", daemon=True).start()
 
     def _make_index(self, asked: dict[str, Any], memory: PoolMemory) -> CacheIndex:
-        identity = str(asked["identity"])[:MOST_TEXT]
-        tiers = [] if self._tiers is None else list(self._tiers(memory.meaning.name, identity))
-        pools = [memory.rows] if tiers else []
-        layout = memory.meaning.fingerprint if tiers else None
-        capacity = memory.meaning.capacity
-        return CacheIndex(capacity, tiers=tiers, pools=pools, layout=layout, write=self._write, **self._options)
+        options, meaning = self._options, memory.meaning
+        if self._tiers is not None:
+            tiers = self._tiers(meaning.name, str(asked["identity"]))
+            options = options | {"tiers": tiers, "pools": [memory.rows], "layout": meaning.fingerprint}
+        return CacheIndex(meaning.capacity, write=self._write, **options)
 
     def _leave_to_parent(self) -> None:
         """In a forked child: hold nothing by which others take it for the owner. The thread is in the parent."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -32,30 +31,14 @@ from kvoffload.cache.entries import (
 )
 from kvoffload.cache.pools import OfSession, Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded, locked
+from kvoffload.cache.repair import rebuild
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
 from kvoffload.errors import CapacityError, MissingKeyError
-from kvoffload.pool.messages import (
-    ALL_OR_NOTHING,
-    DECLINED,
-    EACH,
-    ENDING,
-    FOR_REQUEST,
-    LOADS,
-    NEW,
-    NUMBER,
-    PENDING,
-    PRESENT,
-    REQUEST,
-    STORING,
-    USES,
-    Operation,
-    pack_entries,
-    pack_keys,
-    unpack_entries,
-)
+from kvoffload.pool import messages
+from kvoffload.pool.messages import NUMBER, Operation, pack_entries, unpack_entries
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -83,7 +66,7 @@ class Link(Protocol):
     def next_number(self) -> int: ...
 
     def ask(
-        self, number: int, operation: Operation, payload: bytes, /, *, generation: int | None = None
+        self, operation: Operation, payload: bytes, /, *, number: int | None = None, generation: int | None = None
     ) -> bytes | None: ...
 
     def tell(self, operation: Operation, payload: bytes, /, *, keep: bool = False) -> None: ...
@@ -126,27 +109,15 @@ class PooledState(CacheState):
             self.pool.tell(Operation.CLEAN, b"", keep=True)
 
     def pack(self, keys: list[bytes]) -> bytes:
-        return pack_keys(keys, self.salt)
+        return messages.pack_keys(keys, self.salt)
 
     def repair(self) -> None:
-        """Finish what was decided; what is derived follows from the truth. May be interrupted and called again."""
-        table = self.table
-        for record in list(table.reservations):
-            if record.stage is COMMITTED or (record.stage is ABORTED and record.transfers_ended):
-                self._end_at_owner(record, record.stage is COMMITTED)
-                table.reservations.discard(record)
-        for lease in list(table.leases):
-            if lease.released and lease.transfers_ended:
-                self._end_at_owner(lease, True)
-                table.leases.discard(lease)
-        opened = [record for record in table.reservations if record.stage is OPEN]
-        table.writable = {entry for record in opened for entry in record.indices}
-        waiting: set[Record] = {*self.storing, *self.loading}
-        unsettled: list[Record] = [*table.reservations, *table.leases]
-        self.awaited = {each: None for each in unsettled if each not in waiting and each.awaits_transfers}
-        for each in [each for each in self.numbers if each not in table.reservations and each not in table.leases]:
-            del self.numbers[each]
-        self.consistent = True
+        """As every state; and the owner hears of what has ended."""
+        rebuild(self.table)
+        for record in list(self.numbers):
+            if record not in self.table.reservations and record not in self.table.leases:
+                self._end_at_owner(record)
+        super().repair()
 
     def check(self) -> None:
         """Raise AssertionError unless derived state agrees with the truth."""
@@ -172,8 +143,8 @@ class PooledState(CacheState):
         self.proposed = record
         if not keys:
             return record
-        flags = ALL_OR_NOTHING * all_or_nothing + USES * uses
-        payload = FOR_REQUEST.pack(flags, _number_of(opened)) + self.pack(keys)
+        flags = messages.ALL_OR_NOTHING * all_or_nothing + messages.USES * uses
+        payload = messages.FOR_REQUEST.pack(flags, _number_of(opened)) + self.pack(keys)
         self.table.reservations.add(record)
         try:
             answer = self._ask_for(record, Operation.RESERVE, payload)
@@ -188,13 +159,13 @@ class PooledState(CacheState):
             return record
         codes = answer[1 : 1 + len(keys)]
         record.short, record.indices = bool(answer[0]), unpack_entries(answer, 1 + len(keys))
-        if codes.count(NEW) == len(keys):
+        if codes.count(messages.NEW) == len(keys):
             record.keys, record.positions = keys, range(len(keys))
             return record
-        record.positions = [place for place, code in enumerate(codes) if code == NEW]
+        record.positions = [place for place, code in enumerate(codes) if code == messages.NEW]
         record.keys = [keys[place] for place in record.positions]
-        record.present = [key for key, code in zip(keys, codes, strict=True) if code == PRESENT]
-        record.declined = [key for key, code in zip(keys, codes, strict=True) if code == DECLINED]
+        record.present = [key for key, code in zip(keys, codes, strict=True) if code == messages.PRESENT]
+        record.declined = [key for key, code in zip(keys, codes, strict=True) if code == messages.DECLINED]
         if not record.keys:
             self._drop(record)
         return record
@@ -237,7 +208,7 @@ class PooledState(CacheState):
             if self.unfit:
                 fits = [entry not in self.unfit for entry in entries]
                 keys, entries = list(compress(keys, fits)), list(compress(entries, fits))
-            self._end_at_owner(record, well)
+            self._end_at_owner(record)
             self.table.reservations.discard(record)
             if well:
                 self.recorder.note_stored(keys, entries, record.tenant, False)
@@ -262,13 +233,17 @@ class PooledState(CacheState):
         """A lease of the keys that are ready, and the keys that this member is storing."""
         self.proposed = lease = LeaseRecord([], [], ())
         self.table.leases.add(lease)
-        answer = self._ask_for(lease, Operation.TAKE, FOR_REQUEST.pack(EACH, 0) + self.pack(keys)) if keys else None
+        answer = (
+            self._ask_for(lease, Operation.TAKE, messages.FOR_REQUEST.pack(messages.EACH, 0) + self.pack(keys))
+            if keys
+            else None
+        )
         entries = unpack_entries(answer or b"")
-        ready = [(key, entry) for key, entry in zip(keys, entries, strict=False) if entry < STORING]
+        ready = [(key, entry) for key, entry in zip(keys, entries, strict=False) if entry < messages.STORING]
         lease.keys, lease.indices = [key for key, _ in ready], [entry for _, entry in ready]
         if not ready:
             self._drop(lease)
-        return lease, {key for key, entry in zip(keys, entries, strict=False) if entry == STORING}
+        return lease, {key for key, entry in zip(keys, entries, strict=False) if entry == messages.STORING}
 
     def take(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
         """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too.
@@ -295,8 +270,8 @@ class PooledState(CacheState):
         reserved = [each for each in self.table.reservations if pending and each.stage is not SETTLING]
         if any(not set(each.keys).isdisjoint(keys) for each in reserved):
             loads = None  # it may be refused, and then it uses none
-        flags = PENDING * pending | LOADS * (loads is not None)
-        payload = FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
+        flags = messages.PENDING * pending | messages.LOADS * (loads is not None)
+        payload = messages.FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
         self._told = None if loads is None else lease
         answer = self._ask_for(lease, Operation.TAKE, payload)
         if answer:
@@ -335,18 +310,10 @@ class PooledState(CacheState):
         """The owner holds its entries already."""
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
+        super().end(lease, loaded=loaded)
+        self.consistent = False  # until the owner knows
         if lease not in self.table.leases:
-            return
-        self.consistent = False
-        lease.released = True
-        lease.watch = None
-        if not lease.jobs or lease.transfers_ended:
-            self._end_at_owner(lease, True)
-            self.table.leases.discard(lease)
-            if loaded:
-                self.recorder.loaded += len(lease.keys)
-        else:
-            self.awaited[lease] = None
+            self._end_at_owner(lease)
         self.consistent = True
 
     def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
@@ -354,7 +321,7 @@ class PooledState(CacheState):
             keys = [key for key in keys if key not in opened.keys]
             opened.keys.update(dict.fromkeys(keys))
         if keys and (self._told is None or self._told is not self.proposed):
-            self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + self.pack(keys))
+            self.pool.tell(Operation.USE, messages.REQUEST.pack(_number_of(opened)) + self.pack(keys))
 
     def touch(self, used: list[bytes], of_session: OfSession | None = None) -> None:
         del of_session  # the owner knows it
@@ -364,10 +331,10 @@ class PooledState(CacheState):
         number = self.pool.next_number()
         record.notes[_REQUEST] = {"number": number}
         named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
-        self.pool.tell(Operation.OPEN, REQUEST.pack(number) + named)
+        self.pool.tell(Operation.OPEN, messages.REQUEST.pack(number) + named)
 
     def end_request(self, record: RequestRecord) -> None:
-        self.pool.tell(Operation.CLOSE, ENDING.pack(_number_of(record), True))
+        self.pool.tell(Operation.CLOSE, messages.REQUEST.pack(_number_of(record)))
 
     # at the owner -------------------------------------------------------------------------------------------------
 
@@ -375,11 +342,11 @@ class PooledState(CacheState):
         """Ask for entries; `numbers` has the record before the owner can grant them."""
         generation, number = granted = self.pool.generation, self.pool.next_number()
         self.numbers[record] = granted
-        return self.pool.ask(number, operation, payload, generation=generation)
+        return self.pool.ask(operation, payload, number=number, generation=generation)
 
     def _drop(self, record: Record) -> None:
         """Nothing here uses what the owner may have granted."""
-        self._end_at_owner(record, False)
+        self._end_at_owner(record)
         record.watch = None
         if isinstance(record, LeaseRecord):
             record.released = True
@@ -387,15 +354,16 @@ class PooledState(CacheState):
         else:
             self.table.reservations.discard(record)
 
-    def _end_at_owner(self, record: Record, well: bool) -> None:
+    def _end_at_owner(self, record: Record) -> None:
         granted = self.numbers.get(record)
         if granted is None:
             return
         generation, number = granted
         if list(self.numbers.values()).count(granted) == 1:
+            well = getattr(record, "stage", None) is COMMITTED
             unfit = self.unfit and self.unfit.intersection(record.indices)
             if generation == self.pool.generation:
-                self.pool.tell(Operation.END, ENDING.pack(number, well) + pack_entries([*unfit]), keep=True)
+                self.pool.tell(Operation.END, messages.ENDING.pack(number, well) + pack_entries([*unfit]), keep=True)
             self.unfit -= unfit
         self.numbers.pop(record, None)
         self.tidy()
@@ -406,18 +374,28 @@ class PoolRecords(Records):
     a miss.
     """
 
-    def __init__(self, state: PooledState, check_usable: Callable[[], None] | None) -> None:
+    def __init__(self, state: PooledState, check_usable: Callable[[], None] | None, engine: CacheEngine | None) -> None:
         super().__init__(state, check_usable)
-        self._pool, self._pooled = state.pool, state
+        self._pool, self._pooled, self._engine = state.pool, state, engine
+
+    def settle(self) -> bool:
+        """For the membership's thread: bring the cache up to date. Whether its transfers are in flight."""
+        engine, state = self._engine, self._pooled
+        if engine is not None and engine.closed:
+            return False
+        if engine is not None:
+            engine.advance()
+        locked(self, lambda _: state.tidy())
+        return bool(state.storing or state.loading or state.awaited)
 
     @partial(guarded, nested=lambda _, keys: [Status.MISS] * len(keys))
     def status(self, keys: list[bytes]) -> list[Status]:
-        answer = self._ask(Operation.STATUS, self._pooled.pack(keys))
+        answer = self._pool.ask(Operation.STATUS, self._pooled.pack(keys))
         return [Status.MISS] * len(keys) if answer is None else [_STATUSES[code] for code in answer]
 
     @partial(guarded, nested=lambda *_: Status.MISS)
     def status_of(self, key: bytes) -> Status:
-        answer = self._ask(Operation.STATUS, self._pooled.pack([key]))
+        answer = self._pool.ask(Operation.STATUS, self._pooled.pack([key]))
         status = Status.MISS if answer is None else _STATUSES[answer[0]]
         self._state.recorder.note_lookup([key], int(status is Status.HIT))
         return status
@@ -427,7 +405,7 @@ class PoolRecords(Records):
         requests, most = given
         hits = list[int]()
         for keys in requests:
-            answer = self._ask(Operation.FIND, self._pooled.pack(keys)) if keys else None
+            answer = self._pool.ask(Operation.FIND, self._pooled.pack(keys)) if keys else None
             found = 0 if answer is None else NUMBER.unpack(answer)[0]
             found = found if most is None else min(found, most)
             self._state.recorder.note_lookup(keys, found)
@@ -469,7 +447,7 @@ class PoolRecords(Records):
     def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
         """The owner moves the keys itself."""
         hint, _ = given
-        answer = self._ask(Operation.HINT, json.dumps(hint._asdict()).encode())
+        answer = self._pool.ask(Operation.HINT, json.dumps(hint._asdict()).encode())
         said = hint.declined(_NO_OWNER) if answer is None else HintAnswer(*json.loads(answer))
         return said, [], RequestRecord(self._state, hint.tenant, None)
 
@@ -517,10 +495,7 @@ class PoolRecords(Records):
 
     @partial(guarded, nested=lambda *_: b"{}")
     def _count(self, _: None) -> bytes:
-        return self._ask(Operation.COUNTS, b"") or b"{}"
-
-    def _ask(self, operation: Operation, payload: bytes) -> bytes | None:
-        return self._pool.ask(self._pool.next_number(), operation, payload)
+        return self._pool.ask(Operation.COUNTS, b"") or b"{}"
 
     def _counts(self) -> dict[str, Any]:
         return dict(json.loads(self._count(None))) if self._pool.connected else {}
@@ -528,21 +503,3 @@ class PoolRecords(Records):
 
 def _number_of(record: RequestRecord | None) -> int:
     return 0 if record is None else int(record.notes[_REQUEST]["number"])
-
-
-def settler(engine: weakref.ref[Any] | None, records: weakref.ref[Any]) -> Callable[[], bool]:
-    """Brings a cache up to date, and returns whether its transfers are in flight."""
-
-    def settle() -> bool:
-        its_engine, its_records = None if engine is None else engine(), records()
-        if its_records is None or (engine is not None and (its_engine is None or its_engine.closed)):
-            return False
-        if its_engine is not None:
-            its_engine.advance()
-        its_records.settle_ended(None)
-        state = its_records._state
-        with state.lock:
-            state.tidy()
-        return bool(state.storing or state.loading or state.awaited)
-
-    return settle

@@ -578,7 +578,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> Non
                 lambda: index.lookup(keys_of([1])),
                 lambda: index.reserve(keys_of([3])),
                 lambda: index.touch(keys_of([3])),
-                lambda: one.pool.ask(1, 4, b""),  # type: ignore[arg-type]
+                lambda: one.pool.ask(4, b""),  # type: ignore[arg-type]
             ):
                 try:
                     call()

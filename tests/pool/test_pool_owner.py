@@ -24,7 +24,7 @@ from kvoffload import CapacityError, KVOffloadError, Tenant
 from kvoffload.cache.policies import LRU
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
-from kvoffload.pool.messages import ENDING, HEADER, PENDING, Operation, datagrams, pack_keys
+from kvoffload.pool.messages import HEADER, PENDING, REQUEST, Operation, datagrams, pack_keys
 from kvoffload.tiers import MemoryTier
 
 OTHER = b"other fingerprin"
@@ -249,8 +249,8 @@ def test_garbage_ends_its_senders_connection_and_no_other(tmp_path: Path, seed: 
                         rng.randbytes(rng.randint(1, 100)),
                         HEADER.pack(1, rng.randint(0, 20), False) + rng.randbytes(rng.randint(0, 60)),
                         HEADER.pack(rng.randrange(1 << 60), rng.randint(0, 20), rng.random() < 0.2) + pack_keys([b"x"]),
-                        next(datagrams(1, Operation.JOIN, b"[" * 40_000)),
-                        next(datagrams(1, Operation.HINT, b"{}")),
+                        datagrams(1, Operation.JOIN, b"[" * 40_000)[0],
+                        datagrams(1, Operation.HINT, b"{}")[0],
                         bytes(60_000),
                     )
                 )
@@ -526,7 +526,7 @@ def test_promotions_and_requests_of_a_member_that_is_gone_end(tmp_path: Path) ->
             kind, content = one.receive()[1:]
             assert (kind, content) == (Operation.BRING, (2).to_bytes(4, "little"))
             assert one.counts()["pinned"] == 2
-            one.send(Operation.CLOSE, ENDING.pack(77, True))
+            one.send(Operation.CLOSE, REQUEST.pack(77))
             one.send(Operation.BRING, (60_000).to_bytes(4, "little") + pack_keys(keys_of([1, 4])))
         eventually(lambda: pending(owner) == (0, 0), "nothing is held")
         with raw(path) as two:
