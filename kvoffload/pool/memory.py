@@ -38,7 +38,7 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.pool.messages import MOST_KEY_BYTES
 
 PAGE = 4096
-MAGIC = b"\x89KVPOOL2"
+MAGIC = b"\x89KVPOOL3"
 OWNER = 63  # the owner's number, and its lock
 MEMBERS = 63  # numbers 0 to 62
 FREE, RESERVED, READY = range(3)
@@ -63,7 +63,7 @@ _CHECKED = slice(16, 104)
 _RESERVED = struct.Struct("<IIQQI")  # check to writer; for a few entries, as most calls have, numpy would take longer
 _NAMED = struct.Struct(f"<I8s{MOST_KEY_BYTES}s")  # key_bytes to key
 _CHECK = struct.Struct("<I")
-_SUPERBLOCK = struct.Struct("<8sIIQQ16s16s")  # magic, check of the rest, 0, capacity, row bytes, fingerprint, identity
+_SUPERBLOCK = struct.Struct("<8sQQ16s16s")  # magic, capacity, row bytes, fingerprint, identity
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, process
 
 
@@ -115,9 +115,7 @@ class Meaning(NamedTuple):
         return self.slot_bytes + PAGE + -(-self.capacity * HEADER.itemsize // PAGE) * PAGE
 
     def pack(self) -> bytes:
-        fields = (0, self.capacity, self.row_bytes, self.fingerprint, self.identity)
-        body = _SUPERBLOCK.pack(MAGIC, 0, *fields)
-        return _SUPERBLOCK.pack(MAGIC, zlib.crc32(body), *fields)
+        return _SUPERBLOCK.pack(MAGIC, *self)
 
 
 class Found(NamedTuple):
@@ -125,14 +123,14 @@ class Found(NamedTuple):
 
     Attributes:
         keys, entries, sequences, tenants: of ready keys, the oldest sequence first; `tenants` are digests.
-        users: (entry, numbers of members, as bits) of entries that may be in use, with a key or without.
+        users: uint64, of each entry: a bit for each number of a member that may use it, with a key or without.
     """
 
     keys: list[bytes]
     entries: npt.NDArray[np.int64]
     sequences: npt.NDArray[np.int64]
     tenants: list[bytes]
-    users: list[tuple[int, int]]
+    users: npt.NDArray[np.uint64]
 
 
 class PoolMemory:
@@ -193,12 +191,6 @@ class PoolMemory:
     def descriptor(self) -> int:
         return self._files[0] if self._files else -1
 
-    @property
-    def file(self) -> tuple[int, int]:
-        """Equal for two descriptors of the same memory."""
-        status = os.fstat(self.descriptor)
-        return status.st_dev, status.st_ino
-
     # locks --------------------------------------------------------------------------------------------------------
 
     def lock(self, number: int) -> None:
@@ -230,7 +222,7 @@ class PoolMemory:
         headers = self._bytes
         for key, entry in zip(keys, entries, strict=True):
             begin = _HEADER_BYTES * entry
-            _NAMED.pack_into(headers, begin + 28, len(key), tenant, key)
+            _NAMED.pack_into(headers, begin + _RESERVED.size, len(key), tenant, key)
             _CHECK.pack_into(headers, begin, zlib.crc32(headers[begin + 16 : begin + 104]))
 
     def ready(self, entries: Iterable[int]) -> None:
@@ -263,28 +255,18 @@ class PoolMemory:
         headers = self.headers
         ready = np.flatnonzero((headers["state"] == READY) & (headers["key_bytes"] <= MOST_KEY_BYTES))
         ready = ready[np.argsort(headers["sequence"][ready], kind="stable")]
-        keys, entries, sequences, tenants, seen = [], [], [], [], set[bytes]()
+        entry_of: dict[bytes, int] = {}
         for entry in ready.tolist():
-            header = headers[entry]
-            key = header["key"].tobytes()[: int(header["key_bytes"])]
-            sequence, whole = int(header["sequence"]), header.tobytes()
-            if key not in seen and sequence < 1 << 62 and header["check"] == zlib.crc32(whole[_CHECKED]):
-                seen.add(key)
-                keys.append(key)
-                entries.append(entry)
-                sequences.append(sequence)
-                tenants.append(header["tenant"].tobytes())
-        numbers = headers["writer"].astype(np.uint64) & np.uint64(63)
-        writers = np.where(headers["state"] == RESERVED, np.uint64(1) << numbers, np.uint64(0))
-        users = headers["readers"] | writers
-        used = np.flatnonzero(users)
-        return Found(
-            keys,
-            np.array(entries, np.int64),
-            np.array(sequences, np.int64),
-            tenants,
-            list(zip(used.tolist(), users[used].tolist(), strict=True)),
-        )
+            header = headers[entry].tobytes()
+            check, _, _, sequence, _ = _RESERVED.unpack_from(header)
+            length, _, key = _NAMED.unpack_from(header, _RESERVED.size)
+            if check == zlib.crc32(header[_CHECKED]) and sequence < 1 << 62:
+                entry_of.setdefault(key[:length], entry)
+        entries = np.fromiter(entry_of.values(), np.int64)
+        writers = np.uint64(1) << (headers["writer"].astype(np.uint64) & np.uint64(63))
+        users = np.where(headers["state"] == RESERVED, headers["readers"] | writers, headers["readers"])
+        tenants = [tenant.tobytes() for tenant in headers["tenant"][entries]]
+        return Found(list(entry_of), entries, headers["sequence"][entries].astype(np.int64), tenants, users)
 
     def close(self) -> None:
         """Give up lock, descriptor and arrays. The rows stay mapped while another array over them lives. Idempotent.

@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,8 +98,7 @@ class PoolOwner:
         self._joining: list[Member] = []  # that have no answer yet
         self._members: set[Member] = set()
         self._done: deque[Step] = deque()  # of other threads, for ours
-        self._listener, follows = _listen(self.path)
-        self._bound = _file(self.path)
+        self._listener, self._bound, follows = _listen(self.path)
         self._epoll = select.epoll()
         self._member_of: dict[int, Member] = {}  # by descriptor, of a socket or a process
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -294,8 +294,9 @@ class PoolOwner:
         for member in list(self._members):
             self._lose(member)
         self._epoll.unregister(self._listener)
-        if not held and _file(self.path) == self._bound:  # before the listener ends: a new owner may bind it then
-            os.unlink(self.path)
+        with suppress(OSError):  # before the listener ends: a new owner may bind it then
+            if not held and os.path.samestat(os.lstat(self.path), self._bound):
+                os.unlink(self.path)
         self._listener.close()
         for region in self._regions.values():
             region.close()
@@ -367,8 +368,7 @@ class PoolOwner:
     def _admit(self, member: Member, region: Region) -> None:
         old, engine = member.asked.get("number"), member.engine
         if member.files:
-            theirs = os.fstat(member.files[-1])
-            if (theirs.st_dev, theirs.st_ino) != region.memory.file:
+            if not os.path.samestat(os.fstat(member.files[-1]), os.fstat(region.memory.descriptor)):
                 raise CapabilityError("this pool has memory of its own by now")
             if not (isinstance(old, int) and 0 <= old < MEMBERS):
                 raise ValueError(f"a member with memory has the number {old!r:.20}")
@@ -452,17 +452,8 @@ def _leave_all_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
-def _file(path: str) -> tuple[int, int] | None:
-    """Which file is there."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _listen(path: str) -> tuple[socket.socket, bool]:
-    """A listener, and whether it follows one whose owner has died. The folder is locked meanwhile."""
+def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
+    """A listener, its file, and whether it follows one whose owner has died. The folder is locked meanwhile."""
     folder = os.path.dirname(os.path.abspath(path))
     status = os.stat(folder)
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
@@ -488,9 +479,9 @@ def _listen(path: str) -> tuple[socket.socket, bool]:
         os.chmod(path, 0o600)
         listener.listen(128)
         listener.setblocking(False)
+        return listener, os.lstat(path), follows
     except BaseException:
         listener.close()
         raise
     finally:
         os.close(lock)
-    return listener, follows

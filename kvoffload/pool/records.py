@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from itertools import compress, takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import takewhile
+from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.cache.entries import (
     ABORTED,
@@ -54,11 +54,9 @@ class Link(Protocol):
 
     tenant: str
     num_groups: int
+    capacity: int
     generation: int
     has_tiers: bool
-
-    @property
-    def capacity(self) -> int: ...
 
     @property
     def connected(self) -> bool: ...
@@ -119,13 +117,6 @@ class PooledState(CacheState):
                 self._end_at_owner(record)
         super().repair()
 
-    def check(self) -> None:
-        """Raise AssertionError unless derived state agrees with the truth."""
-        table = self.table
-        opened = [record for record in table.reservations if record.stage is OPEN]
-        assert table.writable == {entry for record in opened for entry in record.indices}, "writable entries are open"
-        assert self.numbers.keys() <= {*table.reservations, *table.leases}, "numbers are of records"
-
     # filling ------------------------------------------------------------------------------------------------------
 
     def propose(
@@ -146,28 +137,24 @@ class PooledState(CacheState):
         flags = messages.ALL_OR_NOTHING * all_or_nothing + messages.USES * uses
         payload = messages.FOR_REQUEST.pack(flags, _number_of(opened)) + self.pack(keys)
         self.table.reservations.add(record)
-        try:
-            answer = self._ask_for(record, Operation.RESERVE, payload)
-        except CapacityError:
-            self._drop(record)
-            raise
+        answer = self.ask_for(record, Operation.RESERVE, payload)
         if answer is None:
-            self._drop(record)
             record.declined = keys
-            if all_or_nothing:
-                raise CapacityError(f"{len(keys)} keys would be declined: {_NO_OWNER}")
-            return record
-        codes = answer[1 : 1 + len(keys)]
-        record.short, record.indices = bool(answer[0]), unpack_entries(answer, 1 + len(keys))
-        if codes.count(messages.NEW) == len(keys):
-            record.keys, record.positions = keys, range(len(keys))
-            return record
-        record.positions = [place for place, code in enumerate(codes) if code == messages.NEW]
-        record.keys = [keys[place] for place in record.positions]
-        record.present = [key for key, code in zip(keys, codes, strict=True) if code == messages.PRESENT]
-        record.declined = [key for key, code in zip(keys, codes, strict=True) if code == messages.DECLINED]
+        else:
+            codes = answer[1 : 1 + len(keys)]
+            record.short, record.indices = bool(answer[0]), unpack_entries(answer, 1 + len(keys))
+            if codes.count(messages.NEW) == len(keys):
+                record.keys, record.positions = keys, range(len(keys))
+                return record
+            record.positions = [place for place, code in enumerate(codes) if code == messages.NEW]
+            record.keys = [keys[place] for place in record.positions]
+            record.present = [key for key, code in zip(keys, codes, strict=True) if code == messages.PRESENT]
+            record.declined = [key for key, code in zip(keys, codes, strict=True) if code == messages.DECLINED]
         if not record.keys:
-            self._drop(record)
+            self._end_at_owner(record)
+            self.table.reservations.discard(record)
+        if answer is None and all_or_nothing:
+            raise CapacityError(f"{len(keys)} keys would be declined: {_NO_OWNER}")
         return record
 
     def publish(self, record: ReservationRecord) -> None:
@@ -178,8 +165,7 @@ class PooledState(CacheState):
         self.settle(record, well=False)
 
     def fill(self, record: ReservationRecord, jobs: tuple[Completion, ...] = ()) -> None:
-        if record.keys:
-            self.recorder.note_new(record.indices)
+        self.recorder.note_new(record.indices)
         if record.declined:
             self.recorder.note("declined", record.declined, record.tenant)
         if jobs:
@@ -204,14 +190,13 @@ class PooledState(CacheState):
             self.awaited[record] = None
             self.pool.wake()
         else:
-            keys, entries = record.keys, record.indices
+            keys = record.keys
             if self.unfit:
-                fits = [entry not in self.unfit for entry in entries]
-                keys, entries = list(compress(keys, fits)), list(compress(entries, fits))
+                keys = [key for key, entry in zip(keys, record.indices, strict=True) if entry not in self.unfit]
             self._end_at_owner(record)
             self.table.reservations.discard(record)
             if well:
-                self.recorder.note_stored(keys, entries, record.tenant, False)
+                self.recorder.note_stored(keys, record.indices, record.tenant, False)
             else:
                 self.recorder.note("failed", record.keys, record.tenant)
         record.watch = None
@@ -229,22 +214,6 @@ class PooledState(CacheState):
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def take_each(self, keys: list[bytes]) -> tuple[LeaseRecord, set[bytes]]:
-        """A lease of the keys that are ready, and the keys that this member is storing."""
-        self.proposed = lease = LeaseRecord([], [], ())
-        self.table.leases.add(lease)
-        answer = (
-            self._ask_for(lease, Operation.TAKE, messages.FOR_REQUEST.pack(messages.EACH, 0) + self.pack(keys))
-            if keys
-            else None
-        )
-        entries = unpack_entries(answer or b"")
-        ready = [(key, entry) for key, entry in zip(keys, entries, strict=False) if entry < messages.STORING]
-        lease.keys, lease.indices = [key for key, _ in ready], [entry for _, entry in ready]
-        if not ready:
-            self._drop(lease)
-        return lease, {key for key, entry in zip(keys, entries, strict=False) if entry == messages.STORING}
-
     def take(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
         """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too.
 
@@ -258,32 +227,29 @@ class PooledState(CacheState):
         source = self.fetched
         self.table.leases.add(lease)
         if source is not None and not source.released:
-            if source.keys[: len(keys)] == keys:
-                lease.indices = source.indices[: len(keys)]
-            else:
+            found = source.indices[: len(keys)]
+            if source.keys[: len(keys)] != keys:
                 entry_of = dict(zip(source.keys, source.indices, strict=True))
-                lease.indices = [entry_of[key] for key in keys if key in entry_of]
-            if len(lease.indices) == len(keys):
-                self.numbers[lease] = self.numbers[source]
+                found = [entry_of[key] for key in keys if key in entry_of]
+            if len(found) == len(keys):
+                lease.indices, self.numbers[lease] = found, self.numbers[source]
                 return lease
-            lease.indices = []
         reserved = [each for each in self.table.reservations if pending and each.stage is not SETTLING]
         if any(not set(each.keys).isdisjoint(keys) for each in reserved):
             loads = None  # it may be refused, and then it uses none
         flags = messages.PENDING * pending | messages.LOADS * (loads is not None)
         payload = messages.FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
         self._told = None if loads is None else lease
-        answer = self._ask_for(lease, Operation.TAKE, payload)
+        answer = self.ask_for(lease, Operation.TAKE, payload)
         if answer:
             indices = unpack_entries(answer)
             if pending:  # reserved by this member, but no transfer fills them, or it has failed
                 unfilled = {entry for each in reserved for entry in each.indices}
                 indices = list(takewhile(lambda entry: entry not in unfilled, indices))
             lease.indices = indices
-            lease.keys = keys[: len(lease.indices)]
+        lease.keys = keys[: len(lease.indices)]
         if not lease.indices:
-            lease.keys = []
-            self._drop(lease)
+            self.end(lease)
         elif pending:
             taken = set(lease.indices)
             mine = [each for each in self.table.reservations if not taken.isdisjoint(each.indices)]
@@ -300,7 +266,7 @@ class PooledState(CacheState):
         lease = self.take(keys, pending, _number_of(opened) if loads else None)
         found = len(lease.indices)
         if found < len(keys):
-            self._drop(lease)
+            self.end(lease)
             raise MissingKeyError(
                 f"keys[{found}] ({keys[found].hex()[:16]}) is not ready; load only what lookup() found"
             )
@@ -338,21 +304,11 @@ class PooledState(CacheState):
 
     # at the owner -------------------------------------------------------------------------------------------------
 
-    def _ask_for(self, record: Record, operation: Operation, payload: bytes) -> bytes | None:
+    def ask_for(self, record: Record, operation: Operation, payload: bytes) -> bytes | None:
         """Ask for entries; `numbers` has the record before the owner can grant them."""
         generation, number = granted = self.pool.generation, self.pool.next_number()
         self.numbers[record] = granted
         return self.pool.ask(operation, payload, number=number, generation=generation)
-
-    def _drop(self, record: Record) -> None:
-        """Nothing here uses what the owner may have granted."""
-        self._end_at_owner(record)
-        record.watch = None
-        if isinstance(record, LeaseRecord):
-            record.released = True
-            self.table.leases.discard(record)
-        else:
-            self.table.reservations.discard(record)
 
     def _end_at_owner(self, record: Record) -> None:
         granted = self.numbers.get(record)
@@ -417,21 +373,23 @@ class PoolRecords(Records):
         raise AttributeError("a shared pool does not list its keys: ask `status` for those that you know")
 
     def size(self) -> int:
-        return int(self._counts().get("resident", 0))
+        return self.statistics().resident
 
     def statistics(self) -> CacheStatistics:
         """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region, and 0 if no owner
         answers, or the pool is closed.
         """
-        counts = self._counts()
-        names = ("resident", "pending", "pinned")
-        found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
+        counts = json.loads(self._count(None)) if self._pool.connected else {}
+        found: dict[str, int] = {name: int(counts.get(name, 0)) for name in ("resident", "pending", "pinned")}
         statistics = self._state.recorder.statistics(capacity=self.most_entries, **found)
         return replace(statistics, evicted=int(counts.get("evicted", 0)))
 
     @guarded
     def check(self, _: None) -> None:
-        self._pooled.check()
+        table, numbers = self._state.table, self._pooled.numbers
+        opened = [record for record in table.reservations if record.stage is OPEN]
+        assert table.writable == {entry for record in opened for entry in record.indices}, "writable entries are open"
+        assert numbers.keys() <= {*table.reservations, *table.leases}, "numbers are of records"
 
     def remove(self, keys: list[bytes] | None) -> int:
         """Also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0 and
@@ -473,12 +431,20 @@ class PoolRecords(Records):
         Args:
             given: the keys, without repeats; the list that gets the record. End that by `release` or `abandon`.
         """
-        keys, kept = given
-        lease, storing = self._pooled.take_each(keys)
-        if lease.keys:
+        (keys, kept), state = given, self._pooled
+        state.proposed = lease = LeaseRecord([], [], ())
+        state.table.leases.add(lease)
+        payload = messages.FOR_REQUEST.pack(messages.EACH, 0) + state.pack(keys)
+        answer = state.ask_for(lease, Operation.TAKE, payload) or pack_entries([messages.MISSING] * len(keys))
+        entries = dict(zip(keys, unpack_entries(answer), strict=True))
+        ready = {key: entry for key, entry in entries.items() if entry < messages.STORING}
+        lease.keys, lease.indices = list(ready), list(ready.values())
+        if ready:
             kept.append(lease)
-            self._pooled.fetched = lease
-        return dict(zip(lease.keys, lease.indices, strict=True)), storing
+            state.fetched = lease
+        else:
+            state.end(lease)
+        return ready, {key for key, entry in entries.items() if entry == messages.STORING}
 
     @guarded
     def part(self, _: None) -> None:
@@ -496,9 +462,6 @@ class PoolRecords(Records):
     @partial(guarded, nested=lambda *_: b"{}")
     def _count(self, _: None) -> bytes:
         return self._pool.ask(Operation.COUNTS, b"") or b"{}"
-
-    def _counts(self) -> dict[str, Any]:
-        return dict(json.loads(self._count(None))) if self._pool.connected else {}
 
 
 def _number_of(record: RequestRecord | None) -> int:

@@ -11,6 +11,8 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvoffload.cache.entries import LeaseRecord, ReservationRecord
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.records import locked
@@ -177,7 +179,7 @@ class Region:
     def _read_headers(self) -> None:
         memory, found = self.memory, self.memory.found()
         living = [number for number in range(64) if memory.locked(number)]
-        users = {number: [entry for entry, bits in found.users if bits >> number & 1] for number in living}
+        users = {number: np.flatnonzero(found.users >> np.uint64(number) & np.uint64(1)).tolist() for number in living}
         tenants = {tenant_digest(name): name for name in self._state.pools.by_tenant}
         named = [tenants.get(digest, "") for digest in found.tenants]
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)

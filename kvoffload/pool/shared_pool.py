@@ -76,6 +76,7 @@ class SharedPool:
                 raise TypeError(f"{name} must be a string, got {shown(value)}")
         if not hasattr(os, "eventfd"):
             raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
+        self.capacity = 0
         self.path, self.tenant, self.num_groups = os.fspath(path), tenant, num_groups
         self._asked: dict[str, Any] = {"version": messages.VERSION, "tenant": tenant, **asked}
         self._answer_seconds = seconds("answer_seconds", answer_seconds)
@@ -187,10 +188,6 @@ class SharedPool:
         return self
 
     @property
-    def capacity(self) -> int:
-        return self._region.meaning.capacity
-
-    @property
     def connected(self) -> bool:
         """Whether an owner answers, as far as the last calls have seen."""
         return self._joined and self._late is None
@@ -198,17 +195,13 @@ class SharedPool:
     @property
     def host_memory(self) -> HostMemory:
         """The value for `OffloadEngine(host_memory=)`. Give it to one engine, which pins the memory."""
-        rows, parts = self._region.rows, self.num_groups
+        self.check_usable()
+        assert self._memory is not None
+        rows, parts = self._memory.rows, self.num_groups
         flat, slots, stride = rows.reshape(-1), len(rows), rows.shape[1]
         if self._part is None:
             return HostMemory.of_buffer(flat, num_slots=slots * parts, slot_stride=stride // parts)
         return HostMemory.of_buffer(flat, num_slots=slots, slot_stride=stride, offset=self._part * stride // parts)
-
-    @property
-    def _region(self) -> PoolMemory:
-        if self._memory is None or self._closed:
-            raise ClosedError("the shared pool is closed: attach to it again")
-        return self._memory
 
     def close(self) -> None:
         """Leave the pool: what this member had reserved or leased is free for others. Close the engine first, since
@@ -238,8 +231,7 @@ class SharedPool:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self.connected else "without an owner"
-        capacity = 0 if self._memory is None else self._memory.meaning.capacity
-        return f"SharedPool({self.path!r:.80}, {capacity} keys, {state})"
+        return f"SharedPool({self.path!r:.80}, {self.capacity} keys, {state})"
 
     # for the cache ------------------------------------------------------------------------------------------------
 
@@ -249,6 +241,7 @@ class SharedPool:
         """State and records of a cache over this pool. Raises CapacityError, LayoutError: the engine is not over it."""
         from kvoffload.pool.records import PooledState, PoolRecords
 
+        self.check_usable()
         slots = self.capacity * self.num_groups
         layout: Any = None if engine is None else engine.layout
         if engine is not None and len(engine.devices) > 1:
@@ -407,7 +400,7 @@ class SharedPool:
             meaning = Meaning(said["capacity"], self._asked["row_bytes"], b"", b"")
             memory = PoolMemory(self._passed.pop(), meaning, headers=False)
             memory.lock(said["number"])
-            self._memory = memory
+            self.capacity, self._memory = meaning.capacity, memory
         self.has_tiers = bool(said["tiers"])
         self._joined = True
         self.wake()

@@ -127,7 +127,7 @@ def test_several_members_that_come_while_their_region_is_being_made_share_it(tmp
 
     def join() -> None:
         with raw(path) as one:
-            seen.append((one.memory.file if one.memory else None, one.place))
+            seen.append((os.fstat(one.memory.descriptor).st_ino if one.memory else None, one.place))
 
     with PoolOwner(path, nbytes=region_bytes(8), tiers=tiers) as owner:
         threads = [threading.Thread(target=join) for _ in range(5)]
