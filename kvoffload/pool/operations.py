@@ -203,18 +203,8 @@ def clean(region: Region, message: Message) -> None:
 
 
 OPERATIONS: dict[int, Callable[[Region, Message], bytes | None]] = {
-    Operation.FIND: find,
-    Operation.STATUS: status,
-    Operation.TAKE: take,
-    Operation.RESERVE: reserve,
-    Operation.END: end,
-    Operation.BRING: bring,
-    Operation.USE: use,
-    Operation.TOUCH: touch,
-    Operation.OPEN: open_request,
-    Operation.CLOSE: close_request,
-    Operation.HINT: hint,
-    Operation.REMOVE: remove,
-    Operation.COUNTS: counts,
-    Operation.CLEAN: clean,
-}
+    Operation.FIND: find, Operation.STATUS: status, Operation.TAKE: take, Operation.RESERVE: reserve,
+    Operation.END: end, Operation.BRING: bring, Operation.USE: use, Operation.TOUCH: touch,
+    Operation.OPEN: open_request, Operation.CLOSE: close_request, Operation.HINT: hint, Operation.REMOVE: remove,
+    Operation.COUNTS: counts, Operation.CLEAN: clean,
+}  # fmt: skip

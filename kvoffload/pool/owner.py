@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import select
 import socket
@@ -124,19 +123,16 @@ class PoolOwner:
         """For each region: members, bytes, capacity, and keys resident, pending and pinned. Messages that members had
         sent before this call count, unless more arrive than the owner can execute. After `close`: no regions.
         """
-        if threading.current_thread() is self._thread:
-            return self._count()
         counted: Future[list[dict[str, int]]] = Future()
-        self._post(lambda: counted.set_result(self._count()))
-        return counted.result()
 
-    def _count(self) -> list[dict[str, int]]:
-        said = []
-        for region in self._regions.values():
-            meaning = region.memory.meaning
-            whole = {"members": len(region.members), "nbytes": meaning.nbytes, "capacity": meaning.capacity}
-            said.append(whole | region.counts())
-        return said
+        def count() -> None:
+            counted.set_result([region.counts() for region in self._regions.values()])
+
+        if threading.current_thread() is self._thread:
+            count()
+        else:
+            self._post(count)
+        return counted.result()
 
     def __enter__(self) -> PoolOwner:
         return self
@@ -239,7 +235,7 @@ class PoolOwner:
         return True
 
     def _execute(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        if kind == Operation.JOIN and member.join is None:
+        if kind == Operation.JOIN and member.join < 0:
             member.join, member.asked = number, messages.unpack_json(payload)
             self._joining.append(member)
             return
@@ -273,16 +269,15 @@ class PoolOwner:
         self._done.append(step)
         self._wake()
         if self._ended:
-            self._run_done()
+            self._run_done(len(self._done))
 
     def _wake(self) -> None:
         with self._waking:
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
 
-    def _run_done(self, most: float = math.inf) -> None:
-        while self._done and most > 0:
-            most -= 1
+    def _run_done(self, most: int) -> None:
+        for _ in range(most):
             try:
                 step = self._done.popleft()
             except IndexError:  # another thread was faster, after the end
@@ -306,7 +301,7 @@ class PoolOwner:
             wakeup, self._wakeup = self._wakeup, -1
             os.close(wakeup)
         self._ended = True
-        self._run_done()
+        self._run_done(len(self._done))
 
     # joining ------------------------------------------------------------------------------------------------------
 
@@ -322,7 +317,7 @@ class PoolOwner:
             region = None if key is None else self._regions.get(key)
             if key in self._making and time.monotonic() >= member.notice:
                 member.notice = time.monotonic() + NOTICE_SECONDS
-                member.answer(member.join or 0, Operation.WAIT, b"")
+                member.answer(member.join, Operation.WAIT, b"")
             if key is None or key in self._making:
                 return False
             if region is None and member.files:
@@ -339,7 +334,7 @@ class PoolOwner:
 
     def _refuse(self, member: Member, error: Exception) -> bool:
         text = f"{type(error).__name__}: {error}"
-        member.answer(member.join or 0, Operation.REFUSED, text.encode()[:MOST_TEXT])
+        member.answer(member.join, Operation.REFUSED, text.encode()[:MOST_TEXT])
         return True
 
     def _checked(self, member: Member) -> RegionKey | None:
@@ -383,7 +378,7 @@ class PoolOwner:
             "number": member.number, "capacity": region.memory.meaning.capacity, "tiers": region.has_tiers,
             "joined": member.asked,
         }  # fmt: skip
-        message = datagrams(member.join or 0, Operation.JOIN, json.dumps(said).encode())
+        message = datagrams(member.join, Operation.JOIN, json.dumps(said).encode())
         socket.send_fds(member.connection, message, [] if member.files else [region.memory.descriptor])
         close_files(member.files)
 

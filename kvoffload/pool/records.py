@@ -85,8 +85,7 @@ class PooledState(CacheState):
     """
 
     def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None, clean: int) -> None:
-        tenants = {} if pool.tenant == "" else {pool.tenant: Tenant()}
-        capacity = pool.capacity
+        capacity, tenants = pool.capacity, {pool.tenant: Tenant()}
         super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
         self.num_groups = pool.num_groups
         self.pool = pool

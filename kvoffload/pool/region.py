@@ -11,8 +11,6 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvoffload.cache.entries import LeaseRecord, ReservationRecord
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.records import locked
@@ -20,7 +18,7 @@ from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
+from kvoffload.pool.memory import HEADER, OWNER, PAGE, Meaning, PoolMemory
 from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, datagrams
 
 if TYPE_CHECKING:
@@ -40,19 +38,14 @@ class Alive:
 
     error = None
 
-    def __init__(self, memory: PoolMemory, number: int, lock: Any) -> None:
-        self._memory, self._number, self.lock = memory, number, lock
+    def __init__(self, memory: PoolMemory, number: int) -> None:
+        self._memory, self._number = memory, number
         self.ended = False
 
     @property
     def finished(self) -> bool:
         self.ended = self.ended or not self._memory.locked(self._number)
         return self.ended
-
-    done = finished
-
-    def order_before(self, stream: Any) -> None:
-        raise AssertionError(f"stream {stream!r} would wait for another process")
 
 
 class Member:
@@ -64,8 +57,9 @@ class Member:
 
     Attributes:
         files: descriptors that came with its JOIN: of the memory that it brings.
-        join: number of its JOIN, once it has asked to join; `asked`: what that said; `notice`: when it hears next that
-            its region is still being made.
+        join: number of its JOIN; -1: it has not asked to join.
+        asked: what its JOIN said.
+        notice: when it hears next that its region is still being made.
         region: once it has joined.
         number: the member's, and its lock's. Processes of one engine share it.
         tenant: of all its calls.
@@ -83,7 +77,7 @@ class Member:
         self.assembler = Assembler()
         self._outgoing: deque[bytes] = deque()
         self.files = list[int]()
-        self.join: int | None = None
+        self.join = -1
         self.asked: dict[str, Any] = {}
         self.notice = 0.0
         self.region: Region | None = None
@@ -164,7 +158,7 @@ class Region:
         self.memory = memory
         self.members: set[Member] = set()
         self.inherited: dict[int, LeaseRecord] = {}
-        self.gone: dict[int, Alive] = {}
+        self.gone: dict[int, Any] = {}  # of `Alive`, as a `Completion`
         self.writer, self._sequence = OWNER, 0
         with ExitStack() as opened:
             opened.callback(memory.close)
@@ -179,7 +173,7 @@ class Region:
     def _read_headers(self) -> None:
         memory, found = self.memory, self.memory.found()
         living = [number for number in range(64) if memory.locked(number)]
-        users = {number: np.flatnonzero(found.users >> np.uint64(number) & np.uint64(1)).tolist() for number in living}
+        users = {number: [each for each, bits in found.users.items() if bits >> number & 1] for number in living}
         tenants = {tenant_digest(name): name for name in self._state.pools.by_tenant}
         named = [tenants.get(digest, "") for digest in found.tenants]
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
@@ -258,13 +252,13 @@ class Region:
         member.release_promotions(ended=False)
         if member.leases or member.reservations:
             known = self.gone.get(number)
-            alive = Alive(self.memory, number, self.records.lock) if known is None or known.ended else known
-            self.gone[number] = alive
+            self.gone[number] = Alive(self.memory, number) if known is None or known.ended else known
+        jobs: Any = (self.gone.get(number),)
         for lease in member.leases.values():
-            lease.jobs = () if dead else (alive,)
+            lease.jobs = () if dead else jobs
             self.records.release(lease)
         for record in member.reservations.values():
-            self.records.abort_after(record, (alive,))
+            self.records.abort_after(record, jobs)
         member.requests.clear()  # they end as dropped ones do
 
     def settle(self) -> None:
@@ -311,9 +305,9 @@ class Region:
         member.marked = still
 
     def counts(self) -> dict[str, int]:
-        statistics = self.index.statistics()
-        names = ("resident", "pending", "pinned", "evicted")
-        return {name: getattr(statistics, name) for name in names}
+        meaning, statistics = self.memory.meaning, self.index.statistics()
+        whole = {"members": len(self.members), "nbytes": meaning.nbytes, "capacity": meaning.capacity}
+        return whole | {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
 
     def close(self) -> None:
         self._state.journal = None  # else the memory would be mapped until cycles are collected
@@ -336,11 +330,9 @@ def tenant_digest(tenant: str) -> bytes:
     return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-def meaning_of(fingerprint: bytes, identity: str, row_bytes: int, *, nbytes: int = 0, capacity: int = 0) -> Meaning:
-    """With `nbytes`, of as many entries as fit."""
+def meaning_of(fingerprint: bytes, identity: str, row_bytes: int, *, nbytes: int = 0) -> Meaning:
+    """Of as many entries as fit into `nbytes`."""
     digest = blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    meaning = Meaning(capacity or max(0, nbytes // (row_bytes + 1)), row_bytes, fingerprint, digest)
-    while not capacity and meaning.capacity and meaning.nbytes > nbytes:
-        over = meaning.nbytes - nbytes
-        meaning = meaning._replace(capacity=max(0, meaning.capacity - -(-over // (row_bytes + 128))))
-    return meaning
+    most = max(0, (nbytes - PAGE) // (row_bytes + HEADER.size))
+    meaning = Meaning(most, row_bytes, fingerprint, digest)
+    return meaning if meaning.nbytes <= nbytes else meaning._replace(capacity=max(0, most - 1))  # headers fill pages

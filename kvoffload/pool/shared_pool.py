@@ -30,7 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.device.ownership import FORKS
@@ -209,19 +209,19 @@ class SharedPool:
 
         Raises RuntimeError inside a call of the cache, for which the membership's thread may be waiting.
         """
-        if len(FORKS) == self._forks:
-            refuse_nested(self._calls, "close")
+        if len(FORKS) != self._forks:
+            return
+        refuse_nested(self._calls, "close")
         self._closed = True
-        if len(FORKS) == self._forks:
-            with self._lock:
-                self._drop()
-                if self._memory is not None:
-                    self._memory.close()
-            self.wake()
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join()
-            with self._lock:
-                close_files(self._wakeup)
+        with self._lock:
+            self._drop()
+            if self._memory is not None:
+                self._memory.close()
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._lock:
+            close_files(self._wakeup)
 
     def __enter__(self) -> SharedPool:
         return self
@@ -242,16 +242,16 @@ class SharedPool:
         from kvoffload.pool.records import PooledState, PoolRecords
 
         self.check_usable()
-        slots = self.capacity * self.num_groups
-        layout: Any = None if engine is None else engine.layout
-        if engine is not None and len(engine.devices) > 1:
-            raise LayoutError(f"engine must be over one device, since it has a shared pool, got {shown(engine)}")
+        slots, layout = self.capacity * self.num_groups, None if engine is None else cast(Any, engine.layout)
         if engine is not None and engine.num_slots != slots:
             raise CapacityError(
                 f"the engine has {engine.num_slots} slots, the pool {slots}: give it host_memory=pool.host_memory"
             )
         if layout is not None and layout.fingerprint.hex() != self._asked["fingerprint"]:
-            raise LayoutError(f"the engine's layout is another than the pool was attached with: {shown(layout)}")
+            raise LayoutError(
+                "engine must be over one device and the layout that the pool was attached with; its layout is another "
+                f"than that: {shown(layout)}"
+            )
         first = self._calls is self._lock and not self._asked["engine"]  # nothing can have been granted before
         state = PooledState(self, recorder(self.capacity), engine, 0 if first else self.generation)
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process, engine)
