@@ -145,7 +145,6 @@ class PoolMemory:
             raise
         begin, everything = meaning.slot_bytes, np.frombuffer(mapped, np.uint8)
         self.rows: UInt8Array = everything[:begin].reshape(meaning.capacity, meaning.row_bytes)
-        self._superblock: UInt8Array = everything[begin : begin + PAGE]
         self.headers = everything[begin + PAGE :][: meaning.capacity * HEADER.size]
         self._bytes = self.headers.data
 
@@ -153,27 +152,25 @@ class PoolMemory:
     def create(cls, meaning: Meaning) -> PoolMemory:
         """Raises CapacityError, CapabilityError."""
         memory = cls(allocate_memory("kvoffload-pool", meaning.nbytes), meaning, headers=True)
-        packed = meaning.pack()
-        memory._superblock[: len(packed)] = np.frombuffer(packed, np.uint8)
+        os.pwrite(memory.descriptor, meaning.pack(), meaning.slot_bytes)
         return memory
 
     @classmethod
     def adopt(cls, descriptor: int, meaning: Meaning) -> PoolMemory:
-        """The memory of an owner that has ended, from a member. Raises ValueError: it is no such memory."""
+        """The memory of an owner that has ended, by a descriptor of a member's, which stays that one's. Raises
+        ValueError: it is no such memory.
+        """
+        packed = meaning.pack()
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
-            size = os.fstat(descriptor).st_size
+            fits = sealed and os.fstat(descriptor).st_size == meaning.nbytes
         except OSError:
-            sealed, size = False, 0
-        if not sealed or size != meaning.nbytes:
-            os.close(descriptor)
-            raise ValueError(f"a member's memory is no region of {meaning.nbytes} bytes")
-        memory = cls(descriptor, meaning, headers=True)
-        packed = meaning.pack()
-        if memory._superblock[: len(packed)].tobytes() != packed:
-            memory.close()
-            raise ValueError("a member's memory has another superblock")
-        return memory
+            fits = False
+        if not fits or os.pread(descriptor, len(packed), meaning.slot_bytes) != packed:
+            raise ValueError(
+                f"a member's memory is no region of {meaning.nbytes} bytes with the superblock that it says"
+            )
+        return cls(os.dup(descriptor), meaning, headers=True)
 
     @property
     def descriptor(self) -> int:
@@ -260,7 +257,7 @@ class PoolMemory:
         Memory that is forgotten gives them up once no array over it is left, an engine's either.
         """
         self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, np.uint8)
-        self._superblock, self._bytes = self.rows.reshape(-1), memoryview(b"")
+        self._bytes = memoryview(b"")
         close_files(self._files)
 
 

@@ -16,7 +16,7 @@ messages; a reply has the number of what it answers. Messages of one member are 
     USE      request, keys              no reply. A request loads these keys
     TOUCH    keys                       no reply. A request with these keys has ended
     OPEN     request, session           no reply. Opens a request
-    CLOSE    request, well              no reply. Ends it
+    CLOSE    request                    no reply. Ends it
     HINT     JSON                       JSON
     REMOVE   keys                       how many there were, u32. An empty payload: all keys
     COUNTS   nothing                    JSON
@@ -87,10 +87,9 @@ def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
         keys = [salt + key for key in keys]
     try:
         lengths = bytes(map(len, keys))
-        longest = max(lengths, default=0)
-    except ValueError:
-        longest = 256
-    if longest > MOST_KEY_BYTES:
+    except ValueError:  # one of more than 255
+        lengths = b"\xff"
+    if max(lengths, default=0) > MOST_KEY_BYTES:
         place = next(place for place, key in enumerate(keys) if len(key) > MOST_KEY_BYTES)
         raise LayoutError(
             f"keys[{place}] has {len(keys[place])} bytes, and those of a shared pool have at most {MOST_KEY_BYTES}: "

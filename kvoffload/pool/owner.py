@@ -7,6 +7,7 @@ socket has; a forked child of it may keep the socket open.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -313,7 +314,7 @@ class PoolOwner:
         if member.gone:
             return True
         try:
-            key = self._checked(member)
+            key = member.key = self._checked(member)
             region = None if key is None else self._regions.get(key)
             if key in self._making and time.monotonic() >= member.notice:
                 member.notice = time.monotonic() + NOTICE_SECONDS
@@ -322,7 +323,7 @@ class PoolOwner:
                 return False
             if region is None and member.files:
                 meaning = Meaning(int(member.asked["capacity"]), key[2], key[0], key[1])
-                memory = PoolMemory.adopt(os.dup(member.files[-1]), meaning)
+                memory = PoolMemory.adopt(member.files[-1], meaning)
                 region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
             if region is not None:
                 self._admit(member, region)
@@ -332,7 +333,7 @@ class PoolOwner:
         except Exception as error:  # noqa: BLE001  # the member is told, whatever it asked for
             return self._refuse(member, error)
 
-    def _refuse(self, member: Member, error: Exception) -> bool:
+    def _refuse(self, member: Member, error: Exception | None) -> bool:
         text = f"{type(error).__name__}: {error}"
         member.answer(member.join, Operation.REFUSED, text.encode()[:MOST_TEXT])
         return True
@@ -383,8 +384,8 @@ class PoolOwner:
         close_files(member.files)
 
     def _make(self, key: RegionKey, member: Member) -> None:
-        """Make a region, in a thread of its own: allocating its memory may take minutes. If that fails, this member is
-        refused, and the next one that waits for the region tries again. Raises CapacityError.
+        """Make a region, in a thread of its own: allocating its memory may take minutes. If that fails, all that wait
+        for it are refused. Raises CapacityError.
         """
         used = sum(self._making.values()) + sum(region.memory.meaning.nbytes for region in self._regions.values())
         for other, region in list(self._regions.items()):
@@ -402,10 +403,10 @@ class PoolOwner:
 
         def made(region: Region | None, error: Exception | None) -> None:
             del self._making[key]
-            if error is not None and member in self._joining:
-                self._joining.remove(member)
-                self._refuse(member, error)
-            elif region is not None and self._closing:
+            for each in [each for each in self._joining if error is not None and each.key == key]:
+                self._joining.remove(each)
+                self._refuse(each, error)
+            if region is not None and self._closing:
                 region.close()
             elif region is not None:
                 self._regions[key] = region
@@ -459,21 +460,18 @@ def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
     lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        listener.setblocking(False)
         fcntl.flock(lock, fcntl.LOCK_EX)
         follows = os.path.lexists(path)
+        if follows and not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ValueError(f"{shown(path)} is no socket of an owner: choose another path")
+        if listener.connect_ex(path) not in (errno.ENOENT, errno.ECONNREFUSED):
+            raise ValueError(f"another owner serves {shown(path)}: end it first, or choose another path")
         if follows:
-            if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise ValueError(f"{shown(path)} is no socket of an owner: choose another path")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-                probe.setblocking(False)
-                answer = probe.connect_ex(path)
-            if answer not in (2, 111):  # ENOENT, ECONNREFUSED
-                raise ValueError(f"another owner serves {shown(path)}: end it first, or choose another path")
             os.unlink(path)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(128)
-        listener.setblocking(False)
         return listener, os.lstat(path), follows
     except BaseException:
         listener.close()

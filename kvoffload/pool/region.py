@@ -59,6 +59,7 @@ class Member:
         files: descriptors that came with its JOIN: of the memory that it brings.
         join: number of its JOIN; -1: it has not asked to join.
         asked: what its JOIN said.
+        key: of the region that it wants, once that is known.
         notice: when it hears next that its region is still being made.
         region: once it has joined.
         number: the member's, and its lock's. Processes of one engine share it.
@@ -79,6 +80,7 @@ class Member:
         self.files = list[int]()
         self.join = -1
         self.asked: dict[str, Any] = {}
+        self.key: tuple[bytes, bytes, int] | None = None
         self.notice = 0.0
         self.region: Region | None = None
         self.number, self.tenant = -1, ""

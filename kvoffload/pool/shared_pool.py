@@ -81,7 +81,7 @@ class SharedPool:
         self._asked: dict[str, Any] = {"version": messages.VERSION, "tenant": tenant, **asked}
         self._answer_seconds = seconds("answer_seconds", answer_seconds)
         self._lock = threading.RLock()
-        self._numbers = itertools.count(1)
+        self.next_number = itertools.count(1).__next__  # of a message
         self._socket: socket.socket | None = None
         self._incoming = select.poll()  # of the socket
         self._assembler = messages.Assembler()
@@ -263,10 +263,6 @@ class SharedPool:
         if len(FORKS) != self._forks or self._closed:
             raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
 
-    def next_number(self) -> int:
-        """A number for a message."""
-        return next(self._numbers)
-
     def wake(self) -> None:
         """Transfers are in flight: look at them until they have ended, so that others see the keys."""
         with self._lock:
@@ -342,11 +338,11 @@ class SharedPool:
         if self._socket is None:
             self._connect(self._answer_seconds)
         elif self._late is not None and self._answer(self._late, 0.0) is None and time.monotonic() >= self._next_try:
-            self._next_try = time.monotonic() + watching.RETRY_SECONDS
             if self._joined:
+                self._next_try = time.monotonic() + watching.RETRY_SECONDS
                 self._send(self.next_number(), Operation.STATUS, messages.pack_keys([]))
             else:
-                self._drop()
+                self._drop()  # and ask to join again
         while self._unsent and self.connected:
             if self._send_datagram(self._unsent[0]):
                 del self._unsent[0]

@@ -138,7 +138,7 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
         tenants = None if quota is None else {"": Tenant(max_blocks=quota)}
         return CacheIndex(memory.meaning.capacity, policy="lru", tenants=tenants)
 
-    memory = PoolMemory.adopt(os.dup(region.memory.descriptor), MEANING)
+    memory = PoolMemory.adopt(region.memory.descriptor, MEANING)
     following = Region(memory, with_quota, adopts=True)
     assert sorted(following.inherited) == [writer.holdings.number, reader.holdings.number, 63]
     other = Joined(following)
