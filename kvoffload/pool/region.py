@@ -181,8 +181,7 @@ class Region:
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
         self._sequence = int(found.sequences[-1]) if found.keys else 0
         self.inherited = locked(self.records, partial(_hold, users=users))
-        known = locked(self.records, lambda state: list(state.table.of.values()))
-        memory.gone(set(range(memory.meaning.capacity)).difference(known))  # keys that this index does not have
+        memory.gone(set(range(memory.meaning.capacity)).difference(self._state.table.of.values()))  # other keys
 
     @property
     def busy(self) -> bool:

@@ -281,9 +281,8 @@ class SharedPool:
         self.check_usable()
         number = self.next_number() if number is None else number
         with self._lock:
-            if not self._ready() or generation not in (None, self.generation):
-                return None
-            if not self._send(number, operation, payload):
+            ready = self._ready() and generation in (None, self.generation)
+            if not ready or not self._send(number, operation, payload):
                 return None
             answer = self._answer(number, time.monotonic() + self._answer_seconds)
         if answer is None or answer[0] != Operation.REFUSED:

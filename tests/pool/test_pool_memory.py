@@ -198,6 +198,7 @@ def test_a_memory_that_is_not_this_region_is_not_adopted() -> None:
     before = len(os.listdir("/proc/self/fd"))
     unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, MEANING.nbytes)
+    os.pwrite(unsealed, MEANING.pack(), MEANING.slot_bytes)
     read, write = os.pipe()
     with region() as memory:
         for descriptor, why in (
