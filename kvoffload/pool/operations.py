@@ -177,19 +177,18 @@ def remove(region: Region, message: Message) -> bytes | None:
     index, (member, number, payload) = region.index, message
     keys = unpack_keys(payload) if payload else None
 
-    def count() -> bytes:
-        return NUMBER.pack(index.clear() if keys is None else index.remove(keys))
-
-    def answer() -> None:
-        counted = b""
+    def removed() -> bytes:
         try:
-            counted = count()
+            return NUMBER.pack(index.clear() if keys is None else index.remove(keys))
         except Exception as error:  # noqa: BLE001  # a tier's
             LOGGER.warning("keys of a shared pool may still be in a tier: %s", reason(error))
-        member.answer_later(number, Operation.REMOVE, counted)
+            return b""
+
+    def answer() -> None:
+        member.answer_later(number, Operation.REMOVE, removed())
 
     if not region.has_tiers:
-        return count()
+        return removed()
     threading.Thread(target=answer, name="kvoffload-pool-remove", daemon=True).start()
     return None
 

@@ -202,10 +202,8 @@ class PoolOwner:
             connection.close()
             return
         watched = [connection.fileno()]
-        try:
+        with suppress(OSError):  # it has ended, which its socket says, too; or it is in another namespace
             watched.append(os.pidfd_open(process))
-        except OSError:  # it has ended, which its socket says, too; or it is in another namespace
-            pass
         connection.setblocking(False)
         member = Member(connection, watched, self._epoll, self._post)
         self._members.add(member)
@@ -258,9 +256,7 @@ class PoolOwner:
             self._epoll.unregister(each)
             del self._member_of[each]
         member.connection.close()
-        close_files(member.files)
-        for process in member.watched[1:]:
-            os.close(process)
+        close_files(member.files + member.watched[1:])
         if member.region is not None:
             member.region.leave(member, dead=dead)
         self._members.discard(member)  # nothing of it is left

@@ -17,18 +17,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from kvoffload.cache.entries import (
-    ABORTED,
-    COMMITTED,
-    OPEN,
-    SETTLING,
-    Completion,
-    LeaseRecord,
-    Record,
-    ReservationRecord,
-    Status,
-    watch,
-)
+from kvoffload.cache.entries import Completion, LeaseRecord, Record, ReservationRecord, Stage, Status, watch
 from kvoffload.cache.pools import OfSession, Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded, locked
 from kvoffload.cache.repair import rebuild
@@ -43,6 +32,7 @@ from kvoffload.pool.messages import NUMBER, Operation, pack_entries, unpack_entr
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
 
+OPEN, SETTLING, COMMITTED, ABORTED = Stage
 _REQUEST = -1  # in `RequestRecord.notes`: the number of a request at the owner
 _STATUSES = (Status.MISS, Status.HIT, Status.PENDING)
 MOST_SECONDS = 60.0  # that a promotion by the owner is waited for

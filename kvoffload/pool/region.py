@@ -285,23 +285,20 @@ class Region:
             still = {entry for each in members for lease in each.leases.values() for entry in lease.indices}
             self.memory.read(set(lease.indices) - still, number)
 
-    def _granted_before(self, number: int) -> set[int]:
-        """Entries that a member with this number may still use since before it joined: the next owner must know."""
-        found, lease, alive = set[int](), self.inherited.get(number), self.gone.get(number)
-        if lease is not None:
-            found.update(lease.indices)
-        if alive is not None:
-            found.update(*(record.indices for record in self._state.awaited if alive in record.jobs))
-        return found
-
     @property
     def has_tiers(self) -> bool:
         return self.index._tiers is not None
 
     def unmark(self, member: Member) -> None:
-        """The headers say of entries which the member does not read any more that it does not."""
+        """Of the entries that headers name as the member's, it uses some no more. It may still use what it has leased,
+        and what was granted before it joined, which the next owner must know.
+        """
         still = {entry for lease in member.leases.values() for entry in lease.indices}
-        before = self._granted_before(member.number) if self.inherited or self.gone else set()
+        before, lease, alive = set[int](), self.inherited.get(member.number), self.gone.get(member.number)
+        if lease is not None:
+            before.update(lease.indices)
+        if alive is not None:
+            before.update(*(record.indices for record in self._state.awaited if alive in record.jobs))
         self.memory.read(member.marked - still - before, member.number)
         member.marked = still
 

@@ -709,14 +709,14 @@ MUTATIONS = (
     Mutation(
         "what-owners-before-have-granted-is-not-marked-any-more",
         "pool/region.py",
-        "        before = self._granted_before(member.number) if self.inherited or self.gone else set()",
-        "        before = set()",
+        "            before.update(lease.indices)",
+        "            pass",
         (f"{POOL_MEMBERS}::test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it",),
     ),
     Mutation(
         "what-was-read-before-a-connection-was-lost-is-not-marked-any-more",
         "pool/region.py",
-        "            found.update(*(record",
+        "            before.update(*(record",
         "            tuple((record",
         (f"{POOL_OWNER}::test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps",),
     ),
