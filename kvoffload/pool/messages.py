@@ -28,8 +28,6 @@ Keys are a number (u32), the length of each (a byte), and their bytes one after 
 
 from __future__ import annotations
 
-import json
-import socket
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -123,17 +121,6 @@ def unpack(form: struct.Struct, payload: bytes, start: int = 0) -> tuple[Any, ..
     return form.unpack_from(payload, start)
 
 
-def unpack_json(payload: bytes) -> dict[str, Any]:
-    """Raises MessageError."""
-    try:
-        found = json.loads(payload)
-    except ValueError as error:
-        raise MessageError(f"no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise MessageError("no JSON object")
-    return found
-
-
 def pack_entries(entries: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(entries)}I", *entries)
 
@@ -163,8 +150,8 @@ class Assembler:
 
     def take(self, datagram: bytes) -> tuple[int, int, bytes] | None:
         """Number, operation and payload of a message that this datagram completes. Raises MessageError."""
-        if len(datagram) < HEADER.size:
-            raise MessageError("a datagram is cut off")
+        if not HEADER.size <= len(datagram) <= DATAGRAM_BYTES:
+            raise MessageError(f"a datagram of {len(datagram)} bytes is cut off, or has more than {DATAGRAM_BYTES}")
         number, operation, more = HEADER.unpack_from(datagram)
         if not more and not self._parts:  # the usual case
             return number, operation, datagram[HEADER.size :]
@@ -178,13 +165,3 @@ class Assembler:
         payload = b"".join(self._parts)
         self._parts, self._of = [], None
         return number, operation, payload
-
-
-def receive(connection: socket.socket) -> bytes:
-    """The next datagram; b"" at the end. Raises BlockingIOError: there is none; MessageError: it is too long, so no
-    message of ours.
-    """
-    datagram = connection.recv(DATAGRAM_BYTES + 1, socket.MSG_DONTWAIT)
-    if len(datagram) > DATAGRAM_BYTES:
-        raise MessageError(f"a datagram has more than {DATAGRAM_BYTES} bytes")
-    return datagram

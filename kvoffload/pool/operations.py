@@ -166,7 +166,7 @@ def close_request(_: Region, message: Message) -> None:
 
 
 def hint(region: Region, message: Message) -> bytes:
-    asked: Any = messages.unpack_json(message.payload)
+    asked: Any = json.loads(message.payload)
     given = {name: asked.get(name) for name in ("ttl", "due")}
     tenant, session = message.member.tenant, str(asked.get("session"))
     return json.dumps(region.index.hint(asked.get("action"), session=session, tenant=tenant, **given)).encode()

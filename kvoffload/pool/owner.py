@@ -35,7 +35,7 @@ from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages
 from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory, close_files
-from kvoffload.pool.messages import MOST_TEXT, MessageError, Operation, datagrams
+from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_TEXT, MessageError, Operation, datagrams
 from kvoffload.pool.operations import OPERATIONS, Message
 from kvoffload.pool.region import Member, Region, Step, meaning_of
 
@@ -218,12 +218,12 @@ class PoolOwner:
         for _ in range(64):
             try:
                 if member.region is None:
-                    datagram, passed, _, _ = socket.recv_fds(
-                        member.connection, messages.DATAGRAM_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                    datagram, passed, *_ = socket.recv_fds(
+                        member.connection, DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
                     )
                     member.files += passed
                 else:
-                    datagram = messages.receive(member.connection)
+                    datagram = member.connection.recv(DATAGRAM_BYTES + 1)
             except BlockingIOError:
                 return False
             if not datagram:
@@ -235,7 +235,7 @@ class PoolOwner:
 
     def _execute(self, member: Member, number: int, kind: int, payload: bytes) -> None:
         if kind == Operation.JOIN and member.join < 0:
-            member.join, member.asked = number, messages.unpack_json(payload)
+            member.join, member.asked = number, json.loads(payload)
             self._joining.append(member)
             return
         if member.region is None or kind not in OPERATIONS:
@@ -385,7 +385,7 @@ class PoolOwner:
         """
         used = sum(self._making.values()) + sum(region.memory.meaning.nbytes for region in self._regions.values())
         for other, region in list(self._regions.items()):
-            if used + self._region_bytes > self._nbytes and not region.busy:
+            if used + self._region_bytes > self._nbytes and not (region.members or region.waits):
                 used -= region.memory.meaning.nbytes
                 self._regions.pop(other).close()
         room = min(self._region_bytes, self._nbytes - used)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -152,6 +152,7 @@ class Region:
         inherited: what members of the last owner may still read or write, by their numbers, until the member says that
             it has ended, or its lock is free.
         gone: members that have gone, and may still touch entries, by their numbers.
+        writer: the number of the member for whom entries are reserved.
     """
 
     _check_usable: Callable[[], None] | None = None
@@ -162,11 +163,13 @@ class Region:
         self.inherited: dict[int, LeaseRecord] = {}
         self.gone: dict[int, Any] = {}  # of `Alive`, as a `Completion`
         self.writer, self._sequence = OWNER, 0
+        self.filled, self.removed = memory.ready, memory.gone  # with `reserved` the index's journal
         with ExitStack() as opened:
             opened.callback(memory.close)
             self.index = make_index(memory)
             opened.callback(self.index.close, 1.0)
             self.records, self._state = self.index.records, self.index._state
+            self.has_tiers = self.index._tiers is not None
             if adopts:
                 self._read_headers()
             self._opened = opened.pop_all()
@@ -184,18 +187,12 @@ class Region:
         memory.gone(set(range(memory.meaning.capacity)).difference(self._state.table.of.values()))  # other keys
 
     @property
-    def busy(self) -> bool:
-        """Whether members are there, or may still touch the memory."""
-        return bool(self.members or self.waits)
-
-    @property
     def waits(self) -> bool:
         """Whether entries are in quarantine."""
         return bool(self.inherited or self._state.awaited)
 
-    # the journal, which the index tells under its lock --------------------------------------------------------------
-
     def reserved(self, record: ReservationRecord) -> None:
+        """The index tells it under its lock."""
         if len(record.victim_indices) > len(record.indices):
             self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
         if record.indices:
@@ -203,12 +200,6 @@ class Region:
             self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self.writer)
             if record.promoted:
                 self.memory.named(record.keys, record.indices, tenant_digest(record.tenant))
-
-    def filled(self, entries: Sequence[int]) -> None:
-        self.memory.ready(entries)
-
-    def removed(self, entries: Sequence[int]) -> None:
-        self.memory.gone(entries)
 
     # members ------------------------------------------------------------------------------------------------------
 
@@ -284,10 +275,6 @@ class Region:
             members = [member for member in self.members if member.number == number]
             still = {entry for each in members for lease in each.leases.values() for entry in lease.indices}
             self.memory.read(set(lease.indices) - still, number)
-
-    @property
-    def has_tiers(self) -> bool:
-        return self.index._tiers is not None
 
     def unmark(self, member: Member) -> None:
         """Of the entries that headers name as the member's, it uses some no more. It may still use what it has leased,

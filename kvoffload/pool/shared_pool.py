@@ -423,7 +423,7 @@ class SharedPool:
                     datagram, passed, _, _ = socket.recv_fds(self._socket, 65_536, 1, socket.MSG_CMSG_CLOEXEC)
                     self._passed += passed
                 else:
-                    datagram = messages.receive(self._socket)
+                    datagram = self._socket.recv(messages.DATAGRAM_BYTES + 1, socket.MSG_DONTWAIT)
                 message = self._assembler.take(datagram)
             except (OSError, messages.MessageError):  # at the end there is an empty datagram
                 self._lose()

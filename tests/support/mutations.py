@@ -695,8 +695,8 @@ MUTATIONS = (
     Mutation(
         "removed-keys-keep-their-headers",
         "pool/region.py",
-        "        self.memory.gone(entries)",
-        "        pass",
+        "memory.ready, memory.gone",
+        "memory.ready, len",
         (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
     ),
     Mutation(
