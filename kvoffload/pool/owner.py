@@ -104,7 +104,7 @@ class PoolOwner:
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._waking = threading.RLock()
-        self._closing = self._ended = False
+        self._closing = False
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
         self._epoll.register(self._listener, select.EPOLLIN)
         _SERVING.add(self)
@@ -117,7 +117,7 @@ class PoolOwner:
         If there are members, the socket's file stays, by which the next owner knows that they will bring the memory.
         """
         self._closing = True
-        self._wake()
+        self._post(bool)  # so that the thread looks
         self._thread.join()
 
     def statistics(self) -> list[dict[str, int]]:
@@ -157,7 +157,8 @@ class PoolOwner:
                     awake_until = time.monotonic() + self._busy_poll
                 else:
                     os.sched_yield()  # to whoever wants this core
-                self._run_done(posted)
+                for _ in range(posted):
+                    self._done.popleft()()
                 self._joining = [member for member in self._joining if not self._join(member)]
                 if waits:
                     for region in self._regions.values():
@@ -262,24 +263,13 @@ class PoolOwner:
         self._members.discard(member)  # nothing of it is left
 
     def _post(self, step: Step) -> None:
-        """Have the thread do something. For any thread."""
-        self._done.append(step)
-        self._wake()
-        if self._ended:
-            self._run_done(len(self._done))
-
-    def _wake(self) -> None:
+        """Have the thread do something; after its end the caller's does. For any thread."""
         with self._waking:
             if self._wakeup >= 0:
+                self._done.append(step)
                 os.eventfd_write(self._wakeup, 1)
-
-    def _run_done(self, most: int) -> None:
-        for _ in range(most):
-            try:
-                step = self._done.popleft()
-            except IndexError:  # another thread was faster, after the end
                 return
-            step()
+        step()
 
     def _end(self) -> None:
         held = any(region.members for region in self._regions.values())
@@ -297,8 +287,8 @@ class PoolOwner:
         with self._waking:
             wakeup, self._wakeup = self._wakeup, -1
             os.close(wakeup)
-        self._ended = True
-        self._run_done(len(self._done))
+        while self._done:
+            self._done.popleft()()
 
     # joining ------------------------------------------------------------------------------------------------------
 

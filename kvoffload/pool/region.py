@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
 MakeIndex = Callable[[PoolMemory], CacheIndex]
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 class Alive:
