@@ -17,7 +17,7 @@ from kvoffload.cache.sessions import ACTIONS, Action, Hint, HintAnswer, default_
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import at_least, flag, to_wait
+from kvoffload.internal.checks import at_least, flag, shown, to_wait
 from kvoffload.internal.nesting import refuse_nested
 
 if TYPE_CHECKING:  # what is imported where there are tiers
@@ -78,6 +78,7 @@ class KeyCache:
         if below is not None:
             policy, on_event = below.policy(policy), below.hook(on_event)
         check = None if engine is None else engine.check_process
+        self._pool = pool
         if pool is None:
             self._state = CacheState(
                 self.capacity,
@@ -90,9 +91,11 @@ class KeyCache:
         else:
             if policy != DEFAULT_POLICY or tenants or store_after or below is not None:
                 raise ValueError(
-                    "policy, tenants and tiers are those of a shared pool's owner: give them to `kvoffload pool serve`, "
-                    "or to its PoolOwner, and leave them out here; with a shared pool there is no store_after"
+                    "policy, tenants and tiers are for the owner of a shared pool: give them to `kvoffload pool serve`, or "
+                    "to its PoolOwner, and leave them out here; with a shared pool there is no store_after"
                 )
+            if not hasattr(pool, "open"):
+                raise TypeError(f"pool must be a SharedPool, got {shown(pool)}")
             self._state, self._records = pool.open(engine, partial(StatisticsRecorder, on_event=on_event))
         self._state.has_tiers = below is not None
         self._asks = engine
@@ -254,6 +257,7 @@ class KeyCache:
         for name, seconds in (("due", due), ("ttl", ttl)):
             if seconds is not None and not to_wait(name, seconds) > 0:
                 raise ValueError(f"{name} must be seconds above 0, got {seconds!r:.80}")
+        self._state.pools.of(tenant)
         due = None if due is None else to_wait("due", due)
         hint = Hint(action, session, tenant, default_ttl(due) if ttl is None else to_wait("ttl", ttl), due)
         answer, keys, request = self._records.hint((hint, self._tiers is not None))
@@ -493,6 +497,8 @@ class KeyCache:
         """The state in one line. Takes no lock, so it may be called from anywhere."""
         table = self._state.table
         counts = f"{len(table.pending)} pending, {len(table.leases)} leases"
+        if self._pool is not None:
+            return f"{counts}; {self._pool}"
         tiers = "" if self._tiers is None else f"; tiers {[below.tier.name for below in self._tiers.tiers]}"
         return f"{len(table)} of {self.capacity} keys, {counts}; {self._state.pools}{tiers}"
 
