@@ -42,7 +42,7 @@ class Growing:
             wait while a piece is registered (256 MiB: up to 8 ms), so smaller pieces make shorter waits.
 
     Raises:
-        ValueError, TypeError: not positive integers.
+        ValueError: not positive integers.
     """
 
     nbytes: int

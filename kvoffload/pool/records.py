@@ -273,8 +273,7 @@ class PooledState(CacheState):
 
     def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
         if opened is not None:
-            keys = [key for key in keys if key not in opened.keys]
-            opened.keys.update(dict.fromkeys(keys))
+            opened.keys.update(dict.fromkeys(keys))  # the owner knows which of them the request has used before
         if keys and (self._told is None or self._told is not self.proposed):
             self.pool.tell(Operation.USE, messages.REQUEST.pack(_number_of(opened)) + self.pack(keys))
 

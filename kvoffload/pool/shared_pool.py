@@ -37,6 +37,7 @@ from kvoffload.device.ownership import FORKS
 from kvoffload.device.pinned import HostMemory
 from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
+from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from kvoffload.pool.records import PoolRecords
 
 ANSWER_SECONDS = 0.1
+ASK_SECONDS = 1e-4 if hostinfo.usable_cpus() >= 8 else 0.0  # that a call asks for its answer before it sleeps
 ALLOCATING_SECONDS = 10.0  # that an owner is waited for which says each second that it allocates memory
 _MOST_UNSENT = 65_536  # messages
 
@@ -416,14 +418,14 @@ class SharedPool:
     def _message(self, end: float) -> tuple[int, int, bytes] | None:
         """The next message that is no slow answer; None: there is none in time, or the owner has ended."""
         while self._socket is not None:
+            if not self._arrives(end):
+                return None
             try:
-                if not self._incoming.poll(max(0.0, 1000 * (end - time.monotonic()))):
-                    return None
                 if self._memory is None:
-                    datagram, passed, _, _ = socket.recv_fds(self._socket, 65_536, 1, socket.MSG_CMSG_CLOEXEC)
+                    datagram, passed, *_ = socket.recv_fds(self._socket, 65_536, 1, socket.MSG_CMSG_CLOEXEC)
                     self._passed += passed
                 else:
-                    datagram = self._socket.recv(messages.DATAGRAM_BYTES + 1, socket.MSG_DONTWAIT)
+                    datagram = self._socket.recv(messages.DATAGRAM_BYTES + 1)
                 message = self._assembler.take(datagram)
             except (OSError, messages.MessageError):  # at the end there is an empty datagram
                 self._lose()
@@ -433,6 +435,14 @@ class SharedPool:
             elif message is not None and message[1] not in (Operation.BRING, Operation.REMOVE):
                 return message
         return None
+
+    def _arrives(self, end: float) -> bool:
+        """Whether a datagram comes in time. Waking a thread that sleeps may take longer than the owner does."""
+        asks_until = min(end, time.monotonic() + ASK_SECONDS)
+        while time.monotonic() < asks_until:
+            if self._incoming.poll(0):
+                return True
+        return bool(self._incoming.poll(max(0.0, 1000 * (end - time.monotonic()))))
 
     def _send(self, number: int, operation: Operation, payload: bytes) -> bool:
         return all(map(self._send_datagram, messages.datagrams(number, operation, payload)))

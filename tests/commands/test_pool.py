@@ -141,6 +141,8 @@ def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_pa
         (("--bytes", "0"), "argument --bytes: must be 1 byte to 2**60, got '0'"),
         (("--bytes", "1MiB", "--tenant", "a=no"), "argument --tenant: must be an integer, got 'no'"),
         (("--bytes", "1MiB", "--tenant", "a=0"), "argument --tenant: must be at least 1, got 0"),
+        (("--bytes", "1MiB", "--tenant", "=5"), "argument --tenant: '=5' names no tenant: NAME or NAME=KEYS"),
+        (("--bytes", "1MiB", "--tenant", "a=5", "--tenant", "a"), "--tenant names a tenant twice"),
         (("--bytes", "1MiB", "--policy", "best"), "argument --policy: invalid choice: 'best'"),
         (("--bytes", "1MiB", "--busy-poll", "-1"), "busy_poll must be a number of seconds, 0.0 or more, got -1.0"),
         (("--bytes", "1MiB", "--disk", "."), "--disk FOLDER and --disk-bytes SIZE go together"),

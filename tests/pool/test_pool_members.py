@@ -36,7 +36,7 @@ from tier_classes import DictTier
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import PoolOwner, SharedPool, watching
+from kvoffload.pool import PoolOwner, SharedPool, shared_pool, watching
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.tiers import Outcome
@@ -249,6 +249,28 @@ def test_what_a_late_owner_has_granted_ends_without_another_call(tmp_path: Path)
             return (found["pending"], found["pinned"], found["resident"]) == (0, 0, 1)
 
         eventually(idle, "the owner holds what nobody ends")
+        check_load_at_last(one, 1)
+
+
+@pytest.mark.parametrize("ask_seconds", [0.0, 1.0])
+def test_the_owners_answer_is_asked_for_or_slept_for(
+    ask_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many CPUs a call asks for a moment before it sleeps. Neither takes longer than `answer_seconds`."""
+    monkeypatch.setattr(shared_pool, "ASK_SECONDS", ask_seconds)
+    policies = list[Standing]()
+
+    def policy(capacity: int) -> Standing:
+        policies.append(Standing(capacity))
+        return policies[-1]
+
+    with serve(tmp_path, 8, policy=policy), member(str(tmp_path / "pool"), answer_seconds=0.1) as one:
+        stored(one, 1)
+        check_load_at_last(one, 1)
+        standing = next(each for each in policies if not each.go.is_set() and len(each))
+        one.cache.touch(keys_of([1]))
+        assert one.hits(1) == 0, "the owner stands still: every key is a miss"
+        standing.go.set()
         check_load_at_last(one, 1)
 
 
