@@ -414,21 +414,18 @@ class PoolOwner:
             options = options | {"tiers": tiers, "pools": [memory.rows], "layout": meaning.fingerprint}
         return CacheIndex(meaning.capacity, write=self._write, **options)
 
-    def _leave_to_parent(self) -> None:
-        """In a forked child: hold nothing by which others take it for the owner. The thread is in the parent."""
-        self._closing, self._wakeup = True, -1
-        self._waking = threading.RLock()  # a thread of the parent may have had the other one
-        self._listener.close()
-        for member in self._members:
-            member.connection.close()
-
 
 _SERVING: weakref.WeakSet[PoolOwner] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
+    """In a forked child: hold nothing by which others take it for an owner. The thread is in the parent."""
     for owner in list(_SERVING):
-        owner._leave_to_parent()
+        owner._closing, owner._wakeup = True, -1
+        owner._waking = threading.RLock()  # a thread of the parent may have had the other one
+        owner._listener.close()
+        for member in owner._members:
+            member.connection.close()
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)

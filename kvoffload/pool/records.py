@@ -351,9 +351,8 @@ class PoolRecords(Records):
         for keys in requests:
             answer = self._pool.ask(Operation.FIND, self._pooled.pack(keys)) if keys else None
             found = 0 if answer is None else NUMBER.unpack(answer)[0]
-            found = found if most is None else min(found, most)
-            self._state.recorder.note_lookup(keys, found)
-            hits.append(found)
+            hits.append(found if most is None else min(found, most))
+            self._state.recorder.note_lookup(keys, hits[-1])
         return hits
 
     @property
