@@ -91,8 +91,8 @@ class KeyCache:
         else:
             if policy != DEFAULT_POLICY or tenants or store_after or below is not None:
                 raise ValueError(
-                    "policy, tenants and tiers are for the owner of a shared pool: give them to `kvoffload pool serve`, "
-                    "or to a PoolOwner, and leave them out here; with a shared pool there is no store_after"
+                    "policy, tenants and tiers are for a shared pool's owner: give them to `kvoffload pool serve`, or "
+                    "to a PoolOwner, and leave them out here; with a shared pool there is no store_after"
                 )
             if not hasattr(pool, "open"):
                 raise TypeError(f"pool must be a SharedPool, got {shown(pool)}")
