@@ -116,12 +116,12 @@ def make_tiers(arguments: argparse.Namespace) -> Callable[[str, str], Sequence[A
     return lambda region, identity: [DiskTier(folder / f"{region}.kv", nbytes=nbytes, identity=identity)]
 
 
-def _report(path: str, nbytes: int, regions: list[dict[str, int]], output: Output) -> None:
+def _report(path: str, nbytes: int, regions: list[dict[str, Any]], output: Output) -> None:
     output.result({"pool": path, "nbytes": nbytes, "regions": regions})
     used, members = sum(each["nbytes"] for each in regions), sum(each["members"] for each in regions)
     where = f"{counted(len(regions), 'region')}, {mib(used)} of {mib(nbytes)}"
     output.line(f"pool: {counted(members, 'member')} in {where}")
     if regions:
-        lines = [[number, mib(each["nbytes"]), *map(each.get, _COUNTS)] for number, each in enumerate(regions, 1)]
+        lines = [[each["name"], mib(each["nbytes"]), *map(each.get, _COUNTS)] for each in regions]
         columns = ("region", "bytes", "members", "keys", "at most", "pending", "pinned", "evicted")
         output.table("regions", columns, lines)

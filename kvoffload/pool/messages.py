@@ -28,10 +28,12 @@ Keys are a number (u32), the length of each (a byte), and their bytes one after 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from kvoffload.errors import LayoutError
@@ -73,6 +75,15 @@ class Operation(IntEnum):
     CLEAN = 15
     REFUSED = 16
     WAIT = 17
+
+
+def socket_path(path: str | Path) -> str:
+    """Raises ValueError: it is too long."""
+    if len(os.fsencode(path)) > 107:
+        raise ValueError(
+            f"path must have at most 107 bytes, as every socket's, got {len(os.fsencode(path))}: {path!r:.120}"
+        )
+    return os.fspath(path)
 
 
 class MessageError(Exception):

@@ -62,13 +62,13 @@ class PoolOwner:
         region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
             one. If there is no room for another region, those without members make room, the oldest first.
         policy, tenants, write: of each region's index, as for `BlockCache`.
-        busy_poll: seconds for which the thread goes on asking for the next message after each one. That keeps a core
+        busy_poll: seconds for which the thread polls its sockets after each message before it sleeps. That keeps a core
             (and the interpreter) busy while members call; waking it costs a call tens to hundreds of microseconds.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
             and identity) and the identity; returns its tiers, which the owner closes.
 
     Raises:
-        ValueError: another owner serves `path`; or a bad argument.
+        ValueError: another owner serves `path`; it has more than 107 bytes; or a bad argument.
         PermissionError: others may write to the folder.
         OSError: the socket cannot be made there.
     """
@@ -85,9 +85,11 @@ class PoolOwner:
         write: WriteName = "admitted",
         busy_poll: float = 0.0,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = messages.socket_path(path)
         self._nbytes = at_least("nbytes", nbytes, 1)
         self._region_bytes = self._nbytes if region_bytes is None else at_least("region_bytes", region_bytes, 1)
+        if self._region_bytes > self._nbytes:
+            raise ValueError(f"region_bytes must be at most nbytes, {self._nbytes}, got {self._region_bytes}")
         self._options: dict[str, Any] = {"policy": policy, "tenants": tenants}
         self._tiers, self._write = tiers, write
         self._busy_poll = seconds("busy_poll", busy_poll, 0.0)
@@ -120,11 +122,12 @@ class PoolOwner:
         self._post(bool)  # so that the thread looks
         self._thread.join()
 
-    def statistics(self) -> list[dict[str, int]]:
-        """For each region: members, bytes, capacity, and keys resident, pending and pinned. Messages that members had
-        sent before this call count, unless more arrive than the owner can execute. After `close`: no regions.
+    def statistics(self) -> list[dict[str, Any]]:
+        """For each region: its name, members, bytes, capacity, keys resident, pending and pinned, and evicted so far.
+        Messages that members had sent before this call count, unless more arrive than the owner can execute. After
+        `close`: no regions.
         """
-        counted: Future[list[dict[str, int]]] = Future()
+        counted: Future[list[dict[str, Any]]] = Future()
 
         def count() -> None:
             counted.set_result([region.counts() for region in self._regions.values()])
@@ -330,10 +333,11 @@ class PoolOwner:
         """
         asked = member.asked
         if asked.get("version") != messages.VERSION:
-            raise ValueError(f"the owner speaks version {messages.VERSION}, the member {asked.get('version')!r:.20}")
+            text = f"the owner speaks version {messages.VERSION}, the member {asked.get('version')!r:.20}"
+            raise CapabilityError(f"{text}: run the same release of kvoffload in both")
         member.tenant = str(asked["tenant"])[:MOST_TEXT]
         if member.tenant not in self._tenants:
-            known = ", ".join(sorted(self._tenants))
+            known = ", ".join(map(repr, sorted(self._tenants)))
             raise ValueError(f"tenant={member.tenant!r:.80} is none of the owner's: {known}"[:500])
         if "fingerprint" not in asked:
             processes = asked["processes"]

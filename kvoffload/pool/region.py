@@ -289,10 +289,14 @@ class Region:
         self.memory.read(member.marked - still - before, member.number)
         member.marked = still
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         meaning, statistics = self.memory.meaning, self.index.statistics()
-        whole = {"members": len(self.members), "nbytes": meaning.nbytes, "capacity": meaning.capacity}
-        return whole | {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
+        whole = {"name": meaning.name, "nbytes": meaning.nbytes, "capacity": meaning.capacity}
+        return (
+            whole
+            | {"members": len(self.members)}
+            | {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
+        )
 
     def close(self) -> None:
         self._state.journal = None  # else the memory would be mapped until cycles are collected

@@ -79,7 +79,7 @@ class SharedPool:
         if not hasattr(os, "eventfd"):
             raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
         self.capacity = 0
-        self.path, self.tenant, self.num_groups = os.fspath(path), tenant, num_groups
+        self.path, self.tenant, self.num_groups = messages.socket_path(path), tenant, num_groups
         self._asked: dict[str, Any] = {"version": messages.VERSION, "tenant": tenant, **asked}
         self._answer_seconds = seconds("answer_seconds", answer_seconds)
         self._lock = threading.RLock()
@@ -139,7 +139,7 @@ class SharedPool:
             CapabilityError: this system has no memfd, or the owner speaks another version.
             LayoutError: the layout has no fingerprint, or is over several devices.
             PermissionError: the owner is of another user.
-            ValueError, TypeError: a bad argument, or no such tenant.
+            ValueError, TypeError: a bad argument, a path of more than 107 bytes, or no such tenant.
         """
         if not hasattr(layout, "slot_bytes") or not hasattr(layout, "num_groups"):
             raise LayoutError(f"layout must be a KVLayout, of one device, got {shown(layout)}")

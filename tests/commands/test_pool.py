@@ -87,7 +87,8 @@ def test_it_serves_members_and_says_its_statistics_at_a_signal_and_at_the_end(tm
                 "pinned",
                 "evicted",
             ]
-            _, _, unit, members, keys, capacity, *others = lines[5].split()
+            name, _, unit, members, keys, capacity, *others = lines[5].split()
+            assert len(bytes.fromhex(name)) == 8
             assert (unit, members, keys, int(capacity), others) == ("MiB", "1", "3", cache.capacity, ["0", "0", "0"])
         assert [stored_by(tmp_path, tenant) for tenant in ("chat", "batch")] == [2, 3], "quotas"
         code, out, errors = ended(process, signal.SIGTERM)
@@ -121,6 +122,7 @@ def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_pa
     [region] = json.loads(out)["regions"]
     assert (region["members"], region["resident"]) == (0, 3)
     [file] = tmp_path.glob("*.kv")
+    assert file.stem == region["name"]
     assert file.stat().st_size >= 1 << 20
     with serving(tmp_path, "--bytes", "1MiB", *disk) as process:
         with member(tmp_path):

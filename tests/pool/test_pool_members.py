@@ -36,7 +36,7 @@ from tier_classes import DictTier
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import PoolOwner, SharedPool, shared_pool, watching
+from kvoffload.pool import PoolOwner, SharedPool, messages, shared_pool, watching
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.tiers import Outcome
@@ -467,6 +467,25 @@ def test_a_region_of_its_own_is_not_given_to_members_of_an_older_one(tmp_path: P
         eventually(lambda: one.hits(1) or "does not take" in caplog.text, "it is refused, once")
         assert one.store(2).keys == ()
         second.close()
+
+
+def test_an_owner_of_another_version_is_named_once(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "pool")
+    first = PoolOwner(path, nbytes=region_bytes(8))
+    with member(path) as one:
+        one.store(1)
+        monkeypatch.setattr(messages, "VERSION", messages.VERSION + 1)  # what the member has said stays
+        first.close()
+        with serve(tmp_path, 8):
+            eventually(
+                lambda: one.hits(1) or "the owner speaks version 2, the member 1" in caplog.text, "it is refused"
+            )
+            for _ in range(20):
+                assert one.hits(1) == 0
+                time.sleep(0.01)
+    assert caplog.text.count("speaks version") == 1
 
 
 def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_path: Path) -> None:

@@ -54,8 +54,10 @@ def test_a_path_that_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: P
     PoolOwner(shared / "pool", nbytes=1 << 20).close()
     with pytest.raises(OSError, match="No such file"):
         PoolOwner(tmp_path / "nowhere" / "pool", nbytes=1 << 20)
-    with pytest.raises(OSError, match="too long"):
+    with pytest.raises(ValueError, match=r"path must have at most 107 bytes, .* got \d\d\d: "):
         PoolOwner(tmp_path / ("x" * 200), nbytes=1 << 20)
+    with pytest.raises(ValueError, match="region_bytes must be at most nbytes, 1048576, got 1048577"):
+        PoolOwner(tmp_path / "pool", nbytes=1 << 20, region_bytes=(1 << 20) + 1)
     assert descriptors() == before
 
 
@@ -506,10 +508,12 @@ def test_attach_says_what_is_wrong(tmp_path: Path) -> None:
         layout = layout_of(device.allocate_planes(2, block_bytes=2048, num_blocks=4))
         with pytest.raises(TimeoutError, match="no owner answers"):
             SharedPool.attach(path, layout, identity="m", timeout=0.05)
+        with pytest.raises(ValueError, match="path must have at most 107 bytes"):
+            SharedPool.attach("/" + "x" * 200, layout, identity="m", timeout=0.05)
         with serve(tmp_path, nbytes=ENTRY_BYTES), pytest.raises(CapacityError, match="no room for a region"):
             SharedPool.attach(path, layout, identity="m")
         with serve(tmp_path):
-            with pytest.raises(ValueError, match="tenant='x' is none of the owner's"):
+            with pytest.raises(ValueError, match=r"tenant='x' is none of the owner's: ''$"):
                 SharedPool.attach(path, layout, identity="m", tenant="x")
             for wrong in ({"identity": 3}, {"identity": "m", "tenant": b"x"}, {"identity": "m", "timeout": "x"}):
                 with pytest.raises((TypeError, ValueError, KVOffloadError)):
