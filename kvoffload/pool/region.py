@@ -71,7 +71,7 @@ class Member:
     """
 
     def __init__(
-        self, connection: socket.socket, watched: list[int], epoll: select.epoll, post: Callable[[Step], None]
+        self, connection: socket.socket, watched: list[int], epoll: select.epoll, post: Callable[[Step], object]
     ) -> None:
         self.connection, self.watched = connection, watched
         self._epoll, self._post = epoll, post
