@@ -176,6 +176,16 @@ class Region:
         self._state.journal = self
 
     def _read_headers(self) -> None:
+        def hold(state: CacheState) -> dict[int, LeaseRecord]:
+            """Hold the entries of each user, with a key or without."""
+            held, table = {number: LeaseRecord([], entries, ()) for number, entries in users.items()}, state.table
+            state.consistent = False
+            most = max((entry for entries in users.values() for entry in entries), default=-1)
+            table.pool_of.extend([0] * (most + 1 - len(table.pool_of)))
+            table.leases.update(held.values())
+            state.repair()
+            return held
+
         memory, found = self.memory, self.memory.found()
         living = [number for number in range(64) if memory.locked(number)]
         users = {number: [each for each, bits in found.users.items() if bits >> number & 1] for number in living}
@@ -183,7 +193,7 @@ class Region:
         named = [tenants.get(digest, "") for digest in found.tenants]
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
         self._sequence = int(found.sequences[-1]) if found.keys else 0
-        self.inherited = locked(self.records, partial(_hold, users=users))
+        self.inherited = locked(self.records, hold)
         memory.gone(set(range(memory.meaning.capacity)).difference(self._state.table.of.values()))  # other keys
 
     @property
@@ -301,17 +311,6 @@ class Region:
     def close(self) -> None:
         self._state.journal = None  # else the memory would be mapped until cycles are collected
         self._opened.close()
-
-
-def _hold(state: CacheState, users: dict[int, list[int]]) -> dict[int, LeaseRecord]:
-    """Hold the entries of each user, with a key or without."""
-    held, table = {number: LeaseRecord([], entries, ()) for number, entries in users.items()}, state.table
-    state.consistent = False
-    most = max((entry for entries in users.values() for entry in entries), default=-1)
-    table.pool_of.extend([0] * (most + 1 - len(table.pool_of)))
-    table.leases.update(held.values())
-    state.repair()
-    return held
 
 
 @lru_cache(64)
