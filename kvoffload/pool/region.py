@@ -235,27 +235,25 @@ class Region:
         if "processes" in member.asked and any("processes" in each.asked for each in beside):
             raise ValueError(f"an engine named {member.engine:.80} is there already: give each a name of its own")
         numbers = {each.number for each in self.members.difference(beside)}
-        place = old
+        free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys())
         if old is None:
-            free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys())
-            place = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
-        if place is None or place in numbers:
+            old = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
+        if old is None or old in numbers:
             raise CapacityError("the region has as many members as it can, 63, or processes of theirs are left")
-        if any(each.number != place for each in beside):
+        if any(each.number != old for each in beside):
             raise CapabilityError(f"processes of the engine {member.engine:.80} have joined under another number")
-        return place
+        return old
 
     def leave(self, member: Member, *, dead: bool) -> None:
         """A member has gone. What it was writing stays in quarantine until nothing of it can write any more. So does
         what it was reading, unless it is `dead`: it may have lost its connection alone.
         """
         self.members.discard(member)
-        number = member.number
         member.release_promotions(ended=False)
-        if member.leases or member.reservations:
-            known = self.gone.get(number)
-            self.gone[number] = Alive(self.memory, number) if known is None or known.ended else known
-        jobs: Any = (self.gone.get(number),)
+        known = self.gone.get(member.number)
+        if (member.leases or member.reservations) and (known is None or known.ended):
+            self.gone[member.number] = known = Alive(self.memory, member.number)
+        jobs: Any = (known,)
         for lease in member.leases.values():
             lease.jobs = () if dead else jobs
             self.records.release(lease)
