@@ -225,17 +225,15 @@ class KeyCache:
             new keys then displace keys of lower promises; else the latest request. A session may retain twice as many
             keys as it has promised and then asked for in time, less twice those that it promised in vain; older
             promises count less. So the first promise retains nothing.
-            All promises together get the part of the entries that requests with a promise have of all keys asked for,
-            one tenant half of the entries if there are several, and requests without a promise always an eighth.
+            All promises get the part of the entries that requests with one have of all keys asked for, one tenant half
+            of the entries if there are several, and requests without a promise always an eighth.
         "release": the session has ended. What nobody else has used goes before all other keys.
-        "demote": the session waits for long. Its keys are written to the tiers, as far as they are not evicted first,
-            and then go as released ones do.
+        "demote": the session waits for long. Its keys are written to tiers, unless evicted first; then as "release".
         "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries. With
             `due`, if the session has promised to come back, they are retained until then, as by "retain".
 
         Args:
-            session: a name given to `open_request`.
-            tenant: the session's.
+            session, tenant: those given to `open_request`.
             ttl: seconds, above 0. "retain": at most ten minutes count, with `due` a day. "prefetch": its deadline.
                 None: 300, or twice `due` if that is more.
             due: seconds until the session is expected, if that is known: of the retained keys those due last go first.
@@ -245,8 +243,7 @@ class KeyCache:
             What was done, and why not more. A tenant with a quota can only prefetch: its policy orders its keys.
 
         Raises:
-            ValueError: no such action or tenant; `ttl` or `due` is not above 0.
-            TypeError: `session` is not a string.
+            ValueError, TypeError: no such action or tenant; `ttl` or `due` is not above 0; `session` is not a string.
             ClosedError: "prefetch" in a closed cache.
             RuntimeError: called inside another call of the cache.
         """
