@@ -11,7 +11,7 @@ from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, write_out
 from kvoffload.terminal.options import add_command
 from kvoffload_bench import cache_bookkeeping as bookkeeping
-from kvoffload_bench import disk, field, fleet, interop, plots, pool, remote, sharded, submit, transfer, vllm
+from kvoffload_bench import disk, field, fleet, growth, interop, plots, pool, remote, sharded, submit, transfer, vllm
 from kvoffload_bench import layer_groups as parts
 
 _FOLDER = "figures"
@@ -26,7 +26,10 @@ def add_parser(commands: Any) -> None:
         example="bench field --quick", usage="BENCHMARK [options]",
     )  # fmt: skip
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
-    benchmarks = (transfer, field, sharded, parts, interop, vllm, submit, bookkeeping, pool, disk, remote, fleet)
+    benchmarks = (
+        *(transfer, field, sharded, parts, interop, vllm, submit),
+        *(bookkeeping, pool, growth, disk, remote, fleet),
+    )
     for bench in benchmarks:
         bench.add_parser(benches)
     plot = add_command(

@@ -40,7 +40,7 @@ _COUNTS = (1, 32, 512)  # keys of a look-up
 _MEMBERS, _KEYS_OF_MEMBERS = 8, 32
 _BLOCKS = (8, 32)  # of a call
 _SMALL = Moves(planes=2, block_bytes=2048, blocks=32, transfers=2, calls=2)  # on the simulated device
-_LARGE = Moves(planes=64, block_bytes=32 << 10, blocks=64, transfers=8, calls=60)
+_LARGE = Moves(planes=64, block_bytes=32 << 10, blocks=64, transfers=32, calls=60)
 _SPREAD = 0.05  # seconds until processes begin something together
 _HOW = {OWN: "an index of its own", POOL: "the pool's owner", TABLE: "a shared table"}
 

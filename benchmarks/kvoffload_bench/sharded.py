@@ -165,12 +165,12 @@ def run(arguments: argparse.Namespace) -> int:
     def measure(lab: Lab, output: Output) -> Fields:
         size = _SIMULATED if lab.device.simulated else _SIZE
         with ExitStack() as undo:
-            return _measure(_open(lab.device, arguments.gpus, undo), size, lab, output, undo)
+            return _measure(open_gpus(lab.device, arguments.gpus, undo), size, lab, output, undo)
 
     return conduct(arguments, "sharded", measure, _show)
 
 
-def _open(first: Device, count: int, undo: ExitStack) -> list[Device]:
+def open_gpus(first: Device, count: int, undo: ExitStack) -> list[Device]:
     """The device and those after it; on the simulated device, new ones of one driver."""
     if first.simulated:
         from kvoffload.simulator import SimulatedDriver

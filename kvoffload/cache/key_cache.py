@@ -13,11 +13,11 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
-from kvoffload.cache.sessions import ACTIONS, Action, Hint, HintAnswer
+from kvoffload.cache.sessions import ACTIONS, Action, Hint, HintAnswer, default_ttl
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import at_least, flag, to_wait
+from kvoffload.internal.checks import at_least, flag, shown, to_wait
 from kvoffload.internal.nesting import refuse_nested
 
 if TYPE_CHECKING:  # what is imported where there are tiers
@@ -78,6 +78,7 @@ class KeyCache:
         if below is not None:
             policy, on_event = below.policy(policy), below.hook(on_event)
         check = None if engine is None else engine.check_process
+        self._pool = pool
         if pool is None:
             self._state = CacheState(
                 self.capacity,
@@ -90,9 +91,11 @@ class KeyCache:
         else:
             if policy != DEFAULT_POLICY or tenants or store_after or below is not None:
                 raise ValueError(
-                    "policy, tenants, store_after and tiers are for the owner of a shared pool: give them to "
-                    "`kvoffload pool serve`, or to its PoolOwner, and leave them out here"
+                    "policy, tenants and tiers are for a shared pool's owner: give them to `kvoffload pool serve`, or "
+                    "to a PoolOwner, and leave them out here; with a shared pool there is no store_after"
                 )
+            if not hasattr(pool, "open"):
+                raise TypeError(f"pool must be a SharedPool, got {shown(pool)}")
             self._state, self._records = pool.open(engine, partial(StatisticsRecorder, on_event=on_event))
         self._state.has_tiers = below is not None
         self._asks = engine
@@ -212,37 +215,35 @@ class KeyCache:
         *,
         session: str,
         tenant: str = "",
-        ttl: float = 300.0,
+        ttl: float | None = None,
         due: float | None = None,
     ) -> HintAnswer:
         """Tell the cache what a session is about to do. It may help, never fails a request, and never changes bytes.
 
         "retain": the session comes back. Until its next request ends, or `ttl` or twice `due` is over, its keys go
             after all others of their priority. During an open request of the session it concerns that request, whose
-            new keys then displace keys of lower promises; else the latest request. A session may retain twice the
-            blocks that it has promised and asked for lately, less those that it has promised in vain: of the first
-            promise nothing.
-            All promises together get the part of the entries that requests with a promise have of all blocks asked for,
-            one tenant half of the entries if there are several, and requests without a promise always an eighth.
+            new keys then displace keys of lower promises; else the latest request. A session may retain twice as many
+            keys as it has promised and then asked for in time, less twice those that it promised in vain; older
+            promises count less. So the first promise retains nothing.
+            All promises get the part of the entries that requests with one have of all keys asked for, one tenant half
+            of the entries if there are several, and requests without a promise always an eighth.
         "release": the session has ended. What nobody else has used goes before all other keys.
-        "demote": the session waits for long. Its keys are written to the tiers, as far as they are not evicted first,
-            and then go as released ones do.
+        "demote": the session waits for long. Its keys are written to tiers, unless evicted first; then as "release".
         "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries. With
             `due`, if the session has promised to come back, they are retained until then, as by "retain".
 
         Args:
-            session: a name given to `open_request`.
-            tenant: the session's.
+            session, tenant: those given to `open_request`.
             ttl: seconds, above 0. "retain": at most ten minutes count, with `due` a day. "prefetch": its deadline.
+                None: 300, or twice `due` if that is more.
             due: seconds until the session is expected, if that is known: of the retained keys those due last go first.
                 Without it they go before the ones that have one.
 
         Returns:
-            What was done, and why not more.
+            What was done, and why not more. A tenant with a quota can only prefetch: its policy orders its keys.
 
         Raises:
-            ValueError: no such action or tenant; `ttl` or `due` is not above 0.
-            TypeError: `session` is not a string.
+            ValueError, TypeError: no such action or tenant; `ttl` or `due` is not above 0; `session` is not a string.
             ClosedError: "prefetch" in a closed cache.
             RuntimeError: called inside another call of the cache.
         """
@@ -250,10 +251,12 @@ class KeyCache:
             raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {action!r:.80}")
         if not isinstance(session, str):
             raise TypeError(f"session must be a string, got {session!r:.80}")
-        for name, seconds in [("ttl", ttl)] if due is None else [("ttl", ttl), ("due", due)]:
-            if not to_wait(name, seconds) > 0:
+        for name, seconds in (("due", due), ("ttl", ttl)):
+            if seconds is not None and not to_wait(name, seconds) > 0:
                 raise ValueError(f"{name} must be seconds above 0, got {seconds!r:.80}")
-        hint = Hint(action, session, tenant, to_wait("ttl", ttl), None if due is None else to_wait("due", due))
+        self._state.pools.of(tenant)
+        due = None if due is None else to_wait("due", due)
+        hint = Hint(action, session, tenant, default_ttl(due) if ttl is None else to_wait("ttl", ttl), due)
         answer, keys, request = self._records.hint((hint, self._tiers is not None))
         if keys and self._tiers is not None and action == "demote":
             self._tiers.demote(tuple(keys), tenant)
@@ -491,6 +494,8 @@ class KeyCache:
         """The state in one line. Takes no lock, so it may be called from anywhere."""
         table = self._state.table
         counts = f"{len(table.pending)} pending, {len(table.leases)} leases"
+        if self._pool is not None:
+            return f"{counts}; {self._pool}"
         tiers = "" if self._tiers is None else f"; tiers {[below.tier.name for below in self._tiers.tiers]}"
         return f"{len(table)} of {self.capacity} keys, {counts}; {self._state.pools}{tiers}"
 

@@ -245,7 +245,10 @@ class Pools:
         pool = self.by_tenant.get(tenant) if isinstance(tenant, str) else None
         if pool is None:
             known = ", ".join(map(repr, sorted(self.by_tenant)))
-            raise ValueError(f"tenant must be one of {known}, got {tenant!r:.80}; name others in tenants= of the cache")
+            raise ValueError(
+                f"tenant must be one of {known}, got {tenant!r:.80}; name others in tenants= of the "
+                "cache, or attach to a shared pool as one of its owner's"
+            )
         return pool
 
     def split(self, keys: list[bytes], numbers: Sequence[int | None]) -> list[tuple[Pool, list[bytes]]]:

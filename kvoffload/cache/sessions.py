@@ -48,7 +48,8 @@ class HintAnswer(NamedTuple):
     Attributes:
         action: of the hint.
         outcome: "accepted"; "clipped": in part, see `reason`; "declined": nothing was done.
-        blocks: keys concerned: retained, released, to be written, or asked for.
+        blocks: keys that are retained, released, to be written, or asked for. Of "retain" in an open request: the most
+            that it may retain.
         reason: why it was clipped or declined; else "".
     """
 
@@ -56,6 +57,11 @@ class HintAnswer(NamedTuple):
     outcome: Outcome
     blocks: int
     reason: str = ""
+
+
+def default_ttl(due: float | None) -> float:
+    """Seconds that a hint without `ttl` holds: at least as long as a promise with this `due` may."""
+    return max(300.0, _OVERDUE * (due or 0.0))
 
 
 class Hint(NamedTuple):

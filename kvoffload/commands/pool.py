@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         usage="PATH --bytes SIZE [options]",
     )  # fmt: skip
     add = parser.add_argument
-    add("path", type=Path, metavar="PATH", help="of the socket, in a folder that only you, or root, may change")
+    add("path", type=Path, metavar="PATH", help="of the socket, in a folder that only you or root can write to")
     add("--bytes", type=size, required=True, metavar="SIZE", help="of all regions together, such as 64GiB")
     add("--region-bytes", type=size, metavar="SIZE", help="of a region: a layout and identity; default: all bytes")
     add("--policy", choices=sorted(POLICIES), default=DEFAULT_POLICY, metavar="NAME", help=", ".join(sorted(POLICIES)))
@@ -52,6 +52,8 @@ def add_parser(commands: Any) -> None:
 
 def tenant(text: str) -> tuple[str, Tenant]:
     name, equals, quota = text.partition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text!r} names no tenant: NAME or NAME=KEYS")
     return name, Tenant(max_blocks=whole(1)(quota) if equals else None)
 
 
@@ -59,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; 130 after Ctrl-C, as of every command."""
     from kvoffload.pool.owner import BUSY_POLL_SECONDS, PoolOwner
 
-    output, tiers = Output(arguments.json), make_tiers(arguments)
+    output, tiers, tenants = Output(arguments.json), make_tiers(arguments), dict(arguments.tenant)
+    if len(tenants) < len(arguments.tenant):
+        raise CommandError("--tenant names a tenant twice: give each its quota once")
     available = hostinfo.available_bytes()
     if available is not None and arguments.bytes > available:
         output.note(f"kvoffload: --bytes is {mib(arguments.bytes)}, and {mib(available)} are available now")
@@ -70,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             nbytes=arguments.bytes,
             region_bytes=arguments.region_bytes,
             policy=arguments.policy,
-            tenants=dict(arguments.tenant),
+            tenants=tenants,
             tiers=tiers,
             busy_poll=BUSY_POLL_SECONDS if arguments.busy_poll is None else arguments.busy_poll,
         )
@@ -112,12 +116,12 @@ def make_tiers(arguments: argparse.Namespace) -> Callable[[str, str], Sequence[A
     return lambda region, identity: [DiskTier(folder / f"{region}.kv", nbytes=nbytes, identity=identity)]
 
 
-def _report(path: str, nbytes: int, regions: list[dict[str, int]], output: Output) -> None:
+def _report(path: str, nbytes: int, regions: list[dict[str, Any]], output: Output) -> None:
     output.result({"pool": path, "nbytes": nbytes, "regions": regions})
     used, members = sum(each["nbytes"] for each in regions), sum(each["members"] for each in regions)
     where = f"{counted(len(regions), 'region')}, {mib(used)} of {mib(nbytes)}"
     output.line(f"pool: {counted(members, 'member')} in {where}")
     if regions:
-        lines = [[number, mib(each["nbytes"]), *map(each.get, _COUNTS)] for number, each in enumerate(regions, 1)]
+        lines = [[each["name"], mib(each["nbytes"]), *map(each.get, _COUNTS)] for each in regions]
         columns = ("region", "bytes", "members", "keys", "at most", "pending", "pinned", "evicted")
         output.table("regions", columns, lines)

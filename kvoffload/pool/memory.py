@@ -38,32 +38,20 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.pool.messages import MOST_KEY_BYTES
 
 PAGE = 4096
-MAGIC = b"\x89KVPOOL2"
+MAGIC = b"\x89KVPOOL3"
 OWNER = 63  # the owner's number, and its lock
 MEMBERS = 63  # numbers 0 to 62
 FREE, RESERVED, READY = range(3)
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-HEADER = np.dtype(
-    [
-        ("check", "<u4"),
-        ("state", "<u4"),
-        ("readers", "<u8"),
-        ("sequence", "<u8"),
-        ("writer", "<u4"),
-        ("key_bytes", "<u4"),
-        ("tenant", "V8"),
-        ("key", f"V{MOST_KEY_BYTES}"),
-        ("spare", "V24"),
-    ]
-)  # check: of what follows `readers`; readers: a bit for each member that may be reading; sequence: of the reservation
-_HEADER_BYTES = 128
-assert HEADER.itemsize == _HEADER_BYTES
+HEADER = struct.Struct(f"<IIQQII8s{MOST_KEY_BYTES}s24x")
+# check: of what follows `readers`; state; readers: a bit for each member that may be reading; sequence, of the
+# reservation; writer; bytes of the key; tenant; key
 _CHECKED = slice(16, 104)
-_RESERVED = struct.Struct("<IIQQI")  # check to writer; for a few entries, as most calls have, numpy would take longer
-_NAMED = struct.Struct(f"<I8s{MOST_KEY_BYTES}s")  # key_bytes to key
+_RESERVED = struct.Struct("<IIQQI")  # check to writer
+_NAMED = struct.Struct(f"<I8s{MOST_KEY_BYTES}s")  # the rest
 _CHECK = struct.Struct("<I")
-_SUPERBLOCK = struct.Struct("<8sIIQQ16s16s")  # magic, check of the rest, 0, capacity, row bytes, fingerprint, identity
+_SUPERBLOCK = struct.Struct("<8sQQ16s16s")  # magic, capacity, row bytes, fingerprint, identity
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, process
 
 
@@ -112,12 +100,10 @@ class Meaning(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.slot_bytes + PAGE + -(-self.capacity * HEADER.itemsize // PAGE) * PAGE
+        return self.slot_bytes + PAGE + -(-self.capacity * HEADER.size // PAGE) * PAGE
 
     def pack(self) -> bytes:
-        fields = (0, self.capacity, self.row_bytes, self.fingerprint, self.identity)
-        body = _SUPERBLOCK.pack(MAGIC, 0, *fields)
-        return _SUPERBLOCK.pack(MAGIC, zlib.crc32(body), *fields)
+        return _SUPERBLOCK.pack(MAGIC, *self)
 
 
 class Found(NamedTuple):
@@ -125,14 +111,14 @@ class Found(NamedTuple):
 
     Attributes:
         keys, entries, sequences, tenants: of ready keys, the oldest sequence first; `tenants` are digests.
-        users: (entry, numbers of members, as bits) of entries that may be in use, with a key or without.
+        users: of entries that may be in use, with a key or without: a bit for the number of each member that may.
     """
 
     keys: list[bytes]
     entries: npt.NDArray[np.int64]
     sequences: npt.NDArray[np.int64]
     tenants: list[bytes]
-    users: list[tuple[int, int]]
+    users: dict[int, int]
 
 
 class PoolMemory:
@@ -145,7 +131,7 @@ class PoolMemory:
 
     Attributes:
         rows: uint8, (capacity, row_bytes).
-        headers: `HEADER`, (capacity,); empty unless mapped.
+        headers: uint8, (capacity * 128,): a `HEADER` for each entry; empty unless mapped.
     """
 
     def __init__(self, descriptor: int, meaning: Meaning, *, headers: bool) -> None:
@@ -159,45 +145,36 @@ class PoolMemory:
             raise
         begin, everything = meaning.slot_bytes, np.frombuffer(mapped, np.uint8)
         self.rows: UInt8Array = everything[:begin].reshape(meaning.capacity, meaning.row_bytes)
-        self._superblock: UInt8Array = everything[begin : begin + PAGE]
-        self.headers = everything[begin + PAGE :][: meaning.capacity * _HEADER_BYTES].view(HEADER)
-        self._bytes = self.headers.view(np.uint8).data
+        self.headers = everything[begin + PAGE :][: meaning.capacity * HEADER.size]
+        self._bytes = self.headers.data
 
     @classmethod
     def create(cls, meaning: Meaning) -> PoolMemory:
         """Raises CapacityError, CapabilityError."""
         memory = cls(allocate_memory("kvoffload-pool", meaning.nbytes), meaning, headers=True)
-        packed = meaning.pack()
-        memory._superblock[: len(packed)] = np.frombuffer(packed, np.uint8)
+        os.pwrite(memory.descriptor, meaning.pack(), meaning.slot_bytes)
         return memory
 
     @classmethod
     def adopt(cls, descriptor: int, meaning: Meaning) -> PoolMemory:
-        """The memory of an owner that has ended, from a member. Raises ValueError: it is no such memory."""
+        """The memory of an owner that has ended, by a descriptor of a member's, which stays that one's. Raises
+        ValueError: it is no such memory.
+        """
+        packed = meaning.pack()
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
-            size = os.fstat(descriptor).st_size
+            fits = sealed and os.fstat(descriptor).st_size == meaning.nbytes
         except OSError:
-            sealed, size = False, 0
-        if not sealed or size != meaning.nbytes:
-            os.close(descriptor)
-            raise ValueError(f"a member's memory is no region of {meaning.nbytes} bytes")
-        memory = cls(descriptor, meaning, headers=True)
-        packed = meaning.pack()
-        if memory._superblock[: len(packed)].tobytes() != packed:
-            memory.close()
-            raise ValueError("a member's memory has another superblock")
-        return memory
+            fits = False
+        if not fits or os.pread(descriptor, len(packed), meaning.slot_bytes) != packed:
+            raise ValueError(
+                f"a member's memory is no region of {meaning.nbytes} bytes with the superblock that it says"
+            )
+        return cls(os.dup(descriptor), meaning, headers=True)
 
     @property
     def descriptor(self) -> int:
         return self._files[0] if self._files else -1
-
-    @property
-    def file(self) -> tuple[int, int]:
-        """Equal for two descriptors of the same memory."""
-        status = os.fstat(self.descriptor)
-        return status.st_dev, status.st_ino
 
     # locks --------------------------------------------------------------------------------------------------------
 
@@ -223,14 +200,14 @@ class PoolMemory:
         """These entries are about to be written."""
         pack, headers = _RESERVED.pack_into, self._bytes
         for entry in entries:
-            pack(headers, _HEADER_BYTES * entry, 0, RESERVED, 0, sequence, writer)
+            pack(headers, HEADER.size * entry, 0, RESERVED, 0, sequence, writer)
 
     def named(self, keys: Sequence[bytes], entries: Sequence[int], tenant: bytes) -> None:
         """These entries, which are reserved, are for these keys."""
         headers = self._bytes
         for key, entry in zip(keys, entries, strict=True):
-            begin = _HEADER_BYTES * entry
-            _NAMED.pack_into(headers, begin + 28, len(key), tenant, key)
+            begin = HEADER.size * entry
+            _NAMED.pack_into(headers, begin + _RESERVED.size, len(key), tenant, key)
             _CHECK.pack_into(headers, begin, zlib.crc32(headers[begin + 16 : begin + 104]))
 
     def ready(self, entries: Iterable[int]) -> None:
@@ -260,39 +237,27 @@ class PoolMemory:
 
     def found(self) -> Found:
         """What a dead owner has left. Headers that are wrong count as free."""
-        headers = self.headers
-        ready = np.flatnonzero((headers["state"] == READY) & (headers["key_bytes"] <= MOST_KEY_BYTES))
-        ready = ready[np.argsort(headers["sequence"][ready], kind="stable")]
-        keys, entries, sequences, tenants, seen = [], [], [], [], set[bytes]()
-        for entry in ready.tolist():
-            header = headers[entry]
-            key = header["key"].tobytes()[: int(header["key_bytes"])]
-            sequence, whole = int(header["sequence"]), header.tobytes()
-            if key not in seen and sequence < 1 << 62 and header["check"] == zlib.crc32(whole[_CHECKED]):
-                seen.add(key)
-                keys.append(key)
-                entries.append(entry)
-                sequences.append(sequence)
-                tenants.append(header["tenant"].tobytes())
-        numbers = headers["writer"].astype(np.uint64) & np.uint64(63)
-        writers = np.where(headers["state"] == RESERVED, np.uint64(1) << numbers, np.uint64(0))
-        users = headers["readers"] | writers
-        used = np.flatnonzero(users)
-        return Found(
-            keys,
-            np.array(entries, np.int64),
-            np.array(sequences, np.int64),
-            tenants,
-            list(zip(used.tolist(), users[used].tolist(), strict=True)),
-        )
+        ready, users = list[tuple[int, int, bytes, bytes]](), dict[int, int]()
+        for entry, fields in enumerate(HEADER.iter_unpack(self._bytes)):
+            check, state, readers, sequence, writer, length, tenant, key = fields
+            if used := readers | (state == RESERVED) << (writer & 63):
+                users[entry] = used
+            checked = self._bytes[HEADER.size * entry :][_CHECKED]
+            if state == READY and sequence < 1 << 62 and length <= MOST_KEY_BYTES and check == zlib.crc32(checked):
+                ready.append((sequence, entry, key[:length], tenant))
+        oldest: dict[bytes, tuple[int, int, bytes]] = {}
+        for sequence, entry, key, tenant in sorted(ready):
+            oldest.setdefault(key, (sequence, entry, tenant))
+        sequences, entries = (np.array([each[place] for each in oldest.values()], np.int64) for place in (0, 1))
+        return Found(list(oldest), entries, sequences, [tenant for _, _, tenant in oldest.values()], users)
 
     def close(self) -> None:
         """Give up lock, descriptor and arrays. The rows stay mapped while another array over them lives. Idempotent.
 
         Memory that is forgotten gives them up once no array over it is left, an engine's either.
         """
-        self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, HEADER)
-        self._superblock, self._bytes = self.rows.reshape(-1), memoryview(b"")
+        self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, np.uint8)
+        self._bytes = memoryview(b"")
         close_files(self._files)
 
 

@@ -16,7 +16,7 @@ messages; a reply has the number of what it answers. Messages of one member are 
     USE      request, keys              no reply. A request loads these keys
     TOUCH    keys                       no reply. A request with these keys has ended
     OPEN     request, session           no reply. Opens a request
-    CLOSE    request, well              no reply. Ends it
+    CLOSE    request                    no reply. Ends it
     HINT     JSON                       JSON
     REMOVE   keys                       how many there were, u32. An empty payload: all keys
     COUNTS   nothing                    JSON
@@ -28,17 +28,20 @@ Keys are a number (u32), the length of each (a byte), and their bytes one after 
 
 from __future__ import annotations
 
-import socket
+import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from kvoffload.errors import LayoutError
 
 VERSION = 1
 MOST_KEY_BYTES = 64
 DATAGRAM_BYTES = 48 << 10  # at most; the system's default room for a socket is 208 KiB
+MOST_TEXT = 4096  # characters of identity, tenant, and reasons
 MOST_MESSAGE = 8 << 20  # 125,000 keys of 64 bytes
 HEADER = struct.Struct("<QBB6x")  # number, operation, whether more follows
 NUMBER = struct.Struct("<I")
@@ -74,6 +77,15 @@ class Operation(IntEnum):
     WAIT = 17
 
 
+def socket_path(path: str | Path) -> str:
+    """Raises ValueError: it is too long."""
+    if len(os.fsencode(path)) > 107:
+        raise ValueError(
+            f"path must have at most 107 bytes, as every socket's, got {len(os.fsencode(path))}: {path!r:.120}"
+        )
+    return os.fspath(path)
+
+
 class MessageError(Exception):
     """A peer sent what is no message."""
 
@@ -84,10 +96,9 @@ def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
         keys = [salt + key for key in keys]
     try:
         lengths = bytes(map(len, keys))
-        longest = max(lengths, default=0)
-    except ValueError:
-        longest = 256
-    if longest > MOST_KEY_BYTES:
+    except ValueError:  # one of more than 255
+        lengths = b"\xff"
+    if max(lengths, default=0) > MOST_KEY_BYTES:
         place = next(place for place, key in enumerate(keys) if len(key) > MOST_KEY_BYTES)
         raise LayoutError(
             f"keys[{place}] has {len(keys[place])} bytes, and those of a shared pool have at most {MOST_KEY_BYTES}: "
@@ -98,9 +109,7 @@ def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
 
 def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     """Raises MessageError."""
-    if len(payload) < start + 4:
-        raise MessageError("a list of keys is cut off")
-    (count,) = NUMBER.unpack_from(payload, start)
+    (count,) = unpack(NUMBER, payload, start)
     begin = start + 4 + count
     lengths = payload[start + 4 : begin]
     if max(lengths, default=0) > MOST_KEY_BYTES:
@@ -116,6 +125,13 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     return keys
 
 
+def unpack(form: struct.Struct, payload: bytes, start: int = 0) -> tuple[Any, ...]:
+    """Raises MessageError."""
+    if len(payload) < start + form.size:
+        raise MessageError("a message is cut off")
+    return form.unpack_from(payload, start)
+
+
 def pack_entries(entries: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(entries)}I", *entries)
 
@@ -127,15 +143,13 @@ def unpack_entries(payload: bytes, start: int = 0) -> list[int]:
     return list(struct.unpack_from(f"<{(len(payload) - start) // 4}I", payload, start))
 
 
-def datagrams(number: int, operation: int, payload: bytes) -> Iterator[bytes]:
+def datagrams(number: int, operation: int, payload: bytes) -> list[bytes]:
     """The datagrams of a message."""
-    begin, step = 0, DATAGRAM_BYTES - HEADER.size
-    while True:
-        more = len(payload) > begin + step
-        yield HEADER.pack(number, operation, more) + payload[begin : begin + step]
-        begin += step
-        if not more:
-            return
+    step = DATAGRAM_BYTES - HEADER.size
+    if len(payload) <= step:  # the usual case
+        return [HEADER.pack(number, operation, False) + payload]
+    begins = range(0, len(payload), step)
+    return [HEADER.pack(number, operation, begin < begins[-1]) + payload[begin : begin + step] for begin in begins]
 
 
 class Assembler:
@@ -147,8 +161,8 @@ class Assembler:
 
     def take(self, datagram: bytes) -> tuple[int, int, bytes] | None:
         """Number, operation and payload of a message that this datagram completes. Raises MessageError."""
-        if len(datagram) < HEADER.size:
-            raise MessageError("a datagram is cut off")
+        if not HEADER.size <= len(datagram) <= DATAGRAM_BYTES:
+            raise MessageError(f"a datagram of {len(datagram)} bytes is cut off, or has more than {DATAGRAM_BYTES}")
         number, operation, more = HEADER.unpack_from(datagram)
         if not more and not self._parts:  # the usual case
             return number, operation, datagram[HEADER.size :]
@@ -162,11 +176,3 @@ class Assembler:
         payload = b"".join(self._parts)
         self._parts, self._of = [], None
         return number, operation, payload
-
-
-def receive(connection: socket.socket) -> bytes:
-    """The next datagram; b"" at the end. Raises MessageError: it is too long, so no message of ours."""
-    datagram = connection.recv(DATAGRAM_BYTES + 1)
-    if len(datagram) > DATAGRAM_BYTES:
-        raise MessageError(f"a datagram has more than {DATAGRAM_BYTES} bytes")
-    return datagram

@@ -3,190 +3,207 @@
 from __future__ import annotations
 
 import json
-import struct
 import threading
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from kvoffload.cache.entries import ReservationRecord
-from kvoffload.errors import KVOffloadError
-from kvoffload.pool.messages import (
-    DECLINED,
-    EACH,
-    ENDING,
-    FOR_REQUEST,
-    LOADS,
-    NEW,
-    NUMBER,
-    PENDING,
-    PRESENT,
-    REQUEST,
-    MessageError,
-    Operation,
-    pack_entries,
-    unpack_entries,
-    unpack_keys,
-)
-from kvoffload.pool.region import Holdings, Region
+from kvoffload.cache.entries import LeaseRecord, Status
+from kvoffload.cache.records import guarded, leading
+from kvoffload.internal.checks import reason
+from kvoffload.internal.log import LOGGER
+from kvoffload.pool import messages
+from kvoffload.pool.messages import NUMBER, Operation, pack_entries, unpack, unpack_entries, unpack_keys
+from kvoffload.pool.region import Member, Region, tenant_digest
 
-MOST_TEXT = 4096  # characters of identity, tenant, and reasons
+MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
+_MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
+_CODES = {Status.MISS: 0, Status.HIT: 1, Status.PENDING: 2}
 
 
 class Message(NamedTuple):
-    """A message of a member that has joined.
+    """A message of a member that has joined."""
 
-    Attributes:
-        reply: sends the answer, where work is left that the member need not wait for. Then return None.
-        answer: sends operation and payload later, from any thread.
-    """
-
-    member: Holdings
-    region: Region
-    payload: bytes
+    member: Member
     number: int
-    reply: Callable[[bytes], None]
-    answer: Callable[[int, bytes], None]
+    payload: bytes
 
 
-def find(message: Message) -> bytes:
-    return NUMBER.pack(message.region.look_up(unpack_keys(message.payload)))
+def find(region: Region, message: Message) -> bytes:
+    return NUMBER.pack(region.records.look_up(([unpack_keys(message.payload)], None))[0])
 
 
-def status(message: Message) -> bytes:
-    return message.region.status(unpack_keys(message.payload))
+def status(region: Region, message: Message) -> bytes:
+    return bytes(map(_CODES.__getitem__, region.records.status(unpack_keys(message.payload))))
 
 
-def take(message: Message) -> bytes | None:
-    flags, request = _unpacked(FOR_REQUEST, message.payload)
-    keys = unpack_keys(message.payload, FOR_REQUEST.size)
-    if flags & EACH:
-        return pack_entries(message.region.take_each((message.member, message.number, keys)))
-    entries = message.region.take((message.member, message.number, keys, bool(flags & PENDING)))
-    message.member.release_promotions(ended=True)  # it has taken what they brought
-    message.reply(pack_entries(entries))
-    if flags & LOADS and len(entries) == len(keys):
-        message.region.use(message.member, request, keys)
-    return None
+@guarded
+def take(region: Region, message: Message) -> None:
+    """Hold the leading keys that are ready, or with `PENDING` that the member itself is storing; or with `EACH` all
+    that are ready. The policy is told after the member: if it raises, the next call repairs.
+    """
+    member, number, payload = message
+    flags, request = unpack(messages.FOR_REQUEST, payload)
+    keys = unpack_keys(payload, messages.FOR_REQUEST.size)
+    state, of, pending = region._state, region._state.table.of, region._state.table.pending
+    own = set(member.reservations.values()) if pending else set()
+    if flags & messages.EACH:
+        ready = [key for key in keys if key in of and key not in pending]
+    else:
+        ready = keys[: leading(state.table, keys)]
+        if pending:
+            readable = {None, *own} if flags & messages.PENDING else {None}
+            ready = list(takewhile(lambda key: pending.get(key) in readable, ready))
+    entries = list(map(of.__getitem__, ready))
+    if ready:
+        state.proposed = record = LeaseRecord(ready, entries, ())
+        state.begin(record)
+        member.leases[number] = record
+        region.memory.reading(entries, member.number)
+        member.marked.update(entries)
+    if flags & messages.EACH:
+        found = dict(zip(ready, entries, strict=True))
+        missing, storing = messages.MISSING, messages.STORING
+        entries = [found.get(key, storing if pending.get(key) in own else missing) for key in keys]
+    member.release_promotions(ended=True)  # it has taken what they brought
+    member.answer(number, Operation.TAKE, pack_entries(entries))
+    if flags & messages.LOADS and len(entries) == len(keys):
+        try:
+            state.use(keys, member.opened(request))
+        except Exception as error:  # noqa: BLE001  # a policy's
+            LOGGER.warning("the policy of a shared pool: %s", reason(error))
 
 
-def reserve(message: Message) -> None:
-    flags, request = _unpacked(FOR_REQUEST, message.payload)
-    keys = unpack_keys(message.payload, FOR_REQUEST.size)
+@guarded
+def reserve(region: Region, message: Message) -> None:
+    """Reserve entries for missing keys under the number. Raises CapacityError with `ALL_OR_NOTHING`. The policy is told
+    after the member: the entries are the member's even if that raises, and the next call repairs.
+    """
+    member, number, payload = message
+    flags, request = unpack(messages.FOR_REQUEST, payload)
+    keys = unpack_keys(payload, messages.FOR_REQUEST.size)
     if len(frozenset(keys)) < len(keys):
-        raise MessageError("a key is to be reserved twice")
-
-    def granted(record: ReservationRecord) -> None:
-        if len(record.keys) == len(keys):
-            codes = bytes([NEW]) * len(keys)
-        else:
-            new, declined = set(record.keys), set(record.declined)
-            codes = bytes(NEW if key in new else DECLINED if key in declined else PRESENT for key in keys)
-        message.reply(bytes([record.short]) + codes + pack_entries(record.indices))
-
-    message.region.reserve((message.member, message.number, keys, granted, flags, request))
-
-
-def end(message: Message) -> None:
-    held, well = _unpacked(ENDING, message.payload)
-    unfit = unpack_entries(message.payload, ENDING.size)
-    message.region.end(message.member, held, well=bool(well), unfit=unfit)
-
-
-def bring(message: Message) -> None:
-    (milliseconds,) = _unpacked(NUMBER, message.payload)
-    keys = list(dict.fromkeys(unpack_keys(message.payload, NUMBER.size)))
-    message.member.release_promotions(ended=True)
-    options = {"deadline": max(0.001, milliseconds / 1000), "tenant": message.member.tenant}
-    promotion = message.region.index.promote(keys, counted=False, **options)
-    message.member.promotions.append(promotion)
-    promotion.add_done_callback(lambda ended: message.answer(Operation.BRING, NUMBER.pack(ended.ready)))
+        raise messages.MessageError("a key is to be reserved twice")
+    state, opened = region._state, member.opened(request)
+    tenant = member.tenant if opened is None else ""
+    all_or_nothing, uses = bool(flags & messages.ALL_OR_NOTHING), bool(flags & messages.USES)
+    region.writer = member.number
+    record = state.propose(keys, tenant, all_or_nothing, opened, uses)
+    state.publish(record)
+    if record.keys:
+        member.reservations[number] = record
+    if len(record.keys) == len(keys):
+        codes = bytes([messages.NEW]) * len(keys)
+    else:
+        code_of = dict.fromkeys(record.keys, messages.NEW) | dict.fromkeys(record.declined, messages.DECLINED)
+        codes = bytes(code_of.get(key, messages.PRESENT) for key in keys)
+    member.answer(number, Operation.RESERVE, bytes([record.short]) + codes + pack_entries(record.indices))
+    region.memory.named(record.keys, record.indices, tenant_digest(record.tenant))
+    try:
+        state.fill(record)
+        if not record.keys:
+            state.settle(record, well=True)
+    except Exception as error:  # noqa: BLE001  # a policy's
+        LOGGER.warning("the policy of a shared pool: %s", reason(error))
 
 
-def use(message: Message) -> None:
-    (request,) = _unpacked(REQUEST, message.payload)
-    message.region.use(message.member, request, unpack_keys(message.payload, REQUEST.size))
+@guarded
+def end(region: Region, message: Message) -> None:
+    """Numbers that it holds nothing under are ignored."""
+    member, _, payload = message
+    held, well = unpack(messages.ENDING, payload)
+    unfit = frozenset(unpack_entries(payload, messages.ENDING.size))
+    state, record, lease = region._state, member.reservations.get(held), member.leases.get(held)
+    holding = record or lease
+    if unfit and holding is not None:
+        state.decline_unfit(holding, unfit)
+        state.consistent = True
+    if record is not None:
+        state.settle(record, well=bool(well))
+        del member.reservations[held]
+    if lease is not None:
+        state.end(lease)
+        del member.leases[held]
+        if not member.leases or len(member.marked) > _MOST_MARKED:
+            region.unmark(member)
 
 
-def touch(message: Message) -> None:
-    message.region.index.touch(unpack_keys(message.payload))
+def bring(region: Region, message: Message) -> None:
+    member, number, payload = message
+    (milliseconds,) = unpack(NUMBER, payload)
+    keys = list(dict.fromkeys(unpack_keys(payload, NUMBER.size)))
+    member.release_promotions(ended=True)
+    deadline = max(0.001, milliseconds / 1000)
+    promotion = region.index.promote(keys, deadline=deadline, tenant=member.tenant, counted=False)
+    member.promotions.append(promotion)
+    promotion.add_done_callback(lambda ended: member.answer_later(number, Operation.BRING, NUMBER.pack(ended.ready)))
 
 
-def open_request(message: Message) -> None:
-    (request,) = _unpacked(REQUEST, message.payload)
-    named = message.payload[REQUEST.size :]
+def use(region: Region, message: Message) -> None:
+    (request,) = unpack(messages.REQUEST, message.payload)
+    keys = unpack_keys(message.payload, messages.REQUEST.size)
+    region.records.use((keys, message.member.opened(request)))
+
+
+def touch(region: Region, message: Message) -> None:
+    region.index.touch(unpack_keys(message.payload))
+
+
+def open_request(region: Region, message: Message) -> None:
+    (request,) = unpack(messages.REQUEST, message.payload)
+    named, requests = message.payload[messages.REQUEST.size :], message.member.requests
     session = named[1:].decode("utf-8", "surrogatepass") if named else None
-    message.region.open_request(message.member, request, session)
+    while len(requests) >= MOST_REQUESTS:
+        requests.pop(next(iter(requests)))
+    requests[request] = region.index.open_request(tenant=message.member.tenant, session=session)
 
 
-def close_request(message: Message) -> None:
-    request, _ = _unpacked(ENDING, message.payload)
-    message.region.close_request(message.member, request)
+def close_request(_: Region, message: Message) -> None:
+    (request,) = unpack(messages.REQUEST, message.payload)
+    opened = message.member.requests.pop(request, None)
+    if opened is not None:
+        opened.end()
 
 
-def hint(message: Message) -> bytes:
-    asked: Any = unpack_json(message.payload)
+def hint(region: Region, message: Message) -> bytes:
+    asked: Any = json.loads(message.payload)
     given = {name: asked.get(name) for name in ("ttl", "due")}
     tenant, session = message.member.tenant, str(asked.get("session"))
-    return json.dumps(message.region.index.hint(asked.get("action"), session=session, tenant=tenant, **given)).encode()
+    return json.dumps(region.index.hint(asked.get("action"), session=session, tenant=tenant, **given)).encode()
 
 
-def remove(message: Message) -> bytes | None:
+def remove(region: Region, message: Message) -> bytes | None:
     """Where there are tiers a thread does it, since they may take long."""
-    index, keys = message.region.index, unpack_keys(message.payload) if message.payload else None
+    index, (member, number, payload) = region.index, message
+    keys = unpack_keys(payload) if payload else None
 
-    def count() -> bytes:
-        return NUMBER.pack(index.clear() if keys is None else index.remove(keys))
+    def removed() -> bytes:
+        try:
+            return NUMBER.pack(index.clear() if keys is None else index.remove(keys))
+        except Exception as error:  # noqa: BLE001  # a tier's
+            LOGGER.warning("keys of a shared pool may still be in a tier: %s", reason(error))
+            return b""
 
     def answer() -> None:
-        try:
-            message.answer(Operation.REMOVE, count())
-        except KVOffloadError as error:
-            message.answer(Operation.REFUSED, str(error).encode()[:MOST_TEXT])
+        member.answer_later(number, Operation.REMOVE, removed())
 
-    if not message.region.has_tiers:
-        return count()
+    if not region.has_tiers:
+        return removed()
     threading.Thread(target=answer, name="kvoffload-pool-remove", daemon=True).start()
     return None
 
 
-def counts(message: Message) -> bytes:
-    return json.dumps(message.region.counts()).encode()
+def counts(region: Region, _: Message) -> bytes:
+    return json.dumps(region.counts()).encode()
 
 
-def clean(message: Message) -> None:
-    message.region.end_inherited(message.member.number)
+def clean(region: Region, message: Message) -> None:
+    region.end_inherited(message.member.number)
 
 
-OPERATIONS: dict[int, Callable[[Message], bytes | None]] = {
-    Operation.FIND: find,
-    Operation.STATUS: status,
-    Operation.TAKE: take,
-    Operation.RESERVE: reserve,
-    Operation.END: end,
-    Operation.BRING: bring,
-    Operation.USE: use,
-    Operation.TOUCH: touch,
-    Operation.OPEN: open_request,
-    Operation.CLOSE: close_request,
-    Operation.HINT: hint,
-    Operation.REMOVE: remove,
-    Operation.COUNTS: counts,
-    Operation.CLEAN: clean,
-}
-
-
-def unpack_json(payload: bytes) -> dict[str, Any]:
-    """Raises MessageError."""
-    try:
-        found = json.loads(payload)
-    except ValueError as error:
-        raise MessageError(f"no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise MessageError("no JSON object")
-    return found
-
-
-def _unpacked(form: struct.Struct, payload: bytes) -> tuple[Any, ...]:
-    if len(payload) < form.size:
-        raise MessageError("a message is cut off")
-    return form.unpack_from(payload)
+OPERATIONS: dict[int, Callable[[Region, Message], bytes | None]] = {
+    Operation.FIND: find, Operation.STATUS: status, Operation.TAKE: take, Operation.RESERVE: reserve,
+    Operation.END: end, Operation.BRING: bring, Operation.USE: use, Operation.TOUCH: touch,
+    Operation.OPEN: open_request, Operation.CLOSE: close_request, Operation.HINT: hint, Operation.REMOVE: remove,
+    Operation.COUNTS: counts, Operation.CLEAN: clean,
+}  # fmt: skip

@@ -7,9 +7,9 @@ socket has; a forked child of it may keep the socket open.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
-import math
 import os
 import select
 import socket
@@ -19,8 +19,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +33,11 @@ from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory
-from kvoffload.pool.messages import (
-    DATAGRAM_BYTES,
-    HEADER,
-    VERSION,
-    Assembler,
-    MessageError,
-    Operation,
-    datagrams,
-    receive,
-)
-from kvoffload.pool.operations import MOST_TEXT, OPERATIONS, Message, unpack_json
-from kvoffload.pool.region import Holdings, Region, meaning_of
+from kvoffload.pool import messages
+from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory, close_files
+from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_TEXT, MessageError, Operation, datagrams
+from kvoffload.pool.operations import OPERATIONS, Message
+from kvoffload.pool.region import Member, Region, Step, meaning_of
 
 if TYPE_CHECKING:
     from kvoffload.cache.tiering.attaching import WriteName
@@ -55,30 +48,8 @@ GRACE_SECONDS = 2.5  # after an owner with members: they bring its memory before
 QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
 BUSY_POLL_SECONDS = 0.02 if hostinfo.usable_cpus() >= 8 else 0.0  # of an owner in a process of its own
 _MOST_CONNECTIONS = 1024
-_MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
 RegionKey = tuple[bytes, bytes, int]
-
-
-class Member:
-    """A connection.
-
-    Attributes:
-        process: a pidfd; None: the process cannot be seen from here.
-        joins: it has asked to join.
-        region: once it has joined; `holdings` is then what it has of that.
-        memory: a descriptor that came with its JOIN.
-    """
-
-    def __init__(self, connection: socket.socket, process: int | None) -> None:
-        self.connection, self.process = connection, process
-        self.assembler = Assembler()
-        self.outgoing: deque[bytes] = deque()
-        self.joins = False
-        self.region: Region | None = None
-        self.holdings = Holdings(-1, "")
-        self.memory: int | None = None
-        self.gone = False
 
 
 class PoolOwner:
@@ -91,13 +62,13 @@ class PoolOwner:
         region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
             one. If there is no room for another region, those without members make room, the oldest first.
         policy, tenants, write: of each region's index, as for `BlockCache`.
-        busy_poll: seconds for which the thread goes on asking for the next message after each one. That keeps a core
+        busy_poll: seconds for which the thread polls its sockets after each message before it sleeps. That keeps a core
             (and the interpreter) busy while members call; waking it costs a call tens to hundreds of microseconds.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
             and identity) and the identity; returns its tiers, which the owner closes.
 
     Raises:
-        ValueError: another owner serves `path`; or a bad argument.
+        ValueError: another owner serves `path`; it has more than 107 bytes; or a bad argument.
         PermissionError: others may write to the folder.
         OSError: the socket cannot be made there.
     """
@@ -114,28 +85,28 @@ class PoolOwner:
         write: WriteName = "admitted",
         busy_poll: float = 0.0,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = messages.socket_path(path)
         self._nbytes = at_least("nbytes", nbytes, 1)
         self._region_bytes = self._nbytes if region_bytes is None else at_least("region_bytes", region_bytes, 1)
+        if self._region_bytes > self._nbytes:
+            raise ValueError(f"region_bytes must be at most nbytes, {self._nbytes}, got {self._region_bytes}")
         self._options: dict[str, Any] = {"policy": policy, "tenants": tenants}
         self._tiers, self._write = tiers, write
         self._busy_poll = seconds("busy_poll", busy_poll, 0.0)
         with CacheIndex(0, **self._options) as index:
             self._tenants = set(index._state.pools.by_tenant)
         self._regions: dict[RegionKey, Region] = {}
-        self._making: dict[RegionKey, list[tuple[Member, int, dict[str, Any]]]] = {}
-        self._making_bytes = 0
-        self._waiting: list[tuple[Member, int, dict[str, Any]]] = []  # to join when the grace is over
+        self._making: dict[RegionKey, int] = {}  # bytes of regions that other threads make
+        self._joining: list[Member] = []  # that have no answer yet
         self._members: set[Member] = set()
-        self._done: deque[Callable[[], None]] = deque()  # of other threads, for ours
-        self._listener, follows = _listen(self.path)
-        self._bound = _file(self.path)
+        self._done: deque[Step] = deque()  # of other threads, for ours
+        self._listener, self._bound, follows = _listen(self.path)
         self._epoll = select.epoll()
         self._member_of: dict[int, Member] = {}  # by descriptor, of a socket or a process
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._waking = threading.RLock()
-        self._closing = self._ended = False
+        self._closing = False
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
         self._epoll.register(self._listener, select.EPOLLIN)
         _SERVING.add(self)
@@ -148,37 +119,24 @@ class PoolOwner:
         If there are members, the socket's file stays, by which the next owner knows that they will bring the memory.
         """
         self._closing = True
-        with self._waking:
-            if self._wakeup >= 0:
-                os.eventfd_write(self._wakeup, 1)
+        self._post(bool)  # so that the thread looks
         self._thread.join()
-        with self._waking:
-            wakeup, self._wakeup = self._wakeup, -1
-            if wakeup >= 0:
-                os.close(wakeup)
 
-    def statistics(self) -> list[dict[str, int]]:
-        """For each region: members, bytes, capacity, and keys resident, pending and pinned. Messages that members had
-        sent before this call count, unless more arrive than the owner can execute. After `close`: no regions.
+    def statistics(self) -> list[dict[str, Any]]:
+        """For each region: its name, members, bytes, capacity, keys resident, pending and pinned, and evicted so far.
+        Messages that members had sent before this call count, unless more arrive than the owner can execute. After
+        `close`: no regions.
         """
-        said: list[dict[str, int]] = []
-        executed = threading.Event()
+        counted: Future[list[dict[str, Any]]] = Future()
 
         def count() -> None:
-            try:
-                for region in self._regions.values():
-                    meaning = region.memory.meaning
-                    whole = {"members": len(region.members), "nbytes": meaning.nbytes, "capacity": meaning.capacity}
-                    said.append(whole | region.counts())
-            finally:
-                executed.set()
+            counted.set_result([region.counts() for region in self._regions.values()])
 
-        if threading.current_thread() is self._thread or not self._thread.is_alive():
+        if threading.current_thread() is self._thread:
             count()
         else:
             self._post(count)
-            executed.wait()
-        return said
+        return counted.result()
 
     def __enter__(self) -> PoolOwner:
         return self
@@ -192,27 +150,19 @@ class PoolOwner:
     # the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        notice = awake_until = 0.0
+        awake_until = 0.0
         try:
             while not self._closing:
-                waits = any(region.waits for region in self._regions.values())
-                timeout = QUARANTINE_SECONDS if waits or self._waiting else NOTICE_SECONDS if self._making else None
+                waits = bool(self._joining) or any(region.waits for region in self._regions.values())
                 posted = len(self._done)  # what members had sent before comes first
-                if self._handle_events(0 if posted or time.monotonic() < awake_until else timeout):
+                timeout = 0.0 if posted or time.monotonic() < awake_until else QUARANTINE_SECONDS if waits else None
+                if self._handle_events(timeout):
                     awake_until = time.monotonic() + self._busy_poll
                 else:
                     os.sched_yield()  # to whoever wants this core
-                self._run_done(posted)
-                if not self._making:
-                    notice = time.monotonic() + NOTICE_SECONDS
-                elif time.monotonic() >= notice:
-                    notice += NOTICE_SECONDS
-                    for member, number, _ in chain.from_iterable(self._making.values()):
-                        self._answer(member, number, Operation.WAIT, b"")
-                if self._waiting and time.monotonic() >= self._grace_until:
-                    joining, self._waiting = self._waiting, []
-                    for each in joining:
-                        self._join(*each)
+                for _ in range(posted):
+                    self._done.popleft()()
+                self._joining = [member for member in self._joining if not self._join(member)]
                 if waits:
                     for region in self._regions.values():
                         region.settle()
@@ -233,11 +183,11 @@ class PoolOwner:
         elif descriptor == self._listener.fileno():
             self._accept()
         elif member is not None and not member.gone:
-            dead = descriptor == member.process
+            dead = descriptor != member.watched[0]
             try:
-                if events & ~select.EPOLLIN:
-                    self._flush(member)
-                while events & ~select.EPOLLOUT and self._read(member, dead=dead) and dead:
+                if events & ~select.EPOLLIN and member.flush():
+                    self._epoll.modify(member.connection, select.EPOLLIN)
+                while events & ~select.EPOLLOUT and self._read(member) and dead:
                     pass  # messages that it sent before it died count
                 if dead:
                     self._lose(member, dead=True)
@@ -255,188 +205,143 @@ class PoolOwner:
         if user not in (os.getuid(), 0) or len(self._members) >= _MOST_CONNECTIONS:
             connection.close()
             return
-        try:
-            descriptor = os.pidfd_open(process)
-        except OSError:  # it has ended, which its socket says, too; or it is in another namespace
-            descriptor = None
+        watched = [connection.fileno()]
+        with suppress(OSError):  # it has ended, which its socket says, too; or it is in another namespace
+            watched.append(os.pidfd_open(process))
         connection.setblocking(False)
-        member = Member(connection, descriptor)
+        member = Member(connection, watched, self._epoll, self._post)
         self._members.add(member)
-        for each in (connection.fileno(), descriptor):
-            if each is not None:
-                self._member_of[each] = member
-                self._epoll.register(each, select.EPOLLIN)
+        for each in watched:
+            self._member_of[each] = member
+            self._epoll.register(each, select.EPOLLIN)
 
-    def _read(self, member: Member, *, dead: bool = False) -> bool:
-        """Execute what it has sent. Whether there may be more: others have their turn first."""
+    def _read(self, member: Member) -> bool:
+        """Execute what it has sent. Whether there may be more: others have their turn first. Raises ConnectionError at
+        the end.
+        """
         for _ in range(64):
             try:
                 if member.region is None:
-                    datagram, passed, _, _ = socket.recv_fds(
-                        member.connection, DATAGRAM_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                    datagram, passed, *_ = socket.recv_fds(
+                        member.connection, DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
                     )
-                    if passed:
-                        self._forget_memory(member)
-                        member.memory = passed[0]
+                    member.files += passed
                 else:
-                    datagram = receive(member.connection)
+                    datagram = member.connection.recv(DATAGRAM_BYTES + 1)
             except BlockingIOError:
                 return False
             if not datagram:
-                self._lose(member, dead=dead)
-                return False
+                raise ConnectionResetError("it has ended")
             message = member.assembler.take(datagram)
             if message is not None:
                 self._execute(member, *message)
-            if member.gone:
-                return False
         return True
 
     def _execute(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        if kind == Operation.JOIN and not member.joins:
-            member.joins = True
-            self._join(member, number, unpack_json(payload))
+        if kind == Operation.JOIN and member.join < 0:
+            member.join, member.asked = number, json.loads(payload)
+            self._joining.append(member)
             return
         if member.region is None or kind not in OPERATIONS:
             raise MessageError(f"operation {kind} from a member that has not joined, or that nobody knows")
         try:
-            now, later = partial(self._answer, member, number, kind), partial(self._answer_later, member, number)
-            answer = OPERATIONS[kind](Message(member.holdings, member.region, payload, number, now, later))
+            answer = OPERATIONS[kind](member.region, Message(member, number, payload))
         except (KVOffloadError, ValueError, TypeError) as error:
-            self._answer(member, number, Operation.REFUSED, str(error).encode()[:MOST_TEXT])
-            return
+            kind, answer = Operation.REFUSED, str(error).encode()[:MOST_TEXT]
         if answer is not None:
-            self._answer(member, number, kind, answer)
-
-    def _answer(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        """Send it, or keep it until there is room. Does not lose the member: a call of its index may not have ended."""
-        if member.gone:
-            return
-        if not member.outgoing and len(payload) <= DATAGRAM_BYTES - HEADER.size:
-            try:
-                member.connection.send(HEADER.pack(number, kind, False) + payload)
-                return
-            except BlockingIOError:
-                pass
-            except OSError:  # reading finds that it has ended
-                return
-        member.outgoing.extend(datagrams(number, kind, payload))
-        self._epoll.modify(member.connection, select.EPOLLIN | select.EPOLLOUT)
-        if len(member.outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
-            LOGGER.warning("a member of %s is cut off: it does not read its answers", self.path)
-            self._post(partial(self._lose, member))
-
-    def _answer_later(self, member: Member, number: int, kind: int, payload: bytes) -> None:
-        self._post(lambda: self._answer(member, number, kind, payload))
-
-    def _flush(self, member: Member) -> None:
-        while member.outgoing:
-            try:
-                member.connection.send(member.outgoing[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._lose(member)
-                return
-            member.outgoing.popleft()
-        self._epoll.modify(member.connection, select.EPOLLIN)
+            member.answer(number, kind, answer)
 
     def _lose(self, member: Member, *, dead: bool = False) -> None:
         """`dead`: its process is known to have ended."""
         if member.gone:
             return
         member.gone = True
-        for each in (member.connection.fileno(), member.process):
-            if each is not None:
-                self._epoll.unregister(each)
-                del self._member_of[each]
+        for each in member.watched:
+            self._epoll.unregister(each)
+            del self._member_of[each]
         member.connection.close()
-        if member.process is not None:
-            os.close(member.process)
-        self._forget_memory(member)
+        close_files(member.files + member.watched[1:])
         if member.region is not None:
-            member.region.leave(member.holdings, dead=dead)
+            member.region.leave(member, dead=dead)
         self._members.discard(member)  # nothing of it is left
 
-    def _forget_memory(self, member: Member) -> None:
-        if member.memory is not None:
-            os.close(member.memory)
-            member.memory = None
-
-    def _post(self, step: Callable[[], None]) -> None:
-        """Have the thread do something. For any thread."""
-        self._done.append(step)
+    def _post(self, step: Step) -> None:
+        """Have the thread do something; after its end the caller's does. For any thread."""
         with self._waking:
             if self._wakeup >= 0:
+                self._done.append(step)
                 os.eventfd_write(self._wakeup, 1)
-        if self._ended:
-            self._run_done()
-
-    def _run_done(self, most: float = math.inf) -> None:
-        while self._done and most > 0:
-            most -= 1
-            try:
-                step = self._done.popleft()
-            except IndexError:  # another thread was faster, after the end
                 return
-            step()
+        step()
 
     def _end(self) -> None:
         held = any(region.members for region in self._regions.values())
         for member in list(self._members):
             self._lose(member)
         self._epoll.unregister(self._listener)
-        if not held and _file(self.path) == self._bound:  # before the listener ends: a new owner may bind it then
-            os.unlink(self.path)
+        with suppress(OSError):  # before the listener ends: a new owner may bind it then
+            if not held and os.path.samestat(os.lstat(self.path), self._bound):
+                os.unlink(self.path)
         self._listener.close()
         for region in self._regions.values():
             region.close()
         self._regions.clear()
         self._epoll.close()
-        self._ended = True
-        self._run_done()
+        with self._waking:
+            wakeup, self._wakeup = self._wakeup, -1
+            os.close(wakeup)
+        while self._done:
+            self._done.popleft()()
 
     # joining ------------------------------------------------------------------------------------------------------
 
-    def _join(self, member: Member, number: int, asked: dict[str, Any]) -> None:
-        """A member joins its region: the one that is there, the one that it brings along, or a new one."""
+    def _join(self, member: Member) -> bool:
+        """Have a member join the region that is there, the one that it brings along, or a new one. Whether it has an
+        answer; else it waits, for other processes of its engine, for a region that is being made, or for members of the
+        last owner.
+        """
         if member.gone:
-            return
+            return True
         try:
-            key, old = self._checked(member, asked), asked.get("number")
-            region = self._regions.get(key) if key is not None else None
-            if key is None:
-                self._waiting.append((member, number, asked))
-            elif key in self._making:
-                self._making[key].append((member, number, asked))
-            elif region is not None:
-                self._admit(member, number, region, old)
-            elif member.memory is not None:
-                descriptor, member.memory = member.memory, None
-                meaning = Meaning(int(asked["capacity"]), key[2], key[0], key[1])
-                region = Region.adopt(PoolMemory.adopt(descriptor, meaning), partial(self._make_index, asked))
-                self._regions[key] = region
-                self._admit(member, number, region, old, adopted=True)
-            elif time.monotonic() < self._grace_until:
-                self._waiting.append((member, number, asked))
-            else:
-                self._make(key, asked, member, number)
-        except (KVOffloadError, ValueError, TypeError, KeyError, OSError) as error:
-            self._answer(member, number, Operation.REFUSED, f"{type(error).__name__}: {error}".encode()[:MOST_TEXT])
+            key = member.key = self._checked(member)
+            region = None if key is None else self._regions.get(key)
+            if key in self._making and time.monotonic() >= member.notice:
+                member.notice = time.monotonic() + NOTICE_SECONDS
+                member.answer(member.join, Operation.WAIT, b"")
+            if key is None or key in self._making:
+                return False
+            if region is None and member.files:
+                meaning = Meaning(int(member.asked["capacity"]), key[2], key[0], key[1])
+                memory = PoolMemory.adopt(member.files[-1], meaning)
+                region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
+            if region is not None:
+                self._admit(member, region)
+            elif time.monotonic() >= self._grace_until:
+                self._make(key, member)
+            return region is not None
+        except Exception as error:  # noqa: BLE001  # the member is told, whatever it asked for
+            return self._refuse(member, error)
 
-    def _checked(self, member: Member, asked: dict[str, Any]) -> RegionKey | None:
+    def _refuse(self, member: Member, error: Exception | None) -> bool:
+        text = f"{type(error).__name__}: {error}"
+        member.answer(member.join, Operation.REFUSED, text.encode()[:MOST_TEXT])
+        return True
+
+    def _checked(self, member: Member) -> RegionKey | None:
         """The region that the member wants; None: that of an engine whose processes have not joined yet. Raises
         ValueError, KeyError.
         """
-        if asked.get("version") != VERSION:
-            raise ValueError(f"the owner speaks version {VERSION}, the member {asked.get('version')!r:.20}")
-        tenant = str(asked["tenant"])[:MOST_TEXT]
-        if tenant not in self._tenants:
-            raise ValueError(f"tenant={tenant!r:.80} is none of the owner's: {', '.join(sorted(self._tenants))}"[:500])
-        member.holdings.tenant, member.holdings.joined = tenant, asked
+        asked = member.asked
+        if asked.get("version") != messages.VERSION:
+            text = f"the owner speaks version {messages.VERSION}, the member {asked.get('version')!r:.20}"
+            raise CapabilityError(f"{text}: run the same release of kvoffload in both")
+        member.tenant = str(asked["tenant"])[:MOST_TEXT]
+        if member.tenant not in self._tenants:
+            known = ", ".join(map(repr, sorted(self._tenants)))
+            raise ValueError(f"tenant={member.tenant!r:.80} is none of the owner's: {known}"[:500])
         if "fingerprint" not in asked:
-            named = member.holdings.engine
-            found = (key for key, each in self._regions.items() if each.copying_for(named) == asked["processes"])
+            processes = asked["processes"]
+            found = (key for key, each in self._regions.items() if each.copying_for(member.engine) == processes)
             return next(found, None)
         identity = str(asked["identity"])
         if len(identity) > MOST_TEXT:
@@ -444,119 +349,94 @@ class PoolOwner:
         fingerprint, row_bytes = bytes.fromhex(str(asked["fingerprint"])), int(asked["row_bytes"])
         if len(fingerprint) != 16 or not 0 < row_bytes < 1 << 40 or row_bytes % 4096:
             raise ValueError(f"a member's layout is wrong: {row_bytes} bytes an entry")
-        meaning = meaning_of(fingerprint, identity, row_bytes)
-        return fingerprint, meaning.identity, row_bytes
+        return fingerprint, meaning_of(fingerprint, identity, row_bytes).identity, row_bytes
 
-    def _admit(self, member: Member, number: int, region: Region, old: Any, *, adopted: bool = False) -> None:
-        if member.memory is not None:
-            theirs = os.fstat(member.memory)
-            self._forget_memory(member)
-            if (theirs.st_dev, theirs.st_ino) != region.memory.file:
+    def _admit(self, member: Member, region: Region) -> None:
+        old, engine = member.asked.get("number"), member.engine
+        if member.files:
+            if not os.path.samestat(os.fstat(member.files[-1]), os.fstat(region.memory.descriptor)):
                 raise CapabilityError("this pool has memory of its own by now")
-            adopted = True
-        if adopted and not (isinstance(old, int) and 0 <= old < MEMBERS):
-            raise ValueError(f"a member with memory has the number {old!r:.20}")
-        holdings, engine = member.holdings, member.holdings.engine
+            if not (isinstance(old, int) and 0 <= old < MEMBERS):
+                raise ValueError(f"a member with memory has the number {old!r:.20}")
         if any(each.of_engine(engine) for each in self._regions.values() if each is not region):
             raise ValueError(f"processes of the engine {engine:.80} have joined with another layout or identity")
-        holdings.number = place = region.number_for(holdings, old if adopted else None)
+        member.number = region.number_for(member, old if member.files else None)
         member.region = region
-        if "fingerprint" not in holdings.joined:
-            holdings.joined = {**region.of_engine(engine)[0].joined, **holdings.joined}
-        region.members.add(holdings)
-        meaning, has_tiers = region.memory.meaning, region.has_tiers
+        if "fingerprint" not in member.asked:
+            member.asked = {**region.of_engine(engine)[0].asked, **member.asked}
+        region.members.add(member)
         said = {
-            "number": place, "capacity": meaning.capacity, "identity": meaning.identity.hex(), "tiers": has_tiers,
-            "joined": holdings.joined,
+            "number": member.number, "capacity": region.memory.meaning.capacity, "tiers": region.has_tiers,
+            "joined": member.asked,
         }  # fmt: skip
-        message = next(datagrams(number, Operation.JOIN, json.dumps(said).encode()))
-        try:
-            socket.send_fds(member.connection, [message], [] if adopted else [region.memory.descriptor])
-        except OSError:
-            self._lose(member)
+        message = datagrams(member.join, Operation.JOIN, json.dumps(said).encode())
+        socket.send_fds(member.connection, message, [] if member.files else [region.memory.descriptor])
+        close_files(member.files)
 
-    def _make(self, key: RegionKey, asked: dict[str, Any], member: Member, number: int) -> None:
-        """Make a region, in a thread of its own: allocating its memory may take minutes. Raises CapacityError."""
-        used = self._making_bytes + sum(region.memory.meaning.nbytes for region in self._regions.values())
+    def _make(self, key: RegionKey, member: Member) -> None:
+        """Make a region, in a thread of its own: allocating its memory may take minutes. If that fails, all that wait
+        for it are refused. Raises CapacityError.
+        """
+        used = sum(self._making.values()) + sum(region.memory.meaning.nbytes for region in self._regions.values())
         for other, region in list(self._regions.items()):
-            if used + self._region_bytes > self._nbytes and not region.busy:
+            if used + self._region_bytes > self._nbytes and not (region.members or region.waits):
                 used -= region.memory.meaning.nbytes
                 self._regions.pop(other).close()
         room = min(self._region_bytes, self._nbytes - used)
-        meaning = meaning_of(key[0], str(asked["identity"])[:MOST_TEXT], key[2], nbytes=room)
+        meaning = meaning_of(key[0], str(member.asked["identity"]), key[2], nbytes=room)
         if meaning.capacity < 1:
             raise CapacityError(
                 f"the pool has no room for a region with entries of {key[2]} bytes: {used} of {self._nbytes} bytes are "
                 "regions with members; serve it with more bytes, or with smaller region_bytes"
             )
-        self._making[key] = [(member, number, asked)]
-        self._making_bytes += meaning.nbytes
+        self._making[key] = meaning.nbytes
 
         def made(region: Region | None, error: Exception | None) -> None:
-            self._making_bytes -= meaning.nbytes
-            joining = self._making.pop(key)
+            del self._making[key]
+            for each in [each for each in self._joining if error is not None and each.key == key]:
+                self._joining.remove(each)
+                self._refuse(each, error)
             if region is not None and self._closing:
                 region.close()
             elif region is not None:
                 self._regions[key] = region
-            for each in joining:
-                if error is None:
-                    self._join(*each)
-                else:
-                    text = f"{type(error).__name__}: {error}".encode()[:MOST_TEXT]
-                    self._answer(each[0], each[1], Operation.REFUSED, text)
 
         def make() -> None:
             try:
-                region = Region(PoolMemory.create(meaning), partial(self._make_index, asked))
-            except Exception as error:  # noqa: BLE001  # the members are told
+                region = Region(PoolMemory.create(meaning), partial(self._make_index, member.asked))
+                self._post(partial(made, region, None))
+            except Exception as error:  # noqa: BLE001  # the member is told
                 LOGGER.warning("a region of %s could not be made: %s", self.path, reason(error))
-                failed = error
-                self._post(lambda: made(None, failed))
-            else:
-                self._post(lambda: made(region, None))
+                self._post(partial(made, None, error))
 
         threading.Thread(target=make, name="kvoffload-pool-region", daemon=True).start()
 
     def _make_index(self, asked: dict[str, Any], memory: PoolMemory) -> CacheIndex:
-        identity = str(asked["identity"])[:MOST_TEXT]
-        tiers = [] if self._tiers is None else list(self._tiers(memory.meaning.name, identity))
-        pools = [memory.rows] if tiers else []
-        layout = memory.meaning.fingerprint if tiers else None
-        capacity = memory.meaning.capacity
-        return CacheIndex(capacity, tiers=tiers, pools=pools, layout=layout, write=self._write, **self._options)
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child: hold nothing by which others take it for the owner. The thread is in the parent."""
-        self._closing, self._wakeup = True, -1
-        self._waking = threading.RLock()  # a thread of the parent may have had the other one
-        self._listener.close()
-        for member in self._members:
-            member.connection.close()
+        options, meaning = self._options, memory.meaning
+        if self._tiers is not None:
+            tiers = self._tiers(meaning.name, str(asked["identity"]))
+            options = options | {"tiers": tiers, "pools": [memory.rows], "layout": meaning.fingerprint}
+        return CacheIndex(meaning.capacity, write=self._write, **options)
 
 
 _SERVING: weakref.WeakSet[PoolOwner] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
+    """In a forked child: hold nothing by which others take it for an owner. The thread is in the parent."""
     for owner in list(_SERVING):
-        owner._leave_to_parent()
+        owner._closing, owner._wakeup = True, -1
+        owner._waking = threading.RLock()  # a thread of the parent may have had the other one
+        owner._listener.close()
+        for member in owner._members:
+            member.connection.close()
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
-def _file(path: str) -> tuple[int, int] | None:
-    """Which file is there."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _listen(path: str) -> tuple[socket.socket, bool]:
-    """A listener, and whether it follows one whose owner has died. The folder is locked meanwhile."""
+def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
+    """A listener, its file, and whether it follows one whose owner has died. The folder is locked meanwhile."""
     folder = os.path.dirname(os.path.abspath(path))
     status = os.stat(folder)
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
@@ -567,24 +447,21 @@ def _listen(path: str) -> tuple[socket.socket, bool]:
     lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        listener.setblocking(False)
         fcntl.flock(lock, fcntl.LOCK_EX)
         follows = os.path.lexists(path)
+        if follows and not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ValueError(f"{shown(path)} is no socket of an owner: choose another path")
+        if listener.connect_ex(path) not in (errno.ENOENT, errno.ECONNREFUSED):
+            raise ValueError(f"another owner serves {shown(path)}: end it first, or choose another path")
         if follows:
-            if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise ValueError(f"{shown(path)} is no socket of an owner: choose another path")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-                probe.setblocking(False)
-                answer = probe.connect_ex(path)
-            if answer not in (2, 111):  # ENOENT, ECONNREFUSED
-                raise ValueError(f"another owner serves {shown(path)}: end it first, or choose another path")
             os.unlink(path)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(128)
-        listener.setblocking(False)
+        return listener, os.lstat(path), follows
     except BaseException:
         listener.close()
         raise
     finally:
         os.close(lock)
-    return listener, follows

@@ -11,55 +11,28 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from itertools import compress, takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import takewhile
+from typing import TYPE_CHECKING, Protocol
 
-from kvoffload.cache.entries import (
-    ABORTED,
-    COMMITTED,
-    OPEN,
-    SETTLING,
-    Completion,
-    LeaseRecord,
-    Record,
-    ReservationRecord,
-    Status,
-    watch,
-)
+from kvoffload.cache.entries import Completion, LeaseRecord, Record, ReservationRecord, Stage, Status, watch
 from kvoffload.cache.pools import OfSession, Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded, locked
+from kvoffload.cache.repair import rebuild
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
 from kvoffload.errors import CapacityError, MissingKeyError
-from kvoffload.pool.messages import (
-    ALL_OR_NOTHING,
-    DECLINED,
-    EACH,
-    ENDING,
-    FOR_REQUEST,
-    LOADS,
-    NEW,
-    NUMBER,
-    PENDING,
-    PRESENT,
-    REQUEST,
-    STORING,
-    USES,
-    Operation,
-    pack_entries,
-    pack_keys,
-    unpack_entries,
-)
+from kvoffload.pool import messages
+from kvoffload.pool.messages import NUMBER, Operation, pack_entries, unpack_entries
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
 
+OPEN, SETTLING, COMMITTED, ABORTED = Stage
 _REQUEST = -1  # in `RequestRecord.notes`: the number of a request at the owner
 _STATUSES = (Status.MISS, Status.HIT, Status.PENDING)
 MOST_SECONDS = 60.0  # that a promotion by the owner is waited for
@@ -71,11 +44,9 @@ class Link(Protocol):
 
     tenant: str
     num_groups: int
+    capacity: int
     generation: int
     has_tiers: bool
-
-    @property
-    def capacity(self) -> int: ...
 
     @property
     def connected(self) -> bool: ...
@@ -83,7 +54,7 @@ class Link(Protocol):
     def next_number(self) -> int: ...
 
     def ask(
-        self, number: int, operation: Operation, payload: bytes, /, *, generation: int | None = None
+        self, operation: Operation, payload: bytes, /, *, number: int | None = None, generation: int | None = None
     ) -> bytes | None: ...
 
     def tell(self, operation: Operation, payload: bytes, /, *, keep: bool = False) -> None: ...
@@ -104,8 +75,7 @@ class PooledState(CacheState):
     """
 
     def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None, clean: int) -> None:
-        tenants = {} if pool.tenant == "" else {pool.tenant: Tenant()}
-        capacity = pool.capacity
+        capacity, tenants = pool.capacity, {pool.tenant: Tenant()}
         super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
         self.num_groups = pool.num_groups
         self.pool = pool
@@ -126,34 +96,15 @@ class PooledState(CacheState):
             self.pool.tell(Operation.CLEAN, b"", keep=True)
 
     def pack(self, keys: list[bytes]) -> bytes:
-        return pack_keys(keys, self.salt)
+        return messages.pack_keys(keys, self.salt)
 
     def repair(self) -> None:
-        """Finish what was decided; what is derived follows from the truth. May be interrupted and called again."""
-        table = self.table
-        for record in list(table.reservations):
-            if record.stage is COMMITTED or (record.stage is ABORTED and record.transfers_ended):
-                self._end_at_owner(record, record.stage is COMMITTED)
-                table.reservations.discard(record)
-        for lease in list(table.leases):
-            if lease.released and lease.transfers_ended:
-                self._end_at_owner(lease, True)
-                table.leases.discard(lease)
-        opened = [record for record in table.reservations if record.stage is OPEN]
-        table.writable = {entry for record in opened for entry in record.indices}
-        waiting: set[Record] = {*self.storing, *self.loading}
-        unsettled: list[Record] = [*table.reservations, *table.leases]
-        self.awaited = {each: None for each in unsettled if each not in waiting and each.awaits_transfers}
-        for each in [each for each in self.numbers if each not in table.reservations and each not in table.leases]:
-            del self.numbers[each]
-        self.consistent = True
-
-    def check(self) -> None:
-        """Raise AssertionError unless derived state agrees with the truth."""
-        table = self.table
-        opened = [record for record in table.reservations if record.stage is OPEN]
-        assert table.writable == {entry for record in opened for entry in record.indices}, "writable entries are open"
-        assert self.numbers.keys() <= {*table.reservations, *table.leases}, "numbers are of records"
+        """As every state; and the owner hears of what has ended."""
+        rebuild(self.table)
+        for record in list(self.numbers):
+            if record not in self.table.reservations and record not in self.table.leases:
+                self._end_at_owner(record)
+        super().repair()
 
     # filling ------------------------------------------------------------------------------------------------------
 
@@ -172,31 +123,27 @@ class PooledState(CacheState):
         self.proposed = record
         if not keys:
             return record
-        flags = ALL_OR_NOTHING * all_or_nothing + USES * uses
-        payload = FOR_REQUEST.pack(flags, _number_of(opened)) + self.pack(keys)
+        flags = messages.ALL_OR_NOTHING * all_or_nothing + messages.USES * uses
+        payload = messages.FOR_REQUEST.pack(flags, _number_of(opened)) + self.pack(keys)
         self.table.reservations.add(record)
-        try:
-            answer = self._ask_for(record, Operation.RESERVE, payload)
-        except CapacityError:
-            self._drop(record)
-            raise
+        answer = self.ask_for(record, Operation.RESERVE, payload)
         if answer is None:
-            self._drop(record)
             record.declined = keys
-            if all_or_nothing:
-                raise CapacityError(f"{len(keys)} keys would be declined: {_NO_OWNER}")
-            return record
-        codes = answer[1 : 1 + len(keys)]
-        record.short, record.indices = bool(answer[0]), unpack_entries(answer, 1 + len(keys))
-        if codes.count(NEW) == len(keys):
-            record.keys, record.positions = keys, range(len(keys))
-            return record
-        record.positions = [place for place, code in enumerate(codes) if code == NEW]
-        record.keys = [keys[place] for place in record.positions]
-        record.present = [key for key, code in zip(keys, codes, strict=True) if code == PRESENT]
-        record.declined = [key for key, code in zip(keys, codes, strict=True) if code == DECLINED]
+        else:
+            codes = answer[1 : 1 + len(keys)]
+            record.short, record.indices = bool(answer[0]), unpack_entries(answer, 1 + len(keys))
+            if codes.count(messages.NEW) == len(keys):
+                record.keys, record.positions = keys, range(len(keys))
+                return record
+            record.positions = [place for place, code in enumerate(codes) if code == messages.NEW]
+            record.keys = [keys[place] for place in record.positions]
+            record.present = [key for key, code in zip(keys, codes, strict=True) if code == messages.PRESENT]
+            record.declined = [key for key, code in zip(keys, codes, strict=True) if code == messages.DECLINED]
         if not record.keys:
-            self._drop(record)
+            self._end_at_owner(record)
+            self.table.reservations.discard(record)
+        if answer is None and all_or_nothing:
+            raise CapacityError(f"{len(keys)} keys would be declined: {_NO_OWNER}")
         return record
 
     def publish(self, record: ReservationRecord) -> None:
@@ -207,8 +154,7 @@ class PooledState(CacheState):
         self.settle(record, well=False)
 
     def fill(self, record: ReservationRecord, jobs: tuple[Completion, ...] = ()) -> None:
-        if record.keys:
-            self.recorder.note_new(record.indices)
+        self.recorder.note_new(record.indices)
         if record.declined:
             self.recorder.note("declined", record.declined, record.tenant)
         if jobs:
@@ -233,14 +179,13 @@ class PooledState(CacheState):
             self.awaited[record] = None
             self.pool.wake()
         else:
-            keys, entries = record.keys, record.indices
+            keys = record.keys
             if self.unfit:
-                fits = [entry not in self.unfit for entry in entries]
-                keys, entries = list(compress(keys, fits)), list(compress(entries, fits))
-            self._end_at_owner(record, well)
+                keys = [key for key, entry in zip(keys, record.indices, strict=True) if entry not in self.unfit]
+            self._end_at_owner(record)
             self.table.reservations.discard(record)
             if well:
-                self.recorder.note_stored(keys, entries, record.tenant, False)
+                self.recorder.note_stored(keys, record.indices, record.tenant, False)
             else:
                 self.recorder.note("failed", record.keys, record.tenant)
         record.watch = None
@@ -258,18 +203,6 @@ class PooledState(CacheState):
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def take_each(self, keys: list[bytes]) -> tuple[LeaseRecord, set[bytes]]:
-        """A lease of the keys that are ready, and the keys that this member is storing."""
-        self.proposed = lease = LeaseRecord([], [], ())
-        self.table.leases.add(lease)
-        answer = self._ask_for(lease, Operation.TAKE, FOR_REQUEST.pack(EACH, 0) + self.pack(keys)) if keys else None
-        entries = unpack_entries(answer or b"")
-        ready = [(key, entry) for key, entry in zip(keys, entries, strict=False) if entry < STORING]
-        lease.keys, lease.indices = [key for key, _ in ready], [entry for _, entry in ready]
-        if not ready:
-            self._drop(lease)
-        return lease, {key for key, entry in zip(keys, entries, strict=False) if entry == STORING}
-
     def take(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
         """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too.
 
@@ -283,32 +216,29 @@ class PooledState(CacheState):
         source = self.fetched
         self.table.leases.add(lease)
         if source is not None and not source.released:
-            if source.keys[: len(keys)] == keys:
-                lease.indices = source.indices[: len(keys)]
-            else:
+            found = source.indices[: len(keys)]
+            if source.keys[: len(keys)] != keys:
                 entry_of = dict(zip(source.keys, source.indices, strict=True))
-                lease.indices = [entry_of[key] for key in keys if key in entry_of]
-            if len(lease.indices) == len(keys):
-                self.numbers[lease] = self.numbers[source]
+                found = [entry_of[key] for key in keys if key in entry_of]
+            if len(found) == len(keys):
+                lease.indices, self.numbers[lease] = found, self.numbers[source]
                 return lease
-            lease.indices = []
         reserved = [each for each in self.table.reservations if pending and each.stage is not SETTLING]
         if any(not set(each.keys).isdisjoint(keys) for each in reserved):
             loads = None  # it may be refused, and then it uses none
-        flags = PENDING * pending | LOADS * (loads is not None)
-        payload = FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
+        flags = messages.PENDING * pending | messages.LOADS * (loads is not None)
+        payload = messages.FOR_REQUEST.pack(flags, loads or 0) + self.pack(keys)
         self._told = None if loads is None else lease
-        answer = self._ask_for(lease, Operation.TAKE, payload)
+        answer = self.ask_for(lease, Operation.TAKE, payload)
         if answer:
             indices = unpack_entries(answer)
             if pending:  # reserved by this member, but no transfer fills them, or it has failed
                 unfilled = {entry for each in reserved for entry in each.indices}
                 indices = list(takewhile(lambda entry: entry not in unfilled, indices))
             lease.indices = indices
-            lease.keys = keys[: len(lease.indices)]
+        lease.keys = keys[: len(lease.indices)]
         if not lease.indices:
-            lease.keys = []
-            self._drop(lease)
+            self.end(lease)
         elif pending:
             taken = set(lease.indices)
             mine = [each for each in self.table.reservations if not taken.isdisjoint(each.indices)]
@@ -325,7 +255,7 @@ class PooledState(CacheState):
         lease = self.take(keys, pending, _number_of(opened) if loads else None)
         found = len(lease.indices)
         if found < len(keys):
-            self._drop(lease)
+            self.end(lease)
             raise MissingKeyError(
                 f"keys[{found}] ({keys[found].hex()[:16]}) is not ready; load only what lookup() found"
             )
@@ -335,26 +265,17 @@ class PooledState(CacheState):
         """The owner holds its entries already."""
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
+        super().end(lease, loaded=loaded)
+        self.consistent = False  # until the owner knows
         if lease not in self.table.leases:
-            return
-        self.consistent = False
-        lease.released = True
-        lease.watch = None
-        if not lease.jobs or lease.transfers_ended:
-            self._end_at_owner(lease, True)
-            self.table.leases.discard(lease)
-            if loaded:
-                self.recorder.loaded += len(lease.keys)
-        else:
-            self.awaited[lease] = None
+            self._end_at_owner(lease)
         self.consistent = True
 
     def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
         if opened is not None:
-            keys = [key for key in keys if key not in opened.keys]
-            opened.keys.update(dict.fromkeys(keys))
+            opened.keys.update(dict.fromkeys(keys))  # the owner knows which of them the request has used before
         if keys and (self._told is None or self._told is not self.proposed):
-            self.pool.tell(Operation.USE, REQUEST.pack(_number_of(opened)) + self.pack(keys))
+            self.pool.tell(Operation.USE, messages.REQUEST.pack(_number_of(opened)) + self.pack(keys))
 
     def touch(self, used: list[bytes], of_session: OfSession | None = None) -> None:
         del of_session  # the owner knows it
@@ -364,38 +285,29 @@ class PooledState(CacheState):
         number = self.pool.next_number()
         record.notes[_REQUEST] = {"number": number}
         named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
-        self.pool.tell(Operation.OPEN, REQUEST.pack(number) + named)
+        self.pool.tell(Operation.OPEN, messages.REQUEST.pack(number) + named)
 
     def end_request(self, record: RequestRecord) -> None:
-        self.pool.tell(Operation.CLOSE, ENDING.pack(_number_of(record), True))
+        self.pool.tell(Operation.CLOSE, messages.REQUEST.pack(_number_of(record)))
 
     # at the owner -------------------------------------------------------------------------------------------------
 
-    def _ask_for(self, record: Record, operation: Operation, payload: bytes) -> bytes | None:
+    def ask_for(self, record: Record, operation: Operation, payload: bytes) -> bytes | None:
         """Ask for entries; `numbers` has the record before the owner can grant them."""
         generation, number = granted = self.pool.generation, self.pool.next_number()
         self.numbers[record] = granted
-        return self.pool.ask(number, operation, payload, generation=generation)
+        return self.pool.ask(operation, payload, number=number, generation=generation)
 
-    def _drop(self, record: Record) -> None:
-        """Nothing here uses what the owner may have granted."""
-        self._end_at_owner(record, False)
-        record.watch = None
-        if isinstance(record, LeaseRecord):
-            record.released = True
-            self.table.leases.discard(record)
-        else:
-            self.table.reservations.discard(record)
-
-    def _end_at_owner(self, record: Record, well: bool) -> None:
+    def _end_at_owner(self, record: Record) -> None:
         granted = self.numbers.get(record)
         if granted is None:
             return
         generation, number = granted
         if list(self.numbers.values()).count(granted) == 1:
+            well = getattr(record, "stage", None) is COMMITTED
             unfit = self.unfit and self.unfit.intersection(record.indices)
             if generation == self.pool.generation:
-                self.pool.tell(Operation.END, ENDING.pack(number, well) + pack_entries([*unfit]), keep=True)
+                self.pool.tell(Operation.END, messages.ENDING.pack(number, well) + pack_entries([*unfit]), keep=True)
             self.unfit -= unfit
         self.numbers.pop(record, None)
         self.tidy()
@@ -406,18 +318,28 @@ class PoolRecords(Records):
     a miss.
     """
 
-    def __init__(self, state: PooledState, check_usable: Callable[[], None] | None) -> None:
+    def __init__(self, state: PooledState, check_usable: Callable[[], None] | None, engine: CacheEngine | None) -> None:
         super().__init__(state, check_usable)
-        self._pool, self._pooled = state.pool, state
+        self._pool, self._pooled, self._engine = state.pool, state, engine
+
+    def settle(self) -> bool:
+        """For the membership's thread: bring the cache up to date. Whether its transfers are in flight."""
+        engine, state = self._engine, self._pooled
+        if engine is not None and engine.closed:
+            return False
+        if engine is not None:
+            engine.advance()
+        locked(self, lambda _: state.tidy())
+        return bool(state.storing or state.loading or state.awaited)
 
     @partial(guarded, nested=lambda _, keys: [Status.MISS] * len(keys))
     def status(self, keys: list[bytes]) -> list[Status]:
-        answer = self._ask(Operation.STATUS, self._pooled.pack(keys))
+        answer = self._pool.ask(Operation.STATUS, self._pooled.pack(keys))
         return [Status.MISS] * len(keys) if answer is None else [_STATUSES[code] for code in answer]
 
     @partial(guarded, nested=lambda *_: Status.MISS)
     def status_of(self, key: bytes) -> Status:
-        answer = self._ask(Operation.STATUS, self._pooled.pack([key]))
+        answer = self._pool.ask(Operation.STATUS, self._pooled.pack([key]))
         status = Status.MISS if answer is None else _STATUSES[answer[0]]
         self._state.recorder.note_lookup([key], int(status is Status.HIT))
         return status
@@ -427,11 +349,10 @@ class PoolRecords(Records):
         requests, most = given
         hits = list[int]()
         for keys in requests:
-            answer = self._ask(Operation.FIND, self._pooled.pack(keys)) if keys else None
+            answer = self._pool.ask(Operation.FIND, self._pooled.pack(keys)) if keys else None
             found = 0 if answer is None else NUMBER.unpack(answer)[0]
-            found = found if most is None else min(found, most)
-            self._state.recorder.note_lookup(keys, found)
-            hits.append(found)
+            hits.append(found if most is None else min(found, most))
+            self._state.recorder.note_lookup(keys, hits[-1])
         return hits
 
     @property
@@ -439,21 +360,23 @@ class PoolRecords(Records):
         raise AttributeError("a shared pool does not list its keys: ask `status` for those that you know")
 
     def size(self) -> int:
-        return int(self._counts().get("resident", 0))
+        return self.statistics().resident
 
     def statistics(self) -> CacheStatistics:
         """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region, and 0 if no owner
         answers, or the pool is closed.
         """
-        counts = self._counts()
-        names = ("resident", "pending", "pinned")
-        found: dict[str, int] = {name: int(counts.get(name, 0)) for name in names}
+        counts = json.loads(self._count(None)) if self._pool.connected else {}
+        found: dict[str, int] = {name: int(counts.get(name, 0)) for name in ("resident", "pending", "pinned")}
         statistics = self._state.recorder.statistics(capacity=self.most_entries, **found)
         return replace(statistics, evicted=int(counts.get("evicted", 0)))
 
     @guarded
     def check(self, _: None) -> None:
-        self._pooled.check()
+        table, numbers = self._state.table, self._pooled.numbers
+        opened = [record for record in table.reservations if record.stage is OPEN]
+        assert table.writable == {entry for record in opened for entry in record.indices}, "writable entries are open"
+        assert numbers.keys() <= {*table.reservations, *table.leases}, "numbers are of records"
 
     def remove(self, keys: list[bytes] | None) -> int:
         """Also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0 and
@@ -469,7 +392,7 @@ class PoolRecords(Records):
     def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
         """The owner moves the keys itself."""
         hint, _ = given
-        answer = self._ask(Operation.HINT, json.dumps(hint._asdict()).encode())
+        answer = self._pool.ask(Operation.HINT, json.dumps(hint._asdict()).encode())
         said = hint.declined(_NO_OWNER) if answer is None else HintAnswer(*json.loads(answer))
         return said, [], RequestRecord(self._state, hint.tenant, None)
 
@@ -495,12 +418,20 @@ class PoolRecords(Records):
         Args:
             given: the keys, without repeats; the list that gets the record. End that by `release` or `abandon`.
         """
-        keys, kept = given
-        lease, storing = self._pooled.take_each(keys)
-        if lease.keys:
+        (keys, kept), state = given, self._pooled
+        state.proposed = lease = LeaseRecord([], [], ())
+        state.table.leases.add(lease)
+        payload = messages.FOR_REQUEST.pack(messages.EACH, 0) + state.pack(keys)
+        answer = state.ask_for(lease, Operation.TAKE, payload) or pack_entries([messages.MISSING] * len(keys))
+        entries = dict(zip(keys, unpack_entries(answer), strict=True))
+        ready = {key: entry for key, entry in entries.items() if entry < messages.STORING}
+        lease.keys, lease.indices = list(ready), list(ready.values())
+        if ready:
             kept.append(lease)
-            self._pooled.fetched = lease
-        return dict(zip(lease.keys, lease.indices, strict=True)), storing
+            state.fetched = lease
+        else:
+            state.end(lease)
+        return ready, {key for key, entry in entries.items() if entry == messages.STORING}
 
     @guarded
     def part(self, _: None) -> None:
@@ -517,32 +448,8 @@ class PoolRecords(Records):
 
     @partial(guarded, nested=lambda *_: b"{}")
     def _count(self, _: None) -> bytes:
-        return self._ask(Operation.COUNTS, b"") or b"{}"
-
-    def _ask(self, operation: Operation, payload: bytes) -> bytes | None:
-        return self._pool.ask(self._pool.next_number(), operation, payload)
-
-    def _counts(self) -> dict[str, Any]:
-        return dict(json.loads(self._count(None))) if self._pool.connected else {}
+        return self._pool.ask(Operation.COUNTS, b"") or b"{}"
 
 
 def _number_of(record: RequestRecord | None) -> int:
     return 0 if record is None else int(record.notes[_REQUEST]["number"])
-
-
-def settler(engine: weakref.ref[Any] | None, records: weakref.ref[Any]) -> Callable[[], bool]:
-    """Brings a cache up to date, and returns whether its transfers are in flight."""
-
-    def settle() -> bool:
-        its_engine, its_records = None if engine is None else engine(), records()
-        if its_records is None or (engine is not None and (its_engine is None or its_engine.closed)):
-            return False
-        if its_engine is not None:
-            its_engine.advance()
-        its_records.settle_ended(None)
-        state = its_records._state
-        with state.lock:
-            state.tidy()
-        return bool(state.storing or state.loading or state.awaited)
-
-    return settle

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
+from kvoffload.cache.entries import LeaseRecord, ReservationRecord
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.records import guarded, leading, locked
+from kvoffload.cache.records import locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
-from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import OWNER, Meaning, PoolMemory
-from kvoffload.pool.messages import ALL_OR_NOTHING, MISSING, STORING, USES
+from kvoffload.pool.memory import HEADER, OWNER, PAGE, Meaning, PoolMemory
+from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, datagrams
 
 if TYPE_CHECKING:
+    from kvoffload.cache.pools import RequestRecord
     from kvoffload.cache.tiering.promotion import Promotion
 
-MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
-_MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
+_MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
 MakeIndex = Callable[[PoolMemory], CacheIndex]
+Step = Callable[[], object]
 
 
 class Alive:
@@ -34,8 +38,8 @@ class Alive:
 
     error = None
 
-    def __init__(self, memory: PoolMemory, number: int, lock: Any) -> None:
-        self._memory, self._number, self.lock = memory, number, lock
+    def __init__(self, memory: PoolMemory, number: int) -> None:
+        self._memory, self._number = memory, number
         self.ended = False
 
     @property
@@ -43,38 +47,88 @@ class Alive:
         self.ended = self.ended or not self._memory.locked(self._number)
         return self.ended
 
-    done = finished
 
-    def order_before(self, stream: Any) -> None:
-        raise AssertionError(f"stream {stream!r} would wait for another process")
+class Member:
+    """A connection of a process, and what that has of a region. Of the owner's thread, but for `answer_later`.
 
-
-class Holdings:
-    """What one member has of a region.
+    Args:
+        watched: descriptors that `epoll` watches: the connection's; and the process (a pidfd), if it can be seen here.
+        post: has the owner's thread do something.
 
     Attributes:
+        files: descriptors that came with its JOIN: of the memory that it brings.
+        join: number of its JOIN; -1: it has not asked to join.
+        asked: what its JOIN said.
+        key: of the region that it wants, once that is known.
+        notice: when it hears next that its region is still being made.
+        region: once it has joined.
         number: the member's, and its lock's. Processes of one engine share it.
         tenant: of all its calls.
-        joined: what its JOIN said.
         reservations, leases: by the number of the message that asked for them.
         requests: by the member's number for them.
         promotions: hold keys until it takes some, once they have ended.
         marked: entries whose headers say that it may read them.
     """
 
-    def __init__(self, number: int, tenant: str) -> None:
-        self.number, self.tenant = number, tenant
-        self.joined: dict[str, Any] = {}
+    def __init__(
+        self, connection: socket.socket, watched: list[int], epoll: select.epoll, post: Callable[[Step], object]
+    ) -> None:
+        self.connection, self.watched = connection, watched
+        self._epoll, self._post = epoll, post
+        self.assembler = Assembler()
+        self._outgoing: deque[bytes] = deque()
+        self.files = list[int]()
+        self.join = -1
+        self.asked: dict[str, Any] = {}
+        self.key: tuple[bytes, bytes, int] | None = None
+        self.notice = 0.0
+        self.region: Region | None = None
+        self.number, self.tenant = -1, ""
         self.reservations: dict[int, ReservationRecord] = {}
         self.leases: dict[int, LeaseRecord] = {}
         self.requests: dict[int, CacheRequest] = {}
         self.promotions: list[Promotion] = []
         self.marked: set[int] = set()
+        self.gone = False
 
     @property
     def engine(self) -> str:
         """Name of the engine, if several processes form it and each has joined; "" for an engine of one process."""
-        return str(self.joined.get("engine", ""))
+        return str(self.asked.get("engine", ""))
+
+    def opened(self, number: int) -> RequestRecord | None:
+        """The open request with this number."""
+        request = self.requests.get(number)
+        return None if request is None else request._record
+
+    def answer(self, number: int, kind: int, payload: bytes) -> None:
+        """Send it, or keep it until there is room. A member that does not read is cut off."""
+        if self.gone:
+            return
+        before = len(self._outgoing)
+        self._outgoing.extend(datagrams(number, kind, payload))
+        if not before and not self.flush():
+            self._epoll.modify(self.connection, select.EPOLLIN | select.EPOLLOUT)
+        if len(self._outgoing) * DATAGRAM_BYTES > _MOST_OUTGOING:
+            LOGGER.warning("a member of a shared pool is cut off: it does not read its answers")
+            self._outgoing.clear()
+            self.connection.shutdown(socket.SHUT_RDWR)  # which the owner's thread sees as its end
+
+    def answer_later(self, number: int, kind: int, payload: bytes) -> None:
+        """For any thread."""
+        self._post(partial(self.answer, number, kind, payload))
+
+    def flush(self) -> bool:
+        """Send what is kept. Whether that is all."""
+        try:
+            while self._outgoing:
+                self.connection.send(self._outgoing[0])
+                self._outgoing.popleft()
+        except BlockingIOError:
+            return False
+        except OSError:  # reading finds that it has ended
+            self._outgoing.clear()
+        return True
 
     def release_promotions(self, *, ended: bool) -> None:
         """`ended`: release only promotions that have ended; another thread of the member waits for the rest."""
@@ -92,97 +146,82 @@ class Region:
     Args:
         memory: closed with the region, also if this raises.
         make_index: makes the index, with the owner's tiers.
+        adopts: the memory is of an owner that has ended, and has the keys that its headers say.
 
     Attributes:
-        inherited: what members of the last owner may still read or write, by their numbers; from `adopt` on, until the
-            member says that it has ended, or its lock is free.
+        inherited: what members of the last owner may still read or write, by their numbers, until the member says that
+            it has ended, or its lock is free.
         gone: members that have gone, and may still touch entries, by their numbers.
+        writer: the number of the member for whom entries are reserved.
     """
 
     _check_usable: Callable[[], None] | None = None
 
-    def __init__(self, memory: PoolMemory, make_index: MakeIndex) -> None:
+    def __init__(self, memory: PoolMemory, make_index: MakeIndex, *, adopts: bool = False) -> None:
         self.memory = memory
-        self.members: set[Holdings] = set()
+        self.members: set[Member] = set()
         self.inherited: dict[int, LeaseRecord] = {}
-        self.gone: dict[int, Alive] = {}
-        self._writer, self._sequence = OWNER, 0
-        try:
+        self.gone: dict[int, Any] = {}  # of `Alive`, as a `Completion`
+        self.writer, self._sequence = OWNER, 0
+        self.filled, self.removed = memory.ready, memory.gone  # with `reserved` the index's journal
+        with ExitStack() as opened:
+            opened.callback(memory.close)
             self.index = make_index(memory)
-        except BaseException:
-            memory.close()
-            raise
-        self._records = self.index.records
-        self._state = self._records._state
+            opened.callback(self.index.close, 1.0)
+            self.records, self._state = self.index.records, self.index._state
+            self.has_tiers = self.index._tiers is not None
+            if adopts:
+                self._read_headers()
+            self._opened = opened.pop_all()
         self._state.journal = self
-        if not memory.locked(OWNER):
-            memory.lock(OWNER)
-
-    @classmethod
-    def adopt(cls, memory: PoolMemory, make_index: MakeIndex) -> Region:
-        """A region of an owner that has ended, with the keys that its headers say are there."""
-        region = cls(memory, make_index)
-        try:
-            region._read_headers()
-        except BaseException:
-            region.close()
-            raise
-        return region
 
     def _read_headers(self) -> None:
-        memory, records = self.memory, self._records
-        found, living = memory.found(), [number for number in range(64) if memory.locked(number)]
-        users = {
-            number: [entry for entry, bits in found.users if bits >> number & 1]
-            for number in living
-            if number != OWNER or not memory.holds_lock
-        }
-        tenants = {tenant_digest(name): name for name in records._state.pools.by_tenant}
+        def hold(state: CacheState) -> dict[int, LeaseRecord]:
+            """Hold the entries of each user, with a key or without."""
+            held, table = {number: LeaseRecord([], entries, ()) for number, entries in users.items()}, state.table
+            state.consistent = False
+            most = max((entry for entries in users.values() for entry in entries), default=-1)
+            table.pool_of.extend([0] * (most + 1 - len(table.pool_of)))
+            table.leases.update(held.values())
+            state.repair()
+            return held
+
+        memory, found = self.memory, self.memory.found()
+        living = [number for number in range(64) if memory.locked(number)]
+        users = {number: [each for each, bits in found.users.items() if bits >> number & 1] for number in living}
+        tenants = {tenant_digest(name): name for name in self._state.pools.by_tenant}
         named = [tenants.get(digest, "") for digest in found.tenants]
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
-        self._sequence = int(found.sequences[-1]) + 1 if len(found.sequences) else 0
-        self.inherited = locked(records, partial(_hold, users=users))
-        known = locked(records, lambda state: list(state.table.of.values()))
-        memory.gone(set(range(memory.meaning.capacity)).difference(known))  # keys that this index does not have
-
-    @property
-    def busy(self) -> bool:
-        """Whether members are there, or may still touch the memory."""
-        return bool(self.members or self.waits)
+        self._sequence = int(found.sequences[-1]) if found.keys else 0
+        self.inherited = locked(self.records, hold)
+        memory.gone(set(range(memory.meaning.capacity)).difference(self._state.table.of.values()))  # other keys
 
     @property
     def waits(self) -> bool:
         """Whether entries are in quarantine."""
         return bool(self.inherited or self._state.awaited)
 
-    # the journal, which the index tells under its lock --------------------------------------------------------------
-
     def reserved(self, record: ReservationRecord) -> None:
+        """The index tells it under its lock."""
         if len(record.victim_indices) > len(record.indices):
             self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
         if record.indices:
             self._sequence += 1
-            self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self._writer)
+            self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self.writer)
             if record.promoted:
                 self.memory.named(record.keys, record.indices, tenant_digest(record.tenant))
 
-    def filled(self, entries: Sequence[int]) -> None:
-        self.memory.ready(entries)
-
-    def removed(self, entries: Sequence[int]) -> None:
-        self.memory.gone(entries)
-
     # members ------------------------------------------------------------------------------------------------------
 
-    def of_engine(self, name: str) -> list[Holdings]:
+    def of_engine(self, name: str) -> list[Member]:
         """The processes of an engine that have joined."""
         return [member for member in self.members if name and member.engine == name]
 
     def copying_for(self, name: str) -> int:
         """How many processes of an engine have joined, without the one with its index."""
-        return sum("processes" not in each.joined for each in self.of_engine(name))
+        return sum("processes" not in each.asked for each in self.of_engine(name))
 
-    def number_for(self, member: Holdings, old: int | None) -> int:
+    def number_for(self, member: Member, old: int | None) -> int:
         """The number of a member that joins: that of its engine's other processes, or one that no member has, and no
         process the lock of.
 
@@ -193,43 +232,40 @@ class Region:
         """
         self.settle()  # else a quarantine that is over would last until the next member with this number has ended
         beside = self.of_engine(member.engine)
-        if "processes" in member.joined and any("processes" in each.joined for each in beside):
+        if "processes" in member.asked and any("processes" in each.asked for each in beside):
             raise ValueError(f"an engine named {member.engine:.80} is there already: give each a name of its own")
         numbers = {each.number for each in self.members.difference(beside)}
-        place = old
+        free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys())
         if old is None:
-            free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys())
-            place = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
-        if place is None or place in numbers:
+            old = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
+        if old is None or old in numbers:
             raise CapacityError("the region has as many members as it can, 63, or processes of theirs are left")
-        if any(each.number != place for each in beside):
+        if any(each.number != old for each in beside):
             raise CapabilityError(f"processes of the engine {member.engine:.80} have joined under another number")
-        return place
+        return old
 
-    def leave(self, member: Holdings, *, dead: bool) -> None:
+    def leave(self, member: Member, *, dead: bool) -> None:
         """A member has gone. What it was writing stays in quarantine until nothing of it can write any more. So does
         what it was reading, unless it is `dead`: it may have lost its connection alone.
         """
         self.members.discard(member)
-        number = member.number
         member.release_promotions(ended=False)
-        if member.leases or member.reservations:
-            known = self.gone.get(number)
-            alive = Alive(self.memory, number, self._records.lock) if known is None or known.ended else known
-            self.gone[number] = alive
+        known = self.gone.get(member.number)
+        if (member.leases or member.reservations) and (known is None or known.ended):
+            self.gone[member.number] = known = Alive(self.memory, member.number)
+        jobs: Any = (known,)
         for lease in member.leases.values():
-            lease.jobs = () if dead else (alive,)
-            self._records.release(lease)
+            lease.jobs = () if dead else jobs
+            self.records.release(lease)
         for record in member.reservations.values():
-            self._records.abort_after(record, (alive,))
-        for request in member.requests.values():
-            request._record.ended = True
+            self.records.abort_after(record, jobs)
+        member.requests.clear()  # they end as dropped ones do
 
     def settle(self) -> None:
         """End quarantines whose reason has gone."""
         for number in [number for number, alive in self.gone.items() if alive.finished]:
             del self.gone[number]
-        self._records.settle_ended(None)
+        self.records.settle_ended(None)
         for number in list(self.inherited):
             if not self.memory.locked(number):
                 self.end_inherited(number)
@@ -243,153 +279,36 @@ class Region:
             alive.ended = True
         lease = self.inherited.pop(number, None)
         if lease is not None:
-            self._records.release(lease)
+            self.records.release(lease)
             members = [member for member in self.members if member.number == number]
             still = {entry for each in members for lease in each.leases.values() for entry in lease.indices}
             self.memory.read(set(lease.indices) - still, number)
 
-    def _granted_before(self, number: int) -> set[int]:
-        """Entries that a member with this number may still use since before it joined: the next owner must know."""
-        found, lease, alive = set[int](), self.inherited.get(number), self.gone.get(number)
+    def unmark(self, member: Member) -> None:
+        """Of the entries that headers name as the member's, it uses some no more. It may still use what it has leased,
+        and what was granted before it joined, which the next owner must know.
+        """
+        still = {entry for lease in member.leases.values() for entry in lease.indices}
+        before, lease, alive = set[int](), self.inherited.get(member.number), self.gone.get(member.number)
         if lease is not None:
-            found.update(lease.indices)
+            before.update(lease.indices)
         if alive is not None:
-            found.update(*(record.indices for record in self._state.awaited if alive in record.jobs))
-        return found
+            before.update(*(record.indices for record in self._state.awaited if alive in record.jobs))
+        self.memory.read(member.marked - still - before, member.number)
+        member.marked = still
 
-    @property
-    def has_tiers(self) -> bool:
-        return self.index._tiers is not None
-
-    def look_up(self, keys: list[bytes]) -> int:
-        return self._records.look_up(([keys], None))[0]
-
-    def status(self, keys: list[bytes]) -> bytes:
-        return bytes([_CODES[status] for status in self._records.status(keys)])
-
-    @guarded
-    def reserve(
-        self, given: tuple[Holdings, int, list[bytes], Callable[[ReservationRecord], None], int, int]
-    ) -> ReservationRecord:
-        """Entries for missing keys, reserved under the number. Raises CapacityError with `ALL_OR_NOTHING`.
-
-        Args:
-            given: member, number, keys; what tells the member, before the policy is told: the entries are the member's
-                even if that raises; flags and request, as in RESERVE.
-        """
-        member, number, keys, granted, flags, request = given
-        state, opened = self._state, member.requests.get(request)
-        its = None if opened is None else opened._record
-        self._writer = member.number
-        tenant = "" if its is not None else member.tenant
-        record = state.propose(keys, tenant, bool(flags & ALL_OR_NOTHING), its, bool(flags & USES))
-        state.publish(record)
-        if record.keys:
-            member.reservations[number] = record
-        granted(record)
-        self.memory.named(record.keys, record.indices, tenant_digest(record.tenant))
-        try:
-            state.fill(record)
-        except Exception as error:  # noqa: BLE001  # a policy's, and the member has its answer; the next call repairs
-            LOGGER.warning("the policy of a shared pool: %s", reason(error))
-        else:
-            if not record.keys:
-                state.settle(record, well=True)
-        return record
-
-    @guarded
-    def take(self, given: tuple[Holdings, int, list[bytes], bool]) -> list[int]:
-        """Hold the leading keys that are ready, or with `pending` that the member itself is storing. Returns their
-        entries. `given`: member, number, keys, pending.
-        """
-        member, number, keys, pending = given
-        table = self._state.table
-        found = leading(table, keys)
-        if table.pending:
-            own = {None, *member.reservations.values()} if pending else {None}
-            waiting = (place for place, key in enumerate(keys[:found]) if table.pending.get(key) not in own)
-            found = next(waiting, found)
-        return self._hold(member, number, keys[:found])
-
-    @guarded
-    def take_each(self, given: tuple[Holdings, int, list[bytes]]) -> list[int]:
-        """Hold the keys that are ready. Returns for each its entry, `MISSING`, or `STORING`."""
-        member, number, keys = given
-        of, pending, own = self._state.table.of, self._state.table.pending, set(member.reservations.values())
-        ready = [key for key in keys if key in of and key not in pending]
-        found = dict(zip(ready, self._hold(member, number, ready), strict=True))
-        return [found.get(key, STORING if pending.get(key) in own else MISSING) for key in keys]
-
-    def _hold(self, member: Holdings, number: int, keys: list[bytes]) -> list[int]:
-        """Hold keys that have entries, also pending ones. Under the lock."""
-        if not keys:
-            return []
-        state = self._state
-        state.proposed = record = LeaseRecord(keys, list(map(state.table.of.__getitem__, keys)), ())
-        state.begin(record)
-        member.leases[number] = record
-        self.memory.reading(record.indices, member.number)
-        member.marked.update(record.indices)
-        return record.indices
-
-    def end(self, member: Holdings, number: int, *, well: bool, unfit: Sequence[int] = ()) -> None:
-        """End what the member holds under the number, and remove its keys of `unfit` entries. Numbers that it holds
-        nothing under are ignored.
-        """
-        record = member.reservations.get(number)
-        if unfit and (holding := record or member.leases.get(number)) is not None:
-
-            def decline(state: CacheState) -> None:
-                state.decline_unfit(holding, frozenset(unfit))
-                state.consistent = True
-
-            locked(self._records, decline)
-        if record is not None:
-            (self._records.commit if well else self._records.abort)(record)
-            del member.reservations[number]
-        lease = member.leases.pop(number, None)
-        if lease is not None:
-            self._records.release(lease)
-            if not member.leases or len(member.marked) > _MOST_MARKED:
-                still = {entry for each in member.leases.values() for entry in each.indices}
-                before = self._granted_before(member.number) if self.inherited or self.gone else set()
-                self.memory.read(member.marked - still - before, member.number)
-                member.marked = still
-
-    def open_request(self, member: Holdings, number: int, session: str | None) -> None:
-        while len(member.requests) >= MOST_REQUESTS:
-            member.requests.pop(next(iter(member.requests)))
-        member.requests[number] = self.index.open_request(tenant=member.tenant, session=session)
-
-    def close_request(self, member: Holdings, number: int) -> None:
-        request = member.requests.pop(number, None)
-        if request is not None:
-            request.end()
-
-    def use(self, member: Holdings, request: int, keys: list[bytes]) -> None:
-        opened = member.requests.get(request)
-        self._records.use((keys, None if opened is None else opened._record))
-
-    def counts(self) -> dict[str, int]:
-        statistics = self.index.statistics()
-        names = ("resident", "pending", "pinned", "evicted")
-        return {name: getattr(statistics, name) for name in names}
+    def counts(self) -> dict[str, Any]:
+        meaning, statistics = self.memory.meaning, self.index.statistics()
+        whole = {"name": meaning.name, "nbytes": meaning.nbytes, "capacity": meaning.capacity}
+        return (
+            whole
+            | {"members": len(self.members)}
+            | {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
+        )
 
     def close(self) -> None:
-        self.index.close(1.0)
         self._state.journal = None  # else the memory would be mapped until cycles are collected
-        self.memory.close()
-
-
-def _hold(state: CacheState, users: dict[int, list[int]]) -> dict[int, LeaseRecord]:
-    """Hold the entries of each user, with a key or without."""
-    held, table = {number: LeaseRecord([], entries, ()) for number, entries in users.items()}, state.table
-    state.consistent = False
-    most = max((entry for entries in users.values() for entry in entries), default=-1)
-    table.pool_of.extend([0] * (most + 1 - len(table.pool_of)))
-    table.leases.update(held.values())
-    state.repair()
-    return held
+        self._opened.close()
 
 
 @lru_cache(64)
@@ -397,14 +316,9 @@ def tenant_digest(tenant: str) -> bytes:
     return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-def meaning_of(fingerprint: bytes, identity: str, row_bytes: int, *, nbytes: int = 0, capacity: int = 0) -> Meaning:
-    """With `nbytes`, of as many entries as fit."""
+def meaning_of(fingerprint: bytes, identity: str, row_bytes: int, *, nbytes: int = 0) -> Meaning:
+    """Of as many entries as fit into `nbytes`."""
     digest = blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    meaning = Meaning(capacity or max(0, nbytes // (row_bytes + 1)), row_bytes, fingerprint, digest)
-    while not capacity and meaning.capacity and meaning.nbytes > nbytes:
-        over = meaning.nbytes - nbytes
-        meaning = meaning._replace(capacity=max(0, meaning.capacity - -(-over // (row_bytes + 128))))
-    return meaning
-
-
-_CODES = {Status.MISS: 0, Status.HIT: 1, Status.PENDING: 2}
+    most = max(0, (nbytes - PAGE) // (row_bytes + HEADER.size))
+    meaning = Meaning(most, row_bytes, fingerprint, digest)
+    return meaning if meaning.nbytes <= nbytes else meaning._replace(capacity=max(0, most - 1))  # headers fill pages

@@ -42,33 +42,27 @@ def watch(pool: weakref.ref[Any], wakeup: int) -> None:
         if member is None or member._closed:
             os.close(wakeup)
             return
-        connection = member._socket
         poll = select.poll()
         poll.register(wakeup, select.POLLIN)
+        connection = member._socket
         if connection is not None and (descriptor := connection.fileno()) >= 0:
             poll.register(descriptor, select.POLLRDHUP)
-        owes = not member._joined or member._late is not None or member._unsent
-        wait = LINGER_SECONDS if quiet < _LINGERS else RETRY_SECONDS if owes else 10 * RETRY_SECONDS
+        wait = LINGER_SECONDS if quiet < _LINGERS else RETRY_SECONDS if member._owes else 10 * RETRY_SECONDS
         wait = SETTLE_SECONDS if busy else wait
         member._woken |= wait <= LINGER_SECONDS  # it looks soon
-        del member
-        ended, woken = None, False
-        for descriptor, _ in poll.poll(wait * 1000):
-            if descriptor == wakeup:
-                os.eventfd_read(wakeup)
-                woken = True
-            else:
-                ended = connection
-        del connection
-        if woken and not busy and ended is None:  # the caller's thread is in the middle of its call: not beside that
-            busy, quiet = True, 0
-            continue
+        del member, connection
+        events = dict(poll.poll(wait * 1000))
+        if wakeup in events:
+            os.eventfd_read(wakeup)
+            if len(events) == 1 and not busy:  # the caller's thread is in the middle of its call: not beside that
+                busy, quiet = True, 0
+                continue
         member = pool()
         if member is None:
             continue
         member._woken = False  # before it looks: whatever begins from now on wakes it again
         try:
-            busy = member._tend(ended)
+            busy = member._tend()
         except ClosedError:
             busy = False
         except Exception as error:  # noqa: BLE001  # a thread that ends would leave keys pending

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.sessions import Action, Hint
+from kvoffload.cache.sessions import Action, Hint, default_ttl
 from kvoffload.errors import KVOffloadError
 from kvoffload.internal.log import LOGGER
 
@@ -51,8 +51,9 @@ def _hint(action: object, own: str | None) -> Hint | None:
     if known is None or _get(action, "action_version") not in _VERSIONS or not isinstance(payload, Mapping | None):
         return None
     session = _first(*(_get(payload, name) for name in ("session_id", "target_session", "session")), own)
-    ttl = _first(_get(payload, "ttl_seconds"), _get(payload, "ttl"), 300.0)
     due = _get(payload, "estimated_resume_seconds")
+    default = default_ttl(due if isinstance(due, int | float) else None)
+    ttl = _first(_get(payload, "ttl_seconds"), _get(payload, "ttl"), default)
     timely = all(type(each) in (int, float) and 0 < each < 1e9 for each in (ttl, 1 if due is None else due))
     ranges = _get(payload, "directives") is not None  # of tokens, each with a time of its own
     return Hint(known, session, "", ttl, due) if isinstance(session, str) and timely and not ranges else None

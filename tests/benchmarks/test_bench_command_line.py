@@ -153,6 +153,7 @@ def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.
         "submit",
         "cache",
         "pool",
+        "growth",
         "disk",
         "remote",
         "fleet",

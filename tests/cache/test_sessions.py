@@ -114,7 +114,9 @@ def test_a_released_key_that_is_asked_for_again_stays_as_others_do(how: str) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("promise", "seconds"), [({"ttl": 60}, 60), ({"ttl": 1000, "due": 10}, 20)], ids=["ttl", "due"]
+    ("promise", "seconds"),
+    [({"ttl": 60}, 60), ({"ttl": 1000, "due": 10}, 20), ({"due": 10}, 20), ({"due": 400}, 800)],
+    ids=["ttl", "both", "due", "due later than a ttl that is not given"],
 )
 def test_a_session_that_came_back_is_trusted_until_its_time_is_over(policy: Any, promise: Any, seconds: int) -> None:
     """Its time: `ttl`, or twice `due`. The first promise is only watched."""

@@ -87,7 +87,8 @@ def test_it_serves_members_and_says_its_statistics_at_a_signal_and_at_the_end(tm
                 "pinned",
                 "evicted",
             ]
-            _, _, unit, members, keys, capacity, *others = lines[5].split()
+            name, _, unit, members, keys, capacity, *others = lines[5].split()
+            assert len(bytes.fromhex(name)) == 8
             assert (unit, members, keys, int(capacity), others) == ("MiB", "1", "3", cache.capacity, ["0", "0", "0"])
         assert [stored_by(tmp_path, tenant) for tenant in ("chat", "batch")] == [2, 3], "quotas"
         code, out, errors = ended(process, signal.SIGTERM)
@@ -121,6 +122,7 @@ def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_pa
     [region] = json.loads(out)["regions"]
     assert (region["members"], region["resident"]) == (0, 3)
     [file] = tmp_path.glob("*.kv")
+    assert file.stem == region["name"]
     assert file.stat().st_size >= 1 << 20
     with serving(tmp_path, "--bytes", "1MiB", *disk) as process:
         with member(tmp_path):
@@ -141,6 +143,8 @@ def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_pa
         (("--bytes", "0"), "argument --bytes: must be 1 byte to 2**60, got '0'"),
         (("--bytes", "1MiB", "--tenant", "a=no"), "argument --tenant: must be an integer, got 'no'"),
         (("--bytes", "1MiB", "--tenant", "a=0"), "argument --tenant: must be at least 1, got 0"),
+        (("--bytes", "1MiB", "--tenant", "=5"), "argument --tenant: '=5' names no tenant: NAME or NAME=KEYS"),
+        (("--bytes", "1MiB", "--tenant", "a=5", "--tenant", "a"), "--tenant names a tenant twice"),
         (("--bytes", "1MiB", "--policy", "best"), "argument --policy: invalid choice: 'best'"),
         (("--bytes", "1MiB", "--busy-poll", "-1"), "busy_poll must be a number of seconds, 0.0 or more, got -1.0"),
         (("--bytes", "1MiB", "--disk", "."), "--disk FOLDER and --disk-bytes SIZE go together"),

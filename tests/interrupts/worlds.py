@@ -43,7 +43,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, Policy
 from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.layout.coding import CodecName, Coding
 from kvoffload.pool import PoolOwner, SharedPool, watching
-from kvoffload.pool.region import meaning_of
+from kvoffload.pool.memory import Meaning
 from kvoffload.testing import SimulatedDriver
 
 PLANES, BLOCK_BYTES, BLOCKS, SLOT_BYTES = 3, 32, 48, 4096
@@ -509,7 +509,7 @@ class PoolWorld(CacheWorld):
 
     def __init__(self, policy: str = "lru", **options: Any) -> None:
         watching.RETRY_SECONDS = 0.02  # after which it asks for what an interrupt has lost; a second takes too long
-        self.owner = PoolOwner(f"{self.folder()}/pool", nbytes=meaning_of(b"", "", 4096, capacity=CAPACITY).nbytes)
+        self.owner = PoolOwner(f"{self.folder()}/pool", nbytes=Meaning(CAPACITY, 4096, b"", b"").nbytes)
         super().__init__(policy, cache_options={"policy": DEFAULT_POLICY}, **options)
 
     def open_engine(self, num_slots: int | None, **options: Any) -> Any:

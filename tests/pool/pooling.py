@@ -211,7 +211,9 @@ class RawMember:
     def ask(self, operation: int, payload: bytes = b"", descriptors: Sequence[int] = ()) -> tuple[int, bytes]:
         """Operation and payload of the answer."""
         number = self.send(operation, payload, descriptors)
-        answered, kind, content = self.receive()
+        kind: int = Operation.WAIT
+        while kind == Operation.WAIT:
+            answered, kind, content = self.receive()
         assert answered == number
         return kind, content
 
@@ -223,8 +225,7 @@ class RawMember:
         said: dict[str, Any] = json.loads(content)
         self.place = said["number"]
         if memory is None:
-            fingerprint, identity = bytes.fromhex(asked["fingerprint"]), bytes.fromhex(said["identity"])
-            meaning = Meaning(said["capacity"], asked["row_bytes"], fingerprint, identity)
+            meaning = Meaning(said["capacity"], asked["row_bytes"], b"", b"")
             self.memory = PoolMemory(self.passed, meaning, headers=True)
             self.memory.lock(self.place)
         return said

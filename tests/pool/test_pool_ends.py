@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pooling import (
@@ -154,7 +154,24 @@ def test_statistics_are_there_after_close_as_of_a_private_cache(tmp_path: Path) 
         statistics = one.cache.statistics()
         assert (statistics.stored, statistics.resident) == (2, 0)
         assert len(one.cache) == 0
-        assert "BlockCache" in repr(one.cache)
+        assert repr(one.cache) == f"BlockCache(0 pending, 0 leases; {one.pool})"
+
+
+def test_what_a_member_cannot_have_is_refused(tmp_path: Path) -> None:
+    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+        refused = r"tenant must be one of '', got 'b'; .* attach to a shared pool as one"
+        with pytest.raises(ValueError, match=refused):
+            one.cache.open_request(tenant="b")
+        with pytest.raises(ValueError, match=refused):
+            one.cache.hint("retain", session="a", tenant="b")
+        one.cache = None  # an engine has one cache
+        with pytest.raises(TypeError, match="pool must be a SharedPool, got '/a/path'"):
+            BlockCache(one.engine, pool=cast(Any, "/a/path"))
+        with pytest.raises(ValueError, match="with a shared pool there is no store_after"):
+            BlockCache(one.engine, pool=one.pool, store_after=1)
+        one.cache = BlockCache(one.engine, pool=one.pool)
+        one.store(1)
+        assert one.hits(1) == 1, "nothing has happened"
 
 
 def test_a_member_waits_for_an_owner_that_allocates_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,6 @@ def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:
         with (
             SharedPool.attach(owner.path, one.layout, identity=IDENTITY, answer_seconds=SECONDS) as pool,
             OffloadEngine(other, device=one.device, host_memory=pool.host_memory, staging_bytes=0) as engine,
-            pytest.raises(LayoutError, match="another than the pool was attached with"),
+            pytest.raises(LayoutError, match="the layout that the pool was attached with"),
         ):
             BlockCache(engine, pool=pool)

@@ -36,7 +36,7 @@ from tier_classes import DictTier
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import PoolOwner, SharedPool, watching
+from kvoffload.pool import PoolOwner, SharedPool, messages, shared_pool, watching
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.tiers import Outcome
@@ -252,6 +252,28 @@ def test_what_a_late_owner_has_granted_ends_without_another_call(tmp_path: Path)
         check_load_at_last(one, 1)
 
 
+@pytest.mark.parametrize("ask_seconds", [0.0, 1.0])
+def test_the_owners_answer_is_asked_for_or_slept_for(
+    ask_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many CPUs a call asks for a moment before it sleeps. Neither takes longer than `answer_seconds`."""
+    monkeypatch.setattr(shared_pool, "ASK_SECONDS", ask_seconds)
+    policies = list[Standing]()
+
+    def policy(capacity: int) -> Standing:
+        policies.append(Standing(capacity))
+        return policies[-1]
+
+    with serve(tmp_path, 8, policy=policy), member(str(tmp_path / "pool"), answer_seconds=0.1) as one:
+        stored(one, 1)
+        check_load_at_last(one, 1)
+        standing = next(each for each in policies if not each.go.is_set() and len(each))
+        one.cache.touch(keys_of([1]))
+        assert one.hits(1) == 0, "the owner stands still: every key is a miss"
+        standing.go.set()
+        check_load_at_last(one, 1)
+
+
 def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Path) -> None:
     """And while one thread waits for it, another one's calls go on."""
     tier = SlowTier()
@@ -447,6 +469,25 @@ def test_a_region_of_its_own_is_not_given_to_members_of_an_older_one(tmp_path: P
         second.close()
 
 
+def test_an_owner_of_another_version_is_named_once(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "pool")
+    first = PoolOwner(path, nbytes=region_bytes(8))
+    with member(path) as one:
+        one.store(1)
+        monkeypatch.setattr(messages, "VERSION", messages.VERSION + 1)  # what the member has said stays
+        first.close()
+        with serve(tmp_path, 8):
+            eventually(
+                lambda: one.hits(1) or "the owner speaks version 2, the member 1" in caplog.text, "it is refused"
+            )
+            for _ in range(20):
+                assert one.hits(1) == 0
+                time.sleep(0.01)
+    assert caplog.text.count("speaks version") == 1
+
+
 def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_path: Path) -> None:
     path, number, points = str(tmp_path / "pool"), 1, 0
     with member_of_many_owners(path) as (one, restart):
@@ -578,7 +619,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> Non
                 lambda: index.lookup(keys_of([1])),
                 lambda: index.reserve(keys_of([3])),
                 lambda: index.touch(keys_of([3])),
-                lambda: one.pool.ask(1, 4, b""),  # type: ignore[arg-type]
+                lambda: one.pool.ask(4, b""),  # type: ignore[arg-type]
             ):
                 try:
                     call()

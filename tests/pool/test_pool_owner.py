@@ -24,7 +24,7 @@ from kvoffload import CapacityError, KVOffloadError, Tenant
 from kvoffload.cache.policies import LRU
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
-from kvoffload.pool.messages import ENDING, HEADER, PENDING, Operation, datagrams, pack_keys
+from kvoffload.pool.messages import HEADER, PENDING, REQUEST, Operation, datagrams, pack_keys
 from kvoffload.tiers import MemoryTier
 
 OTHER = b"other fingerprin"
@@ -54,8 +54,10 @@ def test_a_path_that_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: P
     PoolOwner(shared / "pool", nbytes=1 << 20).close()
     with pytest.raises(OSError, match="No such file"):
         PoolOwner(tmp_path / "nowhere" / "pool", nbytes=1 << 20)
-    with pytest.raises(OSError, match="too long"):
+    with pytest.raises(ValueError, match=r"path must have at most 107 bytes, .* got \d\d\d: "):
         PoolOwner(tmp_path / ("x" * 200), nbytes=1 << 20)
+    with pytest.raises(ValueError, match="region_bytes must be at most nbytes, 1048576, got 1048577"):
+        PoolOwner(tmp_path / "pool", nbytes=1 << 20, region_bytes=(1 << 20) + 1)
     assert descriptors() == before
 
 
@@ -127,7 +129,7 @@ def test_several_members_that_come_while_their_region_is_being_made_share_it(tmp
 
     def join() -> None:
         with raw(path) as one:
-            seen.append((one.memory.file if one.memory else None, one.place))
+            seen.append((os.fstat(one.memory.descriptor).st_ino if one.memory else None, one.place))
 
     with PoolOwner(path, nbytes=region_bytes(8), tiers=tiers) as owner:
         threads = [threading.Thread(target=join) for _ in range(5)]
@@ -249,8 +251,8 @@ def test_garbage_ends_its_senders_connection_and_no_other(tmp_path: Path, seed: 
                         rng.randbytes(rng.randint(1, 100)),
                         HEADER.pack(1, rng.randint(0, 20), False) + rng.randbytes(rng.randint(0, 60)),
                         HEADER.pack(rng.randrange(1 << 60), rng.randint(0, 20), rng.random() < 0.2) + pack_keys([b"x"]),
-                        next(datagrams(1, Operation.JOIN, b"[" * 40_000)),
-                        next(datagrams(1, Operation.HINT, b"{}")),
+                        datagrams(1, Operation.JOIN, b"[" * 40_000)[0],
+                        datagrams(1, Operation.HINT, b"{}")[0],
                         bytes(60_000),
                     )
                 )
@@ -506,10 +508,12 @@ def test_attach_says_what_is_wrong(tmp_path: Path) -> None:
         layout = layout_of(device.allocate_planes(2, block_bytes=2048, num_blocks=4))
         with pytest.raises(TimeoutError, match="no owner answers"):
             SharedPool.attach(path, layout, identity="m", timeout=0.05)
+        with pytest.raises(ValueError, match="path must have at most 107 bytes"):
+            SharedPool.attach("/" + "x" * 200, layout, identity="m", timeout=0.05)
         with serve(tmp_path, nbytes=ENTRY_BYTES), pytest.raises(CapacityError, match="no room for a region"):
             SharedPool.attach(path, layout, identity="m")
         with serve(tmp_path):
-            with pytest.raises(ValueError, match="tenant='x' is none of the owner's"):
+            with pytest.raises(ValueError, match=r"tenant='x' is none of the owner's: ''$"):
                 SharedPool.attach(path, layout, identity="m", tenant="x")
             for wrong in ({"identity": 3}, {"identity": "m", "tenant": b"x"}, {"identity": "m", "timeout": "x"}):
                 with pytest.raises((TypeError, ValueError, KVOffloadError)):
@@ -526,7 +530,7 @@ def test_promotions_and_requests_of_a_member_that_is_gone_end(tmp_path: Path) ->
             kind, content = one.receive()[1:]
             assert (kind, content) == (Operation.BRING, (2).to_bytes(4, "little"))
             assert one.counts()["pinned"] == 2
-            one.send(Operation.CLOSE, ENDING.pack(77, True))
+            one.send(Operation.CLOSE, REQUEST.pack(77))
             one.send(Operation.BRING, (60_000).to_bytes(4, "little") + pack_keys(keys_of([1, 4])))
         eventually(lambda: pending(owner) == (0, 0), "nothing is held")
         with raw(path) as two:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from pooling import keys_of
 
 from kvoffload import CacheIndex, Tenant
+from kvoffload.pool import operations
 from kvoffload.pool.memory import PAGE, Meaning, PoolMemory
-from kvoffload.pool.region import Holdings, Region
+from kvoffload.pool.messages import ENDING, FOR_REQUEST, pack_keys
+from kvoffload.pool.operations import Message
+from kvoffload.pool.region import Member, Region
 
 MEANING = Meaning(6, PAGE, b"f" * 16, b"i" * 16)
 
@@ -20,7 +25,8 @@ class Joined:
 
     def __init__(self, region: Region, number: int | None = None, *, lock: bool = True) -> None:
         self.region, self.asked = region, 0
-        self.holdings = Holdings(-1, "")
+        connection, epoll = cast(Any, SimpleNamespace(send=lambda _: None)), cast(Any, None)
+        self.holdings = Member(connection, [], epoll, lambda step: step())
         self.holdings.number = region.number_for(self.holdings, number)
         region.members.add(self.holdings)
         self.memory = PoolMemory(os.dup(region.memory.descriptor), region.memory.meaning, headers=False)
@@ -29,14 +35,19 @@ class Joined:
 
     def reserve(self, *numbers: int) -> list[int]:
         self.asked += 1
-        return self.region.reserve((self.holdings, self.asked, keys_of(numbers), lambda _: None, 0, 0)).indices
+        payload = FOR_REQUEST.pack(0, 0) + pack_keys(keys_of(numbers))
+        operations.reserve(self.region, Message(self.holdings, self.asked, payload))
+        record = self.holdings.reservations.get(self.asked)
+        return [] if record is None else record.indices
 
     def take(self, *numbers: int) -> list[int]:
         self.asked += 1
-        return self.region.take((self.holdings, self.asked, keys_of(numbers), False))
+        payload = FOR_REQUEST.pack(0, 0) + pack_keys(keys_of(numbers))
+        operations.take(self.region, Message(self.holdings, self.asked, payload))
+        return self.holdings.leases[self.asked].indices
 
     def end(self, number: int, *, well: bool = True) -> None:
-        self.region.end(self.holdings, number, well=well)
+        operations.end(self.region, Message(self.holdings, 0, ENDING.pack(number, well)))
 
     def leave(self, *, dead: bool = True) -> None:
         self.region.leave(self.holdings, dead=dead)
@@ -118,7 +129,7 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     writer.reserve(0, 1, 2, 3)
     writer.end(1)
     reading = reader.take(1, 2)
-    region._records.remove(keys_of([2]))
+    region.records.remove(keys_of([2]))
     writing = writer.reserve(8)
     gone.reserve(9)
     gone.memory.close()  # nothing of it can write any more
@@ -127,16 +138,16 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
         tenants = None if quota is None else {"": Tenant(max_blocks=quota)}
         return CacheIndex(memory.meaning.capacity, policy="lru", tenants=tenants)
 
-    memory = PoolMemory.adopt(os.dup(region.memory.descriptor), MEANING)
-    following = Region.adopt(memory, with_quota)
+    memory = PoolMemory.adopt(region.memory.descriptor, MEANING)
+    following = Region(memory, with_quota, adopts=True)
     assert sorted(following.inherited) == [writer.holdings.number, reader.holdings.number, 63]
     other = Joined(following)
     assert other.holdings.number == gone.holdings.number
-    assert following._records.size() == (3 if quota is None else 1)
-    other.region.reserve((other.holdings, 77, keys_of(range(100, 106)), lambda _: None, 0, 0))
-    given = other.holdings.reservations.pop(77)
+    assert following.records.size() == (3 if quota is None else 1)
+    other.reserve(*range(100, 106))
+    given = other.holdings.reservations.pop(other.asked)
     assert not set(given.indices) & {*reading, *writing}
-    following._records.abort(given)
+    following.records.abort(given)
     following.index.check()
     region.memory.close()  # the last owner's
     for number in (writer.holdings.number, reader.holdings.number):
@@ -161,6 +172,6 @@ def test_evicted_keys_whose_entries_no_new_key_takes_leave_no_header(region: Reg
     for turn in range(20):
         one.reserve(*range(10 * turn, 10 * turn + 1 + turn % 6))
         one.end(one.asked, well=turn % 3 > 0)
-        found, of = region.memory.found(), region._records._state.table.of
+        found, of = region.memory.found(), region.records._state.table.of
         assert dict(zip(found.keys, found.entries.tolist(), strict=True)) == of
     one.memory.close()

@@ -83,7 +83,7 @@ POSITIONAL = {
     "ShardedEngine.order_job_before": "record streams part",
     "ShardedEngine.submit_locked": "direction blocks slots",
     "ShardedEngine.when_done": "job callback",
-    "SharedPool.ask": "number operation payload",
+    "SharedPool.ask": "operation payload",
     "SharedPool.ask_slowly": "operation payload wait",
     "SharedPool.open": "engine recorder",
     "SharedPool.tell": "operation payload",

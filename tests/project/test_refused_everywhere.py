@@ -133,7 +133,6 @@ SECONDS: dict[str, Call] = {
         "/nowhere", Rows(), identity="x", answer_seconds=value
     ),
     "SharedPool.attach timeout": lambda _, value: SharedPool.attach("/nowhere", Rows(), identity="x", timeout=value),
-    "SharedPool.beside answer_seconds": lambda _, value: SharedPool.beside("/nowhere", "e", 1, answer_seconds=value),
     "SharedPool.beside timeout": lambda _, value: SharedPool.beside("/nowhere", "e", 1, timeout=value),
     "SharedSlots.receive timeout": lambda _, value: SharedSlots.receive("nobody offers this", timeout=value),
     "Stream.synchronize timeout": lambda world, value: _stream(world, value),

@@ -590,14 +590,14 @@ MUTATIONS = (
     Mutation(
         "no-quarantine",
         "pool/region.py",
-        "self._records.abort_after(record, (alive,))",
-        "self._records.abort(record)",
+        "self.records.abort_after(record, jobs)",
+        "self.records.abort(record)",
         (f"{POOL_OWNER}::test_entries_of_a_member_that_is_gone_are_kept_until_its_lock_is_free",),
     ),
     Mutation(
         "a-member-without-a-connection-counts-as-dead",
         "pool/region.py",
-        "lease.jobs = () if dead else (alive,)",
+        "lease.jobs = () if dead else jobs",
         "lease.jobs = ()",
         (f"{POOL_OWNER}::test_a_member_that_lost_its_connection_alone_keeps_what_it_reads",),
     ),
@@ -618,7 +618,7 @@ MUTATIONS = (
     Mutation(
         "a-member-takes-no-lock",
         "pool/shared_pool.py",
-        "            self._memory.lock(self._number)",
+        '            memory.lock(said["number"])',
         "            pass",
         (f"{POOL_MEMBERS}::test_each_member_says_by_a_lock_that_it_may_touch_the_memory",),
     ),
@@ -626,7 +626,7 @@ MUTATIONS = (
         "a-store-is-committed-at-the-owner-before-its-transfer-has-ended",
         "pool/records.py",
         "            self.storing.append(record)",
-        "            self.storing.append(record)\n            self._end_at_owner(record, True)",
+        "            self.storing.append(record)\n            self._end_at_owner(record)",
         (f"{POOL_MEMBERS}::test_a_key_is_no_hit_before_its_transfer_has_ended",),
     ),
     Mutation(
@@ -639,7 +639,7 @@ MUTATIONS = (
     Mutation(
         "a-lease-ends-at-the-owner-before-its-load-has-ended",
         "pool/records.py",
-        "        if not lease.jobs or lease.transfers_ended:",
+        "        if lease not in self.table.leases:",
         "        if True:",
         (f"{POOL_MEMBERS}::test_entries_are_kept_until_the_transfers_that_read_them_have_ended",),
     ),
@@ -659,9 +659,9 @@ MUTATIONS = (
     ),
     Mutation(
         "pending-keys-of-others-are-taken",
-        "pool/region.py",
-        "own = {None, *member.reservations.values()} if pending else {None}",
-        "own = {None, *self._state.table.reservations}",
+        "pool/operations.py",
+        "own = set(member.reservations.values()) if pending else set()",
+        "own = set(state.table.reservations)",
         (f"{POOL_OWNER}::test_pending_keys_of_others_are_not_taken",),
     ),
     Mutation(
@@ -680,8 +680,8 @@ MUTATIONS = (
     ),
     Mutation(
         "readers-are-not-marked",
-        "pool/region.py",
-        "        self.memory.reading(record.indices, member.number)",
+        "pool/operations.py",
+        "        region.memory.reading(entries, member.number)",
         "        pass",
         (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
     ),
@@ -695,8 +695,8 @@ MUTATIONS = (
     Mutation(
         "removed-keys-keep-their-headers",
         "pool/region.py",
-        "        self.memory.gone(entries)",
-        "        pass",
+        "memory.ready, memory.gone",
+        "memory.ready, len",
         (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
     ),
     Mutation(
@@ -709,14 +709,14 @@ MUTATIONS = (
     Mutation(
         "what-owners-before-have-granted-is-not-marked-any-more",
         "pool/region.py",
-        "            before = self._granted_before(member.number) if self.inherited or self.gone else set()",
-        "            before = set()",
+        "            before.update(lease.indices)",
+        "            pass",
         (f"{POOL_MEMBERS}::test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it",),
     ),
     Mutation(
         "what-was-read-before-a-connection-was-lost-is-not-marked-any-more",
         "pool/region.py",
-        "            found.update(*(record",
+        "            before.update(*(record",
         "            tuple((record",
         (f"{POOL_OWNER}::test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps",),
     ),
@@ -737,15 +737,15 @@ MUTATIONS = (
     Mutation(
         "an-entry-that-is-written-anew-keeps-the-check-of-its-last-key",
         "pool/memory.py",
-        "            pack(headers, _HEADER_BYTES * entry, 0, RESERVED, 0, sequence, writer)",
-        "            pack(headers, _HEADER_BYTES * entry, self.headers['check'][entry], RESERVED, 0, "
-        "self.headers['sequence'][entry], self.headers['writer'][entry])",
+        "            pack(headers, HEADER.size * entry, 0, RESERVED, 0, sequence, writer)",
+        "            check, *_, old, by = _RESERVED.unpack_from(headers, HEADER.size * entry)\n"
+        "            pack(headers, HEADER.size * entry, check, RESERVED, 0, old, by)",
         (f"{POOL_MEMORY}::test_every_prefix_of_what_an_owner_writes_is_a_state_to_go_on_from",),
     ),
     Mutation(
         "headers-are-believed",
         "pool/memory.py",
-        ' and header["check"] == zlib.crc32(whole[_CHECKED])',
+        " and check == zlib.crc32(checked)",
         "",
         (f"{POOL_MEMORY}::test_a_header_with_any_bit_changed_gives_its_key_or_none",),
     ),
@@ -759,22 +759,22 @@ MUTATIONS = (
     Mutation(
         "a-lost-answer-to-join-is-not-asked-for-again",
         "pool/shared_pool.py",
-        "if self._socket is not None and self._late is None and not self._joined:",
-        "if False:",
+        "                self._drop()  # and ask to join again",
+        "                pass",
         (f"{POOL_MEMBERS}::test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again",),
     ),
     Mutation(
         "what-is-owed-waits-for-the-next-call",
         "pool/shared_pool.py",
-        "            if not self._joined or self._late is not None or self._unsent:",
-        "            if not self._joined:",
+        "        return bool(not self.connected or self._unsent)",
+        "        return not self._joined",
         (f"{POOL_MEMBERS}::test_what_a_late_owner_has_granted_ends_without_another_call",),
     ),
     Mutation(
         "a-policy-that-raises-after-the-answer-takes-the-entries-away",
-        "pool/region.py",
-        '            LOGGER.warning("the policy of a shared pool: %s", reason(error))',
-        "            raise",
+        "pool/operations.py",
+        "    except Exception as error:  # noqa: BLE001  # a policy's\n        LOGGER",
+        "    except Exception as error:  # noqa: BLE001  # a policy's\n        raise\n        LOGGER",
         (f"{POOL_ENDS}::test_a_policy_that_raises_after_the_answer_takes_no_entry_away",),
     ),
     Mutation(
@@ -808,15 +808,15 @@ MUTATIONS = (
     Mutation(
         "an-owner-with-members-takes-its-socket-away",
         "pool/owner.py",
-        "        if not held and _file(self.path)",
-        "        if _file(self.path)",
+        "            if not held and os",
+        "            if os",
         (f"{POOL_ENDS}::test_after_an_orderly_restart_members_come_before_new_ones",),
     ),
     Mutation(
         "an-owner-that-allocates-counts-as-silent",
         "pool/shared_pool.py",
-        "            if message[1] == Operation.WAIT and descriptors:",
-        "            if False:",
+        "                end = end if self._memory is not None else max(",
+        "                end = min(",
         (f"{POOL_ENDS}::test_a_member_waits_for_an_owner_that_allocates_its_memory",),
     ),
     Mutation(

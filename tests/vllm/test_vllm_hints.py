@@ -81,6 +81,7 @@ ARRIVING = {
     "retain": (action("kv.retain"), ("retain", "own", 300.0, None)),
     "pin": (action("pin", "0.1", ttl_seconds=60), ("retain", "own", 60, None)),
     "with a time": (action("kv.retain", ttl=9.5, estimated_resume_seconds=4), ("retain", "own", 9.5, 4)),
+    "with a late time": (action("kv.retain", estimated_resume_seconds=400), ("retain", "own", 800.0, 400)),
     "of another session": (action("kv.retain", session_id="s"), ("retain", "s", 300.0, None)),
     "prefetch": (action("kv.prefetch", target_session="s"), ("prefetch", "s", 300.0, None)),
     "with block hashes": (action("kv.prefetch", block_hashes=["11"], priority=3), ("prefetch", "own", 300.0, None)),

@@ -111,9 +111,9 @@ def test_what_the_models_read_is_what_they_have_written(name: str, tmp_path: Pat
 def test_a_replica_loads_what_the_other_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ask = Counter[str](), SharedPool.ask
 
-    def counted(pool: SharedPool, number: int, operation: Any, *rest: Any, **options: Any) -> bytes | None:
+    def counted(pool: SharedPool, operation: Any, *rest: Any, **options: Any) -> bytes | None:
         asked[operation.name] += 1
-        return ask(pool, number, operation, *rest, **options)
+        return ask(pool, operation, *rest, **options)
 
     path = str(tmp_path / "pool")
     setting = over(replace(SETTINGS["one group"], abort=0), path)

@@ -40,9 +40,9 @@ class Replica:
         self.pool = SharedPool.beside(path, name, 1)
         ask = self.pool.ask
 
-        def counted(number: int, operation: Any, *rest: Any, **options: Any) -> bytes | None:
+        def counted(operation: Any, *rest: Any, **options: Any) -> bytes | None:
             asked[f"{name} {operation.name}"] += 1
-            return ask(number, operation, *rest, **options)
+            return ask(operation, *rest, **options)
 
         monkeypatch.setattr(self.pool, "ask", counted)
         self.manager = KVOffloadManager(0, enable_events=True, promotions=PooledLookups(lambda: self.pool))

@@ -10,7 +10,7 @@ from typing import Any
 from printed import GPU
 
 from kvoffload.terminal.console import Output
-from kvoffload_bench import field_report, interop, layer_groups, sharded, submit, transfer
+from kvoffload_bench import field_report, growth, interop, layer_groups, sharded, submit, transfer
 from kvoffload_bench.harness import CONTIGUOUS_COPY
 from kvoffload_bench.report import Fields
 
@@ -56,6 +56,15 @@ def _series(fields: Fields, random: Random) -> None:
         record |= {"gb_per_s": {name: _rate(random) for name in names}, "sharded/one": 1.95}
 
 
+def _growth(fields: Fields, random: Random) -> None:
+    fields["nbytes"] = 64 << 30
+    for pool in fields["pools"]:
+        pool |= {"first_store_seconds": random.uniform(0.1, 3.0), "pinned_seconds": random.uniform(3.0, 9.0)}
+    for record in fields["transfers_of_pools"]:
+        names = ("ms", "call_ms", "slowdown")
+        record |= {f"{which}_{name}": random.uniform(0.1, 25.0) for which in ("median", "most") for name in names}
+
+
 def _parts(fields: Fields, random: Random) -> None:
     for record in fields["parts"]:
         record |= {f"{name}_us": random.uniform(100, 99999) for name in ("call", "first", "all", "gpu")}
@@ -99,6 +108,7 @@ _BENCHES: dict[str, tuple[Callable[[Fields, Random], None], Show]] = {
     "sweep": (_transfers, partial(transfer.show, "sweep")),
     "field": (_cells, field_report.show),
     "sharded": (_series, sharded._show),
+    "growth": (_growth, growth._show),
     "parts": (_parts, layer_groups._show),
     "interop": (_interop, interop._show),
     "submit": (_submissions, submit._show),

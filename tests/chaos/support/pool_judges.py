@@ -79,12 +79,10 @@ class Request:
     """An open request.
 
     Attributes:
-        asked: its keys, as its engine knows them.
-        keys: as the owner knows them; None: it does not know the request, since it was opened at another one.
+        keys: its keys, as the owner knows them; None: it does not know the request, since it was opened at another one.
         place: its keys in the order of eviction.
     """
 
-    asked: dict[int, None] = field(default_factory=dict)
     keys: dict[int, None] | None = None
     place: list[int] = field(default_factory=list)
 
@@ -162,10 +160,10 @@ class Exact(Judge):
             if not entry.holders:
                 self.keyless.discard(entry)
 
-    def known(self, request: Handle | None) -> tuple[Request | None, Request | None]:
-        """The request as its engine, and as the owner knows it."""
+    def known(self, request: Handle | None) -> Request | None:
+        """The request, if the owner knows it."""
         opened = None if request is None else self.requests.get(request)
-        return opened, opened if opened is not None and opened.keys is not None and self.served else None
+        return opened if opened is not None and opened.keys is not None and self.served else None
 
     # calls --------------------------------------------------------------------------------------------------------
 
@@ -181,7 +179,7 @@ class Exact(Judge):
     ) -> None:
         """Missing keys get room, the first first, as far as there is some or others may be evicted."""
         del sent
-        opened, at_owner = self.known(request)
+        at_owner = self.known(request)
         new = [number for number in numbers if number not in self.of] if self.served else []
         stay = {*numbers, *(at_owner.keys or () if at_owner is not None else ())}
         movable = [
@@ -203,8 +201,6 @@ class Exact(Judge):
         for entry in held.entries:
             entry.holders.add(held)
             self.of[entry.number] = entry
-        if opened is not None:
-            opened.asked.update(dict.fromkeys(numbers))
         if at_owner is not None:
             assert at_owner.keys is not None
             at_owner.keys.update(dict.fromkeys(numbers))
@@ -264,10 +260,7 @@ class Exact(Judge):
         self.use(numbers[:hits], request)
 
     def use(self, numbers: Sequence[int], request: Handle | None) -> None:
-        opened, at_owner = self.known(request)
-        if opened is not None:
-            numbers = [number for number in numbers if number not in opened.asked]
-            opened.asked.update(dict.fromkeys(numbers))
+        at_owner = self.known(request)
         if at_owner is not None:
             assert at_owner.keys is not None
             numbers = [number for number in numbers if number not in at_owner.keys]
@@ -310,7 +303,7 @@ class Exact(Judge):
         self.requests[handle] = Request(keys={} if self.served else None)
 
     def end_request(self, handle: Handle) -> None:
-        _, at_owner = self.known(handle)
+        at_owner = self.known(handle)
         if at_owner is not None:
             self.touch(list(at_owner.keys or ()))
         del self.requests[handle]
