@@ -46,7 +46,7 @@ class Sample(NamedTuple):
 
     Attributes:
         call_seconds, seconds: of the call, and from the call until the job had ended, by the wall clock.
-        slowdown: the largest of all GPUs: time of a product meanwhile over its time alone.
+        slowdown: the largest of all GPUs, and at least 1: time of a product meanwhile over its time alone.
         wrong: rows of its targets with other bytes.
     """
 

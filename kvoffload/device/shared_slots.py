@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES, HostMemory
+from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES, HostMemory, touch
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown, to_wait
@@ -85,6 +85,7 @@ class SharedSlots:
         """The value for `OffloadEngine(host_memory=)`. Give it to one engine of this process, which pins the memory and
         keeps it mapped.
         """
+        touch(self.array.reshape(-1), write=False)
         return HostMemory.of_buffer(self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1])
 
     # handing over -------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.device.ownership import FORKS
-from kvoffload.device.pinned import HostMemory
+from kvoffload.device.pinned import HostMemory, touch
 from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal import hostinfo
@@ -201,6 +201,7 @@ class SharedPool:
         assert self._memory is not None
         rows, parts = self._memory.rows, self.num_groups
         flat, slots, stride = rows.reshape(-1), len(rows), rows.shape[1]
+        touch(flat, write=False)
         if self._part is None:
             return HostMemory.of_buffer(flat, num_slots=slots * parts, slot_stride=stride // parts)
         return HostMemory.of_buffer(flat, num_slots=slots, slot_stride=stride, offset=self._part * stride // parts)

@@ -116,6 +116,16 @@ def test_pitfall_22_pages_are_touched_by_many_threads_before_they_are_registered
     assert (np.asarray(array).reshape(-1, PAGE_BYTES)[:, 1:] == 7).all()
 
 
+@pytest.mark.parametrize("cpus", [1, 4])
+def test_pages_of_shared_memory_are_only_read(cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.internal.hostinfo.usable_cpus", lambda: cpus)
+    before = np.random.default_rng(cpus).integers(0, 256, 64 << 20, dtype=np.uint8)
+    array = before.copy()
+    array.flags.writeable = False
+    touch(array, write=False)
+    assert np.array_equal(array, before)
+
+
 def test_touching_happens_on_the_cpus_of_the_node_and_leaves_this_thread_where_it_was() -> None:
     before = os.sched_getaffinity(0)
     cpus = frozenset(before)

@@ -111,9 +111,10 @@ class SlowTier(DictTier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.go = threading.Event()
+        self.asked, self.go = threading.Event(), threading.Event()
 
     def read_record(self, key: bytes, rows: Any) -> Outcome:
+        self.asked.set()
         self.go.wait(SECONDS)
         return super().read_record(key, rows)
 
@@ -296,10 +297,12 @@ def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Pat
         found = list[int]()
         thread = threading.Thread(target=lambda: found.append(fetch(SOURCES, 2 * SECONDS)))
         thread.start()
+        assert tier.asked.wait(SECONDS), "the thread waits for the tier"
         for _ in range(20):
             assert one.hits(1, 2, 3) >= there
         assert fetch(SOURCES + 3, 0.05) >= there, "it came too late"
-        assert thread.is_alive()
+        thread.join(0.2)
+        assert thread.is_alive(), "it goes on waiting"
         tier.go.set()
         thread.join()
         assert found[0] >= there
