@@ -16,7 +16,7 @@ class Settings:
     edges: tuple[int, ...] = tuple([0] + [round(128 * 2 ** (step / 3)) for step in range(99)])
     remembered: int = 24_576
     round: int = 8_192
-    chance: float = 128.0
+    chance: float = 64.0
     in_time: bool = False
 
 
@@ -58,7 +58,8 @@ class PrefixOracle(Oracle):
         self.here: dict[bytes, Record] = {}
         self.gone: dict[bytes, tuple[int, Record]] = {}  # with the generation that it was remembered in
         self.observations: list[Observation] = []
-        self.learned: set[int] = set()
+        self.learned = False
+        self.used_together: dict[int, list[int]] = {kind: [] for kind in range(11)}  # numbers of blocks, by their kind
         self.trust = 1.0  # in what was learned; 0: as LRU does
         self.room = self.capacity
         self.recent: dict[object, int] = {}  # by call and kind, the oldest first: how many of these keys LRU would hold
@@ -103,6 +104,7 @@ class PrefixOracle(Oracle):
         asked = 0
         before = {key: self.here.get(key) or (self.gone[key][1] if key in self.gone else None) for key in keys}
         olds = [(key in self.here, old and old.run) for key, old in before.items()]
+        together = 0
         absent: list[tuple[bytes, Record]] = []
         for place, key in enumerate(keys):
             old, resident = before[key], key in self.here
@@ -113,9 +115,12 @@ class PrefixOracle(Oracle):
                 if old is not None:
                     self.observations.append(Observation(old.kind, self.now - old.time, reused=True))
                     self.hits, self.recent_hits = self.hits + resident, self.recent_hits + recent
-                    self.uses += 1
-                    if olds[place] != (olds[place + 1] if place + 1 < len(olds) else None) and self.is_behind():
-                        self.trust = 0.0
+                    self.uses, together = self.uses + 1, together + 1
+                    if olds[place] != (olds[place + 1] if place + 1 < len(olds) else None):
+                        self.used_together[old.kind].append(together)
+                        together = 0
+                        if self.is_behind():
+                            self.trust = 0.0
             uses = 1 if old is None else old.uses if renews else min(6, old.uses + 1)
             at_end = ends and place == len(keys) - 1
             record = Record(uses, at_end, self.now, counted, self.calls, place, resident or counted)
@@ -169,39 +174,44 @@ class PrefixOracle(Oracle):
     def is_behind(self) -> bool:
         """Whether LRU would have found more, by more than chance and the leeway."""
         missed = 1 - self.recent_hits / max(1.0, self.uses)
-        leeway = max(self.settings.chance, (0.0003 + 32 * missed**5) * self.recent_hits)
+        leeway = max(self.settings.chance, (0.0003 + (3 * missed) ** 8) * self.recent_hits)
         return self.hits + leeway < self.recent_hits
 
     def trust_again(self) -> None:
-        """What LRU has found more is forgotten in time; where ages are in time, too, it has to be made up for."""
+        """What LRU has found more is not forgotten, what it has found less is in time."""
         self.trust = 0.0 if self.is_behind() else min(1.0, self.trust + (0.2 if self.settings.in_time else 1.0))
         ahead = self.hits - self.recent_hits
         self.recent_hits, self.uses = 0.99 * self.recent_hits, 0.99 * self.uses
-        self.hits = self.recent_hits + (ahead if self.settings.in_time and ahead < 0 else 0.99 * ahead)
+        self.hits = self.recent_hits + min(ahead, 0.99 * ahead)
 
     def learn(self) -> None:
         self.trust_again()
-        edges = self.settings.edges
+        edges, records = self.settings.edges, [*self.here.values(), *(record for _, record in self.gone.values())]
+        seen = [(each.kind, self.range_of(each.age), each.reused, each.weight) for each in self.observations]
+        seen += [(record.kind, self.range_of(self.now - record.time), False, 1.0) for record in records]
+        known = sum(sum(weight for _, at, _, weight in seen if at >= index) > 2 + 1e-9 for index in range(len(edges)))
+        self.learned |= known > 0
+
+        def counts(kinds: Collection[int], index: int) -> tuple[float, float]:
+            """Uses in a range of ages, and blocks that could have been used there."""
+            of_kind = [(at, found, weight) for kind, at, found, weight in seen if kind in kinds]
+            uses = sum(weight for at, found, weight in of_kind if at == index and found)
+            ended = sum(weight for at, found, weight in of_kind if at == index and not found)
+            return uses, max(sum(weight for at, _, weight in of_kind if at >= index) - ended / 2, uses)
+
+        lower: dict[int, list[float]] = {}
         for kind in range(11):
-            seen = [
-                (self.range_of(each.age), each.reused, each.weight) for each in self.observations if each.kind == kind
-            ]
-            waiting = [
-                record for record in [*self.here.values(), *(r for _, r in self.gone.values())] if record.kind == kind
-            ]
-            seen += [(self.range_of(self.now - record.time), False, 1.0) for record in waiting]
+            together = self.used_together[kind]
+            weight = 8 * (sum(count * count for count in together) / sum(together) if together else 1)
             chances = []
+            for index in range(known):
+                every_use, every_block = counts(range(11), index)
+                below = every_use / every_block if kind < 2 else lower[9 if kind == 10 else kind - 2][index]
+                uses, blocks = counts([kind], index)
+                chances.append(below + (uses - below * blocks) / (blocks + weight))
+            lower[kind] = chances
             for index in range(len(edges)):
-                reached = sum(weight for at, _, weight in seen if at >= index)
-                if reached <= 2 + 1e-9:
-                    break
-                reused = sum(weight for at, found, weight in seen if at == index and found)
-                ended = sum(weight for at, found, weight in seen if at == index and not found)
-                chances.append(reused / max(reached - ended / 2, reused))
-            if chances:
-                self.learned.add(kind)
-            for index in range(len(edges)):
-                if index < len(chances):
+                if index < known:
                     self.worths[kind][index] = self.density(chances, index)
                 elif index:
                     self.worths[kind][index] = self.worths[kind][index - 1] / 2
@@ -263,4 +273,4 @@ class PrefixOracle(Oracle):
     def arriving(self, newcomers: Sequence[bytes], place: int) -> float:
         uses = min(6, 1 + (self.gone[newcomers[place]][1].uses if newcomers[place] in self.gone else 0))
         record = Record(uses, place == len(newcomers) - 1, self.now, True, 0, 0, True)
-        return self.worth(record) if record.kind in self.learned else float("inf")
+        return self.worth(record) if self.learned else float("inf")

@@ -10,24 +10,28 @@ still wait count as far as they have waited). A block's *worth* follows: the use
 it is kept on, if it is kept as long as suits it best. That is the hit density of Beckmann, Chen and Cidon, "LHD:
 Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from survival.
 
+Blocks of one request are asked for again together or not at all, so a thousand of them may say no more than a few. What
+a kind's own blocks say is therefore mixed with what those of the kind below say, which were used once less (for blocks
+used once: with what all blocks say), and that weighs as much as some requests of the kind's usual size would. This is
+shrinkage (Efron and Morris, "Stein's Paradox in Statistics", 1977), with the size of clusters that Kish uses for design
+effects ("Survey Sampling", 1965).
+
 On some traffic, such as agents' sessions that end without notice, a block's past says less than when it was last used.
 So the model counts how many blocks were found, and how many LRU would have found. Where LRU would have found more, by a
 leeway that is the wider the more of the uses LRU misses, the cache becomes LRU until it is no longer behind: it evicts
-in LRU's order, and declines nothing. Being behind is forgotten in time, except where ages are measured in milliseconds,
-too: there it has to be made up for, and then the cache declines again little by little. Below promises to come back,
-the blocks that come without one have a room that others leave them, which their past does not predict: there, too, LRU
-is the order.
+in LRU's order, and declines nothing. Below promises to come back, the blocks that come without one have a room that
+others leave them, which their past does not predict: there, too, LRU is the order.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 MOST_USES = 6  # blocks used so often or more often are of one kind
 KINDS = 2 * (MOST_USES - 1) + 1
@@ -36,13 +40,16 @@ _RANGES_PER_DOUBLING = 3
 _DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
 _FADING = 0.8, 0.98  # what an observation weighs after another round of learning; and where ages are in time
 _FEWEST = 2.0  # observations below which nothing is concluded
-_OUTCOME_FADING = 0.99  # the same for what the cache and LRU have found
-CHANCE = 128.0  # hits: so far the cache may be behind before it does as LRU does; or, if that is more,
-_LEEWAY = 0.0003  # of LRU's hits, and
-_DARING = 32.0  # so much more where LRU misses all uses, and by
-_MISSING = 5  # this power of what it misses
+_BORROWED = 8.0  # what other kinds say weighs as much as so many requests of a kind
+_OUTCOME_FADING = 0.99  # as _FADING, of what the cache and LRU have found
+CHANCE = 64.0  # hits: so far the cache may be behind before it does as LRU does; or, if that is more,
+_LEEWAY = 0.0003  # of LRU's hits, and so many more as this power of what LRU misses of all uses, by the share of uses
+_MISSING = 8  # from which it may be behind by all:
+_ALL_MISSING = 1 / 3
 _PROMISED = 0.5  # from this product of the promised share and LRU's hit rate on, the cache does as LRU does
 _TRUST = 1.0, 0.2  # after it has done as LRU does, it trusts what it has learned more by so much each round; as _FADING
+
+_Table: TypeAlias = npt.NDArray[np.float64]
 
 EDGES = (
     0,
@@ -91,7 +98,8 @@ class ReuseModel:
         self._reused = _table()
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
-        self._known = [False] * KINDS
+        self._sizes = [[0.0, 0.0] for _ in range(KINDS)]  # of what was used again together: their sum and squares' sum
+        self._has_learned = False
         self.chain_worths: list[list[float]] | None = _chain_worths(self._worth)
 
     def reused(self, kind: int, age: int, count: int, resident: bool, recent: int) -> None:
@@ -103,6 +111,9 @@ class ReuseModel:
         if outcome[0] < outcome[1] and self._is_behind():
             self.chain_worths, self._trust = None, 0.0
         self._reused[kind][bisect_right(EDGES, age) - 1] += count
+        sizes = self._sizes[kind]
+        sizes[0] += count
+        sizes[1] += count * count
 
     def lost(self, kind: int, age: int, count: int) -> None:
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
@@ -114,8 +125,8 @@ class ReuseModel:
         return self._trust * self._worth[kind][bisect_right(EDGES, age) - 1] if self._trust else -1.0
 
     def promise(self, kind: int) -> float:
-        """The worth of a block of a kind on arrival; infinite while nothing is known of the kind."""
-        return self._worth[kind][0] if self._known[kind] else inf
+        """The worth of a block of a kind on arrival; infinite before anything was learned."""
+        return self._worth[kind][0] if self._has_learned else inf
 
     def learn(self, survivors: Iterable[Survivors]) -> None:
         """Estimate worths from all observations, which weigh less from now on; return to them unless LRU is ahead.
@@ -128,24 +139,25 @@ class ReuseModel:
         self._trust = 0.0 if self._is_behind() else min(1.0, self._trust + _TRUST[self.in_time])
         found, lru_found, _ = self._outcome
         self._outcome = [_OUTCOME_FADING * each for each in self._outcome]
-        if self.in_time and found < lru_found:  # hits that were lost are not forgotten
+        if found < lru_found:  # hits that were lost are not forgotten
             self._outcome[0] -= (1 - _OUTCOME_FADING) * (lru_found - found)
-        chances = list(map(_chances, self._reused, self._lost, waiting))
-        fading = _FADING[self.in_time]
-        for kind, densities in enumerate(_best_densities(chances)):
-            known, worths = len(chances[kind]), self._worth[kind]
-            self._known[kind] |= known > 0
-            worths[:known] = densities[:known]
+        together = np.array([squares / blocks if blocks else 1.0 for blocks, squares in self._sizes])
+        chances = _chances(np.array(self._reused), np.add(self._lost, waiting), _BORROWED * together)
+        known = chances.shape[1]
+        self._has_learned |= known > 0
+        for worths, densities in zip(self._worth, _best_densities(chances), strict=True):
+            worths[:known] = densities
             for index in range(max(1, known), len(EDGES)):
                 worths[index] = worths[index - 1] / 2
-            for table in (self._reused, self._lost):
-                table[kind] = [fading * count for count in table[kind]]
+        fading = _FADING[self.in_time]
+        for table in (self._reused, self._lost):
+            table[:] = [[fading * count for count in counts] for counts in table]
         self.chain_worths = _chain_worths(self._worth) if self._trust else None
 
     def _is_behind(self) -> bool:
         found, lru_found, asked = self._outcome
         share = lru_found / max(1.0, asked)
-        leeway = max(CHANCE, (_LEEWAY + _DARING * (1 - share) ** _MISSING) * lru_found)
+        leeway = max(CHANCE, (_LEEWAY + ((1 - share) / _ALL_MISSING) ** _MISSING) * lru_found)
         return self.promised * share > _PROMISED or found + leeway < lru_found
 
 
@@ -167,28 +179,32 @@ def _table() -> list[list[float]]:
     return [[0.0] * len(EDGES) for _ in range(KINDS)]
 
 
-def _chances(reused: list[float], lost: list[float], waiting: list[float]) -> list[float]:
-    """The chance of a use in each range of ages, for one kind; as far as there are enough observations."""
-    reached = [0.0] * (len(EDGES) + 1)
-    for index in reversed(range(len(EDGES))):
-        reached[index] = reached[index + 1] + reused[index] + lost[index] + waiting[index]
-    known = next((index for index, count in enumerate(reached) if count <= _FEWEST), len(EDGES))
-    return [
-        reused[index] / max(reached[index] - (lost[index] + waiting[index]) / 2, reused[index], 1e-9)
-        for index in range(known)
-    ]
+def _chances(reused: _Table, left: _Table, borrowed: npt.NDArray[np.float64]) -> _Table:
+    """The chance of a use, by kind and range of ages, as far as there are enough observations of all kinds together.
 
-
-def _best_densities(chances: Sequence[Sequence[float]]) -> list[list[float]]:
-    """By kind and range of ages: the most uses for each block of age, over all ages until which a block that has come
-    so far may be kept.
-
-    All kinds and ages at once, one more range each step: a kind without chances there has no uses more, and as its
-    blocks grow older its best stays what it was.
+    Args:
+        left: blocks that have come to a range without a use there: they are forgotten, or still wait.
+        borrowed: by kind, as how many of its own blocks the kind below weighs.
     """
-    best, uses, kept = np.zeros((3, len(EDGES), KINDS))
+    uses, left = (np.vstack([table, table.sum(axis=0)]) for table in (reused, left))  # the last row: of all kinds
+    reached = (uses + left)[:, ::-1].cumsum(axis=1)[:, ::-1]
+    known = np.count_nonzero(reached[-1] > _FEWEST)
+    uses, blocks = uses[:, :known], np.maximum(reached - left / 2, uses)[:, :known]
+    chances: list[npt.NDArray[np.float64]] = []
+    for kind in range(KINDS):
+        below = uses[-1] / blocks[-1] if kind < 2 else chances[kind - 2 if kind < KINDS - 1 else -1]
+        chances.append(below + (uses[kind] - below * blocks[kind]) / (blocks[kind] + borrowed[kind]))
+    return np.array(chances)
+
+
+def _best_densities(chances: _Table) -> list[list[float]]:
+    """By kind and range of ages: the most uses for each block of age, over all ages until which a block that has come
+    so far may be kept. All kinds and ages at once, one more range each step.
+    """
+    known = chances.shape[1]
+    best, uses, kept = np.zeros((3, known, KINDS))
     remaining = np.ones_like(best)
-    for last, chance in enumerate(list(zip_longest(*chances, fillvalue=0.0))[: len(EDGES) - 1]):
+    for last, chance in enumerate(chances.T[: len(EDGES) - 1]):
         begun = slice(last + 1)
         found = remaining[begun] * chance
         uses[begun] += found
