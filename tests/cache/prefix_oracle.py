@@ -59,7 +59,8 @@ class PrefixOracle(Oracle):
         self.gone: dict[bytes, tuple[int, Record]] = {}  # with the generation that it was remembered in
         self.observations: list[Observation] = []
         self.learned = False
-        self.used_together: dict[int, list[int]] = {kind: [] for kind in range(11)}  # numbers of blocks, by their kind
+        self.used_together: dict[int, list[tuple[int, int]]] = {kind: [] for kind in range(11)}  # blocks, and when
+        self.rounds = 0
         self.trust = 1.0  # in what was learned; 0: as LRU does
         self.room = self.capacity
         self.recent: dict[object, int] = {}  # by call and kind, the oldest first: how many of these keys LRU would hold
@@ -104,7 +105,7 @@ class PrefixOracle(Oracle):
         asked = 0
         before = {key: self.here.get(key) or (self.gone[key][1] if key in self.gone else None) for key in keys}
         olds = [(key in self.here, old and old.run) for key, old in before.items()]
-        together = 0
+        used = 0
         absent: list[tuple[bytes, Record]] = []
         for place, key in enumerate(keys):
             old, resident = before[key], key in self.here
@@ -115,10 +116,10 @@ class PrefixOracle(Oracle):
                 if old is not None:
                     self.observations.append(Observation(old.kind, self.now - old.time, reused=True))
                     self.hits, self.recent_hits = self.hits + resident, self.recent_hits + recent
-                    self.uses, together = self.uses + 1, together + 1
+                    self.uses, used = self.uses + 1, used + 1
                     if olds[place] != (olds[place + 1] if place + 1 < len(olds) else None):
-                        self.used_together[old.kind].append(together)
-                        together = 0
+                        self.used_together[old.kind].append((used, self.rounds))
+                        used = 0
                         if self.is_behind():
                             self.trust = 0.0
             uses = 1 if old is None else old.uses if renews else min(6, old.uses + 1)
@@ -201,20 +202,22 @@ class PrefixOracle(Oracle):
 
         lower: dict[int, list[float]] = {}
         for kind in range(11):
-            together = self.used_together[kind]
-            weight = 8 * (sum(count * count for count in together) / sum(together) if together else 1)
+            together = [(count, 0.99 ** (self.rounds - when)) for count, when in self.used_together[kind]]
+            squares = sum(weight * count * count for count, weight in together)
+            borrowed = 8 * (squares / sum(weight * count for count, weight in together) if together else 1)
             chances = []
             for index in range(known):
                 every_use, every_block = counts(range(11), index)
                 below = every_use / every_block if kind < 2 else lower[9 if kind == 10 else kind - 2][index]
                 uses, blocks = counts([kind], index)
-                chances.append(below + (uses - below * blocks) / (blocks + weight))
+                chances.append(below + (uses - below * blocks) / (blocks + borrowed))
             lower[kind] = chances
             for index in range(len(edges)):
                 if index < known:
                     self.worths[kind][index] = self.density(chances, index)
                 elif index:
                     self.worths[kind][index] = self.worths[kind][index - 1] / 2
+        self.rounds += 1
         for each in self.observations:
             each.weight *= 0.98 if self.settings.in_time else 0.8
 

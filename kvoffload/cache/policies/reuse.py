@@ -41,11 +41,10 @@ _DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
 _FADING = 0.8, 0.98  # what an observation weighs after another round of learning; and where ages are in time
 _FEWEST = 2.0  # observations below which nothing is concluded
 _BORROWED = 8.0  # what other kinds say weighs as much as so many requests of a kind
-_OUTCOME_FADING = 0.99  # as _FADING, of what the cache and LRU have found
+_SLOW_FADING = 0.99  # the same for what the cache and LRU have found, and for how many blocks are used together
 CHANCE = 64.0  # hits: so far the cache may be behind before it does as LRU does; or, if that is more,
-_LEEWAY = 0.0003  # of LRU's hits, and so many more as this power of what LRU misses of all uses, by the share of uses
-_MISSING = 8  # from which it may be behind by all:
-_ALL_MISSING = 1 / 3
+_LEEWAY = 0.0003  # of LRU's hits; and so much more where LRU misses a share of all uses:
+_MISSING = 1 / 3, 8  # that share by this one, to this power
 _PROMISED = 0.5  # from this product of the promised share and LRU's hit rate on, the cache does as LRU does
 _TRUST = 1.0, 0.2  # after it has done as LRU does, it trusts what it has learned more by so much each round; as _FADING
 
@@ -98,7 +97,7 @@ class ReuseModel:
         self._reused = _table()
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
-        self._sizes = [[0.0, 0.0] for _ in range(KINDS)]  # of what was used again together: their sum and squares' sum
+        self._together = [[0.0, 0.0] for _ in range(KINDS)]  # of blocks used together: sum, sum of squares
         self._has_learned = False
         self.chain_worths: list[list[float]] | None = _chain_worths(self._worth)
 
@@ -111,9 +110,9 @@ class ReuseModel:
         if outcome[0] < outcome[1] and self._is_behind():
             self.chain_worths, self._trust = None, 0.0
         self._reused[kind][bisect_right(EDGES, age) - 1] += count
-        sizes = self._sizes[kind]
-        sizes[0] += count
-        sizes[1] += count * count
+        together = self._together[kind]
+        together[0] += count
+        together[1] += count * count
 
     def lost(self, kind: int, age: int, count: int) -> None:
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
@@ -138,11 +137,12 @@ class ReuseModel:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
         self._trust = 0.0 if self._is_behind() else min(1.0, self._trust + _TRUST[self.in_time])
         found, lru_found, _ = self._outcome
-        self._outcome = [_OUTCOME_FADING * each for each in self._outcome]
+        self._outcome = [_SLOW_FADING * each for each in self._outcome]
         if found < lru_found:  # hits that were lost are not forgotten
-            self._outcome[0] -= (1 - _OUTCOME_FADING) * (lru_found - found)
-        together = np.array([squares / blocks if blocks else 1.0 for blocks, squares in self._sizes])
-        chances = _chances(np.array(self._reused), np.add(self._lost, waiting), _BORROWED * together)
+            self._outcome[0] -= (1 - _SLOW_FADING) * (lru_found - found)
+        size = [squares / blocks if blocks else 1.0 for blocks, squares in self._together]
+        self._together = [[_SLOW_FADING * each for each in sums] for sums in self._together]
+        chances = _chances(np.array(self._reused), np.add(self._lost, waiting), _BORROWED * np.array(size))
         known = chances.shape[1]
         self._has_learned |= known > 0
         for worths, densities in zip(self._worth, _best_densities(chances), strict=True):
@@ -157,7 +157,8 @@ class ReuseModel:
     def _is_behind(self) -> bool:
         found, lru_found, asked = self._outcome
         share = lru_found / max(1.0, asked)
-        leeway = max(CHANCE, (_LEEWAY + ((1 - share) / _ALL_MISSING) ** _MISSING) * lru_found)
+        unit, power = _MISSING
+        leeway = max(CHANCE, (_LEEWAY + ((1 - share) / unit) ** power) * lru_found)
         return self.promised * share > _PROMISED or found + leeway < lru_found
 
 
