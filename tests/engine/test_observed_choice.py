@@ -121,6 +121,7 @@ def test_where_one_copier_could_carry_it_nothing_is_compared(monkeypatch: pytest
     assert times.told == []
 
 
+@pytest.mark.long
 def test_loads_in_parts_are_compared_among_themselves(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
     with choosing(times, monkeypatch) as bench:
         jobs = []
@@ -145,6 +146,7 @@ def test_an_unknown_time_is_told_as_such(monkeypatch: pytest.MonkeyPatch, times:
         assert [job.copier for job in stores(bench, 8)] == ["strided"] * 8, "nothing is known, so nothing is tried"
 
 
+@pytest.mark.long
 def test_a_load_counts_from_the_end_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
     """Loads by pack overlap: copies of the next one run while this one's blocks are unpacked."""
     with choosing(times, monkeypatch) as bench:
@@ -165,6 +167,7 @@ def test_a_load_counts_from_the_end_of_the_one_before_it(monkeypatch: pytest.Mon
         assert times.asked == asked + 3
 
 
+@pytest.mark.long
 def test_a_load_that_has_not_begun_overlaps_with_none(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
     with choosing(times, monkeypatch) as bench:
         times.seconds, times.overlap = FASTER_BY_PACK, 20e-6

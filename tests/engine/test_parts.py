@@ -631,7 +631,8 @@ def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int, copier: str) -> 
     assert device.simulator.violations == []
 
 
-@pytest.mark.parametrize("offset", rest_long(range(4), 1))
+@pytest.mark.long
+@pytest.mark.parametrize("offset", range(4))
 def test_an_interrupted_load_in_parts_loses_no_job(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
     """At every twelfth point where a KeyboardInterrupt can come."""
     change_streams(monkeypatch)

@@ -110,7 +110,8 @@ def test_conformance_suite_passes_with_every_copier(each_device: kvoffload.Devic
     assert {each.copier for each in checked} == set(copiers_of(device))
 
 
-@pytest.mark.parametrize("any_device", rest_long([level for level in LEVELS if level != DEFAULT], 1), indirect=True)
+@pytest.mark.long
+@pytest.mark.parametrize("any_device", [level for level in LEVELS if level != DEFAULT], indirect=True)
 def test_conformance_suite_passes_at_every_other_level(any_device: kvoffload.Device) -> None:
     """Without kernels, which no level changes, and which take seconds to interpret."""
     by_engine = [name for name in copiers_of(any_device) if name != "pack"]
@@ -201,7 +202,8 @@ def test_pitfall_16_many_descriptors_go_in_capped_calls_over_several_streams(
     check_clean_close(device)
 
 
-@pytest.mark.parametrize("any_device", rest_long(LEVELS, 1), indirect=True)
+@pytest.mark.long
+@pytest.mark.parametrize("any_device", LEVELS, indirect=True)
 def test_segments_of_one_transfer_run_in_order_between_two_others(any_device: kvoffload.Device) -> None:
     """More operations than one queue holds: a later transfer over the same slots must follow every segment."""
     layout, buffers = separate_planes(any_device, 40, 30)

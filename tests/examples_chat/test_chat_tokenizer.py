@@ -52,6 +52,7 @@ def test_what_is_encoded_is_decoded(text: str) -> None:
     assert not tokenizer().stop & set(found), "no text ends a message"
 
 
+@pytest.mark.long
 @given(TEXTS)
 def test_words_are_all_of_the_text(text: str) -> None:
     assert "".join(words(text)) == text

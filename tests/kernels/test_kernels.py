@@ -180,6 +180,7 @@ def run(program: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_a_program_that_has_set_tritons_interpreter_can_compile_too() -> None:
     program = "from test_kernels import *; print(compile_kernel(READ_WORD, (9, 0)).name)"
     assert run(program, TRITON_INTERPRET="1") == "read_word"

@@ -31,7 +31,6 @@ from pooling import (
     region_bytes,
     serve,
 )
-from seeds import rest_long
 from tier_classes import DictTier
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Status, Tenant
@@ -543,7 +542,8 @@ def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_pat
         taken_over(one, 1)
 
 
-@pytest.mark.parametrize("seconds", rest_long([0.3, 0.01], 1))
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.3, 0.01])
 def test_an_owner_that_answers_late_to_a_member_that_is_back_has_its_keys(seconds: float, tmp_path: Path) -> None:
     """Also if the member has asked again meanwhile."""
     path, policies = str(tmp_path / "pool"), list[Standing]()

@@ -145,7 +145,8 @@ def test_with_as_many_writes_as_second_sighting_it_finds_as_much(name: str) -> N
     assert hits_at(sparing, second.blocks_written) >= 0.99 * second.hits
 
 
-@pytest.mark.parametrize("policies", [LRU, pytest.param(PREFIX, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("policies", [LRU, PREFIX])
 def test_prompts_asked_once_bring_three_times_the_hits_for_a_write(policies: Policies) -> None:
     found = results("one-off", policies)
     admitted, through = found["admitted"].hits_per_written, found["through"].hits_per_written

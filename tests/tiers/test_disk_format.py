@@ -213,6 +213,7 @@ def test_any_byte_of_a_header_may_be_wrong(tmp_path: Path, name: str) -> None:
     files.close()
 
 
+@pytest.mark.long
 def test_any_byte_of_a_payload_may_be_wrong(tmp_path: Path) -> None:
     (path,) = unpack("blake2b", tmp_path)
     for read_only in (False, True):

@@ -47,7 +47,7 @@ def test_s3_conforms(s3_server: Process, obstore: Any, pools: int, seed: int) ->
     check_tier(lambda: tier_over(s3_server.port, identity=f"conforms {pools}"), pools=pools, seed=seed, entries=8)
 
 
-@pytest.mark.parametrize("pools", rest_long([2, 1], 1))
+@pytest.mark.parametrize("pools", rest_long([1, 2], 1))
 def test_a_folder_conforms(tmp_path: Path, obstore: Any, pools: int, seed: int) -> None:
     assert obstore
     url = f"file://{tmp_path}"
