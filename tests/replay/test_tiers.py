@@ -131,7 +131,7 @@ def test_admitted_finds_more_than_second_sighting_and_random(name: str, policies
     assert admitted.hits >= found["second"].hits
     if admitted.blocks_written < through.blocks_written:  # else random writes all that "through" does
         # In "evaluation" every block comes back as often: there it does not matter which ones are written.
-        least = 0.98 if name == "evaluation" else 1.0
+        least = 0.985 if name == "evaluation" else 1.0
         assert admitted.hits >= least * hits_at([found["none"], random, through], admitted.blocks_written)
     assert admitted.hits >= 0.97 * through.hits
     assert admitted.blocks_written <= through.blocks_written

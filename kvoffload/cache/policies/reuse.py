@@ -19,7 +19,8 @@ effects ("Survey Sampling", 1965).
 On some traffic, such as agents' sessions that end without notice, a block's past says less than when it was last used.
 So the model counts how many blocks were found, and how many LRU would have found. Where LRU would have found more, by a
 leeway that is the wider the more of the uses LRU misses, the cache becomes LRU until it is no longer behind: it evicts
-in LRU's order, and declines nothing. Below promises to come back, the blocks that come without one have a room that
+in LRU's order, and declines nothing. What it is behind by is not forgotten; as LRU comes to miss more, the leeway
+widens, and it tries again. Below promises to come back, the blocks that come without one have a room that
 others leave them, which their past does not predict: there, too, LRU is the order.
 """
 
@@ -41,7 +42,7 @@ _DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
 _FADING = 0.8, 0.98  # what an observation weighs after another round of learning; and where ages are in time
 _FEWEST = 2.0  # observations below which nothing is concluded
 _BORROWED = 8.0  # what other kinds say weighs as much as so many requests of a kind
-_SLOW_FADING = 0.99  # the same for what the cache and LRU have found, and for how many blocks are used together
+_SLOW_FADING = 0.99  # what hits weigh after another round, and how many blocks were used together
 CHANCE = 64.0  # hits: so far the cache may be behind before it does as LRU does; or, if that is more,
 _LEEWAY = 0.0003  # of LRU's hits; and so much more where LRU misses a share of all uses:
 _MISSING = 1 / 3, 8  # that share by this one, to this power
