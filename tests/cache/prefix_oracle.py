@@ -165,6 +165,7 @@ class PrefixOracle(Oracle):
                 if generation < self.generation:
                     del self.gone[key]
                     self.observations.append(Observation(record.kind, self.now - record.time, reused=False))
+                    self.leaves(record)
             self.generation += 1
 
     # worth
@@ -179,11 +180,11 @@ class PrefixOracle(Oracle):
         return self.hits + leeway < self.recent_hits
 
     def trust_again(self) -> None:
-        """What LRU has found more is not forgotten, what it has found less is in time."""
+        """What LRU has found more is forgotten in a thousand rounds, what it has found less in a hundred."""
         self.trust = 0.0 if self.is_behind() else min(1.0, self.trust + (0.2 if self.settings.in_time else 1.0))
         ahead = self.hits - self.recent_hits
         self.recent_hits, self.uses = 0.99 * self.recent_hits, 0.99 * self.uses
-        self.hits = self.recent_hits + min(ahead, 0.99 * ahead)
+        self.hits = self.recent_hits + (0.999 if ahead < 0 else 0.99) * ahead
 
     def learn(self) -> None:
         self.trust_again()

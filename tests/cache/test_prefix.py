@@ -266,15 +266,26 @@ def test_what_it_has_lost_has_to_be_made_up_for(in_time: bool) -> None:
     model.reused(10, 1_000, 10_000, resident=True, recent=10_000)
     model.learn([])
     model.reused(10, 1_000, 400, resident=False, recent=400)
-    for _ in range(200):
+    for _ in range(1_000):
         model.learn([])
     assert model.worth(10, 1_000) == -1.0
-    model.reused(10, 1_000, 400, resident=True, recent=0)
+    model.reused(10, 1_000, 100, resident=True, recent=0)
     model.learn([])
     first = model.worth(10, 1_000)
     model.learn([])
     again = 2 if in_time else 1
     assert model.worth(10, 1_000) == pytest.approx(again * first), "in time it declines again little by little"
+
+
+def test_what_it_has_lost_is_forgotten_slowly() -> None:
+    """So that a cache that was behind on other traffic does not do as LRU does for ever."""
+    model = ReuseModel()
+    model.reused(10, 1_000, 10_000, resident=True, recent=10_000)
+    model.reused(10, 1_000, 400, resident=False, recent=400)
+    assert model.worth(10, 1_000) == -1.0
+    for _ in range(2_000):
+        model.learn([])
+    assert model.worth(10, 1_000) != -1.0
 
 
 def test_hits_that_it_had_more_are_forgotten_in_time() -> None:

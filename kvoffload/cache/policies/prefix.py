@@ -3,7 +3,7 @@
 Keys of one request that were used equally often form a *run*. It knows when they were used, and lies in the queue of
 its kind (see `reuse.py`), ordered by time. A request that stores its keys in pieces adds to its runs, which move to the
 end of their queues. So the oldest of each kind stand at the heads of eleven queues, victims come from the head with the
-lowest chain worth (in LRU's order: the longest unused one), and within a run the deepest key goes first:
+lowest chain worth (in LRU's order: the least recently used one), and within a run the deepest key goes first:
 
     kind 0   run(t=310: e) run(t=402: j) ...        used once, the end of a request
     kind 1   run(t=310: b c d) run(t=402: g h i)    used once           <- goes from d to b
@@ -11,13 +11,14 @@ lowest chain worth (in LRU's order: the longest unused one), and within a run th
     kind 10  run(t=402: a)                          used six times or more
 
 A key that is used again moves to a new run; the old run drops it when its turn comes. Where LRU's order would have
-found more lately, the model says so (see `reuse.py`), and the same queues give that order.
+found more, the model says so (see `reuse.py`), and the same queues give that order.
 
 Ages are counted in blocks asked for; once requests name sessions, in milliseconds, too: people and tools take as long
 to answer when the cache is idle.
 
-Assumptions: uses depend on how often and how long ago a block was used before, by a rule that changes slowly; nothing
-else is assumed. Blocks that a request shares with no other are not worth storing, once the model has seen that.
+Assumptions: uses depend on how often and how long ago a block was used before, and whether it was its request's last,
+by a rule that changes slowly; nothing else is assumed. Blocks that a request shares with no other are not worth
+storing, once the model has seen that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any, TypeAlias
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
 from kvoffload.cache.policies.reuse import EDGES, KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
-FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
+FEWEST_REMEMBERED = 24_576  # keys that are not resident, half of them at times: far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
 BATCH = 128  # the most keys that are looked at together
@@ -148,6 +149,7 @@ class Prefix(Policy):
         Keys still not resident go to the ghosts. The old runs lose keys last: `_leave` sees by new runs which moved on.
         """
         fresh: dict[tuple[int, int, bool], Run] = {}
+        absent: list[tuple[list[bytes], Run]] = []
         asked, last = 0, keys[-1] if ends and keys else None
         found, run_of = self._by_run(keys), self._run_of
         olds = () if request is None else {old for _, old, _ in found}
@@ -178,11 +180,13 @@ class Prefix(Policy):
                         run_of[key] = run
                     run.keys += same
                 else:
-                    self._remember(same, run)
+                    absent.append((same, run))
         for resident, old, part in found:
             if resident and old is not None:
                 self._leave(old, len(part))
         self._recency.use(fresh.values(), len(keys), goes_on=counted)
+        for same, run in absent:
+            self._remember(same, run)
         # Runs of ghosts have no keys, and stay out of the queues; an open request's runs move to the recent end.
         for run in fresh.values():
             if run.keys:
@@ -237,6 +241,7 @@ class Prefix(Policy):
     def _remember(self, keys: list[bytes], run: Run) -> None:
         for old, count in self._gone.remember(keys, run):
             self._model.lost(old.kind, self._now - old.time, count)
+            self._recency.leave(old, count)
 
     def _learn(self) -> None:
         self._next_round = self._asked + self._round
@@ -270,7 +275,7 @@ class Prefix(Policy):
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
         bounds = self._bounds.of(self._queues, self._model.chain_worths, self._now)
-        if admitted - room == 1 and bounds:  # what the general way finds for one key, in a third of the time
+        if admitted - room == 1 and bounds:
             run: Run = next(iter(self._queues[min(bounds)[1]]))
             key = run.keys[-1] if run.keys else b""
             if self._run_of.get(key) is run and (request is None or run.request is not request) and not protected(key):
@@ -299,15 +304,15 @@ class Prefix(Policy):
         """The worth of newcomers on arrival; with `ends` the last is the end of its request."""
         if not newcomers or not self._declines:
             return [inf] * len(newcomers)
-        known, promise = self._gone.glance(newcomers), self._model.promise
+        known, worth_of = self._gone.glance(newcomers), self._model.worth_on_arrival
         if known is None:
-            uses, worths = [0], [promise(KIND_OF[1][False])] * len(newcomers)
+            uses, worths = [0], [worth_of(KIND_OF[1][False])] * len(newcomers)
         else:
             uses = [0 if run is None else run.uses for run in known]
-            worth = {before: promise(kind_of(1 + before, False)) for before in set(uses)}
+            worth = {before: worth_of(kind_of(1 + before, False)) for before in set(uses)}
             worths = list(map(worth.__getitem__, uses))
         if ends:
-            worths[-1] = promise(kind_of(1 + uses[-1], True))
+            worths[-1] = worth_of(kind_of(1 + uses[-1], True))
         return worths
 
 
@@ -461,7 +466,7 @@ class Heads:
     """The head of each queue, from which keys are evicted.
 
     Within a queue the chain worth falls with age, so the first run's is a lower bound for the head. Keys of a queue are
-    looked at only if its bound is the lowest. `now` is in blocks; ages are counted from it.
+    looked at only if its bound is the lowest. Ages are counted from `now`.
     """
 
     def __init__(

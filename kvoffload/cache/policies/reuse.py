@@ -1,27 +1,29 @@
 """How soon blocks of each kind are asked for again, learned while the cache works.
 
-Age is counted in blocks: how many were asked for since a block was last used. A *kind* is how often a block was used (1
-to 5, or more often), and, except for the last, whether it was the end of its latest request.
+A block's age is how many blocks were asked for since it was last used; once requests name sessions, the milliseconds
+since then are added. A *kind* is how often a block was used (1 to 5, or more often), and, except for the last, whether
+it was the end of its latest request.
 
 For every kind and range of ages the model counts blocks that were asked for again at that age, blocks that were
 forgotten at that age, and blocks that have reached it. From these it estimates the chance of a use in each range, for a
 block that has come so far (Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958; blocks that
-still wait count as far as they have waited). A block's *worth* follows: the uses to expect for each block of age that
-it is kept on, if it is kept as long as suits it best. That is the hit density of Beckmann, Chen and Cidon, "LHD:
-Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from survival.
+still wait count as far as they have waited, also before the time that is remembered). A block's *worth* follows: the
+uses to expect for each block of age that it is kept on, if it is kept as long as suits it best. That is the hit density
+of Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from
+survival.
 
 Blocks of one request are asked for again together or not at all, so a thousand of them may say no more than a few. What
-a kind's own blocks say is therefore mixed with what those of the kind below say, which were used once less (for blocks
-used once: with what all blocks say), and that weighs as much as some requests of the kind's usual size would. This is
-shrinkage (Efron and Morris, "Stein's Paradox in Statistics", 1977), with the size of clusters that Kish uses for design
-effects ("Survey Sampling", 1965).
+a kind's own blocks say is therefore mixed with what blocks that were used once less say (for blocks used once: all
+blocks), and that weighs as much as eight requests of the kind's usual size. This is shrinkage (Efron and Morris,
+"Stein's Paradox in Statistics", 1977), with the size of clusters that Kish uses for design effects ("Survey Sampling",
+1965).
 
-On some traffic, such as agents' sessions that end without notice, a block's past says less than when it was last used.
-So the model counts how many blocks were found, and how many LRU would have found. Where LRU would have found more, by a
-leeway that is the wider the more of the uses LRU misses, the cache becomes LRU until it is no longer behind: it evicts
-in LRU's order, and declines nothing. What it is behind by is not forgotten; as LRU comes to miss more, the leeway
-widens, and it tries again. Below promises to come back, the blocks that come without one have a room that
-others leave them, which their past does not predict: there, too, LRU is the order.
+On some traffic, such as agents' sessions that end without notice, how often a block was used says little; how recently
+says more. So the model counts how many blocks were found, and how many LRU would have found. Where the cache is behind
+by more than a leeway, it becomes LRU: it evicts in LRU's order, and declines nothing. The leeway is narrow where LRU
+finds nearly all uses, and all of LRU's hits where it misses a third. Being behind is forgotten slowly, so the cache
+tries again. Where promises take much of the cache (see `Policy.at`), and LRU finds most of the rest, LRU's order is
+used, too: how much room promises leave for other blocks is not seen in their past.
 """
 
 from __future__ import annotations
@@ -38,16 +40,16 @@ MOST_USES = 6  # blocks used so often or more often are of one kind
 KINDS = 2 * (MOST_USES - 1) + 1
 _FIRST_AGE = 128
 _RANGES_PER_DOUBLING = 3
-_DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
-_FADING = 0.8, 0.98  # what an observation weighs after another round of learning; and where ages are in time
+_DOUBLINGS = 33  # older than about 2**40, ages are not distinguished
+_FADING = 0.8, 0.98  # what an observation weighs after another round of learning (without time, with time)
 _FEWEST = 2.0  # observations below which nothing is concluded
 _BORROWED = 8.0  # what other kinds say weighs as much as so many requests of a kind
 _SLOW_FADING = 0.99  # what hits weigh after another round, and how many blocks were used together
-CHANCE = 64.0  # hits: so far the cache may be behind before it does as LRU does; or, if that is more,
-_LEEWAY = 0.0003  # of LRU's hits; and so much more where LRU misses a share of all uses:
-_MISSING = 1 / 3, 8  # that share by this one, to this power
-_PROMISED = 0.5  # from this product of the promised share and LRU's hit rate on, the cache does as LRU does
-_TRUST = 1.0, 0.2  # after it has done as LRU does, it trusts what it has learned more by so much each round; as _FADING
+_LOSSES_FADING = 0.999  # what hits weigh that LRU had more
+# The leeway in hits is max(CHANCE, (_LEEWAY + (what LRU misses of all uses / _MISSED) ** _POWER) * LRU's hits).
+CHANCE, _LEEWAY, _MISSED, _POWER = 64.0, 0.0003, 1 / 3, 8
+_PROMISED = 0.5  # from this product of the promised share and the share of uses that LRU finds on, LRU's order is used
+_TRUST = 1.0, 0.2  # how much more it declines each round after LRU's order: with slots, and without (see `_FADING`)
 
 _Table: TypeAlias = npt.NDArray[np.float64]
 
@@ -66,7 +68,7 @@ def kind_of(uses: int, is_end: bool) -> int:
 
 
 KIND_OF = [(0, 0), *((kind_of(uses, False), kind_of(uses, True)) for uses in range(1, MOST_USES + 1))]
-"""`kind_of(uses, is_end)` as a table."""
+"""`kind_of(uses, is_end)` as a table; nothing has 0 uses."""
 
 
 class Survivors(NamedTuple):
@@ -78,13 +80,12 @@ class Survivors(NamedTuple):
 
 
 class ReuseModel:
-    """Learns from observations; estimates the worth of blocks. Before it has learned, age and uses alone decide.
+    """Learns from observations; estimates the worth of blocks. Before it has learned, that is uses by age.
 
     Attributes:
-        in_time: whether ages are measured in milliseconds, too. How long people and tools take changes slowly: then
-            observations fade more slowly.
-        promised: see `Policy.at`. The more comes with a promise, the less the others' past says what room there is for
-            them: where LRU finds most of it, the cache does as LRU does.
+        in_time: whether ages have milliseconds, too. How long people and tools take changes slowly: then observations
+            fade more slowly.
+        promised: the share of the capacity that promises take, see `Policy.at`.
         chain_worths: None: LRU's order is in use. Else, by kind and range of ages: the worth of a block together with
             all that may need it. Those were last used at the same time or earlier and not more often; so this is the
             highest worth over its kind and lower ones, at its age and above. A policy that evicts the lowest chain
@@ -92,8 +93,8 @@ class ReuseModel:
     """
 
     def __init__(self) -> None:
-        self._outcome = [0.0, 0.0, 0.0]  # hits of the cache, and of LRU in its place; and all uses
-        self._trust = 1.0  # in what was learned; 0: the cache does as LRU does
+        self._outcome = [0.0, 0.0, 0.0]  # blocks used again: found, found by LRU in its place, and all
+        self._trust = 1.0  # in what was learned, where it declines; 0: the cache does as LRU does
         self.promised, self.in_time = 0.0, False
         self._reused = _table()
         self._lost = _table()
@@ -103,7 +104,7 @@ class ReuseModel:
         self.chain_worths: list[list[float]] | None = _chain_worths(self._worth)
 
     def reused(self, kind: int, age: int, count: int, resident: bool, recent: int) -> None:
-        """`resident`: the cache still had the blocks; LRU would have had `recent` of them."""
+        """`resident`: the cache still had the blocks; LRU would have had at least `recent` of them."""
         outcome = self._outcome
         outcome[0] += count * resident
         outcome[1] += recent
@@ -124,23 +125,23 @@ class ReuseModel:
         """
         return self._trust * self._worth[kind][bisect_right(EDGES, age) - 1] if self._trust else -1.0
 
-    def promise(self, kind: int) -> float:
+    def worth_on_arrival(self, kind: int) -> float:
         """The worth of a block of a kind on arrival; infinite before anything was learned."""
         return self._worth[kind][0] if self._has_learned else inf
 
     def learn(self, survivors: Iterable[Survivors]) -> None:
-        """Estimate worths from all observations, which weigh less from now on; return to them unless LRU is ahead.
+        """Estimate worths from all observations, which weigh less from now on. Evict by them again, or as LRU does.
 
-        An age with too few observations is worth half of the one before it.
+        A range of ages with too few observations is worth half of the one before it.
         """
         waiting = _table()
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
-        self._trust = 0.0 if self._is_behind() else min(1.0, self._trust + _TRUST[self.in_time])
-        found, lru_found, _ = self._outcome
+        does_as_lru = self._is_behind() or self.promised * self._found_by_lru() > _PROMISED
+        self._trust = 0.0 if does_as_lru else min(1.0, self._trust + _TRUST[self.in_time])
+        lost = max(0.0, self._outcome[1] - self._outcome[0])
         self._outcome = [_SLOW_FADING * each for each in self._outcome]
-        if found < lru_found:  # hits that were lost are not forgotten
-            self._outcome[0] -= (1 - _SLOW_FADING) * (lru_found - found)
+        self._outcome[0] -= (_LOSSES_FADING - _SLOW_FADING) * lost
         size = [squares / blocks if blocks else 1.0 for blocks, squares in self._together]
         self._together = [[_SLOW_FADING * each for each in sums] for sums in self._together]
         chances = _chances(np.array(self._reused), np.add(self._lost, waiting), _BORROWED * np.array(size))
@@ -156,11 +157,14 @@ class ReuseModel:
         self.chain_worths = _chain_worths(self._worth) if self._trust else None
 
     def _is_behind(self) -> bool:
-        found, lru_found, asked = self._outcome
-        share = lru_found / max(1.0, asked)
-        unit, power = _MISSING
-        leeway = max(CHANCE, (_LEEWAY + ((1 - share) / unit) ** power) * lru_found)
-        return self.promised * share > _PROMISED or found + leeway < lru_found
+        found, lru_found, _ = self._outcome
+        leeway = (_LEEWAY + ((1 - self._found_by_lru()) / _MISSED) ** _POWER) * lru_found
+        return found + max(CHANCE, leeway) < lru_found
+
+    def _found_by_lru(self) -> float:
+        """The share of all uses."""
+        _, lru_found, uses = self._outcome
+        return lru_found / max(1.0, uses)
 
 
 def _chain_worths(worths_of: list[list[float]]) -> list[list[float]]:
@@ -186,7 +190,7 @@ def _chances(reused: _Table, left: _Table, borrowed: npt.NDArray[np.float64]) ->
 
     Args:
         left: blocks that have come to a range without a use there: they are forgotten, or still wait.
-        borrowed: by kind, as how many of its own blocks the kind below weighs.
+        borrowed: by kind, as how many of its own blocks those that were used once less weigh.
     """
     uses, left = (np.vstack([table, table.sum(axis=0)]) for table in (reused, left))  # the last row: of all kinds
     reached = (uses + left)[:, ::-1].cumsum(axis=1)[:, ::-1]
@@ -194,8 +198,8 @@ def _chances(reused: _Table, left: _Table, borrowed: npt.NDArray[np.float64]) ->
     uses, blocks = uses[:, :known], np.maximum(reached - left / 2, uses)[:, :known]
     chances: list[npt.NDArray[np.float64]] = []
     for kind in range(KINDS):
-        below = uses[-1] / blocks[-1] if kind < 2 else chances[kind - 2 if kind < KINDS - 1 else -1]
-        chances.append(below + (uses[kind] - below * blocks[kind]) / (blocks[kind] + borrowed[kind]))
+        prior = uses[-1] / blocks[-1] if kind < 2 else chances[kind - 2 if kind < KINDS - 1 else -1]
+        chances.append(prior + (uses[kind] - prior * blocks[kind]) / (blocks[kind] + borrowed[kind]))
     return np.array(chances)
 
 
