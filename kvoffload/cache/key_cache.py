@@ -13,7 +13,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools, ReuseFilter, Tenant
 from kvoffload.cache.records import Records, guarded
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
-from kvoffload.cache.sessions import ACTIONS, Action, Hint, HintAnswer, default_ttl
+from kvoffload.cache.sessions import ACTIONS, LONGEST_TTL, Action, Hint, HintAnswer, default_ttl
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.errors import ClosedError
@@ -210,13 +210,7 @@ class KeyCache:
         return self._records.open_request((tenant, session, None if self._tiers is None else self._tiers.post))
 
     def hint(
-        self,
-        action: Action,
-        *,
-        session: str,
-        tenant: str = "",
-        ttl: float | None = None,
-        due: float | None = None,
+        self, action: Action, *, session: str, tenant: str = "", ttl: float | None = None, due: float | None = None
     ) -> HintAnswer:
         """Tell the cache what a session is about to do. It may help, never fails a request, and never changes bytes.
 
@@ -226,7 +220,7 @@ class KeyCache:
             keys as it has promised and then asked for in time, less twice those that it promised in vain; older
             promises count less. So the first promise retains nothing.
             All promises get the part of the entries that requests with one have of all keys asked for, one tenant half
-            of the entries if there are several, and requests without a promise always an eighth.
+            of the entries if there are several. For keys without one that find no room, promises give up to an eighth.
         "release": the session has ended. What nobody else has used goes before all other keys.
         "demote": the session waits for long. Its keys are written to tiers, unless evicted first; then as "release".
         "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries. With
@@ -244,7 +238,7 @@ class KeyCache:
 
         Raises:
             ValueError, TypeError: no such action or tenant; `ttl` or `due` is not above 0; `session` is not a string.
-            ClosedError: "prefetch" in a closed cache.
+            ClosedError: "demote" and "prefetch" in a closed cache.
             RuntimeError: called inside another call of the cache.
         """
         if action not in ACTIONS:
@@ -254,6 +248,8 @@ class KeyCache:
         for name, seconds in (("due", due), ("ttl", ttl)):
             if seconds is not None and not to_wait(name, seconds) > 0:
                 raise ValueError(f"{name} must be seconds above 0, got {seconds!r:.80}")
+        if action in ("demote", "prefetch"):
+            self._check_open()
         self._state.pools.of(tenant)
         due = None if due is None else to_wait("due", due)
         hint = Hint(action, session, tenant, default_ttl(due) if ttl is None else to_wait("ttl", ttl), due)
@@ -263,8 +259,7 @@ class KeyCache:
         elif keys and self._tiers is not None:
             from kvoffload.cache.tiering.promotion import PromotionRecord
 
-            self._check_open()
-            until, refuse = time.monotonic() + hint.ttl, self._tiers.refuse_nested
+            until, refuse = time.monotonic() + min(hint.ttl, LONGEST_TTL), self._tiers.refuse_nested
             record = PromotionRecord(keys, tenant, until, refuse, counted=False)
             record.request, record.released = request, True  # it holds nothing
             self._tiers.promote(record)

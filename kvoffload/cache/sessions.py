@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence, Set
-from itertools import compress, repeat
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from hashlib import blake2b
+from itertools import compress, islice, repeat
 from operator import is_not
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies.promised import Promise, Promised, place_of
-from kvoffload.cache.pools import Pool, Pools, RequestRecord
+from kvoffload.cache.pools import OfSession, Pool, Pools, RequestRecord
 
 Action: TypeAlias = Literal["retain", "release", "demote", "prefetch"]
 Outcome: TypeAlias = Literal["accepted", "clipped", "declined"]
@@ -39,6 +40,8 @@ _FADING = 0.75  # what a promise weighs after another one
 _LATELY = 8  # times the entries: blocks asked for, of which the latest half weighs most
 _OVERDUE = 2  # times `due`, after which a promise is over
 _RENEWED = 0.25  # of a broken promise: what it weighs to promise again before coming back
+_LOOKED_AT = 4  # open requests, each time: was one dropped?
+_LONGEST_NAME = 128  # characters: of longer names a digest is remembered
 _TRUST = 2  # blocks that may be retained for each that was promised before, and asked for in time
 
 
@@ -80,6 +83,12 @@ class Hint(NamedTuple):
 
     def declined(self, reason: str) -> HintAnswer:
         return HintAnswer(self.action, "declined", 0, reason)
+
+
+def _short(name: str) -> str:
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
 
 class Chain:
@@ -132,20 +141,20 @@ class Session:
         self.kept, self.broken = _FADING * self.kept + kept, _FADING * self.broken + broken
         self.watched = []
 
-    def asked(self, keys: list[bytes]) -> None:
-        """A request has ended that asked for these keys. What was promised is settled if that is most of it: until then
-        it may have been a branch, and the promise stands.
+    def asked(self, keys: list[bytes], most: int) -> None:
+        """A request has ended that asked for these keys, of which `most` count. What was promised is settled if that is
+        most of it: until then it may have been a branch, and the promise stands.
         """
         watched = self.watched
         found = len(watched if keys[: len(watched)] == watched else set(watched).intersection(keys))
         if 2 * found >= len(watched) > 0:
-            self.settle(found, 0)
+            self.settle(min(found, most), 0)
 
 
 class SessionRequest:
     """A session's part of an open request's record."""
 
-    __slots__ = ("hinted", "promised", "record", "retained", "session", "stored")
+    __slots__ = ("hinted", "promised", "record", "releases", "retained", "session", "stored")
 
     def __init__(self, session: Session, record: weakref.ref[RequestRecord]) -> None:
         self.session = session
@@ -154,6 +163,7 @@ class SessionRequest:
         self.hinted: tuple[float, float | None] | None = None  # ttl and due of its hint, seconds
         self.promised: Promise | None = None
         self.retained: tuple[Pool, int] | None = None  # where its new keys are retained, and at most how many
+        self.releases = False  # the session ends with it
 
     @property
     def is_open(self) -> bool:
@@ -200,6 +210,7 @@ class Sessions:
         self._owner: dict[bytes, Session | None] = {}  # who stored a key, if nobody else has used it; None: others have
         self._promising = self._asked = 0.0  # blocks that requests with a promise have asked for, and all; lately
         self.hits = 0
+        self._open: dict[SessionRequest, None] = {}  # that have promised to come back
         self.answers = Counter[tuple[Action, Outcome]]()
 
     def __len__(self) -> int:
@@ -217,7 +228,7 @@ class Sessions:
         self.advance()
         session = self._of(name, tenant)
         if session is None:
-            session = self._all[tenant, name] = Session(tenant)
+            session = self._all[tenant, _short(name)] = Session(tenant)
             self._forget_some()
         session.request = SessionRequest(session, record)
         return session.request
@@ -226,9 +237,9 @@ class Sessions:
         """A request of a session has ended: its keys take the place of those of the request that it continues."""
         session, owner, stored = request.session, self._owner, request.stored
         if not keys or session.forgotten:
-            self._end_promise(session.tenant, request.promised)
+            self._close(request)
             return
-        session.asked(keys)
+        session.asked(keys, self._table.capacity)
         for key in list(compress(keys, map(is_not, map(owner.get, keys), repeat(session)))):
             owner[key] = session if key not in owner and key in stored else None
         if len(owner) > self._most_keys:
@@ -239,15 +250,17 @@ class Sessions:
             session.chains.remove(before)
         session.chains.append(chain)
         self._known += len(keys) - (0 if before is None else len(before.keys))
-        self._asked += len(keys)
+        self._asked += min(len(keys), self._table.capacity)
         if request.hinted is not None:
             self._promise(session, chain, *request.hinted)
-        self._end_promise(session.tenant, request.promised)
+        self._close(request)
         if before is not None:
             self._end_promise(session.tenant, before.promise)
         while len(session.chains) > _MOST_CHAINS:
             self._known -= len(session.chains[0].keys)
             self._end_promise(session.tenant, session.chains.pop(0).promise)
+        if request.releases:
+            self._let_go(session)
         self._forget_some()
 
     def asked(self, pool: Pool, keys: list[bytes]) -> None:
@@ -261,10 +274,21 @@ class Sessions:
         """A request without a session has used these keys: no session may release them."""
         self.advance()
         self._asked += len(keys)
-        self._owner.update(dict.fromkeys(filter(self._owner.__contains__, keys)))
+        self.shared(keys, None)
+
+    def shared(self, keys: Iterable[bytes], request: OfSession | None) -> None:
+        """A request uses these keys: from now on no other session may release them."""
+        owner, mine = self._owner, request.session if isinstance(request, SessionRequest) else None
+        owner.update(dict.fromkeys(key for key in keys if owner.get(key, mine) is not mine))
 
     def advance(self) -> None:
-        """End the promises whose time is over, and tell the policies the time."""
+        """End the promises whose time is over, or whose request was dropped, and tell the policies the time."""
+        for request in list(islice(self._open, _LOOKED_AT)):
+            self._open.pop(request)
+            if request.is_open:
+                self._open[request] = None  # after the others
+            else:
+                self._close(request)
         now = self._clock()
         for pool in self._pools.all:
             pool.policy.at(now, self._promised_share())
@@ -297,6 +321,8 @@ class Sessions:
         if not has_tiers:
             return hint.declined("the cache has no tiers"), []
         if hint.action == "demote":
+            for chain in session.chains:
+                self._end_promise(session.tenant, chain.promise)
             mine, resident = self._own(session)
             return hint.done(len(mine), "" if len(mine) == len(resident) else _SHARED), mine
         chain = session.chains[-1] if session.chains else Chain([])
@@ -305,54 +331,76 @@ class Sessions:
             return hint.declined("all keys of its latest request are in entries"), []
         if session.watched and hint.due is not None:  # it has promised to come back, and now says more exactly when
             self._promise(session, chain, hint.ttl, hint.due)
-            chain.promise = chain.promise or self._new_promise(session.tenant, hint.ttl, hint.due)
+            if session.allowance:
+                chain.promise = chain.promise or self._new_promise(session.tenant, hint.ttl, hint.due)
         return hint.done(absent), chain.keys
 
     def promised(self, hint: Hint, record: RequestRecord) -> None:
         """Keys that tiers bring for "prefetch" are retained like the keys of an open request: `record`."""
-        session = self._all[hint.tenant, hint.session]
+        session = self._all[hint.tenant, _short(hint.session)]
         chain, retained = session.chains[-1], self._pools.beside(self._pools.of(session.tenant), retained=True)
         record.keys.update(dict.fromkeys(chain.keys))
         record.of_session = of_session = SessionRequest(session, weakref.ref(record))
         of_session.promised = chain.promise
         if chain.promise is not None:
-            of_session.retained = retained, self._tenant_share(session.tenant, retained, chain.keys)
+            share = self._tenant_share(session.tenant, retained, chain.keys)
+            of_session.retained = retained, min(share, session.allowance)
 
     def _retain(self, session: Session, hint: Hint) -> HintAnswer:
         longest, request = LONGEST_WITHOUT_DUE if hint.due is None else LONGEST_TTL, session.request
-        limit = "" if hint.ttl <= longest else f"ttl is at most {longest:g} seconds, or with due {LONGEST_TTL:g}"
+        limit = "" if hint.ttl <= longest else f"ttl is at most {LONGEST_WITHOUT_DUE:g} s, with due {LONGEST_TTL:g} s"
         ttl = min(hint.ttl, longest)
         if request is not None and request.is_open:
-            self._end_promise(session.tenant, request.promised)
-            request.hinted, request.promised = (ttl, hint.due), self._new_promise(session.tenant, ttl, hint.due)
+            self._close(request)
+            request.hinted, request.releases = (ttl, hint.due), False
+            request.promised = self._new_promise(session.tenant, ttl, hint.due)
+            request.promised.until = self._clock() + LONGEST_TTL  # its time counts from the end of the request
+            self._open[request] = None
             retained = self._pools.beside(self._pools.of(session.tenant), retained=True)
             request.retained = retained, self._tenant_share(session.tenant, retained, ())
-            blocks = session.allowance + _TRUST * len(session.watched)
-            return hint.done(blocks, limit) if blocks else hint.declined(_UNTRUSTED)
+            blocks, most = session.allowance + _TRUST * len(session.watched), request.retained[1]
+            if blocks > most:
+                limit = f"{most} more keys may be retained"
+            return hint.done(min(blocks, most), limit) if blocks else hint.declined(_UNTRUSTED)
         if not session.chains:
             return hint.declined("none of its requests has ended")
         chain = session.chains[-1]
         granted = self._promise(session, chain, ttl, hint.due)
         if granted < len(chain.keys):
             limit = f"{granted} of {len(chain.keys)} keys are in entries, and within its share"
-        return hint.done(granted, limit) if granted else hint.declined(_UNTRUSTED)
+        return hint.done(granted, limit) if granted or session.allowance else hint.declined(_UNTRUSTED)
 
     def _release(self, session: Session, hint: Hint) -> HintAnswer:
         mine, resident = self._own(session)
+        request = session.request
+        if request is not None and request.is_open:
+            self._close(request)
+            request.hinted, request.releases = None, True
+        else:
+            self._let_go(session)
+        return hint.done(len(mine), "" if len(mine) == len(resident) else _SHARED)
+
+    def _let_go(self, session: Session) -> None:
+        """The session has ended. What it had promised, and not asked for again, it has promised in vain."""
+        mine, _ = self._own(session)
         for chain in session.chains:
             self._end_promise(session.tenant, chain.promise)
         self._known -= sum(len(chain.keys) for chain in session.chains)
         session.chains.clear()
-        session.watched = []
+        if session.watched:
+            session.settle(0, len(session.watched))
         self.set_free(mine, session.tenant)
-        return hint.done(len(mine), "" if len(mine) == len(resident) else _SHARED)
 
     def set_free(self, keys: list[bytes], tenant: str) -> None:
-        """These resident keys go before all others, if they are the tenant's, ordinary, and one session's alone."""
-        ordinary, owner = self._pools.of(tenant), self._owner
-        numbers = self._table.pool_numbers(keys)
-        mine = [key for key, at in zip(keys, numbers, strict=True) if at == ordinary.number and owner.get(key)]
-        self._move(mine, self._pools.beside(ordinary, retained=False))
+        """These resident keys go before all others, if they are the tenant's, ordinary, and of one session alone, which
+        has no open request.
+        """
+        ordinary, free = self._pools.of(tenant), list[bytes]()
+        for key, number in zip(keys, self._table.pool_numbers(keys), strict=True):
+            session = self._owner.get(key)
+            if number == ordinary.number and session and not (session.request and session.request.is_open):
+                free.append(key)
+        self._move(free, self._pools.beside(ordinary, retained=False))
 
     # inner workings -----------------------------------------------------------------------------------------------
 
@@ -361,9 +409,9 @@ class Sessions:
 
     def _of(self, name: str, tenant: str) -> Session | None:
         """The session, if it is known; its promise is broken if its time is over."""
-        session = self._all.get((tenant, name))
+        session = self._all.get((tenant, _short(name)))
         if session is not None:
-            self._all.move_to_end((tenant, name))
+            self._all.move_to_end((tenant, _short(name)))
             if session.watched and session.until < self._clock():
                 session.settle(0, len(session.watched))
         return session
@@ -392,13 +440,14 @@ class Sessions:
         self._end_promise(session.tenant, chain.promise)
         chain.promise, promise = None, self._new_promise(session.tenant, ttl, due)
         session.watched, session.until = chain.keys, promise.until
-        self._promising += 0 if chain.counted else len(chain.keys)
+        self._promising += 0 if chain.counted else min(len(chain.keys), self._table.capacity)
         chain.counted = True
         ordinary = pools.of(session.tenant)
         retained = pools.beside(ordinary, retained=True)
         mine = {ordinary.number, retained.number, pools.beside(ordinary, retained=False).number}
         keys = list(compress(chain.keys, map(mine.__contains__, self._table.pool_numbers(chain.keys))))
-        keys = keys[: session.allowance]
+        others = sum(each.promise.live for each in session.chains if each.promise is not None)
+        keys = keys[: max(0, session.allowance - others)]
         keys = keys[: self._tenant_share(session.tenant, retained, keys)]
         if not keys or not isinstance(retained.policy, Promised):
             return 0
@@ -407,6 +456,12 @@ class Sessions:
         excess = len(retained.policy) - int(self._table.capacity * self._promised_share())
         self._move(retained.policy.victims(max(0, excess), lambda _: False) or [], ordinary)
         return promise.live
+
+    def _close(self, request: SessionRequest) -> None:
+        """What a request has promised while it was open ends; its chain may have a promise of its own by now."""
+        self._open.pop(request, None)
+        self._end_promise(request.session.tenant, request.promised)
+        request.promised = request.retained = None
 
     def _end_promise(self, tenant: str, promise: Promise | None) -> None:
         """What it retains becomes ordinary."""
@@ -420,7 +475,7 @@ class Sessions:
         """Promises of forgotten sessions end when their time is over."""
         if self._known > self._most_keys:  # after an interrupt it may be wrong
             self._known = sum(len(chain.keys) for session in self._all.values() for chain in session.chains)
-        while len(self._all) > self._most or (self._known > self._most_keys and len(self._all) > 1):
+        while len(self._all) > self._most or (self._known > self._most_keys and self._all):
             session = self._all.popitem(last=False)[1]
             session.forgotten = True
             self._known -= sum(len(chain.keys) for chain in session.chains)

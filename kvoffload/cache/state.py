@@ -210,7 +210,7 @@ class CacheState:
         if new and (len(new) > free or pool.selective):
             self.consulting = True  # until the call ends, if this raises
             admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
-            if admitted < len(new) and self.has_tiers and pool.beside is not None and opened is not None:
+            if admitted < len(new) and (all_or_nothing or self.has_tiers) and pool.beside and opened is not None:
                 pool = pool.beside  # promised for later than all that is here; only from an entry does it get to a tier
                 policy = pool.policy_for(opened)
                 admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
@@ -444,6 +444,9 @@ class CacheState:
         used: list[bytes] = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
         if not used:
             return
+        if self.sessions is not None:
+            self.consistent = False
+            self.sessions.shared(used, None if opened is None else opened.of_session)
         one = len(pools.all) == 1
         split = ((pools.all[0], used),) if one else pools.split(used, list(map(table.pool_of.__getitem__, entries)))
         for pool, mine in split:

@@ -189,20 +189,88 @@ def test_a_hint_during_a_request_concerns_that_request() -> None:
     assert host.left(*range(6)) == [*range(6)], "and then"
 
 
-def test_a_dropped_request_retains_nothing_when_its_time_is_over() -> None:
+@pytest.mark.parametrize("how", ["dropped", "raised"])
+def test_a_request_that_does_not_end_retains_only_what_its_session_had_promised_before(how: str) -> None:
     host = Host()
     host.trusted("a", *TURN, ttl=60)
     request = host.index.open_request(session="a")
-    host.index.hint("retain", session="a", ttl=90)
+    host.index.hint("retain", session="a", ttl=9000)
     host.store(keys(*range(6)), request=request)
-    del request
-    gc.collect()
+    if how == "raised":
+        request.__exit__(ValueError)
+    else:
+        del request
+        gc.collect()
     host.scan()
-    assert host.left(*range(6)) == [*range(6)]
-    host.now += 91
+    assert host.left(*range(6)) == [*TURN]
+    host.now += 61
     host.scan()
     assert host.left(*range(6)) == []
     assert len(host.index._state.pools.beside(host.index._state.pools.of(""), retained=True).policy) == 0
+
+
+def test_the_time_of_a_promise_counts_from_the_end_of_its_request() -> None:
+    host, new = Host(), range(100, 104)
+    host.trusted("a", *TURN, ttl=60)
+    with host.index.open_request(session="a") as request:
+        host.index.hint("retain", session="a", due=5)
+        host.store(keys(*new), request=request)
+        for passes, caches, stays in ((300, 1, [*new]), (9, 1, [*new]), (2, 4, [])):  # first it decodes
+            host.now += passes
+            host.scan(caches)
+            assert host.left(*new) == stays
+            request.end()
+
+
+def test_branches_of_a_session_retain_together_what_it_may() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    for base in (100, 200, 300):
+        host.turn("a", *range(base, base + 4), ttl=60)
+    host.scan()
+    assert len(host.left(*TURN, *range(100, 104), *range(200, 204), *range(300, 304))) == 8  # twice what it has kept
+
+
+@pytest.mark.parametrize("others", [{}, {"tenant": "b"}, {"session": "b"}])
+def test_what_an_open_request_uses_is_not_released_by_another_session(others: dict[str, str]) -> None:
+    host = Host(8, tenants={"b": Tenant()})
+    host.turn("a", *TURN)
+    with host.index.open_request(**others) as request:
+        host.index.load(keys(0, 1), request=request)
+        assert host.index.hint("release", session="a") == ("release", "clipped", 2, "others use the rest, too")
+        host.alone(*range(100, 106))
+        assert host.left(*TURN) == [0, 1]
+
+
+def test_a_session_that_ends_with_an_open_request_is_released_at_its_end() -> None:
+    host = Host(8)
+    with host.index.open_request(session="a") as request:
+        host.store(keys(*TURN), request=request)
+        host.index.hint("retain", session="a", ttl=60)
+        assert host.index.hint("release", session="a") == ("release", "accepted", 0, "")
+        host.alone(*range(100, 104))
+        assert host.left(*TURN) == [*TURN]
+    host.alone(*range(200, 204))
+    assert host.left(*TURN, *range(100, 104)) == [*range(100, 104)]
+
+
+def test_a_promise_never_makes_a_request_fail() -> None:
+    host = Host(8)
+    host.trusted("a", *range(8), due=30)
+    host.trusted("b", *range(8), due=30)
+    with host.index.open_request(session="a") as request:
+        host.index.hint("retain", session="a", due=3000)  # later than all that is here
+        host.store(keys(*range(100, 104)), request=request, all_or_nothing=True)
+    assert host.left(*range(100, 104)) == [*range(100, 104)]
+
+
+def test_who_releases_what_was_promised_has_promised_it_in_vain() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    host.index.hint("release", session="a")
+    host.turn("a", *range(100, 104), ttl=60)
+    host.scan()
+    assert host.left(*range(100, 104)) == []
 
 
 # shares

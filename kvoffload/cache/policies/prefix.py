@@ -146,7 +146,7 @@ class Prefix(Policy):
         2. Resident, and an unfinished request's use was counted; now that request has ended: no new use.
         3. Resident or remembered otherwise: one use more, which the model is told.
 
-        Keys still not resident go to the ghosts. The old runs lose keys last: `_leave` sees by new runs which moved on.
+        Keys still not resident go to the ghosts. Old runs lose keys last: `_leave` sees by new runs which moved on.
         """
         fresh: dict[tuple[int, int, bool], Run] = {}
         absent: list[tuple[list[bytes], Run]] = []
@@ -154,18 +154,16 @@ class Prefix(Policy):
         found, run_of = self._by_run(keys), self._run_of
         olds = () if request is None else {old for _, old, _ in found}
         for resident, old, part in found:
-            uses = 1
-            recent = 0 if old is None else self._recency.leave(old, len(part))
-            if old is None:  # case 1
-                asked += len(part)
-            elif resident and old.counted and not counted:  # case 2
+            uses, recent = 1, 0 if old is None else self._recency.leave(old, len(part))
+            if old is not None and resident and old.counted and not counted:  # case 2
                 uses = old.uses
-            else:  # case 3
-                uses = min(old.uses + 1, MOST_USES)
+            else:
                 asked += len(part)
-                self._model.reused(old.kind, self._now - old.time, len(part), resident, recent)
+                if old is not None:  # case 3
+                    uses = min(old.uses + 1, MOST_USES)
+                    self._model.reused(old.kind, self._now - old.time, len(part), resident, recent)
             stays = resident or counted
-            # A request's end has a kind of its own: it is often partly filled, and then not asked for again.
+            # A request's end has a kind of its own: often partly filled, it is then not asked for again.
             for is_end, same in ((False, part),) if part[-1] is not last else ((False, part[:-1]), (True, part[-1:])):
                 if not same:
                     continue
@@ -192,8 +190,7 @@ class Prefix(Policy):
             if run.keys:
                 run.live = len(run.keys)
                 self._queues[run.kind][run] = None
-                if run.request is not None:
-                    self._queues[run.kind].move_to_end(run)
+                self._queues[run.kind].move_to_end(run)
         self._now, self._asked = self._now + asked, self._asked + asked
         if self._asked >= self._next_round:
             self._learn()

@@ -40,7 +40,7 @@ class Promise:
 
 
 class Promised(Policy):
-    """Evicts keys of the lowest promise first, and of a promise the deepest. O(promises) for each eviction."""
+    """Evicts keys of the lowest promise first, and of a promise the deepest. Each eviction sorts the promises."""
 
     declines_with_room = False
 
@@ -82,6 +82,8 @@ class Promised(Policy):
 
     def below(self, place: Place, count: int, protected: Protected) -> list[bytes]:
         """At most `count` keys of promises that are given up before this place."""
+        if count <= 0:
+            return []
         lower = sorted((each for each in self._promises if each.place < place), key=lambda each: each.place)
         mine = (key for each in lower for key in reversed(each.keys) if self._promise_of.get(key) is each)
         return list(islice(filterfalse(protected, mine), count))
