@@ -29,6 +29,13 @@ class Message(NamedTuple):
     payload: bytes
 
 
+def _unused(message: Message) -> Message:
+    """Raises MessageError: the member holds entries under this number, which nothing would release any more."""
+    if message.number in message.member.reservations or message.number in message.member.leases:
+        raise messages.MessageError(f"the number {message.number} is in use")
+    return message
+
+
 def find(region: Region, message: Message) -> bytes:
     return NUMBER.pack(region.records.look_up(([unpack_keys(message.payload)], None))[0])
 
@@ -42,7 +49,7 @@ def take(region: Region, message: Message) -> None:
     """Hold the leading keys that are ready, or with `PENDING` that the member itself is storing; or with `EACH` all
     that are ready. The policy is told after the member: if it raises, the next call repairs.
     """
-    member, number, payload = message
+    member, number, payload = _unused(message)
     flags, request = unpack(messages.FOR_REQUEST, payload)
     keys = unpack_keys(payload, messages.FOR_REQUEST.size)
     state, of, pending = region._state, region._state.table.of, region._state.table.pending
@@ -79,7 +86,7 @@ def reserve(region: Region, message: Message) -> None:
     """Reserve entries for missing keys under the number. Raises CapacityError with `ALL_OR_NOTHING`. The policy is told
     after the member: the entries are the member's even if that raises, and the next call repairs.
     """
-    member, number, payload = message
+    member, number, payload = _unused(message)
     flags, request = unpack(messages.FOR_REQUEST, payload)
     keys = unpack_keys(payload, messages.FOR_REQUEST.size)
     if len(frozenset(keys)) < len(keys):

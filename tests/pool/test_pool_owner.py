@@ -316,6 +316,22 @@ def test_keys_given_twice_reserve_no_entry_for_ever(tmp_path: Path) -> None:
         eventually(lambda: good.room(8) == 8, "all entries are free")
 
 
+@pytest.mark.parametrize("again", [Operation.RESERVE, Operation.TAKE])
+@pytest.mark.parametrize("first", [Operation.RESERVE, Operation.TAKE])
+def test_a_number_that_holds_entries_is_not_used_again(first: Operation, again: Operation, tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with serve(tmp_path, 8) as owner, raw(path) as good:
+        good.store(keys_of([1, 2]), 1)
+        keys = {Operation.RESERVE: [keys_of([10]), keys_of([11])], Operation.TAKE: [keys_of([1]), keys_of([2])]}
+        with raw(path) as bad:
+            bad.ask(first, bytes(9) + pack_keys(keys[first][0]))
+            bad.number -= 1
+            bad.send(again, bytes(9) + pack_keys(keys[again][1]))
+            assert bad.cut_off()
+        eventually(lambda: pending(owner) == (0, 0), "nothing is held")
+        eventually(lambda: good.room(6) == 6, "all entries are free")
+
+
 def test_a_member_that_does_not_read_its_answers_is_cut_off(tmp_path: Path) -> None:
     path, keys = str(tmp_path / "pool"), pack_keys([b"key"])
     with serve(tmp_path), raw(path) as good, raw(path) as bad:
