@@ -92,6 +92,7 @@ class SharedPool:
         self._late: int | None = None  # the number of an answer that has not come in time
         self._next_try = 0.0
         self._joined = False
+        self._warned: deque[str] = deque(maxlen=64)  # texts
         self._passed: list[int] = []  # descriptors that came before there was a memory
         self._memory: PoolMemory | None = None
         self._part: int | None = None  # of each row, which `host_memory` is
@@ -446,6 +447,12 @@ class SharedPool:
         return bool(self._incoming.poll(max(0.0, 1000 * (end - time.monotonic()))))
 
     def _send(self, number: int, operation: Operation, payload: bytes) -> bool:
+        if len(payload) > messages.MOST_MESSAGE:
+            self._warn(
+                f"a call over the pool of {shown(self.path)} has keys of more than {messages.MOST_MESSAGE} bytes, which "
+                "the owner does not take: they are misses. Give each call fewer keys"
+            )
+            return False
         return all(map(self._send_datagram, messages.datagrams(number, operation, payload)))
 
     def _send_datagram(self, datagram: bytes) -> bool:
@@ -458,6 +465,12 @@ class SharedPool:
         except OSError:
             self._lose()
         return False
+
+    def _warn(self, text: str) -> None:
+        """Once, until an owner takes this member again."""
+        if text not in self._warned:
+            self._warned.append(text)
+            LOGGER.warning("%s", text)
 
     def _lose(self) -> None:
         """The owner has ended."""
