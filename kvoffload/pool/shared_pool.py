@@ -343,7 +343,8 @@ class SharedPool:
         elif self._late is not None and self._answer(self._late, 0.0) is None and time.monotonic() >= self._next_try:
             if self._joined:
                 self._next_try = time.monotonic() + watching.RETRY_SECONDS
-                self._send(self.next_number(), Operation.STATUS, messages.pack_keys([]))
+                (datagram,) = messages.datagrams(self.next_number(), Operation.STATUS, messages.pack_keys([]))
+                self._send_datagram(datagram, socket.MSG_DONTWAIT)  # earlier ones may fill the socket
             else:
                 self._drop()  # and ask to join again
         while self._unsent and self.connected:
@@ -449,16 +450,16 @@ class SharedPool:
     def _send(self, number: int, operation: Operation, payload: bytes) -> bool:
         if len(payload) > messages.MOST_MESSAGE:
             self._warn(
-                f"a call over the pool of {shown(self.path)} has keys of more than {messages.MOST_MESSAGE} bytes, which "
+                f"a call over the pool {shown(self.path)} has keys of more than {messages.MOST_MESSAGE} bytes, which "
                 "the owner does not take: they are misses. Give each call fewer keys"
             )
             return False
         return all(map(self._send_datagram, messages.datagrams(number, operation, payload)))
 
-    def _send_datagram(self, datagram: bytes) -> bool:
+    def _send_datagram(self, datagram: bytes, flags: int = 0) -> bool:
         assert self._socket is not None
         try:
-            self._socket.send(datagram)
+            self._socket.send(datagram, flags)
             return True
         except BlockingIOError:  # it does not read: any answer shows that it reads again
             self._late = self._late or 0

@@ -274,6 +274,27 @@ def test_the_owners_answer_is_asked_for_or_slept_for(
         check_load_at_last(one, 1)
 
 
+def test_calls_of_an_owner_that_stands_still_for_long_do_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor once the socket is full of what they have asked: all have ended while it stands still."""
+    policies = list[Standing]()
+
+    def policy(capacity: int) -> Standing:
+        policies.append(Standing(capacity))
+        return policies[-1]
+
+    with serve(tmp_path, 8, policy=policy), member(str(tmp_path / "pool"), answer_seconds=0.2) as one:
+        stored(one, 1)
+        standing = next(each for each in policies if not each.go.is_set() and len(each))
+        one.cache.touch(keys_of([1]))
+        monkeypatch.setattr(watching, "RETRY_SECONDS", 0.0)  # as after minutes
+        assert [one.hits(1) for _ in range(2000)] == [0] * 2000, "it has stood still for 10 seconds: calls have waited"
+        monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
+        standing.go.set()
+        check_load_at_last(one, 1)
+
+
 def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Path) -> None:
     """And while one thread waits for it, another one's calls go on."""
     tier = SlowTier()
