@@ -387,12 +387,14 @@ class SharedPool:
             self._drop()
             if self._memory is None:
                 raise _ERRORS.get(name, CapabilityError)(reason)
-            if name == CapabilityError.__name__:
+            final = "memory of its own" in reason  # no later answer of this owner is another one
+            if final:
                 self._next_try = math.inf
-                LOGGER.warning(
-                    "the new owner of %s does not take this engine's memory (%s): its cache has no hits until you "
-                    "attach again and make a new engine", self.path, reason,
-                )  # fmt: skip
+            until = "you attach again and make a new engine" if final else "that has changed: it asks each second"
+            self._warn(
+                f"the new owner of {shown(self.path)} does not take this engine's memory ({name}: {reason}): its cache "
+                f"has no hits until {until}"
+            )
             return
         said: dict[str, Any] = json.loads(content)
         if self._memory is None:
@@ -403,6 +405,7 @@ class SharedPool:
             self.capacity, self._memory = meaning.capacity, memory
         self.has_tiers = bool(said["tiers"])
         self._joined = True
+        self._warned.clear()
         self.wake()
 
     def _answer(self, number: int, end: float) -> tuple[int, bytes] | None:
