@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import shown
 
 VERSION = 1
 MOST_KEY_BYTES = 64
@@ -78,12 +79,15 @@ class Operation(IntEnum):
 
 
 def socket_path(path: str | Path) -> str:
-    """Raises ValueError: it is too long."""
-    if len(os.fsencode(path)) > 107:
-        raise ValueError(
-            f"path must have at most 107 bytes, as every socket's, got {len(os.fsencode(path))}: {path!r:.120}"
-        )
-    return os.fspath(path)
+    """The absolute path. Raises TypeError; ValueError: it is empty, has a NUL, or is too long."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a string or a Path, got {shown(path)}")
+    if not str(path) or "\0" in str(path):
+        raise ValueError(f"path must be that of a file, such as /run/kvoffload/pool, got {shown(path)}")
+    absolute = os.path.abspath(path)
+    if (length := len(os.fsencode(absolute))) > 107:
+        raise ValueError(f"path must have at most 107 bytes, as every socket's, got {length}: {shown(absolute, 120)}")
+    return absolute
 
 
 class MessageError(Exception):
