@@ -38,7 +38,7 @@ from kvoffload.device.pinned import HostMemory, touch
 from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import seconds, shown
+from kvoffload.internal.checks import at_least, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.pool import messages, watching
@@ -56,6 +56,7 @@ ANSWER_SECONDS = 0.1
 ASK_SECONDS = 1e-4 if hostinfo.usable_cpus() >= 8 else 0.0  # that a call asks for its answer before it sleeps
 ALLOCATING_SECONDS = 10.0  # that an owner is waited for which says each second that it allocates memory
 _MOST_UNSENT = 65_536  # messages
+_MOST_SECONDS = 1e6  # that anything is waited for: `poll` takes twice as many
 
 
 class SharedPool:
@@ -76,12 +77,17 @@ class SharedPool:
         for name, value in (("identity", asked.get("identity", "")), ("tenant", tenant), ("engine", asked["engine"])):
             if not isinstance(value, str):
                 raise TypeError(f"{name} must be a string, got {shown(value)}")
+            if len(json.dumps(value)) - 2 > 3 * messages.MOST_TEXT:  # all three fit into one datagram
+                raise ValueError(
+                    f"{name} has {len(value)} characters, and may have {messages.MOST_TEXT}, or 1024 outside of ASCII: "
+                    "give a digest of it"
+                )
         if not hasattr(os, "eventfd"):
             raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
         self.capacity = 0
         self.path, self.tenant, self.num_groups = messages.socket_path(path), tenant, num_groups
         self._asked: dict[str, Any] = {"version": messages.VERSION, "tenant": tenant, **asked}
-        self._answer_seconds = seconds("answer_seconds", answer_seconds)
+        self._answer_seconds = min(_MOST_SECONDS, seconds("answer_seconds", answer_seconds))
         self._lock = threading.RLock()
         self.next_number = itertools.count(1).__next__  # of a message
         self._socket: socket.socket | None = None
@@ -144,14 +150,24 @@ class SharedPool:
         """
         if not hasattr(layout, "slot_bytes") or not hasattr(layout, "num_groups"):
             raise LayoutError(f"layout must be a KVLayout, of one device, got {shown(layout)}")
+        name, part = "", None
+        if engine is not None:
+            if not isinstance(engine, tuple) or len(engine) != 2 or not engine[0]:
+                raise ValueError(f"engine must be a name and a part, such as ('decode', 0), got {shown(engine)}")
+            name, part = engine[0], at_least("engine's part", engine[1], 0)
+            if part >= layout.num_groups:
+                raise ValueError(
+                    f"engine's part must be below the layout's {layout.num_groups} groups, got {part}: a row has one "
+                    "for each"
+                )
         asked = {
             "fingerprint": layout.fingerprint.hex(),
             "identity": identity,
             "row_bytes": layout.slot_bytes * layout.num_groups,
-            "engine": "" if engine is None else engine[0],
+            "engine": name,
         }
         pool = cls(path, asked, tenant=tenant, num_groups=layout.num_groups, answer_seconds=answer_seconds)
-        pool._part = None if engine is None else engine[1]
+        pool._part = part
         return pool._joining(timeout, "")
 
     @classmethod
@@ -171,12 +187,15 @@ class SharedPool:
             ValueError: another process has joined as the one with this engine's index.
             Also errors of `attach`.
         """
-        asked = {"engine": engine, "processes": processes}
+        if not engine:
+            raise ValueError(f"engine must be the name that its processes give to attach, got {shown(engine)}")
+        asked = {"engine": engine, "processes": at_least("processes", processes, 1)}
         pool = cls(path, asked, tenant="", num_groups=1, answer_seconds=ANSWER_SECONDS)
         return pool._joining(timeout, f" for {processes} processes of engine {engine:.80}")
 
     def _joining(self, timeout: float, whom: str) -> SharedPool:
-        end = time.monotonic() + seconds("timeout", timeout)
+        timeout = min(_MOST_SECONDS, seconds("timeout", timeout))
+        end = time.monotonic() + timeout
         try:
             while not self._connect(max(0.001, end - time.monotonic())):
                 if time.monotonic() >= end:

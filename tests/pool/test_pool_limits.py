@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pooling import keys_of, member, serve
+import pytest
+from pooling import eventually, keys_of, member, region_bytes, serve
 
-from kvoffload import Status
-from kvoffload.pool import messages
+from kvoffload import CapabilityError, LayoutError, Status, Tenant
+from kvoffload.pool import PoolOwner, SharedPool, messages, watching
 from kvoffload.pool.messages import MOST_KEY_BYTES, MOST_MESSAGE, Assembler, Operation, datagrams
+
+
+class Rows(NamedTuple):
+    """What a pool asks of a layout."""
+
+    fingerprint: bytes = bytes(16)
+    slot_bytes: int = 4096
+    num_groups: int = 1
+
 
 # messages that are too large ------------------------------------------------------------------------------------------
 
@@ -39,3 +50,153 @@ def test_a_call_with_too_many_keys_finds_none_and_stays_connected(tmp_path: Path
         one.store(2)
         one.check_load(1, 2)
         assert one.pool.generation == 0
+
+
+# members that the next owner refuses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError, CapabilityError, LayoutError, RuntimeError])
+def test_a_member_says_each_reason_once_for_which_the_next_owner_refuses_it_and_asks_on(
+    error: type[Exception], tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
+    reasons, asked = ["the owner speaks version 2"], list[str]()
+
+    def tiers(*_: str) -> list[Any]:
+        asked.append("")
+        if reasons:
+            raise error(reasons[0])
+        return []
+
+    def said() -> list[str]:
+        return [each for each in caplog.messages if "does not take this engine's memory" in each]
+
+    first = PoolOwner(tmp_path / "pool", nbytes=region_bytes(8))
+    with member(first.path) as one:
+        one.store(1)
+        first.close()
+        with serve(tmp_path, 8, tiers=tiers):
+            eventually(lambda: len(asked) >= 4, "it asks again")
+            reasons[0], before = "no disk", len(asked)
+            eventually(lambda: len(asked) >= before + 4, "it asks on")
+            texts = [f"({error.__name__}: {reason})" for reason in ("the owner speaks version 2", "no disk")]
+            assert [text in each for text, each in zip(texts, said(), strict=True)] == [True, True]
+            assert one.hits(1) == 0
+            reasons.clear()
+            eventually(lambda: one.hits(1), "it is taken")
+            one.check_load(1)
+
+
+# where it is served ---------------------------------------------------------------------------------------------------
+
+
+def test_a_relative_path_stays_what_it_was_when_the_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(tmp_path)
+    first = PoolOwner("pool", nbytes=region_bytes(8))
+    assert first.path == str(tmp_path / "pool")
+    with member("pool") as one:
+        one.store(1)
+        monkeypatch.chdir(other)
+        first.close()
+        with serve(tmp_path, 8):
+            eventually(lambda: one.hits(1), "it finds the next owner")
+            one.check_load(1)
+    monkeypatch.chdir(tmp_path)
+    second = PoolOwner(Path("other/pool"), nbytes=region_bytes(8))
+    monkeypatch.chdir("/")
+    second.close()
+    assert os.listdir(other) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "text"),
+    [
+        ("", ValueError, "path must be that of a file, such as .*, got ''"),
+        ("a\0b", ValueError, r"path must be that of a file, such as .*, got 'a\\x00b'"),
+        ("\0abstract", ValueError, "path must be that of a file"),
+        (3, TypeError, "path must be a string or a Path, got 3"),
+        (b"pool", TypeError, "path must be a string or a Path, got b'pool'"),
+        ("/" + "x" * 107, ValueError, "path must have at most 107 bytes, as every socket's, got 108: '/xxx"),
+    ],
+)
+def test_a_path_that_no_socket_can_have_is_refused_at_once(path: Any, error: type[Exception], text: str) -> None:
+    """No owner is waited for."""
+    with pytest.raises(error, match=text):
+        PoolOwner(path, nbytes=1 << 20)
+    with pytest.raises(error, match=text):
+        SharedPool.attach(path, Rows(), identity="m")
+    with pytest.raises(error, match=text):
+        SharedPool.beside(path, "engine", 1)
+
+
+# arguments ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        (
+            {"identity": "\U0001f600" * 4096},
+            ValueError,
+            "identity has 4096 characters, and may have 4096, or 1024 ",
+        ),
+        ({"identity": "i" * 60_000}, ValueError, "identity has 60000 characters"),
+        ({"tenant": "t" * 60_000}, ValueError, "tenant has 60000 characters"),
+        ({"engine": ("e" * 60_000, 0)}, ValueError, "engine has 60000 characters"),
+        ({"engine": (3, 0)}, TypeError, "engine must be a string, got 3"),
+        ({"engine": 5}, ValueError, "engine must be a name and a part, such as .*, got 5"),
+        ({"engine": ()}, ValueError, r"engine must be a name and a part, such as .*, got \(\)"),
+        ({"engine": ("", 0)}, ValueError, "engine must be a name and a part"),
+        ({"engine": ("e", -1)}, ValueError, "engine's part must be an integer of at least 0, got -1"),
+        ({"engine": ("e", "0")}, ValueError, "engine's part must be an integer of at least 0, got '0'"),
+        ({"engine": ("e", 2)}, ValueError, "engine's part must be below the layout's 2 groups, got 2"),
+        ({"timeout": float("inf")}, ValueError, "timeout must be a number of seconds"),
+    ],
+)
+def test_what_no_owner_could_take_is_refused_by_name_and_nothing_has_happened(
+    changes: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    with serve(tmp_path) as owner:
+        with pytest.raises(error, match=text):
+            SharedPool.attach(owner.path, Rows(num_groups=2), **{"identity": "m", **changes})
+        assert owner.statistics() == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "processes", "error", "text"),
+    [
+        ("e", 0, ValueError, "processes must be an integer of at least 1, got 0"),
+        ("e", -1, ValueError, "processes must be an integer of at least 1, got -1"),
+        ("e", "a", ValueError, "processes must be an integer of at least 1, got 'a'"),
+        ("", 1, ValueError, "engine must be the name that its processes give to attach, got ''"),
+        (3, 1, TypeError, "engine must be a string, got 3"),
+        ("e" * 60_000, 1, ValueError, "engine has 60000 characters"),
+    ],
+)
+def test_a_scheduler_of_no_process_is_refused_by_name(
+    engine: Any, processes: Any, error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    with serve(tmp_path) as owner, pytest.raises(error, match=text):
+        SharedPool.beside(owner.path, engine, processes)
+
+
+@pytest.mark.parametrize("wide", ["i" * 12_000, "\U0001f600" * 1024, "\ud800" * 1024])
+def test_the_longest_texts_fit_into_one_message(wide: str, tmp_path: Path) -> None:
+    """All three at once, also in the answer."""
+    identity, name = wide[: messages.MOST_TEXT], wide[:4000]
+    with serve(tmp_path, tenants={name: Tenant()}) as owner:
+        options: dict[str, Any] = {"identity": identity, "tenant": name, "engine": (name, 0)}
+        with SharedPool.attach(owner.path, Rows(), **options) as pool:
+            assert pool.connected
+
+
+@pytest.mark.parametrize("seconds", [1e7, 1e308])
+def test_seconds_that_no_system_call_takes_are_as_many_as_one_takes(seconds: float, tmp_path: Path) -> None:
+    with serve(tmp_path) as owner, member(owner.path, timeout=seconds, answer_seconds=seconds) as one:
+        one.store(1)
+        one.check_load(1)

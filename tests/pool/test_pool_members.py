@@ -488,6 +488,7 @@ def test_a_region_of_its_own_is_not_given_to_members_of_an_older_one(tmp_path: P
             with raw(path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())):
                 pass
         eventually(lambda: one.hits(1) or "does not take" in caplog.text, "it is refused, once")
+        assert one.hits(1) or "hits until you attach again and make a new engine" in caplog.text
         assert one.store(2).keys == ()
         second.close()
 
