@@ -44,6 +44,8 @@ from kvoffload import (
 from kvoffload.cache.policies import LRU, RequestPolicy
 from kvoffload.pool import PoolOwner, SharedPool, owner
 from kvoffload.pool.memory import PoolMemory
+from kvoffload.pool.messages import NUMBER, Operation, pack_keys
+from kvoffload.pool.operations import MOST_REMOVALS
 from kvoffload.testing import SimulatedDriver
 
 
@@ -213,6 +215,34 @@ def test_remove_waits_for_the_owners_tiers_and_hides_nothing_meanwhile(tmp_path:
         assert removed == [2]
         assert one.cache.status(keys_of([1, 2, 3])) == [Status.MISS, Status.MISS, Status.HIT]
         assert not tier.has_record(key_of(1))
+
+
+def test_removals_that_wait_for_a_tier_that_hangs_are_so_many_and_others_do_nothing(tmp_path: Path) -> None:
+    """One thread does them in order, and who asks for one too many hears so at once."""
+    tier, more = SlowToRemove(), 5
+    options: dict[str, Any] = {"tiers": lambda *_: [tier], "write": "through"}
+    with serve(tmp_path, 256, **options) as served, raw(served.path) as one, raw(served.path) as other:
+        one.store(keys_of(range(MOST_REMOVALS + more)), 1)
+        eventually(lambda: len(tier.store) == MOST_REMOVALS + more, "the tier has the keys")
+        first = one.number
+        for number in range(MOST_REMOVALS + more):
+            one.send(Operation.REMOVE, pack_keys(keys_of([number])))
+        refused = [one.receive() for _ in range(more)]
+        assert refused == [(first + 1 + MOST_REMOVALS + each, Operation.REMOVE, b"") for each in range(more)]
+        assert tier.removing.wait(SECONDS)
+        working = [each for each in threading.enumerate() if each.name == "kvoffload-pool-remove"]
+        assert len(working) == 1
+        assert other.status(keys_of([MOST_REMOVALS])) == [1], "calls of others go on"
+        tier.go.set()
+        for number in range(MOST_REMOVALS):
+            assert one.receive() == (first + 1 + number, Operation.REMOVE, NUMBER.pack(1))
+        last = keys_of(range(MOST_REMOVALS, MOST_REMOVALS + more))
+        assert one.status(last) == [1] * more, "nothing of what was refused is removed"
+        assert [tier.has_record(key) for key in last] == [True] * more
+        working[0].join(SECONDS)
+        assert one.ask(Operation.REMOVE, pack_keys(last)) == (Operation.REMOVE, NUMBER.pack(more)), "there is room"
+    gc.collect()
+    eventually(lambda: not any(each.name == "kvoffload-pool-remove" for each in threading.enumerate()), "it has ended")
 
 
 # restarts -------------------------------------------------------------------------------------------------------------
