@@ -78,10 +78,8 @@ class SharedPool:
             if not isinstance(value, str):
                 raise TypeError(f"{name} must be a string, got {shown(value)}")
             if len(json.dumps(value)) - 2 > 3 * messages.MOST_TEXT:  # all three fit into one datagram
-                raise ValueError(
-                    f"{name} has {len(value)} characters, and may have {messages.MOST_TEXT}, or 1024 outside of ASCII: "
-                    "give a digest of it"
-                )
+                most = f"{messages.MOST_TEXT}, or 1024 outside of ASCII"
+                raise ValueError(f"{name} has {len(value)} characters, and may have {most}: give a digest of it")
         if not hasattr(os, "eventfd"):
             raise CapabilityError("a shared pool needs Linux 2.6.27 and a Python with os.eventfd")
         self.capacity = 0
@@ -152,14 +150,10 @@ class SharedPool:
             raise LayoutError(f"layout must be a KVLayout, of one device, got {shown(layout)}")
         name, part = "", None
         if engine is not None:
-            if not isinstance(engine, tuple) or len(engine) != 2 or not engine[0]:
-                raise ValueError(f"engine must be a name and a part, such as ('decode', 0), got {shown(engine)}")
-            name, part = engine[0], at_least("engine's part", engine[1], 0)
-            if part >= layout.num_groups:
-                raise ValueError(
-                    f"engine's part must be below the layout's {layout.num_groups} groups, got {part}: a row has one "
-                    "for each"
-                )
+            parts, pair = range(layout.num_groups), isinstance(engine, tuple) and len(engine) == 2
+            if not pair or not engine[0] or engine[1] not in parts:
+                raise ValueError(f"engine must be a name and a part, 0 to {parts[-1]}, got {shown(engine)}")
+            name, part = engine[0], int(engine[1])
         asked = {
             "fingerprint": layout.fingerprint.hex(),
             "identity": identity,
@@ -471,10 +465,8 @@ class SharedPool:
 
     def _send(self, number: int, operation: Operation, payload: bytes) -> bool:
         if len(payload) > messages.MOST_MESSAGE:
-            self._warn(
-                f"a call over the pool {shown(self.path)} has keys of more than {messages.MOST_MESSAGE} bytes, which "
-                "the owner does not take: they are misses. Give each call fewer keys"
-            )
+            size = f"keys of more than {messages.MOST_MESSAGE} bytes"
+            self._warn(f"a call over the pool {shown(self.path)} has {size}: they are misses, give it fewer at once")
             return False
         return all(map(self._send_datagram, messages.datagrams(number, operation, payload)))
 
