@@ -401,8 +401,7 @@ class SharedPool:
             if self._memory is None:
                 raise _ERRORS.get(name, CapabilityError)(reason)
             final = "memory of its own" in reason  # no later answer of this owner is another one
-            if final:
-                self._next_try = math.inf
+            self._next_try = math.inf if final else self._next_try
             until = "you attach again and make a new engine" if final else "that has changed: it asks each second"
             self._warn(
                 f"the new owner of {shown(self.path)} does not take this engine's memory ({name}: {reason}): its cache "
