@@ -83,7 +83,7 @@ def socket_path(path: str | Path) -> str:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a string or a Path, got {shown(path)}")
     if not str(path) or "\0" in str(path):
-        raise ValueError(f"path must be that of a file, such as /run/kvoffload/pool, got {shown(path)}")
+        raise ValueError(f"path must name a socket, got {shown(path)}")
     absolute = os.path.abspath(path)
     if (length := len(os.fsencode(absolute))) > 107:
         raise ValueError(f"path must have at most 107 bytes, as every socket's, got {length}: {shown(absolute, 120)}")

@@ -116,9 +116,9 @@ def test_a_relative_path_stays_what_it_was_when_the_folder_changes(
 @pytest.mark.parametrize(
     ("path", "error", "text"),
     [
-        ("", ValueError, "path must be that of a file, such as .*, got ''"),
-        ("a\0b", ValueError, r"path must be that of a file, such as .*, got 'a\\x00b'"),
-        ("\0abstract", ValueError, "path must be that of a file"),
+        ("", ValueError, "path must name a socket, got ''"),
+        ("a\0b", ValueError, r"path must name a socket, got 'a\\x00b'"),
+        ("\0abstract", ValueError, "path must name a socket"),
         (3, TypeError, "path must be a string or a Path, got 3"),
         (b"pool", TypeError, "path must be a string or a Path, got b'pool'"),
         ("/" + "x" * 107, ValueError, "path must have at most 107 bytes, as every socket's, got 108: '/xxx"),
