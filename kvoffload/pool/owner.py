@@ -313,7 +313,10 @@ class PoolOwner:
             if region is None and member.files:
                 meaning = Meaning(int(member.asked["capacity"]), key[2], key[0], key[1])
                 memory = PoolMemory.adopt(member.files[-1], meaning)
-                region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
+                try:
+                    region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
+                except BlockingIOError:  # its owner still grants rows of it, or a tier there is at work on them
+                    return False
             if region is not None:
                 self._admit(member, region)
             elif time.monotonic() >= self._grace_until:
