@@ -6,14 +6,19 @@ import argparse
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.pools import Tenant
 from kvoffload.internal import hostinfo
-from kvoffload.terminal.console import CommandError, Output, counted, mib
+from kvoffload.internal.checks import reason
+from kvoffload.terminal.console import CommandError, Output, OutputError, counted, mib
 from kvoffload.terminal.options import add_command, size, whole
+
+if TYPE_CHECKING:
+    from kvoffload.pool.owner import PoolOwner
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _COUNTS = ("members", "resident", "capacity", "pending", "pinned", "evicted")
@@ -59,8 +64,11 @@ def tenant(text: str) -> tuple[str, Tenant]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; 130 after Ctrl-C, as of every command."""
+    from kvoffload.pool.memory import PAGE
     from kvoffload.pool.owner import BUSY_POLL_SECONDS, PoolOwner
 
+    if min(arguments.bytes, arguments.region_bytes or arguments.bytes) < 3 * PAGE:  # rows, superblock, headers
+        raise CommandError(f"--bytes and --region-bytes must be at least {3 * PAGE}, which is a region of few keys")
     output, tiers, tenants = Output(arguments.json), make_tiers(arguments), dict(arguments.tenant)
     if len(tenants) < len(arguments.tenant):
         raise CommandError("--tenant names a tenant twice: give each its quota once")
@@ -81,8 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
         with owner:
             output.line(f"pool: process {os.getpid()} serves {mib(arguments.bytes)} until Ctrl-C, at")
             output.path(owner.path)
-            while (received := signal.sigwait(_SIGNALS)) == signal.SIGUSR1:
-                _report(owner.path, arguments.bytes, owner.statistics(), output)
+            while (received := _received(owner)) == signal.SIGUSR1:
+                with suppress(OutputError):  # whoever reads it may have ended, and engines need the owner
+                    _report(owner.path, arguments.bytes, owner.statistics(), output)
             _report(owner.path, arguments.bytes, owner.statistics(), output)
     except OSError as error:
         raise CommandError(
@@ -95,6 +104,15 @@ def run(arguments: argparse.Namespace) -> int:
     if received == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
+
+
+def _received(owner: PoolOwner) -> int:
+    """The next signal. Raises CommandError: the owner has ended by an error."""
+    while owner.failure is None:
+        received = signal.sigtimedwait(_SIGNALS, 0.5)
+        if received is not None:
+            return received.si_signo
+    raise CommandError(f"the owner of {owner.path} has ended: {reason(owner.failure)}")
 
 
 def make_tiers(arguments: argparse.Namespace) -> Callable[[str, str], Sequence[Any]] | None:
