@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.pools import Tenant
@@ -16,9 +16,6 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import reason
 from kvoffload.terminal.console import CommandError, Output, OutputError, counted, mib
 from kvoffload.terminal.options import add_command, size, whole
-
-if TYPE_CHECKING:
-    from kvoffload.pool.owner import PoolOwner
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _COUNTS = ("members", "resident", "capacity", "pending", "pinned", "evicted")
@@ -89,9 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
         with owner:
             output.line(f"pool: process {os.getpid()} serves {mib(arguments.bytes)} until Ctrl-C, at")
             output.path(owner.path)
-            while (received := _received(owner)) == signal.SIGUSR1:
+            while (received := signal.sigtimedwait(_SIGNALS, 0.5)) is None or received.si_signo == signal.SIGUSR1:
+                if owner.failure is not None:
+                    raise CommandError(f"the owner of {owner.path} has ended: {reason(owner.failure)}")
                 with suppress(OutputError):  # whoever reads it may have ended, and engines need the owner
-                    _report(owner.path, arguments.bytes, owner.statistics(), output)
+                    if received is not None:
+                        _report(owner.path, arguments.bytes, owner.statistics(), output)
             _report(owner.path, arguments.bytes, owner.statistics(), output)
     except OSError as error:
         raise CommandError(
@@ -101,18 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    if received == signal.SIGINT:
+    if received.si_signo == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
-
-
-def _received(owner: PoolOwner) -> int:
-    """The next signal. Raises CommandError: the owner has ended by an error."""
-    while owner.failure is None:
-        received = signal.sigtimedwait(_SIGNALS, 0.5)
-        if received is not None:
-            return received.si_signo
-    raise CommandError(f"the owner of {owner.path} has ended: {reason(owner.failure)}")
 
 
 def make_tiers(arguments: argparse.Namespace) -> Callable[[str, str], Sequence[Any]] | None:

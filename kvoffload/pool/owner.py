@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
@@ -180,7 +180,11 @@ class PoolOwner:
                     self._done.popleft()()
                 self._joining = [member for member in self._joining if not self._join(member)]
                 if waits:
-                    self._tend_connections()
+                    for member in [each for each, end in self._silent.items() if time.monotonic() >= end]:
+                        self._lose(member)
+                    if self._full:
+                        self._full = False
+                        self._epoll.modify(self._listener, select.EPOLLIN)
                     for region in self._regions.values():
                         self._survive(region.settle)
             self._handle_events(0)  # who has left by now does not come back
@@ -217,14 +221,6 @@ class PoolOwner:
                 if not isinstance(error, ConnectionError):
                     LOGGER.warning("a member of %s is cut off: %s", self.path, reason(error))
                 self._lose(member, dead=dead)
-
-    def _tend_connections(self) -> None:
-        """Drop those that do not ask to join; accept again after `_accept` could not."""
-        for member in [member for member, end in self._silent.items() if time.monotonic() >= end]:
-            self._lose(member)
-        if self._full:
-            self._full = False
-            self._epoll.modify(self._listener, select.EPOLLIN)
 
     def _accept(self) -> None:
         try:
@@ -372,7 +368,7 @@ class PoolOwner:
         except Exception as error:  # noqa: BLE001  # the member is told, whatever it asked for
             return self._refuse(member, error)
 
-    def _refuse(self, member: Member, error: Exception) -> bool:
+    def _refuse(self, member: Member, error: Any) -> bool:
         if member.files:
             self._warn_once(f"{self.path} refuses a member of the last owner: {reason(error)}")
         member.answer(member.join, Operation.REFUSED, reason(error).encode(errors="replace")[:MOST_TEXT])
@@ -453,7 +449,7 @@ class PoolOwner:
             del self._making[key]
             for each in [each for each in self._joining if error is not None and each.key == key]:
                 self._joining.remove(each)
-                self._refuse(each, cast(Exception, error))
+                self._refuse(each, error)
             if region is not None and self._closing:
                 region.close()
             elif region is not None:

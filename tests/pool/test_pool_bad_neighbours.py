@@ -8,12 +8,14 @@ import resource
 import select
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from pooling import SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
 
+from kvoffload.cache.policies import LRU
 from kvoffload.pool import PoolOwner
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
@@ -85,18 +87,24 @@ def test_an_error_in_a_region_ends_neither_the_owner_nor_other_members(
 
 def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tmp_path: Path) -> None:
     """Only what was sent before the owner knew of the death is read."""
+
+    class Slow(LRU):
+        def touch(self, keys: Sequence[bytes]) -> None:
+            time.sleep(0.001)  # longer than the child takes to send the next one
+            super().touch(keys)
+
     read, write = os.pipe()
-    with serve(tmp_path) as owner, raw(owner.path) as good:
+    with serve(tmp_path, policy=Slow) as owner, raw(owner.path) as good:
         child = os.fork()
         if child == 0:
             try:
                 mine = RawMember(owner.path, fingerprint=bytes(16))
                 mine.join()
+                mine.store(keys_of([1]), 1)
                 if os.fork() == 0:
                     os.close(read)
-                    payload = pack_keys(keys_of(range(500)))
                     while True:  # until the owner does not read any more
-                        mine.send(Operation.TOUCH, payload)
+                        mine.send(Operation.TOUCH, pack_keys(keys_of([1])))
             except OSError:
                 os.write(write, b"x")
             finally:
