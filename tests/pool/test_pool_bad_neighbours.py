@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -101,10 +102,13 @@ def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tm
                 mine = RawMember(owner.path, fingerprint=bytes(16))
                 mine.join()
                 mine.store(keys_of([1]), 1)
-                if os.fork() == 0:
-                    os.close(read)
-                    while True:  # until the owner does not read any more
-                        mine.send(Operation.TOUCH, pack_keys(keys_of([1])))
+                if os.fork() > 0:
+                    os.read(read, 1)  # until it sends
+                    os._exit(0)
+                for number in itertools.count():  # until the owner does not read any more
+                    mine.send(Operation.TOUCH, pack_keys(keys_of([1])))
+                    if number == 100:
+                        os.write(write, b"x")
             except OSError:
                 os.write(write, b"x")
             finally:
