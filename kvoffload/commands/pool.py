@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.pools import Tenant
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import reason
+from kvoffload.internal.log import LOGGER
 from kvoffload.terminal.console import CommandError, Output, OutputError, counted, mib
 from kvoffload.terminal.options import add_command, size, whole
 
@@ -72,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     available = hostinfo.available_bytes()
     if available is not None and arguments.bytes > available:
         output.note(f"kvoffload: --bytes is {mib(arguments.bytes)}, and {mib(available)} are available now")
+    handler = logging.StreamHandler()  # why a member was refused or cut off, for whoever runs the service
+    LOGGER.addHandler(handler)
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # for the owner's threads, too: `sigwait` gets them
     try:
         owner = PoolOwner(
@@ -100,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, TypeError) as error:
         raise CommandError(str(error)) from error
     finally:
+        LOGGER.removeHandler(handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
     if received.si_signo == signal.SIGINT:
         raise KeyboardInterrupt

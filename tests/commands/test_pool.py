@@ -224,6 +224,17 @@ def test_a_signal_for_statistics_that_nobody_reads_does_not_end_it(tmp_path: Pat
         assert process.poll() is None
 
 
+def test_it_says_on_stderr_whom_it_cuts_off(tmp_path: Path) -> None:
+    with serving(tmp_path, "--bytes", "1MiB") as process:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(str(tmp_path / "pool"))
+            connection.send(b"garbage")
+            assert connection.recv(1) == b""
+        code, _, errors = ended(process, signal.SIGTERM)
+    assert code == 0
+    assert errors.startswith(f"a member of {tmp_path}/pool is cut off: MessageError: a datagram of 7 bytes")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_it_ends_with_its_owner(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
