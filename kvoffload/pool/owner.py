@@ -91,8 +91,6 @@ class PoolOwner:
     ) -> None:
         from kvoffload.cache.tiering.attaching import TierPlan
 
-        if path == "":
-            raise ValueError("path must name a socket, got ''")
         if tiers is not None and not callable(tiers):
             raise TypeError(f"tiers must be a function of a region's name and identity, or None, got {shown(tiers)}")
         self.path = messages.socket_path(path)

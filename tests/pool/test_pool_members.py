@@ -509,7 +509,7 @@ def test_an_owner_of_another_version_is_named_once(
             for _ in range(20):
                 assert one.hits(1) == 0
                 time.sleep(0.01)
-    assert caplog.text.count("speaks version") == 1
+    assert [each.count("speaks version") for each in caplog.messages if "does not take" in each] == [1]
 
 
 def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_path: Path) -> None:
