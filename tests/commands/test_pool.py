@@ -227,7 +227,7 @@ def test_a_signal_for_statistics_that_nobody_reads_does_not_end_it(tmp_path: Pat
 def test_it_says_on_stderr_whom_it_cuts_off(tmp_path: Path) -> None:
     with serving(tmp_path, "--bytes", "1MiB") as process:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(str(tmp_path / "pool"))
+            until(lambda: connection.connect_ex(str(tmp_path / "pool")) == 0, "it listens")
             connection.send(b"garbage")
             assert connection.recv(1) == b""
         code, _, errors = ended(process, signal.SIGTERM)
@@ -243,9 +243,8 @@ def test_it_ends_with_its_owner(
     monkeypatch.setattr(owners, "QUARANTINE_SECONDS", "soon")
 
     def ask() -> None:
-        until((tmp_path / "pool").exists, "the socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(str(tmp_path / "pool"))
+            until(lambda: connection.connect_ex(str(tmp_path / "pool")) == 0, "it listens")
             connection.recv(1)  # until the owner has ended
 
     thread = threading.Thread(target=ask)
