@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.pools import Tenant
 from kvoffload.internal import hostinfo
-from kvoffload.terminal.console import CommandError, Output, counted, mib
+from kvoffload.internal.checks import reason
+from kvoffload.internal.log import LOGGER
+from kvoffload.terminal.console import CommandError, Output, OutputError, counted, mib
 from kvoffload.terminal.options import add_command, size, whole
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -59,14 +63,19 @@ def tenant(text: str) -> tuple[str, Tenant]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; 130 after Ctrl-C, as of every command."""
+    from kvoffload.pool.memory import PAGE
     from kvoffload.pool.owner import BUSY_POLL_SECONDS, PoolOwner
 
+    if min(arguments.bytes, arguments.region_bytes or arguments.bytes) < 3 * PAGE:  # rows, superblock, headers
+        raise CommandError(f"--bytes and --region-bytes must be at least {3 * PAGE}, which is a region of few keys")
     output, tiers, tenants = Output(arguments.json), make_tiers(arguments), dict(arguments.tenant)
     if len(tenants) < len(arguments.tenant):
         raise CommandError("--tenant names a tenant twice: give each its quota once")
     available = hostinfo.available_bytes()
     if available is not None and arguments.bytes > available:
         output.note(f"kvoffload: --bytes is {mib(arguments.bytes)}, and {mib(available)} are available now")
+    handler = logging.StreamHandler()  # why a member was refused or cut off, for whoever runs the service
+    LOGGER.addHandler(handler)
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # for the owner's threads, too: `sigwait` gets them
     try:
         owner = PoolOwner(
@@ -81,8 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
         with owner:
             output.line(f"pool: process {os.getpid()} serves {mib(arguments.bytes)} until Ctrl-C, at")
             output.path(owner.path)
-            while (received := signal.sigwait(_SIGNALS)) == signal.SIGUSR1:
-                _report(owner.path, arguments.bytes, owner.statistics(), output)
+            while (received := signal.sigtimedwait(_SIGNALS, 0.5)) is None or received.si_signo == signal.SIGUSR1:
+                if owner.failure is not None:
+                    raise CommandError(f"the owner of {owner.path} has ended: {reason(owner.failure)}")
+                with suppress(OutputError):  # whoever reads it may have ended, and engines need the owner
+                    if received is not None:
+                        _report(owner.path, arguments.bytes, owner.statistics(), output)
             _report(owner.path, arguments.bytes, owner.statistics(), output)
     except OSError as error:
         raise CommandError(
@@ -91,8 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, TypeError) as error:
         raise CommandError(str(error)) from error
     finally:
+        LOGGER.removeHandler(handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    if received == signal.SIGINT:
+    if received.si_signo == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
 

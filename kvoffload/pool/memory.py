@@ -16,6 +16,9 @@ its first transfer until after its last one. The lock belongs to an open file (F
 the process and all children that inherited the file are gone: the GPU's work for them has ended by then
 (`tests/chaos/support/late_writes.py` measures it). Until then, entries that a dead member was writing stay in
 quarantine.
+
+**Who may grant them.** An owner holds its own byte, alone, for as long as it or its tiers may touch the rows. The next
+owner reads the headers once it has that lock, and not before.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ MAGIC = b"\x89KVPOOL3"
 OWNER = 63  # the owner's number, and its lock
 MEMBERS = 63  # numbers 0 to 62
 FREE, RESERVED, READY = range(3)
+_OWNED = set[int]()  # descriptors of this process that hold an owner's lock
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 HEADER = struct.Struct(f"<IIQQII8s{MOST_KEY_BYTES}s24x")
@@ -179,10 +183,17 @@ class PoolMemory:
     # locks --------------------------------------------------------------------------------------------------------
 
     def lock(self, number: int) -> None:
-        """Hold the lock of this number until `close`. Several processes may: those of one member."""
+        """Hold the lock of this number until `close`. Several processes may hold a member's: those of one engine.
+
+        Raises BlockingIOError: the number is `OWNER`, and another owner has the memory.
+        """
         if not self.holds_lock:
             self._files.append(os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC))
-        fcntl.fcntl(self._files[1], fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
+        kind = fcntl.F_RDLCK
+        if number == OWNER:
+            kind = fcntl.F_WRLCK
+            _OWNED.add(self._files[1])
+        fcntl.fcntl(self._files[1], fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, number, 1, 0))
 
     @property
     def holds_lock(self) -> bool:
@@ -266,4 +277,16 @@ def close_files(files: list[int]) -> None:
     while files:
         number = files[-1]
         del files[-1]  # before it is closed: an interrupt comes after
+        _OWNED.discard(number)
         os.close(number)
+
+
+def _leave_locks_to_parent() -> None:
+    """In a forked child: the next owner must not wait for it. Each number stays taken, until it is closed here."""
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for number in list(_OWNED):
+        os.dup2(null, number, inheritable=False)
+    os.close(null)
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)

@@ -47,6 +47,7 @@ NOTICE_SECONDS = 1.0  # between messages to members that wait until memory is al
 GRACE_SECONDS = 2.5  # after an owner with members: they bring its memory before new ones come; they look each second
 QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
 BUSY_POLL_SECONDS = 0.02 if hostinfo.usable_cpus() >= 8 else 0.0  # of an owner in a process of its own
+JOIN_SECONDS = 5.0  # that a connection has until it asks to join
 _MOST_CONNECTIONS = 1024
 
 RegionKey = tuple[bytes, bytes, int]
@@ -67,6 +68,9 @@ class PoolOwner:
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
             and identity) and the identity; returns its tiers, which the owner closes.
 
+    Attributes:
+        failure: what has ended the thread before `close`; None: nothing has.
+
     Raises:
         ValueError: another owner serves `path`; it has more than 107 bytes; or a bad argument.
         PermissionError: others may write to the folder.
@@ -85,18 +89,24 @@ class PoolOwner:
         write: WriteName = "admitted",
         busy_poll: float = 0.0,
     ) -> None:
+        from kvoffload.cache.tiering.attaching import TierPlan
+
+        if tiers is not None and not callable(tiers):
+            raise TypeError(f"tiers must be a function of a region's name and identity, or None, got {shown(tiers)}")
         self.path = messages.socket_path(path)
         self._nbytes = at_least("nbytes", nbytes, 1)
         self._region_bytes = self._nbytes if region_bytes is None else at_least("region_bytes", region_bytes, 1)
         if self._region_bytes > self._nbytes:
             raise ValueError(f"region_bytes must be at most nbytes, {self._nbytes}, got {self._region_bytes}")
         self._options: dict[str, Any] = {"policy": policy, "tenants": tenants}
+        TierPlan((), write, 1.0, None)  # which checks `write`
         self._tiers, self._write = tiers, write
         self._busy_poll = seconds("busy_poll", busy_poll, 0.0)
         with CacheIndex(0, **self._options) as index:
             self._tenants = set(index._state.pools.by_tenant)
         self._regions: dict[RegionKey, Region] = {}
         self._making: dict[RegionKey, int] = {}  # bytes of regions that other threads make
+        self._silent: dict[Member, float] = {}  # that have not asked to join, and until when they may
         self._joining: list[Member] = []  # that have no answer yet
         self._members: set[Member] = set()
         self._done: deque[Step] = deque()  # of other threads, for ours
@@ -106,7 +116,9 @@ class PoolOwner:
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._waking = threading.RLock()
-        self._closing = False
+        self._closing = self._full = False
+        self.failure: BaseException | None = None
+        self._warned: deque[str] = deque(maxlen=64)  # texts
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
         self._epoll.register(self._listener, select.EPOLLIN)
         _SERVING.add(self)
@@ -116,7 +128,8 @@ class PoolOwner:
     def close(self) -> None:
         """End. Members go on without hits, and keep the memory mapped. Idempotent.
 
-        If there are members, the socket's file stays, by which the next owner knows that they will bring the memory.
+        If there are members, or those of the last owner may still come back, the socket's file stays: by it the next
+        owner knows that they will bring the memory.
         """
         self._closing = True
         self._post(bool)  # so that the thread looks
@@ -153,7 +166,8 @@ class PoolOwner:
         awake_until = 0.0
         try:
             while not self._closing:
-                waits = bool(self._joining) or any(region.waits for region in self._regions.values())
+                waits = bool(self._joining or self._silent or self._full)
+                waits = waits or any(region.waits for region in self._regions.values())
                 posted = len(self._done)  # what members had sent before comes first
                 timeout = 0.0 if posted or time.monotonic() < awake_until else QUARANTINE_SECONDS if waits else None
                 if self._handle_events(timeout):
@@ -164,9 +178,17 @@ class PoolOwner:
                     self._done.popleft()()
                 self._joining = [member for member in self._joining if not self._join(member)]
                 if waits:
+                    for member in [each for each, end in self._silent.items() if time.monotonic() >= end]:
+                        self._lose(member)
+                    if self._full:
+                        self._full = False
+                        self._epoll.modify(self._listener, select.EPOLLIN)
                     for region in self._regions.values():
-                        region.settle()
+                        self._survive(region.settle)
             self._handle_events(0)  # who has left by now does not come back
+        except BaseException as error:
+            self.failure = error
+            raise
         finally:
             self._end()
 
@@ -185,6 +207,8 @@ class PoolOwner:
         elif member is not None and not member.gone:
             dead = descriptor != member.watched[0]
             try:
+                if dead:
+                    member.connection.shutdown(socket.SHUT_RD)  # a forked child of it may send for ever
                 if events & ~select.EPOLLIN and member.flush():
                     self._epoll.modify(member.connection, select.EPOLLIN)
                 while events & ~select.EPOLLOUT and self._read(member) and dead:
@@ -199,10 +223,16 @@ class PoolOwner:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptor is left: not again before the next look at those that do not join
+            self._warn_once(f"{self.path} accepts no connection: {reason(error)}")
+            self._full = True
+            self._epoll.modify(self._listener, 0)
             return
         process, user, _ = peer_of(connection)
         if user not in (os.getuid(), 0) or len(self._members) >= _MOST_CONNECTIONS:
+            self._warn_once(f"{self.path} refuses connections: of other users, or more than {_MOST_CONNECTIONS}")
             connection.close()
             return
         watched = [connection.fileno()]
@@ -211,6 +241,7 @@ class PoolOwner:
         connection.setblocking(False)
         member = Member(connection, watched, self._epoll, self._post)
         self._members.add(member)
+        self._silent[member] = time.monotonic() + JOIN_SECONDS
         for each in watched:
             self._member_of[each] = member
             self._epoll.register(each, select.EPOLLIN)
@@ -240,6 +271,7 @@ class PoolOwner:
     def _execute(self, member: Member, number: int, kind: int, payload: bytes) -> None:
         if kind == Operation.JOIN and member.join < 0:
             member.join, member.asked = number, json.loads(payload)
+            self._silent.pop(member, None)
             self._joining.append(member)
             return
         if member.region is None or kind not in OPERATIONS:
@@ -247,7 +279,7 @@ class PoolOwner:
         try:
             answer = OPERATIONS[kind](member.region, Message(member, number, payload))
         except (KVOffloadError, ValueError, TypeError) as error:
-            kind, answer = Operation.REFUSED, str(error).encode()[:MOST_TEXT]
+            kind, answer = Operation.REFUSED, str(error).encode(errors="replace")[:MOST_TEXT]
         if answer is not None:
             member.answer(number, kind, answer)
 
@@ -256,14 +288,22 @@ class PoolOwner:
         if member.gone:
             return
         member.gone = True
+        self._silent.pop(member, None)
         for each in member.watched:
             self._epoll.unregister(each)
             del self._member_of[each]
         member.connection.close()
         close_files(member.files + member.watched[1:])
+        self._members.discard(member)
         if member.region is not None:
-            member.region.leave(member, dead=dead)
-        self._members.discard(member)  # nothing of it is left
+            self._survive(partial(member.region.leave, member, dead=dead))
+
+    def _survive(self, step: Step) -> None:
+        """One member, or one region, must not end the others'."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001
+            self._warn_once(f"an error in the owner of {self.path}: {reason(error)}")
 
     def _post(self, step: Step) -> None:
         """Have the thread do something; after its end the caller's does. For any thread."""
@@ -275,7 +315,8 @@ class PoolOwner:
         step()
 
     def _end(self) -> None:
-        held = any(region.members for region in self._regions.values())
+        held = time.monotonic() < self._grace_until or any(region.inherited for region in self._regions.values())
+        held = held or any(member.files or member.region is not None for member in self._members)
         for member in list(self._members):
             self._lose(member)
         self._epoll.unregister(self._listener)
@@ -313,7 +354,10 @@ class PoolOwner:
             if region is None and member.files:
                 meaning = Meaning(int(member.asked["capacity"]), key[2], key[0], key[1])
                 memory = PoolMemory.adopt(member.files[-1], meaning)
-                region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
+                try:
+                    region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
+                except BlockingIOError:  # its owner still grants rows of it, or a tier there is at work on them
+                    return False
             if region is not None:
                 self._admit(member, region)
             elif time.monotonic() >= self._grace_until:
@@ -322,10 +366,16 @@ class PoolOwner:
         except Exception as error:  # noqa: BLE001  # the member is told, whatever it asked for
             return self._refuse(member, error)
 
-    def _refuse(self, member: Member, error: Exception | None) -> bool:
-        text = f"{type(error).__name__}: {error}"
-        member.answer(member.join, Operation.REFUSED, text.encode()[:MOST_TEXT])
+    def _refuse(self, member: Member, error: Any) -> bool:
+        if member.files:
+            self._warn_once(f"{self.path} refuses a member of the last owner: {reason(error)}")
+        member.answer(member.join, Operation.REFUSED, reason(error).encode(errors="replace")[:MOST_TEXT])
         return True
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.append(text)
+            LOGGER.warning("%s", text)
 
     def _checked(self, member: Member) -> RegionKey | None:
         """The region that the member wants; None: that of an engine whose processes have not joined yet. Raises
@@ -339,6 +389,8 @@ class PoolOwner:
         if member.tenant not in self._tenants:
             known = ", ".join(map(repr, sorted(self._tenants)))
             raise ValueError(f"tenant={member.tenant!r:.80} is none of the owner's: {known}"[:500])
+        if "number" in asked and not member.files:
+            raise CapacityError("its memory has not come along: the owner's process has no descriptor left for it")
         if "fingerprint" not in asked:
             processes = asked["processes"]
             found = (key for key, each in self._regions.items() if each.copying_for(member.engine) == processes)
@@ -361,16 +413,16 @@ class PoolOwner:
         if any(each.of_engine(engine) for each in self._regions.values() if each is not region):
             raise ValueError(f"processes of the engine {engine:.80} have joined with another layout or identity")
         member.number = region.number_for(member, old if member.files else None)
-        member.region = region
         if "fingerprint" not in member.asked:
             member.asked = {**region.of_engine(engine)[0].asked, **member.asked}
-        region.members.add(member)
         said = {
             "number": member.number, "capacity": region.memory.meaning.capacity, "tiers": region.has_tiers,
             "joined": member.asked,
         }  # fmt: skip
         message = datagrams(member.join, Operation.JOIN, json.dumps(said).encode())
         socket.send_fds(member.connection, message, [] if member.files else [region.memory.descriptor])
+        member.region = region  # now nothing raises any more
+        region.members.add(member)
         close_files(member.files)
 
     def _make(self, key: RegionKey, member: Member) -> None:

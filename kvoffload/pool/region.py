@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +20,7 @@ from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import HEADER, OWNER, PAGE, Meaning, PoolMemory
+from kvoffload.pool.memory import HEADER, MEMBERS, OWNER, PAGE, Meaning, PoolMemory
 from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, datagrams
 
 if TYPE_CHECKING:
@@ -144,9 +146,11 @@ class Region:
     """Memory, index, and the members that are there.
 
     Args:
-        memory: closed with the region, also if this raises.
+        memory: closed with the region, also if this raises; later, if a tier is still at work on it.
         make_index: makes the index, with the owner's tiers.
         adopts: the memory is of an owner that has ended, and has the keys that its headers say.
+
+    Raises BlockingIOError: that owner, or a tier of it, has not ended. Also what `make_index` raises.
 
     Attributes:
         inherited: what members of the last owner may still read or write, by their numbers, until the member says that
@@ -166,13 +170,14 @@ class Region:
         self.filled, self.removed = memory.ready, memory.gone  # with `reserved` the index's journal
         with ExitStack() as opened:
             opened.callback(memory.close)
+            memory.lock(OWNER)
             self.index = make_index(memory)
             opened.callback(self.index.close, 1.0)
             self.records, self._state = self.index.records, self.index._state
             self.has_tiers = self.index._tiers is not None
             if adopts:
                 self._read_headers()
-            self._opened = opened.pop_all()
+            opened.pop_all()
         self._state.journal = self
 
     def _read_headers(self) -> None:
@@ -187,7 +192,7 @@ class Region:
             return held
 
         memory, found = self.memory, self.memory.found()
-        living = [number for number in range(64) if memory.locked(number)]
+        living = [number for number in range(MEMBERS) if memory.locked(number)]
         users = {number: [each for each, bits in found.users.items() if bits >> number & 1] for number in living}
         tenants = {tenant_digest(name): name for name in self._state.pools.by_tenant}
         named = [tenants.get(digest, "") for digest in found.tenants]
@@ -269,8 +274,6 @@ class Region:
         for number in list(self.inherited):
             if not self.memory.locked(number):
                 self.end_inherited(number)
-        if OWNER not in self.inherited and not self.memory.holds_lock:
-            self.memory.lock(OWNER)
 
     def end_inherited(self, number: int) -> None:
         """The member has nothing in use that was granted before it joined: by the last owner, or by this one."""
@@ -308,7 +311,17 @@ class Region:
 
     def close(self) -> None:
         self._state.journal = None  # else the memory would be mapped until cycles are collected
-        self._opened.close()
+        if self.index.close(1.0):
+            self.memory.close()
+            return
+        LOGGER.warning("a tier of a shared pool hangs: the next owner gets the memory once its calls have ended")
+
+        def release() -> None:
+            while not self.index.close(1.0):  # it may still read and write rows
+                time.sleep(0.1)
+            self.memory.close()
+
+        threading.Thread(target=release, name="kvoffload-pool-region", daemon=True).start()
 
 
 @lru_cache(64)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +24,7 @@ import kvoffload
 from kvoffload import NO_WAIT
 from kvoffload.commands import main
 from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool import owner as owners
 from kvoffload.terminal.options import size
 
 AXES = ("planes", "blocks", "tokens", "head")
@@ -141,6 +144,8 @@ def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_pa
         ((), "the following arguments are required: --bytes"),
         (("--bytes", "8GB"), "argument --bytes: must be bytes, such as 64GiB, 1.5TiB or 65536, got '8GB'"),
         (("--bytes", "0"), "argument --bytes: must be 1 byte to 2**60, got '0'"),
+        (("--bytes", "1"), "--bytes and --region-bytes must be at least 12288"),
+        (("--bytes", "1MiB", "--region-bytes", "1"), "--bytes and --region-bytes must be at least 12288"),
         (("--bytes", "1MiB", "--tenant", "a=no"), "argument --tenant: must be an integer, got 'no'"),
         (("--bytes", "1MiB", "--tenant", "a=0"), "argument --tenant: must be at least 1, got 0"),
         (("--bytes", "1MiB", "--tenant", "=5"), "argument --tenant: '=5' names no tenant: NAME or NAME=KEYS"),
@@ -201,3 +206,50 @@ def test_pool_alone_shows_its_actions(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_sizes_in_units(text: str, nbytes: int) -> None:
     assert size(text) == nbytes
+
+
+# how it ends by itself, and how not -----------------------------------------------------------------------------------
+
+
+def test_a_signal_for_statistics_that_nobody_reads_does_not_end_it(tmp_path: Path) -> None:
+    with serving(tmp_path, "--bytes", "1MiB") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.readline()
+        process.stdout.close()
+        for _ in range(2):
+            process.send_signal(signal.SIGUSR1)
+            with member(tmp_path) as cache:
+                assert cache.lookup(cache.keys(range(12), salt="")) == 3
+        assert process.poll() is None
+
+
+def test_it_says_on_stderr_whom_it_cuts_off(tmp_path: Path) -> None:
+    with serving(tmp_path, "--bytes", "1MiB") as process:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            until(lambda: connection.connect_ex(str(tmp_path / "pool")) == 0, "it listens")
+            connection.send(b"garbage")
+            assert connection.recv(1) == b""
+        code, _, errors = ended(process, signal.SIGTERM)
+    assert code == 0
+    assert errors.startswith(f"a member of {tmp_path}/pool is cut off: MessageError: a datagram of 7 bytes")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_it_ends_with_its_owner(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error there, so that a service manager starts another one."""
+    monkeypatch.setattr(owners, "QUARANTINE_SECONDS", "soon")
+
+    def ask() -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            until(lambda: connection.connect_ex(str(tmp_path / "pool")) == 0, "it listens")
+            connection.recv(1)  # until the owner has ended
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    code = main(["pool", "serve", str(tmp_path / "pool"), "--bytes", "1MiB"])
+    thread.join()
+    assert code == 2
+    assert f"the owner of {tmp_path}/pool has ended: TypeError" in capsys.readouterr().err

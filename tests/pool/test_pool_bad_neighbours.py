@@ -1,0 +1,175 @@
+"""What one connection, region or argument cannot do to an owner: end it, starve the others, keep it busy."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import select
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pooling import SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+
+from kvoffload.cache.policies import LRU
+from kvoffload.pool import PoolOwner
+from kvoffload.pool import owner as owners
+from kvoffload.pool.messages import Operation, pack_keys
+from kvoffload.pool.region import Region
+
+OTHER = b"other fingerprin"
+
+
+def asking(one: RawMember, **changes: Any) -> bytes:
+    return json.dumps({**one.asked, **changes}).encode()
+
+
+def test_a_name_that_is_no_text_is_refused_and_the_owner_goes_on(tmp_path: Path) -> None:
+    """A lone surrogate, which JSON can have and UTF-8 cannot."""
+    path = str(tmp_path / "pool")
+    with PoolOwner(path, nbytes=1 << 20, region_bytes=1 << 19) as owner, raw(path, join=False) as one:
+        one.join(engine="\ud800")
+        with raw(path, join=False, fingerprint=OTHER) as other:
+            kind, why = other.ask(Operation.JOIN, asking(other, engine="\ud800"))
+            assert kind == Operation.REFUSED
+            assert why.startswith(b"ValueError: processes of the engine ? have joined")
+        assert one.status([]) == []
+        assert owner.failure is None
+
+
+def test_a_tier_whose_error_is_no_text_is_refused_and_the_owner_goes_on(tmp_path: Path) -> None:
+    def tiers(*_: str) -> list[Any]:
+        raise OSError("\ud800")
+
+    with serve(tmp_path, tiers=tiers) as owner, raw(owner.path, join=False) as one:
+        assert one.ask(Operation.JOIN, asking(one)) == (Operation.REFUSED, b"OSError: ?")
+        assert owner.statistics() == []
+
+
+def test_one_who_is_refused_cannot_go_on_as_a_member(tmp_path: Path) -> None:
+    with serve(tmp_path) as owner, raw(owner.path) as good, raw(owner.path, join=False) as bad:
+        bad.asked.pop("fingerprint")
+        kind, _ = bad.ask(Operation.JOIN, asking(bad, engine="nobody's", processes=0))
+        assert kind == Operation.REFUSED
+        bad.send(Operation.STATUS, pack_keys([]))
+        assert bad.cut_off()
+        assert good.counts()["members"] == 1
+
+
+def test_an_error_in_a_region_ends_neither_the_owner_nor_other_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def broken(what: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            raise RuntimeError(f"{what} is broken")
+
+        return call
+
+    with serve(tmp_path) as owner, raw(owner.path) as good, raw(owner.path) as bad:
+        with monkeypatch.context() as patched:
+            patched.setattr(Region, "leave", broken("leave"))
+            bad.connection.send(b"garbage")
+            assert bad.cut_off()
+            assert good.status([]) == []
+        with monkeypatch.context() as patched, raw(owner.path, join=False) as waits:
+            patched.setattr(Region, "settle", broken("settle"))
+            waits.asked.pop("fingerprint")
+            waits.send(Operation.JOIN, asking(waits, engine="nobody's", processes=1))
+            eventually(lambda: "settle is broken" in caplog.text, "it is tried while someone waits")
+            eventually(lambda: good.status([]) == [], "the owner goes on")
+            owner.statistics()
+    assert [caplog.text.count(f"{what} is broken") for what in ("leave", "settle")] == [1, 1], "said once"
+
+
+def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tmp_path: Path) -> None:
+    """Only what was sent before the owner knew of the death is read."""
+
+    class Slow(LRU):
+        def touch(self, keys: Sequence[bytes]) -> None:
+            time.sleep(0.001)  # longer than the child takes to send the next one
+            super().touch(keys)
+
+    read, write = os.pipe()
+    with serve(tmp_path, policy=Slow) as owner, raw(owner.path) as good:
+        child = os.fork()
+        if child == 0:
+            try:
+                mine = RawMember(owner.path, fingerprint=bytes(16))
+                mine.join()
+                mine.store(keys_of([1]), 1)
+                if os.fork() > 0:
+                    os.read(read, 1)  # until it sends
+                    os._exit(0)
+                for number in itertools.count():  # until the owner does not read any more
+                    mine.send(Operation.TOUCH, pack_keys(keys_of([1])))
+                    if number == 100:
+                        os.write(write, b"x")
+            except OSError:
+                os.write(write, b"x")
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert select.select([read], [], [], SECONDS)[0], "the owner still reads what the child sends"
+        assert good.counts()["members"] == 1
+    os.close(read)
+    os.close(write)
+
+
+# connections that do not join -----------------------------------------------------------------------------------------
+
+
+def test_connections_that_do_not_ask_to_join_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "JOIN_SECONDS", 0.05)
+    with serve(tmp_path) as owner, raw(owner.path) as member:
+        with raw(owner.path, join=False) as idle:
+            assert idle.cut_off()
+        assert member.status([]) == [], "a member may be silent"
+
+
+def test_an_owner_without_descriptors_says_so_once_and_does_not_spin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    accept, accepts = socket.socket.accept, list[int]()
+
+    def counted(listener: socket.socket) -> Any:
+        accepts.append(1)
+        return accept(listener)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serve(tmp_path) as owner, raw(owner.path) as member:
+        member.status([])
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        monkeypatch.setattr(socket.socket, "accept", counted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            connection.connect(owner.path)
+            eventually(lambda: len(accepts) > 1, "it tries again")
+            time.sleep(0.2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(accepts) < 50
+        assert caplog.text.count("accepts no connection: OSError: [Errno 24]") == 1
+        with raw(owner.path) as later:
+            assert later.status([]) == [], "it accepts again"
+        connection.close()
+
+
+# arguments ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"write": "x"}, "write must be one of admitted, through, back, none, got 'x'"),
+        ({"tiers": 5}, "tiers must be a function of a region's name and identity, or None, got 5"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        PoolOwner(tmp_path / "pool", nbytes=region_bytes(8), **options)
+    assert os.listdir(tmp_path) == []
