@@ -86,9 +86,7 @@ class Hint(NamedTuple):
 
 
 def _short(name: str) -> str:
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
+    return name if len(name) <= _LONGEST_NAME else blake2b(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Chain:

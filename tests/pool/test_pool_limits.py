@@ -185,7 +185,7 @@ def test_a_scheduler_of_no_process_is_refused_by_name(
         SharedPool.beside(owner.path, engine, processes)
 
 
-@pytest.mark.parametrize("wide", ["i" * 12_000, "\U0001f600" * 1024, "\ud800" * 1024])
+@pytest.mark.parametrize("wide", ["i" * 12_000, "\U0001f600" * 1024, "\ud800" * 1024], ids=["ASCII", "wide", "no text"])
 def test_the_longest_texts_fit_into_one_message(wide: str, tmp_path: Path) -> None:
     """All three at once, also in the answer."""
     identity, name = wide[: messages.MOST_TEXT], wide[:4000]

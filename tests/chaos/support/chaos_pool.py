@@ -47,6 +47,7 @@ from kvoffload import (
     OffloadEngine,
 )
 from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool.owner import GRACE_SECONDS
 from kvoffload.tiers import MemoryTier
 
 PLANES, TARGETS = 2, 24
@@ -417,6 +418,7 @@ class Lane:
         self.counts["processes"] += 1
         seed = self.rng.randrange(1 << 30)
         word = self.words[self.plan.engines : self.plan.engines + 1][0]
+        self.grace_until = time.monotonic() + GRACE_SECONDS + 0.5  # it may take as long to start
         return Process(run_owner, word, self.plan, self.path, word, seed, self.errors())
 
     def start_engine(self, number: int) -> Process:
@@ -538,6 +540,7 @@ class Lane:
         if auditor.end(AUDIT_SECONDS * 2) != 0:
             with suppress(ProcessLookupError):
                 os.kill(auditor.pid, signal.SIGKILL)
+        time.sleep(max(0.0, self.grace_until - time.monotonic()))  # until then it leaves the socket to the next one
         self.owner.word["stop"] = 1
         if (status := self.owner.end(HUNG_SECONDS)) != 0:
             self.wrong.append(f"the owner has ended with status {status}")

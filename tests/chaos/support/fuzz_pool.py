@@ -106,9 +106,11 @@ class Round:
             each.worker.answer(HUNG_SECONDS)
 
     def new_owner(self) -> Worker:
-        worker = Worker(0, OwnerProcess, self.path, CAPACITY, self.policy, 1.0 if self.together else 0.2)
+        grace = 1.0 if self.together else 0.2
+        worker = Worker(0, OwnerProcess, self.path, CAPACITY, self.policy, grace)
         self.workers.append(worker)
         worker.answer(HUNG_SECONDS)
+        self.grace_until = time.monotonic() + grace
         return worker
 
     def new_engine(self, number: int) -> Worker:
@@ -350,6 +352,7 @@ class Round:
             self.do(each, self.one(command("leave")))
             each.worker.end()
         self.owner_sees(0)
+        time.sleep(max(0.0, self.grace_until - time.monotonic()))  # until then it leaves the socket to the next one
         self.owner.send("leave")
         self.owner.answer(HUNG_SECONDS)
         self.owner.end()
