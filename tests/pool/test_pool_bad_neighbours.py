@@ -124,8 +124,8 @@ def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tm
 
 
 def test_connections_that_do_not_ask_to_join_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "JOIN_SECONDS", 0.05)
     with serve(tmp_path) as owner, raw(owner.path) as member:
+        monkeypatch.setattr(owners, "JOIN_SECONDS", 0.05)
         with raw(owner.path, join=False) as idle:
             assert idle.cut_off()
         assert member.status([]) == [], "a member may be silent"
