@@ -63,7 +63,7 @@ def flag(name: str, value: Any) -> bool:
 def reason(error: BaseException) -> str:
     """An exception for a message: its type and the first line of its text, masked; no error for any exception."""
     try:
-        text = str(error).partition("\n")[0]
+        text = str(error).partition("\n")[0].encode(errors="replace").decode()  # any log can have it
     except Exception:  # noqa: BLE001  # an exception that cannot show itself must not replace what is reported
         text = ""
     return f"{type(error).__name__}: {masked(text)}"[:_REASON] if text else type(error).__name__

@@ -371,7 +371,7 @@ class PoolOwner:
     def _refuse(self, member: Member, error: Any) -> bool:
         if member.files:
             self._warn_once(f"{self.path} refuses a member of the last owner: {reason(error)}")
-        member.answer(member.join, Operation.REFUSED, reason(error).encode(errors="replace")[:MOST_TEXT])
+        member.answer(member.join, Operation.REFUSED, reason(error).encode()[:MOST_TEXT])
         return True
 
     def _warn_once(self, text: str) -> None:
