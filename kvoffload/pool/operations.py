@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from kvoffload.cache.entries import LeaseRecord, Status
 from kvoffload.cache.records import guarded, leading
@@ -19,7 +16,6 @@ from kvoffload.pool.messages import NUMBER, Operation, pack_entries, unpack, unp
 from kvoffload.pool.region import Member, Region, tenant_digest
 
 MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
-MOST_REMOVALS = 64  # of a region, that wait or are under way
 _MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
 _CODES = {Status.MISS: 0, Status.HIT: 1, Status.PENDING: 2}
 
@@ -182,40 +178,6 @@ def hint(region: Region, message: Message) -> bytes:
     return json.dumps(region.index.hint(asked.get("action"), session=session, tenant=tenant, **given)).encode()
 
 
-class _Removals:
-    """What one thread does for a region, in order, as long as there is something."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._steps: deque[Callable[[], None]] = deque()
-
-    def add(self, step: Callable[[], None]) -> bool:
-        """False: so many wait that it is not done."""
-        with self._lock:
-            waiting = len(self._steps)
-            if waiting >= MOST_REMOVALS:
-                return False
-            if not waiting:
-                threading.Thread(target=self._work, name="kvoffload-pool-remove", daemon=True).start()
-            self._steps.append(step)
-        if waiting + 1 == MOST_REMOVALS:
-            LOGGER.warning("%d removals wait for tiers of a shared pool: more do nothing until one ends", waiting + 1)
-        return True
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                step = self._steps[0]
-            step()
-            with self._lock:
-                del self._steps[0]
-                if not self._steps:
-                    return
-
-
-_REMOVALS: WeakKeyDictionary[Region, _Removals] = WeakKeyDictionary()
-
-
 def remove(region: Region, message: Message) -> bytes | None:
     """Where there are tiers a thread does it, since they may take long: one for each region. If too many wait for it
     the answer is that of a tier that fails.
@@ -235,7 +197,7 @@ def remove(region: Region, message: Message) -> bytes | None:
 
     if not region.has_tiers:
         return removed()
-    return None if _REMOVALS.setdefault(region, _Removals()).add(answer) else b""
+    return None if region.removals.add(answer) else b""
 
 
 def counts(region: Region, _: Message) -> bytes:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvoffload.cache.pools import RequestRecord
     from kvoffload.cache.tiering.promotion import Promotion
 
+MOST_REMOVALS = 64  # of a region, that wait or are under way
 _MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
 MakeIndex = Callable[[PoolMemory], CacheIndex]
@@ -142,6 +143,37 @@ class Member:
                 promotion.release()
 
 
+class Removals:
+    """What one thread does for a region, in order, as long as there is something."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: deque[Step] = deque()
+
+    def add(self, step: Step) -> bool:
+        """False: so many wait that it is not done."""
+        with self._lock:
+            waiting = len(self._steps)
+            if waiting >= MOST_REMOVALS:
+                return False
+            if not waiting:
+                threading.Thread(target=self._work, name="kvoffload-pool-remove", daemon=True).start()
+            self._steps.append(step)
+        if waiting + 1 == MOST_REMOVALS:
+            LOGGER.warning("%d removals wait for tiers of a shared pool: more do nothing until one ends", waiting + 1)
+        return True
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                step = self._steps[0]
+            step()
+            with self._lock:
+                del self._steps[0]
+                if not self._steps:
+                    return
+
+
 class Region:
     """Memory, index, and the members that are there.
 
@@ -164,6 +196,7 @@ class Region:
     def __init__(self, memory: PoolMemory, make_index: MakeIndex, *, adopts: bool = False) -> None:
         self.memory = memory
         self.members: set[Member] = set()
+        self.removals = Removals()
         self.inherited: dict[int, LeaseRecord] = {}
         self.gone: dict[int, Any] = {}  # of `Alive`, as a `Completion`
         self.writer, self._sequence = OWNER, 0

@@ -406,6 +406,22 @@ def test_names_without_number_take_memory_with_a_bound(names: int) -> None:
     host.left()
 
 
+def test_names_and_chains_of_any_length_take_memory_with_a_bound() -> None:
+    host = Host()
+    for number in range(3):
+        name = f"{number}" * 100_000
+        for part in range(8):  # of a session, none of which continues another one
+            with host.index.open_request(session=name) as request:
+                host.index.load(keys(*range(1000 * part, 1000 * part + 500)), request=request)
+        host.turn(name, number)
+        assert host.index.hint("release", session=name).outcome == "accepted"
+        assert host.index.hint("release", session=name + "x").outcome == "declined", "another name"
+    sessions = host.index._state.sessions
+    assert sessions is not None
+    assert max(len(name) for _, name in sessions._all) <= 128
+    assert sessions._known <= 2 * 64 + 1024
+
+
 def test_keys_that_a_request_with_a_promise_stores_again_are_retained_once() -> None:
     host = Host()
     host.trusted("a", *TURN, ttl=60, due=5)

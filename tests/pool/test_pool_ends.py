@@ -45,7 +45,7 @@ from kvoffload.cache.policies import LRU, RequestPolicy
 from kvoffload.pool import PoolOwner, SharedPool, owner
 from kvoffload.pool.memory import PoolMemory
 from kvoffload.pool.messages import NUMBER, Operation, pack_keys
-from kvoffload.pool.operations import MOST_REMOVALS
+from kvoffload.pool.region import MOST_REMOVALS
 from kvoffload.testing import SimulatedDriver
 
 

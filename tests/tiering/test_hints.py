@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from seeds import rest_long
 from tier_classes import DictTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
-from kvoffload import NO_WAIT, CacheIndex, Status
+from kvoffload import NO_WAIT, CacheIndex, ClosedError, Status
 from kvoffload.testing import FaultyTier
 from kvoffload.tiers import DiskTier, Tier
 
@@ -162,6 +163,28 @@ def test_a_broken_tier_fails_no_hint_and_spoils_no_byte() -> None:
         bench.check_loaded([*OTHERS, *LATER])
         turn(bench, "a", MINE)
         bench.check_loaded(MINE)
+
+
+def test_what_was_promised_goes_if_it_is_demoted(make: MakeTier) -> None:
+    with tiered(make(), write="admitted") as bench:
+        for _ in range(3):
+            turn(bench, "a", MINE)
+            bench.cache.hint("retain", session="a", ttl=60)
+        bench.store(OTHERS)
+        assert bench.cache.hint("demote", session="a") == ("demote", "accepted", 4, "")
+        assert bench.cache.drain(SECONDS)
+        bench.store(LATER)
+        assert hits(bench, *MINE, *OTHERS, *LATER) == [*OTHERS, *LATER]
+
+
+@pytest.mark.parametrize("action", ["demote", "prefetch"])
+def test_a_closed_cache_moves_nothing_and_says_so(make: MakeTier, action: Any) -> None:
+    with tiered(make()) as bench:
+        turn(bench, "a", MINE)
+        bench.cache.close()
+        with pytest.raises(ClosedError):
+            bench.cache.hint(action, session="a")
+        assert bench.cache.statistics().hints == ()
 
 
 def test_without_tiers_both_are_declined() -> None:
