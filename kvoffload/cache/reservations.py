@@ -195,7 +195,7 @@ class Lease:
     def check(self) -> None:
         """Raise TransferError if the store of a key in `pending` failed or declined it, as far as is known."""
         for source in self._record.sources:
-            source.raise_if_failed(self._record.held)
+            source.raise_if_failed(self._record.indices)
 
     def release(self) -> None:
         """Unpin the keys. Their slots may now be overwritten, so work that reads them must have ended. Idempotent."""
@@ -335,7 +335,7 @@ class CacheJob(Waitable[list[TransferResult]]):
         record = self._record
         if isinstance(record, LeaseRecord):
             for source in record.sources:
-                source.raise_if_failed(record.held)
+                source.raise_if_failed(record.indices)
 
     @property
     def _settled(self) -> bool:

@@ -45,10 +45,15 @@ def test_a_key_that_does_not_fit_is_no_hit_for_anyone(tmp_path: Path, tiered: bo
         with held(one) as (stream, gate):
             job = one.store(*range(5), wait=False, after=stream)
             behind = one.cache.load(keys_of([2, 1]), [SOURCES, SOURCES + 1], after=NO_WAIT, pending=True)
+            fit, spoilt = (one.cache.acquire(keys_of(numbers), pending=True) for numbers in ([2, 4], [2, 1]))
             gate.open()
             job.wait(SECONDS)
             with pytest.raises(TransferError, match="did not fit the codec"):
                 behind.wait(SECONDS)
+            with fit, spoilt:
+                fit.wait(SECONDS)
+                with pytest.raises(TransferError, match="must not be used"):
+                    spoilt.wait(SECONDS)
         assert job.unfit == tuple(keys_of([1, 3]))
         eventually(lambda: other.hits(0), "the owner has heard of the end")
         for each in (one, other):
