@@ -159,7 +159,6 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 below=below,
                 pool=pool,
             )
-            self._state.owner = weakref.ref(self)
             self._tenants = dict(tenants or {})
             engine.guard_slots(self._state)
             if below is not None:

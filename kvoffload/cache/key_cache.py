@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
@@ -97,7 +98,7 @@ class KeyCache:
             if not hasattr(pool, "open"):
                 raise TypeError(f"pool must be a SharedPool, got {shown(pool)}")
             self._state, self._records = pool.open(engine, partial(StatisticsRecorder, on_event=on_event))
-        self._state.has_tiers = below is not None
+        self._state.owner, self._state.has_tiers = weakref.ref(self), below is not None
         self._asks = engine
         self._unlocked = (
             pool is None and engine is None and on_event is None

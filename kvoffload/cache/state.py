@@ -89,7 +89,7 @@ class CacheState:
         self.loading: deque[LeaseRecord] = deque()
         self.abandoned: deque[Watch | Record | None] = deque()
         self.awaited: dict[Record, None] = {}
-        self.owner: weakref.ref[object] | None = None  # the cache whose state this is
+        self.owner: Callable[[], object | None] = lambda: None  # the cache whose state this is, while it lives
         self.has_tiers = False
         self.sessions: Sessions | None = None  # from the first request of a session on
         self.clock: Callable[[], float] = time.monotonic
@@ -514,7 +514,7 @@ class CacheState:
     @property
     def busy(self) -> bool:
         """Whether the slots are in use: the cache lives, or an entry is reserved or leased."""
-        if self.owner is not None and self.owner() is not None:
+        if self.owner() is not None:
             return True
         self._come_up_to_date()
         return bool(self.table.reservations or self.table.leases)

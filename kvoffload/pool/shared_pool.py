@@ -32,6 +32,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.device.ownership import FORKS
 from kvoffload.device.pinned import HostMemory, touch
@@ -259,6 +261,9 @@ class SharedPool:
         from kvoffload.pool.records import PooledState, PoolRecords
 
         self.check_usable()
+        before = self._records()
+        if before is not None and before._state.owner() is not None:
+            raise CapacityError(f"pool={self!r} has a cache already: delete that one first, or attach again")
         slots, layout = self.capacity * self.num_groups, None if engine is None else cast(Any, engine.layout)
         if engine is not None and engine.num_slots != slots:
             raise CapacityError(
@@ -269,6 +274,9 @@ class SharedPool:
                 "engine must be over one device and the layout that the pool was attached with; its layout is another "
                 f"than that: {shown(layout)}"
             )
+        assert self._memory is not None
+        if engine is not None and not np.may_share_memory(cast(Any, engine).slots, self._memory.rows):
+            raise CapacityError("the engine is over memory of its own: give it host_memory=pool.host_memory")
         first = self._calls is self._lock and not self._asked["engine"]  # nothing can have been granted before
         state = PooledState(self, recorder(self.capacity), engine, 0 if first else self.generation)
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process, engine)

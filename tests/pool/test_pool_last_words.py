@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from pooling import IDENTITY, SECONDS, eventually, keys_of, member, serve
+from pooling import IDENTITY, SECONDS, eventually, keys_of, member, members, serve
 
-from kvoffload import BlockCache, KVLayout, LayoutError, OffloadEngine
+from kvoffload import BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
 from kvoffload.pool import SharedPool
 
 LAST_WORDS = """
@@ -49,3 +49,30 @@ def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:
             pytest.raises(LayoutError, match="the layout that the pool was attached with"),
         ):
             BlockCache(engine, pool=pool)
+
+
+def test_an_engine_over_other_memory_is_refused(tmp_path: Path) -> None:
+    """Its keys would be hits for all, and their bytes nowhere in the pool."""
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        with (
+            SharedPool.attach(owner.path, one.layout, identity=IDENTITY, answer_seconds=SECONDS) as pool,
+            OffloadEngine(one.layout, device=one.device, num_slots=pool.capacity, staging_bytes=0) as engine,
+            pytest.raises(CapacityError, match=r"give it host_memory=pool\.host_memory"),
+        ):
+            BlockCache(engine, pool=pool)
+        one.store(1)
+        one.check_load(1)
+
+
+def test_a_membership_has_one_cache_at_a_time(tmp_path: Path) -> None:
+    """A second one is refused, and the thread goes on to look after the first."""
+    with serve(tmp_path, 8) as owner, members(owner.path, 2) as (one, other):
+        with pytest.raises(CapacityError, match="has a cache already"):
+            BlockCache(one.engine, pool=one.pool)
+        with pytest.raises(CapacityError, match="has a cache already"):
+            CacheIndex(one.pool)
+        one.store(1, 2, wait=False)
+        eventually(lambda: other.hits(1, 2) == 2, "the member's thread tells the owner")
+        one.cache = None
+        one.cache = BlockCache(one.engine, pool=one.pool)
+        one.check_load(1, 2)

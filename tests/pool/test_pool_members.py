@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -622,9 +622,9 @@ class member_of_many_owners:  # noqa: N801  (a context manager)
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
     """Also if another thread has the lock of the membership when it is forked."""
-    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one, ExitStack() as stack:
         one.store(1, 2)
-        index: Any = CacheIndex(one.pool)
+        index: Any = CacheIndex(stack.enter_context(SharedPool.attach(owner.path, one.layout, identity=IDENTITY)))
         taken, go = threading.Event(), threading.Event()
 
         def hold() -> None:
