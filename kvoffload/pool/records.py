@@ -325,9 +325,7 @@ class PoolRecords(Records):
     def settle(self) -> bool:
         """For the membership's thread: bring the cache up to date. Whether its transfers are in flight."""
         engine, state = self._engine, self._pooled
-        if engine is not None and engine.closed:
-            return False
-        if engine is not None:
+        if engine is not None and not engine.closed:
             engine.advance()
         locked(self, lambda _: state.tidy())
         return bool(state.storing or state.loading or state.awaited)

@@ -76,3 +76,12 @@ def test_a_membership_has_one_cache_at_a_time(tmp_path: Path) -> None:
         one.cache = None
         one.cache = BlockCache(one.engine, pool=one.pool)
         one.check_load(1, 2)
+
+
+def test_what_an_engine_was_storing_when_it_was_closed_is_a_hit(tmp_path: Path) -> None:
+    """Nobody waits for the store, and the membership goes on."""
+    with serve(tmp_path, 8) as owner, members(owner.path, 2) as (one, other):
+        one.store(1, 2, wait=False)
+        one.engine.close()
+        eventually(lambda: other.hits(1, 2) == 2, "the member's thread tells the owner")
+        other.check_load(1, 2)
