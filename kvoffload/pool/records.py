@@ -165,6 +165,10 @@ class PooledState(CacheState):
             self.pool.wake()
         self.consistent = True
 
+    def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
+        super().commit_after(record, jobs)
+        self.pool.wake()
+
     def settle(self, record: ReservationRecord, well: bool) -> None:
         """The owner makes the keys hits, or free again, once no transfer may write their entries."""
         if record not in self.table.reservations:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pooling import IDENTITY, SECONDS, eventually, keys_of, member, members, serve
+from pooling import IDENTITY, SECONDS, eventually, held, keys_of, member, members, serve
 
 from kvoffload import BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
-from kvoffload.pool import SharedPool
+from kvoffload.pool import SharedPool, watching
 
 LAST_WORDS = """
 import os, sys
@@ -85,3 +85,17 @@ def test_what_an_engine_was_storing_when_it_was_closed_is_a_hit(tmp_path: Path) 
         one.engine.close()
         eventually(lambda: other.hits(1, 2) == 2, "the member's thread tells the owner")
         other.check_load(1, 2)
+
+
+def test_a_reservation_that_waits_for_its_transfers_is_committed_without_another_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "RETRY_SECONDS", SECONDS)  # the thread sleeps until it is woken
+    with serve(tmp_path, 8) as owner, members(owner.path, 2) as (one, other):
+        eventually(lambda: not one.pool._woken, "it sleeps")
+        with held(one) as (stream, gate):
+            reservation = one.cache.reserve(keys_of([1]))
+            reservation.commit(one.engine.store([1], reservation.slots(), after=stream))
+            gate.open()
+            eventually(lambda: other.hits(1), "the member's thread tells the owner")
+        other.check_load(1)
