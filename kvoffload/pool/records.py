@@ -401,6 +401,7 @@ class PoolRecords(Records):
     @guarded
     def hold_ready(self, given: tuple[list[bytes], bool]) -> tuple[list[Status | None], Lease | None]:
         keys, hold = given
+        self._pooled.fetched = None  # what the owner has brought it holds until it is asked for a lease
         record = self._pooled.take(keys, False)
         found = len(record.indices)
         statuses: list[Status | None] = [*[Status.HIT] * found, *[Status.MISS] * (len(keys) - found)]

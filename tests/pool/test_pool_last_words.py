@@ -11,6 +11,7 @@ from pooling import IDENTITY, SECONDS, eventually, held, keys_of, member, member
 
 from kvoffload import BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
 from kvoffload.pool import SharedPool, watching
+from kvoffload.tiers import MemoryTier
 
 LAST_WORDS = """
 import os, sys
@@ -99,3 +100,12 @@ def test_a_reservation_that_waits_for_its_transfers_is_committed_without_another
             gate.open()
             eventually(lambda: other.hits(1), "the member's thread tells the owner")
         other.check_load(1)
+
+
+def test_nothing_is_held_after_promotions_of_the_same_keys_at_the_same_time(tmp_path: Path) -> None:
+    with serve(tmp_path, 8, tiers=lambda *_: [MemoryTier(1 << 20)]) as owner, member(owner.path) as one:
+        one.store(1, 2, 3)
+        with one.cache.promote(keys_of([1, 2, 3])) as first, one.cache.promote(keys_of([1, 2])) as second:
+            assert (first.wait(SECONDS), second.wait(SECONDS)) == (3, 2)
+            assert one.counts() == (3, 0, 3)
+        assert one.counts() == (3, 0, 0)
