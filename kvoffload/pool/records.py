@@ -267,6 +267,7 @@ class PooledState(CacheState):
 
     def begin(self, lease: LeaseRecord) -> None:
         """The owner holds its entries already."""
+        self.table.leases.add(lease)  # also one of no keys, which the owner was not asked for
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
         super().end(lease, loaded=loaded)

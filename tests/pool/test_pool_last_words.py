@@ -109,3 +109,12 @@ def test_nothing_is_held_after_promotions_of_the_same_keys_at_the_same_time(tmp_
             assert (first.wait(SECONDS), second.wait(SECONDS)) == (3, 2)
             assert one.counts() == (3, 0, 3)
         assert one.counts() == (3, 0, 0)
+
+
+def test_a_lease_of_no_keys_is_released_as_any(tmp_path: Path) -> None:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        lease = one.cache.acquire([])
+        assert not lease.released
+        lease.release()
+        assert lease.released
+        one.cache.check()
