@@ -10,8 +10,9 @@ messages; a reply has the number of what it answers. Messages of one member are 
                                         message: entries. Says USE, too
     RESERVE  flags, request, keys       whether there was too little room, a code a key (`PRESENT`, `NEW`, `DECLINED`),
                                         and the entries of the new ones
-    END      number, well, entries      no reply. Commits or aborts a reservation, releases a lease. The keys of these
-                                        entries are removed: their blocks do not fit the layout's codec
+    END      number, well, entries      no reply. Commits or aborts a reservation, releases a lease, or drops a request
+                                        without recording its use. The keys of these entries are removed: their blocks
+                                        do not fit the layout's codec
     BRING    milliseconds, keys         promotes keys from the owner's tiers, and says how many leading keys are ready
     USE      request, keys              no reply. A request loads these keys
     TOUCH    keys                       no reply. A request with these keys has ended

@@ -121,6 +121,7 @@ def end(region: Region, message: Message) -> None:
     unfit = frozenset(unpack_entries(payload, messages.ENDING.size))
     state, record, lease = region._state, member.reservations.get(held), member.leases.get(held)
     holding = record or lease
+    member.requests.pop(held, None)  # as one that is dropped
     if unfit and holding is not None:
         state.decline_unfit(holding, unfit)
         state.consistent = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -83,6 +84,7 @@ class PooledState(CacheState):
         self.unfit = set[int]()
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self.salt = b""
+        self._opened: dict[int, weakref.ref[RequestRecord]] = {}  # those of sessions, by their numbers at the owner
         self._told: LeaseRecord | None = None  # the latest lease that the owner was asked for together with its use
         self._clean = clean  # nothing of owners before this generation is in use, and the owner knows that
 
@@ -289,11 +291,22 @@ class PooledState(CacheState):
     def open_request(self, record: RequestRecord, session: str | None) -> None:
         number = self.pool.next_number()
         record.notes[_REQUEST] = {"number": number}
+        if session is not None:
+            self.end_dropped()
+            self._opened[number] = weakref.ref(record)
         named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
         self.pool.tell(Operation.OPEN, messages.REQUEST.pack(number) + named)
 
     def end_request(self, record: RequestRecord) -> None:
+        self._opened.pop(_number_of(record), None)
         self.pool.tell(Operation.CLOSE, messages.REQUEST.pack(_number_of(record)))
+
+    def end_dropped(self) -> None:
+        """Tell the owner of requests that no call has ended: what it does for their sessions depends on that."""
+        for number, opened in list(self._opened.items()):
+            if (record := opened()) is None or record.ended:
+                del self._opened[number]
+                self.pool.tell(Operation.END, messages.ENDING.pack(number, False))
 
     # at the owner -------------------------------------------------------------------------------------------------
 
@@ -395,6 +408,7 @@ class PoolRecords(Records):
     def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
         """The owner moves the keys itself."""
         hint, _ = given
+        self._pooled.end_dropped()
         answer = self._pool.ask(Operation.HINT, json.dumps(hint._asdict()).encode())
         said = hint.declined(_NO_OWNER) if answer is None else HintAnswer(*json.loads(answer))
         return said, [], RequestRecord(self._state, hint.tenant, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,21 @@ def test_a_lease_of_no_keys_is_released_as_any(tmp_path: Path) -> None:
         lease.release()
         assert lease.released
         one.cache.check()
+
+
+@pytest.mark.parametrize("how", ["raises", "is dropped"])
+def test_a_hint_after_a_request_that_has_not_ended_concerns_the_one_before(how: str, tmp_path: Path) -> None:
+    """As in a cache of one's own. The owner took it for open, so that the hint promised its keys, for ever."""
+    with serve(tmp_path, 16) as owner, member(owner.path) as one:
+        for _ in range(2):  # the first promise is kept
+            with one.cache.open_request(session="a") as request:
+                one.store(1, 2, 3, request=request)
+            one.cache.hint("retain", session="a")
+        request = one.cache.open_request(session="a")
+        one.store(1, 2, 3, request=request)
+        if how == "raises":
+            with suppress(KeyError), request:
+                raise KeyError
+        else:
+            del request
+        assert one.cache.hint("retain", session="a").blocks == 3
