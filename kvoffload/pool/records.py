@@ -376,7 +376,8 @@ class PoolRecords(Records):
         raise AttributeError("a shared pool does not list its keys: ask `status` for those that you know")
 
     def size(self) -> int:
-        return self.statistics().resident
+        counted = self.statistics()
+        return counted.resident + counted.pending
 
     def statistics(self) -> CacheStatistics:
         """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region, and 0 if no owner

@@ -121,6 +121,13 @@ def test_a_lease_of_no_keys_is_released_as_any(tmp_path: Path) -> None:
         one.cache.check()
 
 
+def test_the_length_of_a_cache_counts_pending_keys_as_everywhere(tmp_path: Path) -> None:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        one.store(1, 2)
+        with one.cache.reserve(keys_of([3])):
+            assert len(one.cache) == 3
+
+
 @pytest.mark.parametrize("how", ["raises", "is dropped"])
 def test_a_hint_after_a_request_that_has_not_ended_concerns_the_one_before(how: str, tmp_path: Path) -> None:
     """As in a cache of one's own. The owner took it for open, so that the hint promised its keys, for ever."""
