@@ -58,7 +58,9 @@ class Link(Protocol):
         self, operation: Operation, payload: bytes, /, *, number: int | None = None, generation: int | None = None
     ) -> bytes | None: ...
 
-    def tell(self, operation: Operation, payload: bytes, /, *, keep: bool = False) -> None: ...
+    def tell(
+        self, operation: Operation, payload: bytes, /, *, keep: bool = False, generation: int | None = None
+    ) -> None: ...
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float, /) -> bytes | None: ...
 
@@ -95,7 +97,7 @@ class PooledState(CacheState):
             return
         if all(granted == generation for granted, _ in self.numbers.values()):
             self._clean = generation
-            self.pool.tell(Operation.CLEAN, b"", keep=True)
+            self.pool.tell(Operation.CLEAN, b"", keep=True, generation=generation)
 
     def pack(self, keys: list[bytes]) -> bytes:
         return messages.pack_keys(keys, self.salt)
@@ -324,8 +326,8 @@ class PooledState(CacheState):
         if list(self.numbers.values()).count(granted) == 1:
             well = getattr(record, "stage", None) is COMMITTED
             unfit = self.unfit and self.unfit.intersection(record.indices)
-            if generation == self.pool.generation:
-                self.pool.tell(Operation.END, messages.ENDING.pack(number, well) + pack_entries([*unfit]), keep=True)
+            payload = messages.ENDING.pack(number, well) + pack_entries([*unfit])
+            self.pool.tell(Operation.END, payload, keep=True, generation=generation)
             self.unfit -= unfit
         self.numbers.pop(record, None)
         self.tidy()

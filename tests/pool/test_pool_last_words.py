@@ -6,12 +6,17 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pooling import IDENTITY, SECONDS, eventually, held, keys_of, member, members, serve
 
 from kvoffload import BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
+from kvoffload.cache.entries import LeaseRecord
+from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.pool import SharedPool, watching
+from kvoffload.pool.messages import Operation
+from kvoffload.pool.records import PooledState
 from kvoffload.tiers import MemoryTier
 
 LAST_WORDS = """
@@ -144,3 +149,41 @@ def test_a_hint_after_a_request_that_has_not_ended_concerns_the_one_before(how: 
         else:
             del request
         assert one.cache.hint("retain", session="a").blocks == 3
+
+
+class Restarting:
+    """The way to an owner in whose place the member's thread finds another one, right after it was asked for."""
+
+    tenant, num_groups, capacity, generation, has_tiers = "", 1, 8, 1, False
+
+    def __init__(self) -> None:
+        self.told = list[tuple[Operation, int]]()
+
+    @property
+    def connected(self) -> bool:
+        self.generation += 1
+        return True
+
+    def next_number(self) -> int:
+        return 0
+
+    def wake(self) -> None: ...
+
+    def ask(self, *_: Any, **__: Any) -> bytes | None: ...
+
+    def ask_slowly(self, *_: Any) -> bytes | None: ...
+
+    def tell(
+        self, operation: Operation, payload: bytes, /, *, keep: bool = False, generation: int | None = None
+    ) -> None:
+        if generation in (None, self.generation):
+            self.told.append((operation, self.generation))
+
+
+def test_an_owner_that_is_found_meanwhile_is_not_told_that_nothing_is_in_use() -> None:
+    """What the one before it has granted may be in use: it would grant that to others."""
+    pool = Restarting()
+    state = PooledState(pool, StatisticsRecorder(8, None), None, 0)
+    state.numbers[LeaseRecord([b"key"], [0], ())] = (1, 7)
+    state.tidy()
+    assert pool.told == []
