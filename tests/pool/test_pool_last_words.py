@@ -157,7 +157,7 @@ class Restarting:
     tenant, num_groups, capacity, generation, has_tiers = "", 1, 8, 1, False
 
     def __init__(self) -> None:
-        self.told = list[tuple[Operation, int]]()
+        self.told = list[tuple[Operation, bytes]]()
 
     @property
     def connected(self) -> bool:
@@ -176,8 +176,9 @@ class Restarting:
     def tell(
         self, operation: Operation, payload: bytes, /, *, keep: bool = False, generation: int | None = None
     ) -> None:
+        assert keep, "it comes late rather than never"
         if generation in (None, self.generation):
-            self.told.append((operation, self.generation))
+            self.told.append((operation, payload))
 
 
 def test_an_owner_that_is_found_meanwhile_is_not_told_that_nothing_is_in_use() -> None:
