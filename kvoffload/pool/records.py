@@ -86,7 +86,7 @@ class PooledState(CacheState):
         self.unfit = set[int]()
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self.salt = b""
-        self._opened: dict[int, weakref.ref[RequestRecord]] = {}  # those of sessions, by their numbers at the owner
+        self._opened: dict[int, weakref.ref[RequestRecord]] = {}  # by their numbers at the owner
         self._told: LeaseRecord | None = None  # the latest lease that the owner was asked for together with its use
         self._clean = clean  # nothing of owners before this generation is in use, and the owner knows that
 
@@ -293,9 +293,9 @@ class PooledState(CacheState):
     def open_request(self, record: RequestRecord, session: str | None) -> None:
         number = self.pool.next_number()
         record.notes[_REQUEST] = {"number": number}
-        if session is not None:
+        if session is not None or len(self._opened) % 64 == 0:
             self.end_dropped()
-            self._opened[number] = weakref.ref(record)
+        self._opened[number] = weakref.ref(record)
         named = b"" if session is None else b"\1" + session.encode("utf-8", "surrogatepass")
         self.pool.tell(Operation.OPEN, messages.REQUEST.pack(number) + named)
 

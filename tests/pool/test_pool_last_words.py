@@ -13,6 +13,7 @@ from pooling import IDENTITY, SECONDS, eventually, held, keys_of, member, member
 
 from kvoffload import BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
 from kvoffload.cache.entries import LeaseRecord
+from kvoffload.cache.pools import RequestRecord
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.pool import SharedPool, watching
 from kvoffload.pool.messages import Operation
@@ -165,7 +166,7 @@ class Restarting:
         return True
 
     def next_number(self) -> int:
-        return 0
+        return len(self.told)
 
     def wake(self) -> None: ...
 
@@ -176,7 +177,7 @@ class Restarting:
     def tell(
         self, operation: Operation, payload: bytes, /, *, keep: bool = False, generation: int | None = None
     ) -> None:
-        assert keep, "it comes late rather than never"
+        del keep
         if generation in (None, self.generation):
             self.told.append((operation, payload))
 
@@ -188,3 +189,13 @@ def test_an_owner_that_is_found_meanwhile_is_not_told_that_nothing_is_in_use() -
     state.numbers[LeaseRecord([b"key"], [0], ())] = (1, 7)
     state.tidy()
     assert pool.told == []
+
+
+def test_the_owner_hears_of_requests_that_were_dropped_without_a_session_too() -> None:
+    """It keeps the keys of those that are open."""
+    pool = Restarting()
+    state = PooledState(pool, StatisticsRecorder(8, None), None, 0)
+    for _ in range(1000):
+        state.open_request(RequestRecord(state, "", None), None)
+    told = [operation for operation, _ in pool.told]
+    assert told.count(Operation.OPEN) - told.count(Operation.END) <= 64
