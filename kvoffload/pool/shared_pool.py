@@ -422,6 +422,8 @@ class SharedPool:
         if self._memory is None:
             self._asked = {**said["joined"], "number": said["number"], "capacity": said["capacity"]}
             meaning = Meaning(said["capacity"], self._asked["row_bytes"], b"", b"")
+            if not self._passed:
+                raise CapacityError("the pool's memory has not come along: this process has no file descriptor left")
             memory = PoolMemory(self._passed.pop(), meaning, headers=False)
             memory.lock(said["number"])
             self.capacity, self._memory = meaning.capacity, memory

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from pooling import eventually, keys_of, member, region_bytes, serve
+from pooling import SECONDS, eventually, keys_of, member, region_bytes, serve
 
-from kvoffload import CapabilityError, LayoutError, Status, Tenant
+from kvoffload import CapabilityError, CapacityError, LayoutError, Status, Tenant
 from kvoffload.pool import PoolOwner, SharedPool, messages, watching
 from kvoffload.pool.messages import MOST_KEY_BYTES, MOST_MESSAGE, Assembler, Operation, datagrams
 
@@ -200,3 +203,23 @@ def test_seconds_that_no_system_call_takes_are_as_many_as_one_takes(seconds: flo
     with serve(tmp_path) as owner, member(owner.path, timeout=seconds, answer_seconds=seconds) as one:
         one.store(1)
         one.check_load(1)
+
+
+def test_a_process_that_has_a_descriptor_too_few_is_told_so(tmp_path: Path) -> None:
+    """Whichever it lacks: of the socket, of the memory, of the lock, of the thread."""
+    refused, before, path = list[str](), resource.getrlimit(resource.RLIMIT_NOFILE), str(tmp_path / "pool")
+    with subprocess.Popen([sys.executable, "-m", "kvoffload", "pool", "serve", path, "--bytes", "65536"]) as owner:
+        SharedPool.attach(path, Rows(), identity="a", timeout=60.0).close()
+        there = len(os.listdir("/proc/self/fd"))
+        for room in range(10):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (there - 1 + room, before[1]))
+            try:
+                SharedPool.attach(path, Rows(), identity="a", timeout=SECONDS).close()
+            except (OSError, CapacityError) as error:
+                refused.append(str(error))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        owner.terminate()
+        assert len(os.listdir("/proc/self/fd")) == there
+    assert any("no file descriptor left" in text for text in refused)
+    assert len(refused) < 10
