@@ -197,12 +197,13 @@ class SharedPool:
                 if time.monotonic() >= end:
                     raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; waited {timeout:g} seconds")
                 time.sleep(0.02)
+            arguments = weakref.ref(self), os.dup(self._wakeup[0])
+            thread = threading.Thread(target=watch, args=arguments, name="kvoffload-pool", daemon=True)
+            thread.start()
         except BaseException:
             self.close()
             raise
-        arguments = weakref.ref(self), os.dup(self._wakeup[0])
-        self._thread = threading.Thread(target=watch, args=arguments, name="kvoffload-pool", daemon=True)
-        self._thread.start()
+        self._thread = thread
         return self
 
     @property
