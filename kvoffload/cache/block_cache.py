@@ -94,8 +94,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             does in between, such as decoding before `keep`; then tiers are asked for more keys than is best. A very low
             number: all keys are promoted, always.
         hung: seconds after which a tier's call counts as hanging. The tier is not used until that call returns.
-        pool: a `SharedPool`, over whose memory the engine is. Its owner has the index: policy, tenants, store_after and
-            tiers are its own, and keys are hits for all members. Where no owner answers, every key is a miss.
+        pool: a `SharedPool`, over whose memory the engine is, and no other cache. Its owner has the index: policy,
+            tenants, store_after and tiers are its own, and keys are hits for all members. Where no owner answers, every
+            key is a miss.
 
     Attributes:
         engine: as given.
@@ -105,7 +106,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     Raises:
         CapacityError: the engine has slots, but fewer than groups; fewer jobs may be in flight than there are groups;
-            another cache owns its slots; there is no memory for `capacity` keys; or there are tiers and no slots.
+            another cache owns its slots, or is over `pool`, or the engine is not; there is no memory for `capacity`
+            keys; or there are tiers and no slots.
         ClosedError: the engine is closed.
         LayoutError: `prefill_tokens_per_second` and a layout without tokens_per_block.
         ValueError, TypeError: bad arguments; a policy object that another cache has or had.

@@ -42,7 +42,7 @@ from kvoffload.errors import CapabilityError, CapacityError, ClosedError, Layout
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, seconds, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.nesting import in_call, refuse_nested
 from kvoffload.pool import messages, watching
 from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files
 from kvoffload.pool.messages import Operation
@@ -232,6 +232,7 @@ class SharedPool:
         if len(FORKS) != self._forks:
             return
         refuse_nested(self._calls, "close")
+        refuse_nested(self._lock, "close")
         self._closed = True
         with self._lock:
             self._drop()
@@ -258,7 +259,9 @@ class SharedPool:
     def open(
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
     ) -> tuple[CacheState, Records]:
-        """State and records of a cache over this pool. Raises CapacityError, LayoutError: the engine is not over it."""
+        """State and records of a cache over this pool. Raises CapacityError, LayoutError: the engine is not over it, or
+        a cache is already.
+        """
         from kvoffload.pool.records import PooledState, PoolRecords
 
         self.check_usable()
@@ -300,11 +303,13 @@ class SharedPool:
         self, operation: Operation, payload: bytes, *, number: int | None = None, generation: int | None = None
     ) -> bytes | None:
         """The owner's answer to a message; None: no owner, or not in time, and then not before it has caught up; or it
-        is of another `generation`.
+        is of another `generation`; or a signal handler asks in the middle of another message.
 
         Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
         """
         self.check_usable()
+        if in_call(self._lock):
+            return None
         number = self.next_number() if number is None else number
         with self._lock:
             ready = self._ready() and generation in (None, self.generation)
@@ -324,6 +329,8 @@ class SharedPool:
         `ask`. Other calls go on meanwhile.
         """
         self.check_usable()
+        if in_call(self._lock):
+            return None
         number, end, poll = self.next_number(), time.monotonic() + wait + self._answer_seconds, select.poll()
         self._slow[number] = None
         try:
@@ -347,8 +354,9 @@ class SharedPool:
         """
         if self._closed or len(FORKS) != self._forks:
             return
+        nested = in_call(self._lock)
         with self._lock:
-            ready, number = self._ready(), self.next_number()
+            ready, number = not nested and self._ready(), self.next_number()
             if generation not in (None, self.generation) or (ready and self._send(number, operation, payload)):
                 return
             if keep and self._joined and len(self._unsent) < _MOST_UNSENT:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pooling import IDENTITY, SECONDS, eventually, held, keys_of, member, members, serve
+from pooling import IDENTITY, SECONDS, SOURCES, eventually, held, keys_of, member, members, serve
 
-from kvoffload import BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
+from kvoffload import NO_WAIT, BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
 from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.pools import RequestRecord
 from kvoffload.cache.statistics import StatisticsRecorder
@@ -199,3 +199,22 @@ def test_the_owner_hears_of_requests_that_were_dropped_without_a_session_too() -
         state.open_request(RequestRecord(state, "", None), None)
     told = [operation for operation, _ in pool.told]
     assert told.count(Operation.OPEN) - told.count(Operation.END) <= 64
+
+
+def test_a_signal_handler_in_the_middle_of_a_message_asks_nobody(tmp_path: Path) -> None:
+    """As while a promotion waits for the owner, without the cache's lock. Another message between two datagrams of one
+    made the owner cut the member off.
+    """
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        one.store(1, 2)
+        lease = one.cache.acquire(keys_of([1]))
+        with one.pool._lock:
+            assert (one.hits(1), one.store(3).keys) == (0, ())
+            assert one.cache.fetch(keys_of([2]), [SOURCES], after=NO_WAIT).wait(SECONDS) == 0
+            lease.release()
+            one.cache.touch(keys_of([1]))
+            with pytest.raises(RuntimeError, match="close was called"):
+                one.pool.close()
+        assert one.hits(1, 2) == 2
+        assert one.counts() == (2, 0, 0)
+        one.check_load(1, 2)
