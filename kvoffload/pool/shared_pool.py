@@ -342,7 +342,7 @@ class SharedPool:
             while self._slow[number] is None and connection is self._socket and time.monotonic() < end:
                 poll.poll(1000 * SETTLE_SECONDS)  # another thread may read the answer
                 with self._lock:
-                    if self._late is None:
+                    if self._ready():  # no other answer is late, or it has come
                         self._message(0.0)
             return self._slow[number]
         finally:

@@ -328,6 +328,44 @@ def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Pat
         assert found[0] >= there
 
 
+def test_a_late_answer_to_one_thread_does_not_keep_another_one_from_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else reads what has come: who waits for a tier goes on when that has, and not at the deadline."""
+    monkeypatch.setattr(watching, "RETRY_SECONDS", SECONDS)
+    tier, policies, ended = SlowTier(), list[Standing](), threading.Event()
+
+    def policy(capacity: int) -> Standing:
+        policies.append(Standing(capacity))
+        return policies[-1]
+
+    with (
+        serve(tmp_path, 8, policy=policy, tiers=lambda *_: [tier], write="through") as owner,
+        member(owner.path, answer_seconds=0.2) as one,
+    ):
+        stored(one, 1)
+        eventually(lambda: tier.has_record(key_of(1)), "the tier has the key")
+        with raw(owner.path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())) as other:
+            assert other.room(8) == 8  # evicts it
+        stored(one, 2)
+        time.sleep(3 * watching.LINGER_SECONDS * 10)  # now the membership's thread sleeps for long
+
+        def promote() -> None:
+            one.cache.promote(keys_of([1]), deadline=6 * SECONDS).release()
+            ended.set()
+
+        thread = threading.Thread(target=promote)
+        thread.start()
+        assert tier.asked.wait(SECONDS), "the thread waits for the tier"
+        one.cache.touch(keys_of([2]))
+        assert one.hits(2) == 0, "the owner stands still"
+        for standing in policies:
+            standing.go.set()
+        tier.go.set()
+        assert ended.wait(SECONDS / 2)
+        thread.join()
+
+
 def test_keys_that_only_the_owners_tier_has_come_back(tmp_path: Path) -> None:
     tier = DictTier()
     with serve(tmp_path, 4, tiers=lambda *_: [tier], write="through") as owner, member(str(tmp_path / "pool")) as one:
