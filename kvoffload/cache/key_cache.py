@@ -434,7 +434,7 @@ class KeyCache:
         if self._asks is not None:
             self._asks.advance()
 
-        return self._records.remove(keys)
+        return self._records.remove((keys, below))
 
     def close(self, timeout: float = 10.0) -> bool:
         """Write what the tiers are to get (see `drain`), end promotions with the keys that came, close the tiers.

@@ -233,9 +233,11 @@ class Records:
         assert not waiting or state.in_flight[0](), "reservations and loads wait for transfers in flight"
 
     @guarded
-    def remove(self, keys: list[bytes] | None) -> int:
-        """Make these keys, or all, missing; returns how many there were."""
-        of = self._state.table.of
+    def remove(self, given: tuple[list[bytes] | None, bool]) -> int:
+        """Make keys, or all, missing; returns how many there were. `given`: the keys, and whether those of tiers that
+        only the owner of a shared pool knows go, too.
+        """
+        of, keys = self._state.table.of, given[0]
         gone = list(of) if keys is None else list(filter(of.__contains__, keys))
         self._state.remove(gone)
         return len(gone)

@@ -20,6 +20,7 @@ messages; a reply has the number of what it answers. Messages of one member are 
     CLOSE    request                    no reply. Ends it
     HINT     JSON                       JSON
     REMOVE   keys                       how many there were, u32. An empty payload: all keys
+    FORGET   keys                       as REMOVE, and the owner's tiers keep theirs
     COUNTS   nothing                    JSON
     CLEAN    nothing                    no reply. Nothing that the last owner granted is in use any more
     WAIT                                from the owner, each second until it answers JOIN: it allocates a region
@@ -77,6 +78,7 @@ class Operation(IntEnum):
     CLEAN = 15
     REFUSED = 16
     WAIT = 17
+    FORGET = 18
 
 
 def socket_path(path: str | Path) -> str:

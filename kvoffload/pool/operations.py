@@ -201,6 +201,11 @@ def remove(region: Region, message: Message) -> bytes | None:
     return None if region.removals.add(answer) else b""
 
 
+def forget(region: Region, message: Message) -> bytes:
+    index, payload = region.index, message.payload
+    return NUMBER.pack(index.remove(unpack_keys(payload), below=False) if payload else index.clear(below=False))
+
+
 def counts(region: Region, _: Message) -> bytes:
     return json.dumps(region.counts()).encode()
 
@@ -213,5 +218,5 @@ OPERATIONS: dict[int, Callable[[Region, Message], bytes | None]] = {
     Operation.FIND: find, Operation.STATUS: status, Operation.TAKE: take, Operation.RESERVE: reserve,
     Operation.END: end, Operation.BRING: bring, Operation.USE: use, Operation.TOUCH: touch,
     Operation.OPEN: open_request, Operation.CLOSE: close_request, Operation.HINT: hint, Operation.REMOVE: remove,
-    Operation.COUNTS: counts, Operation.CLEAN: clean,
+    Operation.COUNTS: counts, Operation.CLEAN: clean, Operation.FORGET: forget,
 }  # fmt: skip

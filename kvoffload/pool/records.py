@@ -397,14 +397,15 @@ class PoolRecords(Records):
         assert table.writable == {entry for record in opened for entry in record.indices}, "writable entries are open"
         assert numbers.keys() <= {*table.reservations, *table.leases}, "numbers are of records"
 
-    def remove(self, keys: list[bytes] | None) -> int:
-        """Also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0 and
-        raises nothing if the owner does not answer, or a tier takes longer or fails: then they may be there still.
+    def remove(self, given: tuple[list[bytes] | None, bool]) -> int:
+        """Perhaps also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0
+        and raises nothing if the owner does not answer, or a tier takes longer or fails: then they may be there still.
         """
         locked(self, lambda state: setattr(state, "fetched", None))  # loads ask the owner from now on
+        keys, below = given
         payload = b"" if keys is None else self._pooled.pack(keys)
-        wait = MOST_SECONDS if self._pool.has_tiers else 0.0
-        answer = self._pool.ask_slowly(Operation.REMOVE, payload, wait)
+        wait = MOST_SECONDS if below and self._pool.has_tiers else 0.0
+        answer = self._pool.ask_slowly(Operation.REMOVE if below else Operation.FORGET, payload, wait)
         return int(NUMBER.unpack(answer)[0]) if answer else 0
 
     @guarded

@@ -325,8 +325,8 @@ class SharedPool:
         return None
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float) -> bytes | None:
-        """The answer to BRING or REMOVE, for which the owner may wait for tiers, at most so many seconds; None: as of
-        `ask`. Other calls go on meanwhile.
+        """The answer to BRING, REMOVE or FORGET, for which the owner may wait for tiers, at most so many seconds; None:
+        as of `ask`. Other calls go on meanwhile.
         """
         self.check_usable()
         if in_call(self._lock):
@@ -471,7 +471,7 @@ class SharedPool:
                 return None
             if message is not None and message[0] in self._slow:
                 self._slow[message[0]] = message[2] if message[1] != Operation.REFUSED else b""
-            elif message is not None and message[1] not in (Operation.BRING, Operation.REMOVE):
+            elif message is not None and message[1] not in (Operation.BRING, Operation.REMOVE, Operation.FORGET):
                 return message
         return None
 

@@ -18,6 +18,7 @@ from pooling import (
     PLANES,
     ROW_BYTES,
     SECONDS,
+    SOURCES,
     Member,
     eventually,
     key_of,
@@ -215,6 +216,21 @@ def test_remove_waits_for_the_owners_tiers_and_hides_nothing_meanwhile(tmp_path:
         assert removed == [2]
         assert one.cache.status(keys_of([1, 2, 3])) == [Status.MISS, Status.MISS, Status.HIT]
         assert not tier.has_record(key_of(1))
+
+
+def test_keys_are_removed_from_the_pool_alone_if_that_is_asked_for(tmp_path: Path) -> None:
+    """No tier is asked, and none waited for."""
+    tier = SlowToRemove()
+    with serve(tmp_path, 8, tiers=lambda *_: [tier], write="through") as owner, member(owner.path) as one:
+        one.store(1, 2, 3)
+        eventually(lambda: len(tier.store) == 3, "the tier has the keys")
+        assert one.cache.remove(keys_of([1, 2]), below=False) == 2
+        assert one.cache.status(keys_of([1, 2, 3])) == [Status.MISS, Status.MISS, Status.HIT]
+        assert one.cache.clear(below=False) == 1
+        assert not tier.removing.is_set()
+        one.poison([SOURCES, SOURCES + 1, SOURCES + 2])
+        assert one.cache.fetch(keys_of([1, 2, 3]), range(SOURCES, SOURCES + 3), after=NO_WAIT).wait(SECONDS) == 3
+        assert one.wrong([1, 2, 3], range(SOURCES, SOURCES + 3)) == []
 
 
 def test_removals_that_wait_for_a_tier_that_hangs_are_so_many_and_others_do_nothing(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     writer.reserve(0, 1, 2, 3)
     writer.end(1)
     reading = reader.take(1, 2)
-    region.records.remove(keys_of([2]))
+    region.records.remove((keys_of([2]), False))
     writing = writer.reserve(8)
     gone.reserve(9)
     gone.memory.close()  # nothing of it can write any more
