@@ -29,6 +29,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -499,6 +500,8 @@ class SharedPool:
         self._unsent.clear()
         close_files(self._passed)
         if connection is not None:
+            with suppress(OSError):  # the owner may have ended
+                connection.shutdown(socket.SHUT_RDWR)  # a forked child has it, too, and may go on for long
             connection.close()
 
     @property

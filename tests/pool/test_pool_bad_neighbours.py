@@ -11,13 +11,15 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
 
+from kvoffload import CacheIndex
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import PoolOwner
+from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.pool.region import Region
@@ -118,6 +120,30 @@ def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tm
         assert good.counts()["members"] == 1
     os.close(read)
     os.close(write)
+
+
+def test_what_a_member_had_is_free_once_it_has_left_though_a_forked_child_lives_on(tmp_path: Path) -> None:
+    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
+    read, write = os.pipe()
+    with serve(tmp_path, 8) as owner, raw(owner.path) as other:
+        with SharedPool.attach(owner.path, layout, identity=IDENTITY) as pool:
+            index = CacheIndex(pool)
+            index.reserve(keys_of(range(4))).commit()
+            lease, reservation = index.acquire(keys_of(range(4))), index.reserve(keys_of(range(4, 8)))
+            assert other.counts()["members"] == 2
+            child = os.fork()
+            if child == 0:
+                os.close(write)
+                os.read(read, 1)  # until the parent has seen all, or has ended
+                os._exit(0)
+        try:
+            eventually(lambda: other.counts()["members"] == 1, "the member has left")
+            eventually(lambda: other.room(8) == 8, "all entries are free")
+        finally:
+            os.close(write)
+            os.close(read)
+            os.waitpid(child, 0)
+            del lease, reservation
 
 
 # connections that do not join -----------------------------------------------------------------------------------------
