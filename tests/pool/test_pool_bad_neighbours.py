@@ -88,6 +88,25 @@ def test_an_error_in_a_region_ends_neither_the_owner_nor_other_members(
     assert [caplog.text.count(f"{what} is broken") for what in ("leave", "settle")] == [1, 1], "said once"
 
 
+def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tmp_path: Path) -> None:
+    class Raises(LRU):
+        times = 0
+
+        def remove(self, keys: Sequence[bytes], *, evicted: bool) -> None:
+            super().remove(keys, evicted=evicted)
+            Raises.times += not evicted
+            if Raises.times == 1:
+                raise RuntimeError("once")
+
+    with serve(tmp_path, 8, policy=Raises) as owner, raw(owner.path) as good:
+        with raw(owner.path) as gone:
+            for number in range(4):
+                gone.reserve(keys_of([number]))
+        eventually(lambda: good.counts()["members"] == 1, "it has left")
+        assert Raises.times >= 1
+        eventually(lambda: good.room(8) == 8, "all entries are free")
+
+
 def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tmp_path: Path) -> None:
     """Only what was sent before the owner knew of the death is read."""
 
