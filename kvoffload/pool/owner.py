@@ -1,6 +1,6 @@
 """PoolOwner: serves a pool of host memory to the engines of a host. It never touches a GPU.
 
-One thread does everything but what may take long (allocating a region, removing keys from tiers): that has a thread of
+One thread does everything but what may take long (making a region, removing keys from tiers): that has a thread of
 its own for as long as it takes, and the answer follows. A member has gone when its process has ended (pidfd) or its
 socket has; a forked child of it may keep the socket open.
 """
@@ -34,7 +34,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages
-from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory, close_files
+from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files
 from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_TEXT, MessageError, Operation, datagrams
 from kvoffload.pool.operations import OPERATIONS, Message
 from kvoffload.pool.region import Member, Region, Step, meaning_of
@@ -356,10 +356,9 @@ class PoolOwner:
             if region is None and member.files:
                 meaning = Meaning(int(member.asked["capacity"]), key[2], key[0], key[1])
                 memory = PoolMemory.adopt(member.files[-1], meaning)
-                try:
-                    region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
-                except BlockingIOError:  # its owner still grants rows of it, or a tier there is at work on them
-                    return False
+                if not memory.locked(OWNER):  # else its owner grants rows of it, or a tier there is at work on them
+                    self._begin(key, member, meaning.nbytes, lambda: memory, adopts=True)
+                return False
             if region is not None:
                 self._admit(member, region)
             elif time.monotonic() >= self._grace_until:
@@ -428,14 +427,13 @@ class PoolOwner:
         close_files(member.files)
 
     def _make(self, key: RegionKey, member: Member) -> None:
-        """Make a region, in a thread of its own: allocating its memory may take minutes. If that fails, all that wait
-        for it are refused. Raises CapacityError.
-        """
+        """Begin to make a region, for which others may make room. Raises CapacityError: then none has."""
         used = sum(self._making.values()) + sum(region.memory.meaning.nbytes for region in self._regions.values())
-        for other, region in list(self._regions.items()):
+        closing = dict[RegionKey, Region]()
+        for other, region in self._regions.items():
             if used + self._region_bytes > self._nbytes and not (region.members or region.waits):
                 used -= region.memory.meaning.nbytes
-                self._regions.pop(other).close()
+                closing[other] = region
         room = min(self._region_bytes, self._nbytes - used)
         meaning = meaning_of(key[0], str(member.asked["identity"]), key[2], nbytes=room)
         if meaning.capacity < 1:
@@ -443,13 +441,30 @@ class PoolOwner:
                 f"the pool has no room for a region with entries of {key[2]} bytes: {used} of {self._nbytes} bytes are "
                 "regions with members; serve it with more bytes, or with smaller region_bytes"
             )
-        self._making[key] = meaning.nbytes
+
+        def allocate() -> PoolMemory:
+            for region in closing.values():
+                region.close()
+            return PoolMemory.create(meaning)
+
+        self._begin(key, member, meaning.nbytes, allocate)
+        for other in closing:
+            del self._regions[other]
+
+    def _begin(
+        self, key: RegionKey, member: Member, nbytes: int, memory: Callable[[], PoolMemory], *, adopts: bool = False
+    ) -> None:
+        """Make a region in a thread of its own: its memory and its tiers may take minutes. If that fails, all that wait
+        for it are refused. If this raises, nothing has happened.
+        """
 
         def made(region: Region | None, error: Exception | None) -> None:
             del self._making[key]
-            for each in [each for each in self._joining if error is not None and each.key == key]:
-                self._joining.remove(each)
-                self._refuse(each, error)
+            if error is not None:
+                self._warn_once(f"a region of {self.path} could not be made: {reason(error)}")
+                for each in [each for each in self._joining if each.key == key]:
+                    self._joining.remove(each)
+                    self._refuse(each, error)
             if region is not None and self._closing:
                 region.close()
             elif region is not None:
@@ -457,13 +472,13 @@ class PoolOwner:
 
         def make() -> None:
             try:
-                region = Region(PoolMemory.create(meaning), partial(self._make_index, member.asked))
+                region = Region(memory(), partial(self._make_index, member.asked), adopts=adopts)
                 self._post(partial(made, region, None))
             except Exception as error:  # noqa: BLE001  # the member is told
-                LOGGER.warning("a region of %s could not be made: %s", self.path, reason(error))
                 self._post(partial(made, None, error))
 
         threading.Thread(target=make, name="kvoffload-pool-region", daemon=True).start()
+        self._making[key] = nbytes
 
     def _make_index(self, asked: dict[str, Any], memory: PoolMemory) -> CacheIndex:
         options, meaning = self._options, memory.meaning

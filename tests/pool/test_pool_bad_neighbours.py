@@ -8,6 +8,7 @@ import os
 import resource
 import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +87,33 @@ def test_an_error_in_a_region_ends_neither_the_owner_nor_other_members(
             eventually(lambda: good.status([]) == [], "the owner goes on")
             owner.statistics()
     assert [caplog.text.count(f"{what} is broken") for what in ("leave", "settle")] == [1, 1], "said once"
+
+
+def test_a_thread_that_does_not_start_refuses_one_member_and_not_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serve(tmp_path) as owner:
+        with monkeypatch.context() as patched, raw(owner.path, join=False) as one:
+            patched.setattr(threading.Thread, "start", start)
+            assert one.ask(Operation.JOIN, asking(one))[0] == Operation.REFUSED
+        with raw(owner.path) as later:
+            assert later.status([]) == []
+
+
+def test_a_region_without_members_keeps_its_keys_if_its_room_is_too_little(tmp_path: Path) -> None:
+    with serve(tmp_path, nbytes=2 * region_bytes(4), region_bytes=region_bytes(4)) as owner:
+        with raw(owner.path) as first:
+            first.store(keys_of(range(4)), 1)
+        with raw(owner.path, fingerprint=OTHER) as second, raw(owner.path, join=False) as large:
+            eventually(lambda: [each["members"] for each in owner.statistics()] == [0, 1], "the first has left")
+            kind, why = large.ask(Operation.JOIN, asking(large, identity="another's", row_bytes=1 << 20))
+            assert (kind, why[:13]) == (Operation.REFUSED, b"CapacityError")
+            assert second.counts()["members"] == 1
+        with raw(owner.path) as first:
+            assert first.status(keys_of(range(4))) == [1] * 4
 
 
 def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tmp_path: Path) -> None:

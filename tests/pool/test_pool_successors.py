@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -43,6 +44,8 @@ def joined(one: RawMember) -> bool:
     if not select.select([one.connection], [], [], 0)[0]:
         return False
     _, kind, content = one.receive()
+    if kind == Operation.WAIT:
+        return False
     assert kind == Operation.JOIN, content
     return True
 
@@ -136,6 +139,35 @@ def test_a_memory_has_no_new_owner_while_a_tier_of_the_last_one_may_write_to_it(
     tier.heal()
     eventually(lambda: joined(back), "no call of the tier goes on")
     assert back.status(keys_of([1, 2, 3]))[0] == 0
+
+
+def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_region_waiting(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    path, opening, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
+
+    def tiers(_: str, __: str) -> list[Any]:
+        opening.set()
+        assert go.wait(SECONDS)
+        return []
+
+    with serve(tmp_path, 8):
+        one = stack.enter_context(raw(path))
+        one.store(keys_of([1]), 7)
+    other = b"other fingerprin"
+    go.set()
+    options: Any = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8)}
+    stack.enter_context(serve(tmp_path, 8, tiers=tiers, **options))
+    fast = stack.enter_context(raw(path, fingerprint=other))
+    go.clear()
+    opening.clear()
+    back = returning(path, one, stack)
+    assert opening.wait(SECONDS)
+    assert fast.store(keys_of([2]), 8) == [0]
+    assert not joined(back)
+    go.set()
+    eventually(lambda: joined(back), "the tiers are open")
+    assert back.status(keys_of([1])) == [1]
 
 
 # restarts -------------------------------------------------------------------------------------------------------------
