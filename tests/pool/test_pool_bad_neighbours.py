@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
 from kvoffload.pool.region import Region
+from kvoffload.tiers import MemoryTier
 
 OTHER = b"other fingerprin"
 
@@ -114,6 +116,25 @@ def test_a_region_without_members_keeps_its_keys_if_its_room_is_too_little(tmp_p
             assert second.counts()["members"] == 1
         with raw(owner.path) as first:
             assert first.status(keys_of(range(4))) == [1] * 4
+
+
+def test_the_memory_of_a_region_that_made_room_is_not_kept_until_cycles_are_collected(tmp_path: Path) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("kvoffload-pool")
+
+    gc.collect()
+    before, tiers = mapped(), lambda *_: [MemoryTier(1 << 20)]
+    gc.disable()
+    try:
+        with serve(tmp_path, tiers=tiers) as owner:
+            for number in range(3):
+                with raw(owner.path, fingerprint=b"%016d" % number) as one:
+                    one.store(keys_of([1]), 1)
+                eventually(lambda: owner.statistics()[0]["members"] == 0, "it has left")
+                assert mapped() == before + 1
+        assert mapped() == before
+    finally:
+        gc.enable()
 
 
 def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tmp_path: Path) -> None:
