@@ -315,9 +315,8 @@ class PoolOwner:
         step()
 
     def _end(self) -> None:
-        for region in self._regions.values():
-            self._survive(region.settle)
-        held = time.monotonic() < self._grace_until or any(region.inherited for region in self._regions.values())
+        held = time.monotonic() < self._grace_until
+        held = held or any(region.memory.locked(each) for region in self._regions.values() for each in range(MEMBERS))
         held = held or any(member.files or member.region is not None for member in self._members)
         for member in list(self._members):
             self._lose(member)

@@ -208,6 +208,21 @@ def test_an_owner_keeps_the_socket_while_a_member_may_still_use_what_the_last_on
     assert os.path.lexists(path)
 
 
+def test_an_owner_keeps_the_socket_for_a_member_that_has_lost_its_connection_alone(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    path = tmp_path / "pool"
+    with serve(tmp_path, 8) as first:
+        one = stack.enter_context(raw(str(path)))
+        one.connection.close()
+        eventually(lambda: first.statistics()[0]["members"] == 0, "it has gone")
+    assert os.path.lexists(path)
+    one.close()
+    with serve(tmp_path, 8) as second, raw(str(path)):
+        second._grace_until = 0.0
+    assert not os.path.lexists(path), "nobody can come back"
+
+
 def test_an_owner_says_once_that_it_refuses_members_of_the_last_one(
     tmp_path: Path, stack: ExitStack, caplog: Any
 ) -> None:
