@@ -347,7 +347,7 @@ class PoolOwner:
         try:
             key = member.key = self._checked(member)
             region = None if key is None else self._regions.get(key)
-            if key in self._making and time.monotonic() >= member.notice:
+            if key in self._making and not member.files and time.monotonic() >= member.notice:
                 member.notice = time.monotonic() + NOTICE_SECONDS
                 member.answer(member.join, Operation.WAIT, b"")
             if key is None or key in self._making:
@@ -417,7 +417,7 @@ class PoolOwner:
             member.asked = {**region.of_engine(engine)[0].asked, **member.asked}
         said = {
             "number": member.number, "capacity": region.memory.meaning.capacity, "tiers": region.has_tiers,
-            "joined": member.asked,
+            "joined": member.asked, "left": member.number in region.inherited.keys() | region.gone.keys(),
         }  # fmt: skip
         message = datagrams(member.join, Operation.JOIN, json.dumps(said).encode())
         socket.send_fds(member.connection, message, [] if member.files else [region.memory.descriptor])

@@ -100,6 +100,7 @@ class SharedPool:
         self._warned: deque[str] = deque(maxlen=64)  # texts
         self._passed: list[int] = []  # descriptors that came before there was a memory
         self._memory: PoolMemory | None = None
+        self._left = False  # a process of this engine that has gone may have left something in use
         self._part: int | None = None  # of each row, which `host_memory` is
         self._forks = len(FORKS)
         self.generation = 0  # how many owners have been lost
@@ -271,7 +272,8 @@ class SharedPool:
                 f"than that: {shown(layout)}"
             )
         first = self._calls is self._lock and not self._asked["engine"]  # nothing can have been granted before
-        state = PooledState(self, recorder(self.capacity), engine, 0 if first else self.generation)
+        clean = math.inf if self._left else 0 if first else self.generation
+        state = PooledState(self, recorder(self.capacity), engine, clean)
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process, engine)
         self._calls, self._records = state.lock, weakref.ref(records)
         return state, records
@@ -415,7 +417,7 @@ class SharedPool:
             meaning = Meaning(said["capacity"], self._asked["row_bytes"], b"", b"")
             memory = PoolMemory(self._passed.pop(), meaning, headers=False)
             memory.lock(said["number"])
-            self.capacity, self._memory = meaning.capacity, memory
+            self.capacity, self._memory, self._left = meaning.capacity, memory, said["left"]
         self.has_tiers = bool(said["tiers"])
         self._joined = True
         self._warned.clear()

@@ -44,8 +44,6 @@ def joined(one: RawMember) -> bool:
     if not select.select([one.connection], [], [], 0)[0]:
         return False
     _, kind, content = one.receive()
-    if kind == Operation.WAIT:
-        return False
     assert kind == Operation.JOIN, content
     return True
 
