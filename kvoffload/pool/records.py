@@ -57,7 +57,9 @@ class Link(Protocol):
         self, operation: Operation, payload: bytes, /, *, number: int | None = None, generation: int | None = None
     ) -> bytes | None: ...
 
-    def tell(self, operation: Operation, payload: bytes, /, *, keep: bool = False) -> None: ...
+    def tell(
+        self, operation: Operation, payload: bytes, /, *, keep: bool = False, generation: int | None = None
+    ) -> None: ...
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float, /) -> bytes | None: ...
 
@@ -93,7 +95,7 @@ class PooledState(CacheState):
             return
         if all(granted == generation for granted, _ in self.numbers.values()):
             self._clean = generation
-            self.pool.tell(Operation.CLEAN, b"", keep=True)
+            self.pool.tell(Operation.CLEAN, b"", keep=True, generation=generation)
 
     def pack(self, keys: list[bytes]) -> bytes:
         return messages.pack_keys(keys, self.salt)

@@ -335,15 +335,18 @@ class SharedPool:
         finally:
             del self._slow[number]
 
-    def tell(self, operation: Operation, payload: bytes, *, keep: bool = False) -> None:
-        """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later."""
+    def tell(self, operation: Operation, payload: bytes, *, keep: bool = False, generation: int | None = None) -> None:
+        """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later; if
+        it is not of this `generation`, dropped.
+        """
         if self._closed or len(FORKS) != self._forks:
             return
         with self._lock:
-            number = self.next_number()
-            if self._ready() and self._send(number, operation, payload):
+            number, ready = self.next_number(), self._ready()
+            meant = generation in (None, self.generation)
+            if ready and meant and self._send(number, operation, payload):
                 return
-            if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
+            if keep and meant and self._joined and len(self._unsent) < _MOST_UNSENT:
                 self._unsent.extend(messages.datagrams(number, operation, payload))
                 self.wake()
 

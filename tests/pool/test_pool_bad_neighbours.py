@@ -141,7 +141,7 @@ def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tm
     class Raises(LRU):
         times = 0
 
-        def remove(self, keys: Sequence[bytes], *, evicted: bool) -> None:
+        def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
             super().remove(keys, evicted=evicted)
             Raises.times += not evicted
             if Raises.times == 1:

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
 
-from kvoffload import Tenant
-from kvoffload.pool import PoolOwner
+from kvoffload import CacheIndex, Tenant
+from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import NUMBER, Operation, pack_keys
 from kvoffload.testing import FaultyTier
@@ -44,6 +45,8 @@ def joined(one: RawMember) -> bool:
     if not select.select([one.connection], [], [], 0)[0]:
         return False
     _, kind, content = one.receive()
+    if kind == Operation.WAIT:
+        return False
     assert kind == Operation.JOIN, content
     return True
 
@@ -219,6 +222,43 @@ def test_an_owner_keeps_the_socket_for_a_member_that_has_lost_its_connection_alo
     with serve(tmp_path, 8) as second, raw(str(path)):
         second._grace_until = 0.0
     assert not os.path.lexists(path), "nobody can come back"
+
+
+def test_a_member_that_tells_one_owner_that_nothing_is_in_use_does_not_tell_the_next_one(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner ends after the member has looked, and before it says so."""
+    path, tell = str(tmp_path / "pool"), SharedPool.tell
+    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
+    owner = [PoolOwner(path, nbytes=region_bytes(8))]
+    stack.callback(lambda: owner[0].close())
+    pool = stack.enter_context(SharedPool.attach(path, layout, identity=IDENTITY))
+
+    def restart(generation: int) -> None:
+        owner[0].close()
+        owner[0] = PoolOwner(path, nbytes=region_bytes(8))
+        asks = partial(pool.ask_slowly, Operation.REMOVE, pack_keys([]), 0.0)  # as another thread may
+        eventually(lambda: asks() is not None and pool.generation == generation, "it is back")
+
+    def late(self: SharedPool, operation: Operation, payload: bytes, **options: Any) -> None:
+        if operation == Operation.CLEAN and pool.generation == 1:
+            restart(2)
+        tell(self, operation, payload, **options)
+
+    index = CacheIndex(pool)
+    first = index.reserve(keys_of([1]))
+    restart(1)
+    second = index.reserve(keys_of(range(2, 6)))
+    assert len(second.keys) == 4
+    monkeypatch.setattr(SharedPool, "tell", late)
+    first.abort()
+    assert pool.generation == 2
+    other = stack.enter_context(raw(path))
+    assert other.room(8) == 3, (
+        "the second reservation may still be written, for all that this owner knows the first, too"
+    )
+    second.abort()
+    eventually(lambda: other.room(8) == 8, "nothing is in use any more")
 
 
 def test_an_owner_says_once_that_it_refuses_members_of_the_last_one(
