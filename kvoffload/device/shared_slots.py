@@ -13,6 +13,7 @@ kernel frees it when the last process that maps it has ended, however it ends.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import mmap
@@ -37,6 +38,7 @@ from kvoffload.layout.layout import SLOT_ALIGNMENT
 _LONGEST_NOTE = 32_768  # bytes
 ANSWER_SECONDS = 10.0  # that the other process is waited for
 _BETWEEN_ATTEMPTS = 0.02  # seconds
+FAILURE_SECONDS = 1.0  # between attempts to hand the memory over, if that fails
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -247,8 +249,12 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # it is shut down
+                return
+            LOGGER.warning("shared slots are not handed over now: %s", shown(error))  # no descriptor is left, say
+            time.sleep(FAILURE_SECONDS)
+            continue
         with connection:
             try:
                 connection.settimeout(ANSWER_SECONDS)
@@ -269,4 +275,4 @@ def _address(name: str) -> str:
     """In the abstract name space, which has no files."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {shown(name)}")
-    return "\0kvoffload-slots-" + blake2b(name.encode(), digest_size=16).hexdigest()
+    return "\0kvoffload-slots-" + blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
