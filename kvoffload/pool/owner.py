@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.policies import DEFAULT_POLICY, Policy, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
@@ -62,7 +62,7 @@ class PoolOwner:
         nbytes: of all regions together. A region is allocated when its first member joins.
         region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
             one. If there is no room for another region, those without members make room, the oldest first.
-        policy, tenants, write: of each region's index, as for `BlockCache`.
+        policy, tenants, write: of each region's index, as for `BlockCache`; the policy no object, which one index has.
         busy_poll: seconds for which the thread polls its sockets after each message before it sleeps. That keeps a core
             (and the interpreter) busy while members call; waking it costs a call tens to hundreds of microseconds.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
@@ -91,6 +91,8 @@ class PoolOwner:
     ) -> None:
         from kvoffload.cache.tiering.attaching import TierPlan
 
+        if isinstance(policy, Policy):
+            raise TypeError(f"policy must be a name or a function of the capacity, of each region, got {shown(policy)}")
         if tiers is not None and not callable(tiers):
             raise TypeError(f"tiers must be a function of a region's name and identity, or None, got {shown(tiers)}")
         self.path = messages.socket_path(path)
@@ -106,7 +108,9 @@ class PoolOwner:
             self._tenants = set(index._state.pools.by_tenant)
         self._regions: dict[RegionKey, Region] = {}
         self._making: dict[RegionKey, int] = {}  # bytes of regions that other threads make
-        self._silent: dict[Member, float] = {}  # that have not asked to join, and until when they may
+        self._silent: dict[
+            Member, float
+        ] = {}  # that have not asked to join, or are refused, and until when they may stay
         self._joining: list[Member] = []  # that have no answer yet
         self._members: set[Member] = set()
         self._done: deque[Step] = deque()  # of other threads, for ours
@@ -256,6 +260,8 @@ class PoolOwner:
                     datagram, passed, *_ = socket.recv_fds(
                         member.connection, DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
                     )
+                    if passed:
+                        close_files(member.files)  # one is enough
                     member.files += passed
                 else:
                     datagram = member.connection.recv(DATAGRAM_BYTES + 1)
@@ -285,10 +291,10 @@ class PoolOwner:
 
     def _lose(self, member: Member, *, dead: bool = False) -> None:
         """`dead`: its process is known to have ended."""
+        self._silent.pop(member, None)
         if member.gone:
             return
         member.gone = True
-        self._silent.pop(member, None)
         for each in member.watched:
             self._epoll.unregister(each)
             del self._member_of[each]
@@ -370,6 +376,7 @@ class PoolOwner:
         if member.files:
             self._warn_once(f"{self.path} refuses a member of the last owner: {reason(error)}")
         member.answer(member.join, Operation.REFUSED, reason(error).encode()[:MOST_TEXT])
+        self._silent[member] = time.monotonic() + JOIN_SECONDS  # until it has read that
         return True
 
     def _warn_once(self, text: str) -> None:
@@ -512,7 +519,7 @@ def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
         raise PermissionError(
             f"others may write to {folder}, and so serve members of this pool: choose a folder of your own (mode 700)"
         )
-    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.setblocking(False)

@@ -23,7 +23,7 @@ from kvoffload import CacheIndex
 from kvoffload.cache.policies import LRU
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
-from kvoffload.pool.messages import Operation, pack_keys
+from kvoffload.pool.messages import HEADER, Operation, pack_keys
 from kvoffload.pool.region import Region
 from kvoffload.tiers import MemoryTier
 
@@ -225,6 +225,26 @@ def test_connections_that_do_not_ask_to_join_are_dropped(tmp_path: Path, monkeyp
         assert member.status([]) == [], "a member may be silent"
 
 
+def test_connections_that_were_refused_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "JOIN_SECONDS", 0.05)
+    with serve(tmp_path) as owner, raw(owner.path, join=False) as refused:
+        assert refused.ask(Operation.JOIN, asking(refused, version=77))[0] == Operation.REFUSED
+        assert refused.cut_off()
+
+
+def test_a_connection_that_waits_keeps_no_more_than_one_descriptor_of_what_it_sends(tmp_path: Path) -> None:
+    with serve(tmp_path) as owner, raw(owner.path) as member, raw(owner.path, join=False) as waits:
+        waits.asked.pop("fingerprint")
+        waits.send(Operation.JOIN, asking(waits, engine="nobody's", processes=1))
+        member.status([])
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(50):
+            begins = HEADER.pack(number, Operation.FIND, True)
+            socket.send_fds(waits.connection, [begins], [0])
+            member.status([])
+        eventually(lambda: len(os.listdir("/proc/self/fd")) == before + 1, "one is kept")
+
+
 def test_an_owner_without_descriptors_says_so_once_and_does_not_spin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -260,6 +280,7 @@ def test_an_owner_without_descriptors_says_so_once_and_does_not_spin(
     ("options", "said"),
     [
         ({"write": "x"}, "write must be one of admitted, through, back, none, got 'x'"),
+        ({"policy": LRU(4)}, "policy must be a name or a function of the capacity, of each region, got LRU"),
         ({"tiers": 5}, "tiers must be a function of a region's name and identity, or None, got 5"),
     ],
 )
