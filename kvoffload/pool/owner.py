@@ -321,7 +321,8 @@ class PoolOwner:
         step()
 
     def _end(self) -> None:
-        held = time.monotonic() < self._grace_until
+        self._closing = True
+        held = bool(self._making) or time.monotonic() < self._grace_until
         held = held or any(region.memory.locked(each) for region in self._regions.values() for each in range(MEMBERS))
         held = held or any(member.files or member.region is not None for member in self._members)
         for member in list(self._members):
