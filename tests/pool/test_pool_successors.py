@@ -171,6 +171,34 @@ def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_reg
     assert back.status(keys_of([1])) == [1]
 
 
+def test_an_owner_that_closes_while_it_takes_a_memory_over_leaves_all_to_the_next_one(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opening, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
+
+    def tiers(_: str, __: str) -> list[Any]:
+        opening.set()
+        assert go.wait(SECONDS)
+        return []
+
+    with serve(tmp_path, 8):
+        one = stack.enter_context(raw(path))
+        one.store(keys_of([1]), 7)
+    with monkeypatch.context() as patched:
+        patched.setattr(owners, "GRACE_SECONDS", 0.0)
+        with serve(tmp_path, 8, tiers=tiers) as second:
+            back = returning(path, one, stack)
+            assert opening.wait(SECONDS)
+            back.connection.close()  # as a member that asks again
+            eventually(lambda: not second._members, "it has gone")
+    assert os.path.lexists(path)
+    stack.enter_context(serve(tmp_path, 8))
+    back = returning(path, one, stack)
+    go.set()
+    eventually(lambda: joined(back), "the second owner has let go of it")
+    assert back.status(keys_of([1])) == [1]
+
+
 # restarts -------------------------------------------------------------------------------------------------------------
 
 
