@@ -22,6 +22,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from hashlib import blake2b
 from typing import Any
 
@@ -123,6 +124,7 @@ class SharedSlots:
                 f"name={name!r:.80} is offered already on this machine, or sockets cannot be made ({error}); give each "
                 "offer its own"
             ) from error
+        _LISTENING.add(listener)
         self._listener = listener
         self._thread = threading.Thread(
             target=_serve, args=(listener, self._descriptor, message), name="kvoffload-offer", daemon=True
@@ -262,6 +264,11 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
                     socket.send_fds(connection, [message], [descriptor])
             except OSError as error:
                 LOGGER.warning("shared slots could not be handed over: %s", shown(error))
+
+
+_LISTENING = weakref.WeakSet[socket.socket]()
+# a forked child has no thread to answer, and must not keep the name
+os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(_LISTENING))))
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int, int]:

@@ -198,3 +198,26 @@ def test_an_offer_outlasts_a_moment_without_descriptors(
         slots.array[:] = 7
         with SharedSlots.receive(name) as received:
             assert (received.array == 7).all()
+
+
+def test_a_forked_child_neither_keeps_a_name_nor_ends_the_offer(name: str) -> None:
+    (read, write), (ready, say) = os.pipe(), os.pipe()
+    with SharedSlots(2, PAGE) as slots:
+        slots.offer(name)
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            slots.close()
+            os.write(say, b"x")
+            os.read(read, 1)  # until the parent has seen all, or has ended
+            os._exit(0)
+        try:
+            os.read(ready, 1)
+            SharedSlots.receive(name).close()
+            slots.close()
+            with SharedSlots(1, PAGE) as others:
+                others.offer(name)
+        finally:
+            for each in (write, read, ready, say):
+                os.close(each)
+            os.waitpid(child, 0)
