@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvoffload.terminal.console import CommandError, Output, OutputError, counte
 from kvoffload.terminal.options import add_command, size, whole
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LOOK_SECONDS = 0.1  # between looks at signals and the owner
 _COUNTS = ("members", "resident", "capacity", "pending", "pinned", "evicted")
 _TEXT = """\
 Owns memory, and the index of what it holds, for engines on this host: each opens its cache with pool=PATH. Runs until \
@@ -90,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         with owner:
             output.line(f"pool: process {os.getpid()} serves {mib(arguments.bytes)} until Ctrl-C, at")
             output.path(owner.path)
-            while (received := signal.sigtimedwait(_SIGNALS, 0.5)) is None or received.si_signo == signal.SIGUSR1:
+            while (received := signal.sigtimedwait(_SIGNALS, 0)) is None or received.si_signo == signal.SIGUSR1:
+                time.sleep(LOOK_SECONDS)  # not in `sigtimedwait`: after SIGCONT it tells of signals that never came
                 if owner.failure is not None:
                     raise CommandError(f"the owner of {owner.path} has ended: {reason(owner.failure)}")
                 with suppress(OutputError):  # whoever reads it may have ended, and engines need the owner

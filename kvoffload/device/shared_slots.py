@@ -13,6 +13,7 @@ kernel frees it when the last process that maps it has ended, however it ends.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import mmap
@@ -21,6 +22,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from hashlib import blake2b
 from typing import Any
 
@@ -37,6 +39,7 @@ from kvoffload.layout.layout import SLOT_ALIGNMENT
 _LONGEST_NOTE = 32_768  # bytes
 ANSWER_SECONDS = 10.0  # that the other process is waited for
 _BETWEEN_ATTEMPTS = 0.02  # seconds
+FAILURE_SECONDS = 1.0  # between attempts to hand the memory over, if that fails
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -121,6 +124,7 @@ class SharedSlots:
                 f"name={name!r:.80} is offered already on this machine, or sockets cannot be made ({error}); give each "
                 "offer its own"
             ) from error
+        _LISTENING.add(listener)
         self._listener = listener
         self._thread = threading.Thread(
             target=_serve, args=(listener, self._descriptor, message), name="kvoffload-offer", daemon=True
@@ -247,8 +251,12 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # it is shut down
+                return
+            LOGGER.warning("shared slots are not handed over now: %s", shown(error))  # no descriptor is left, say
+            time.sleep(FAILURE_SECONDS)
+            continue
         with connection:
             try:
                 connection.settimeout(ANSWER_SECONDS)
@@ -256,6 +264,11 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
                     socket.send_fds(connection, [message], [descriptor])
             except OSError as error:
                 LOGGER.warning("shared slots could not be handed over: %s", shown(error))
+
+
+_LISTENING = weakref.WeakSet[socket.socket]()
+# a forked child has no thread to answer, and must not keep the name
+os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(_LISTENING))))
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int, int]:
@@ -269,4 +282,4 @@ def _address(name: str) -> str:
     """In the abstract name space, which has no files."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {shown(name)}")
-    return "\0kvoffload-slots-" + blake2b(name.encode(), digest_size=16).hexdigest()
+    return "\0kvoffload-slots-" + blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

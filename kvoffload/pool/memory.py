@@ -267,6 +267,8 @@ class PoolMemory:
 
         Memory that is forgotten gives them up once no array over it is left, an engine's either.
         """
+        if self.holds_lock:  # a forked child has it, too, and may go on for long
+            fcntl.fcntl(self._files[1], fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, MEMBERS + 1, 0))
         self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, np.uint8)
         self._bytes = memoryview(b"")
         close_files(self._files)

@@ -13,7 +13,7 @@ from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages
 from kvoffload.pool.messages import NUMBER, Operation, pack_entries, unpack, unpack_entries, unpack_keys
-from kvoffload.pool.region import Member, Region, tenant_digest
+from kvoffload.pool.region import Member, Region, survived, tenant_digest
 
 MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
 _MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
@@ -74,10 +74,8 @@ def take(region: Region, message: Message) -> None:
     member.release_promotions(ended=True)  # it has taken what they brought
     member.answer(number, Operation.TAKE, pack_entries(entries))
     if flags & messages.LOADS and len(entries) == len(keys):
-        try:
+        with survived():
             state.use(keys, member.opened(request))
-        except Exception as error:  # noqa: BLE001  # a policy's
-            LOGGER.warning("the policy of a shared pool: %s", reason(error))
 
 
 @guarded
@@ -105,12 +103,10 @@ def reserve(region: Region, message: Message) -> None:
         codes = bytes(code_of.get(key, messages.PRESENT) for key in keys)
     member.answer(number, Operation.RESERVE, bytes([record.short]) + codes + pack_entries(record.indices))
     region.memory.named(record.keys, record.indices, tenant_digest(record.tenant))
-    try:
+    with survived():
         state.fill(record)
         if not record.keys:
             state.settle(record, well=True)
-    except Exception as error:  # noqa: BLE001  # a policy's
-        LOGGER.warning("the policy of a shared pool: %s", reason(error))
 
 
 @guarded

@@ -1,6 +1,6 @@
 """PoolOwner: serves a pool of host memory to the engines of a host. It never touches a GPU.
 
-One thread does everything but what may take long (allocating a region, removing keys from tiers): that has a thread of
+One thread does everything but what may take long (making a region, removing keys from tiers): that has a thread of
 its own for as long as it takes, and the answer follows. A member has gone when its process has ended (pidfd) or its
 socket has; a forked child of it may keep the socket open.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.policies import DEFAULT_POLICY, Policy, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.device.shared_slots import peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, KVOffloadError
@@ -34,7 +34,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages
-from kvoffload.pool.memory import MEMBERS, Meaning, PoolMemory, close_files
+from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files
 from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_TEXT, MessageError, Operation, datagrams
 from kvoffload.pool.operations import OPERATIONS, Message
 from kvoffload.pool.region import Member, Region, Step, meaning_of
@@ -62,7 +62,7 @@ class PoolOwner:
         nbytes: of all regions together. A region is allocated when its first member joins.
         region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
             one. If there is no room for another region, those without members make room, the oldest first.
-        policy, tenants, write: of each region's index, as for `BlockCache`.
+        policy, tenants, write: of each region's index, as for `BlockCache`; the policy no object, which one index has.
         busy_poll: seconds for which the thread polls its sockets after each message before it sleeps. That keeps a core
             (and the interpreter) busy while members call; waking it costs a call tens to hundreds of microseconds.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
@@ -91,6 +91,8 @@ class PoolOwner:
     ) -> None:
         from kvoffload.cache.tiering.attaching import TierPlan
 
+        if isinstance(policy, Policy):
+            raise TypeError(f"policy must be a name or a function of the capacity, of each region, got {shown(policy)}")
         if tiers is not None and not callable(tiers):
             raise TypeError(f"tiers must be a function of a region's name and identity, or None, got {shown(tiers)}")
         self.path = messages.socket_path(path)
@@ -106,7 +108,9 @@ class PoolOwner:
             self._tenants = set(index._state.pools.by_tenant)
         self._regions: dict[RegionKey, Region] = {}
         self._making: dict[RegionKey, int] = {}  # bytes of regions that other threads make
-        self._silent: dict[Member, float] = {}  # that have not asked to join, and until when they may
+        self._silent: dict[
+            Member, float
+        ] = {}  # that have not asked to join, or are refused, and until when they may stay
         self._joining: list[Member] = []  # that have no answer yet
         self._members: set[Member] = set()
         self._done: deque[Step] = deque()  # of other threads, for ours
@@ -256,6 +260,8 @@ class PoolOwner:
                     datagram, passed, *_ = socket.recv_fds(
                         member.connection, DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
                     )
+                    if passed:
+                        close_files(member.files)  # one is enough
                     member.files += passed
                 else:
                     datagram = member.connection.recv(DATAGRAM_BYTES + 1)
@@ -285,10 +291,10 @@ class PoolOwner:
 
     def _lose(self, member: Member, *, dead: bool = False) -> None:
         """`dead`: its process is known to have ended."""
+        self._silent.pop(member, None)
         if member.gone:
             return
         member.gone = True
-        self._silent.pop(member, None)
         for each in member.watched:
             self._epoll.unregister(each)
             del self._member_of[each]
@@ -315,9 +321,9 @@ class PoolOwner:
         step()
 
     def _end(self) -> None:
-        for region in self._regions.values():
-            self._survive(region.settle)
-        held = time.monotonic() < self._grace_until or any(region.inherited for region in self._regions.values())
+        self._closing = True
+        held = bool(self._making) or time.monotonic() < self._grace_until
+        held = held or any(region.memory.locked(each) for region in self._regions.values() for each in range(MEMBERS))
         held = held or any(member.files or member.region is not None for member in self._members)
         for member in list(self._members):
             self._lose(member)
@@ -348,7 +354,7 @@ class PoolOwner:
         try:
             key = member.key = self._checked(member)
             region = None if key is None else self._regions.get(key)
-            if key in self._making and time.monotonic() >= member.notice:
+            if key in self._making and not member.files and time.monotonic() >= member.notice:
                 member.notice = time.monotonic() + NOTICE_SECONDS
                 member.answer(member.join, Operation.WAIT, b"")
             if key is None or key in self._making:
@@ -356,10 +362,9 @@ class PoolOwner:
             if region is None and member.files:
                 meaning = Meaning(int(member.asked["capacity"]), key[2], key[0], key[1])
                 memory = PoolMemory.adopt(member.files[-1], meaning)
-                try:
-                    region = self._regions[key] = Region(memory, partial(self._make_index, member.asked), adopts=True)
-                except BlockingIOError:  # its owner still grants rows of it, or a tier there is at work on them
-                    return False
+                if not memory.locked(OWNER):  # else its owner grants rows of it, or a tier there is at work on them
+                    self._begin(key, member, meaning.nbytes, lambda: memory, adopts=True)
+                return False
             if region is not None:
                 self._admit(member, region)
             elif time.monotonic() >= self._grace_until:
@@ -372,6 +377,7 @@ class PoolOwner:
         if member.files:
             self._warn_once(f"{self.path} refuses a member of the last owner: {reason(error)}")
         member.answer(member.join, Operation.REFUSED, reason(error).encode()[:MOST_TEXT])
+        self._silent[member] = time.monotonic() + JOIN_SECONDS  # until it has read that
         return True
 
     def _warn_once(self, text: str) -> None:
@@ -419,7 +425,7 @@ class PoolOwner:
             member.asked = {**region.of_engine(engine)[0].asked, **member.asked}
         said = {
             "number": member.number, "capacity": region.memory.meaning.capacity, "tiers": region.has_tiers,
-            "joined": member.asked,
+            "joined": member.asked, "left": member.number in region.inherited.keys() | region.gone.keys(),
         }  # fmt: skip
         message = datagrams(member.join, Operation.JOIN, json.dumps(said).encode())
         socket.send_fds(member.connection, message, [] if member.files else [region.memory.descriptor])
@@ -428,14 +434,13 @@ class PoolOwner:
         close_files(member.files)
 
     def _make(self, key: RegionKey, member: Member) -> None:
-        """Make a region, in a thread of its own: allocating its memory may take minutes. If that fails, all that wait
-        for it are refused. Raises CapacityError.
-        """
+        """Begin to make a region, for which others may make room. Raises CapacityError: then none has."""
         used = sum(self._making.values()) + sum(region.memory.meaning.nbytes for region in self._regions.values())
-        for other, region in list(self._regions.items()):
+        closing = dict[RegionKey, Region]()
+        for other, region in self._regions.items():
             if used + self._region_bytes > self._nbytes and not (region.members or region.waits):
                 used -= region.memory.meaning.nbytes
-                self._regions.pop(other).close()
+                closing[other] = region
         room = min(self._region_bytes, self._nbytes - used)
         meaning = meaning_of(key[0], str(member.asked["identity"]), key[2], nbytes=room)
         if meaning.capacity < 1:
@@ -443,13 +448,30 @@ class PoolOwner:
                 f"the pool has no room for a region with entries of {key[2]} bytes: {used} of {self._nbytes} bytes are "
                 "regions with members; serve it with more bytes, or with smaller region_bytes"
             )
-        self._making[key] = meaning.nbytes
+
+        def allocate() -> PoolMemory:
+            for region in closing.values():
+                region.close()
+            return PoolMemory.create(meaning)
+
+        self._begin(key, member, meaning.nbytes, allocate)
+        for other in closing:
+            del self._regions[other]
+
+    def _begin(
+        self, key: RegionKey, member: Member, nbytes: int, memory: Callable[[], PoolMemory], *, adopts: bool = False
+    ) -> None:
+        """Make a region in a thread of its own: its memory and its tiers may take minutes. If that fails, all that wait
+        for it are refused. If this raises, nothing has happened.
+        """
 
         def made(region: Region | None, error: Exception | None) -> None:
             del self._making[key]
-            for each in [each for each in self._joining if error is not None and each.key == key]:
-                self._joining.remove(each)
-                self._refuse(each, error)
+            if error is not None:
+                self._warn_once(f"a region of {self.path} could not be made: {reason(error)}")
+                for each in [each for each in self._joining if each.key == key]:
+                    self._joining.remove(each)
+                    self._refuse(each, error)
             if region is not None and self._closing:
                 region.close()
             elif region is not None:
@@ -457,13 +479,13 @@ class PoolOwner:
 
         def make() -> None:
             try:
-                region = Region(PoolMemory.create(meaning), partial(self._make_index, member.asked))
+                region = Region(memory(), partial(self._make_index, member.asked), adopts=adopts)
                 self._post(partial(made, region, None))
             except Exception as error:  # noqa: BLE001  # the member is told
-                LOGGER.warning("a region of %s could not be made: %s", self.path, reason(error))
                 self._post(partial(made, None, error))
 
         threading.Thread(target=make, name="kvoffload-pool-region", daemon=True).start()
+        self._making[key] = nbytes
 
     def _make_index(self, asked: dict[str, Any], memory: PoolMemory) -> CacheIndex:
         options, meaning = self._options, memory.meaning
@@ -498,7 +520,7 @@ def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
         raise PermissionError(
             f"others may write to {folder}, and so serve members of this pool: choose a folder of your own (mode 700)"
         )
-    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.setblocking(False)

@@ -77,7 +77,7 @@ class PooledState(CacheState):
         unfit: entries whose blocks do not fit the codec, until the owner is told.
     """
 
-    def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None, clean: int) -> None:
+    def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None, clean: float) -> None:
         capacity, tenants = pool.capacity, {pool.tenant: Tenant()}
         super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
         self.num_groups = pool.num_groups
@@ -88,12 +88,12 @@ class PooledState(CacheState):
         self.salt = b""
         self._opened: dict[int, weakref.ref[RequestRecord]] = {}  # by their numbers at the owner
         self._told: LeaseRecord | None = None  # the latest lease that the owner was asked for together with its use
-        self._clean = clean  # nothing of owners before this generation is in use, and the owner knows that
+        self._clean = clean  # nothing of owners before this generation is in use, and the owner knows; inf: it may be
 
     def tidy(self) -> None:
         """Tell a new owner once nothing is in use any more that the last one granted. Under the lock."""
         generation = self.pool.generation
-        if self._clean == generation or not self.pool.connected:
+        if self._clean >= generation or not self.pool.connected:
             return
         if all(granted == generation for granted, _ in self.numbers.values()):
             self._clean = generation

@@ -7,8 +7,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from kvoffload.cache.records import locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
+from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool.memory import HEADER, MEMBERS, OWNER, PAGE, Meaning, PoolMemory
 from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, datagrams
@@ -141,6 +142,15 @@ class Member:
                 self.promotions.append(promotion)
             else:
                 promotion.release()
+
+
+@contextmanager
+def survived() -> Iterator[None]:
+    """A policy that raises must not keep from what follows: the next call repairs."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        LOGGER.warning("the policy of a shared pool: %s", reason(error))
 
 
 class Removals:
@@ -294,9 +304,11 @@ class Region:
         jobs: Any = (known,)
         for lease in member.leases.values():
             lease.jobs = () if dead else jobs
-            self.records.release(lease)
+            with survived():
+                self.records.release(lease)
         for record in member.reservations.values():
-            self.records.abort_after(record, jobs)
+            with survived():
+                self.records.abort_after(record, jobs)
         member.requests.clear()  # they end as dropped ones do
 
     def settle(self) -> None:

@@ -29,6 +29,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -101,6 +102,7 @@ class SharedPool:
         self._warned: deque[str] = deque(maxlen=64)  # texts
         self._passed: list[int] = []  # descriptors that came before there was a memory
         self._memory: PoolMemory | None = None
+        self._left = False  # a process of this engine that has gone may have left something in use
         self._part: int | None = None  # of each row, which `host_memory` is
         self._forks = len(FORKS)
         self.generation = 0  # how many owners have been lost
@@ -282,7 +284,8 @@ class SharedPool:
         if engine is not None and not np.may_share_memory(cast(Any, engine).slots, self._memory.rows):
             raise CapacityError("the engine is over memory of its own: give it host_memory=pool.host_memory")
         first = self._calls is self._lock and not self._asked["engine"]  # nothing can have been granted before
-        state = PooledState(self, recorder(self.capacity), engine, 0 if first else self.generation)
+        clean = math.inf if self._left else 0 if first else self.generation
+        state = PooledState(self, recorder(self.capacity), engine, clean)
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process, engine)
         self._calls, self._records = state.lock, weakref.ref(records)
         return state, records
@@ -435,7 +438,7 @@ class SharedPool:
                 raise CapacityError("the pool's memory has not come along: this process has no file descriptor left")
             memory = PoolMemory(self._passed.pop(), meaning, headers=False)
             memory.lock(said["number"])
-            self.capacity, self._memory = meaning.capacity, memory
+            self.capacity, self._memory, self._left = meaning.capacity, memory, said["left"]
         self.has_tiers = bool(said["tiers"])
         self._joined = True
         self._warned.clear()
@@ -520,6 +523,8 @@ class SharedPool:
         self._unsent.clear()
         close_files(self._passed)
         if connection is not None:
+            with suppress(OSError):  # the owner may have ended
+                connection.shutdown(socket.SHUT_RDWR)  # a forked child has it, too, and may go on for long
             connection.close()
 
     @property

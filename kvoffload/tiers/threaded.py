@@ -73,7 +73,7 @@ class ThreadedTier(Tier):
         bytes_per_call: most bytes of the records in one call of `read_records` or `write_records`; a single record may
             be larger. The keys of a job are first divided among the threads. 0, the default: one record a call.
         max_queued: keys of puts that may wait, and as many keys of `get` and `exists`; more are DECLINED.
-        pools: the arrays that `attach` was given; () before.
+        pools: the arrays that `attach` was given; () before, and after `release`.
         record_bytes: bytes of one record, over all pools; 0 before `attach`.
 
     Raises:
@@ -356,7 +356,7 @@ class ThreadedTier(Tier):
                     self.release()
                 except Exception as error:  # noqa: BLE001  # a medium may raise anything
                     LOGGER.warning("%r: release: %s", self, shown(error))
-                self._opened = False
+                self._opened, self.pools = False, ()  # memory that must not wait until cycles are collected
 
     # jobs ---------------------------------------------------------------------------------------------------------
 

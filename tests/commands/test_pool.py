@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -219,6 +220,20 @@ def test_a_signal_for_statistics_that_nobody_reads_does_not_end_it(tmp_path: Pat
         process.stdout.close()
         for _ in range(2):
             process.send_signal(signal.SIGUSR1)
+            with member(tmp_path) as cache:
+                assert cache.lookup(cache.keys(range(12), salt="")) == 3
+        assert process.poll() is None
+
+
+def test_it_goes_on_after_it_was_stopped(tmp_path: Path) -> None:
+    with serving(tmp_path, "--bytes", "1MiB") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        time.sleep(0.7)  # longer than it waits for anything
+        process.send_signal(signal.SIGCONT)
+        for _ in range(2):
             with member(tmp_path) as cache:
                 assert cache.lookup(cache.keys(range(12), salt="")) == 3
         assert process.poll() is None

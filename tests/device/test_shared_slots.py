@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,3 +176,48 @@ def test_an_offer_that_answers_nobody_is_not_waited_for_for_ever(name: str, monk
             SharedSlots.receive(name, timeout=60.0)
         for each in waiting:
             each.close()
+
+
+def test_an_offer_outlasts_a_moment_without_descriptors(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_slots, "FAILURE_SECONDS", 0.01)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with SharedSlots(2, PAGE) as slots:
+        last = os.dup(0)
+        os.close(last)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, hard))  # for the offer itself, and no connection
+        try:
+            slots.offer(name)
+            end = time.monotonic() + 10
+            while "are not handed over now" not in caplog.text:
+                assert time.monotonic() < end, "it has accepted something"
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        slots.array[:] = 7
+        with SharedSlots.receive(name) as received:
+            assert (received.array == 7).all()
+
+
+def test_a_forked_child_neither_keeps_a_name_nor_ends_the_offer(name: str) -> None:
+    (read, write), (ready, say) = os.pipe(), os.pipe()
+    with SharedSlots(2, PAGE) as slots:
+        slots.offer(name)
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            slots.close()
+            os.write(say, b"x")
+            os.read(read, 1)  # until the parent has seen all, or has ended
+            os._exit(0)
+        try:
+            os.read(ready, 1)
+            SharedSlots.receive(name).close()
+            slots.close()
+            with SharedSlots(1, PAGE) as others:
+                others.offer(name)
+        finally:
+            for each in (write, read, ready, say):
+                os.close(each)
+            os.waitpid(child, 0)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import resource
 import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
 
+from kvoffload import CacheIndex
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import PoolOwner
+from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
-from kvoffload.pool.messages import Operation, pack_keys
+from kvoffload.pool.messages import HEADER, Operation, pack_keys
 from kvoffload.pool.region import Region
+from kvoffload.tiers import MemoryTier
 
 OTHER = b"other fingerprin"
 
@@ -86,6 +91,71 @@ def test_an_error_in_a_region_ends_neither_the_owner_nor_other_members(
     assert [caplog.text.count(f"{what} is broken") for what in ("leave", "settle")] == [1, 1], "said once"
 
 
+def test_a_thread_that_does_not_start_refuses_one_member_and_not_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serve(tmp_path) as owner:
+        with monkeypatch.context() as patched, raw(owner.path, join=False) as one:
+            patched.setattr(threading.Thread, "start", start)
+            assert one.ask(Operation.JOIN, asking(one))[0] == Operation.REFUSED
+        with raw(owner.path) as later:
+            assert later.status([]) == []
+
+
+def test_a_region_without_members_keeps_its_keys_if_its_room_is_too_little(tmp_path: Path) -> None:
+    with serve(tmp_path, nbytes=2 * region_bytes(4), region_bytes=region_bytes(4)) as owner:
+        with raw(owner.path) as first:
+            first.store(keys_of(range(4)), 1)
+        with raw(owner.path, fingerprint=OTHER) as second, raw(owner.path, join=False) as large:
+            eventually(lambda: [each["members"] for each in owner.statistics()] == [0, 1], "the first has left")
+            kind, why = large.ask(Operation.JOIN, asking(large, identity="another's", row_bytes=1 << 20))
+            assert (kind, why[:13]) == (Operation.REFUSED, b"CapacityError")
+            assert second.counts()["members"] == 1
+        with raw(owner.path) as first:
+            assert first.status(keys_of(range(4))) == [1] * 4
+
+
+def test_the_memory_of_a_region_that_made_room_is_not_kept_until_cycles_are_collected(tmp_path: Path) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("kvoffload-pool")
+
+    gc.collect()
+    before, tiers = mapped(), lambda *_: [MemoryTier(1 << 20)]
+    gc.disable()
+    try:
+        with serve(tmp_path, tiers=tiers) as owner:
+            for number in range(3):
+                with raw(owner.path, fingerprint=b"%016d" % number) as one:
+                    one.store(keys_of([1]), 1)
+                eventually(lambda: owner.statistics()[0]["members"] == 0, "it has left")
+                assert mapped() == before + 1
+        assert mapped() == before
+    finally:
+        gc.enable()
+
+
+def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tmp_path: Path) -> None:
+    class Raises(LRU):
+        times = 0
+
+        def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+            super().remove(keys, evicted=evicted)
+            Raises.times += not evicted
+            if Raises.times == 1:
+                raise RuntimeError("once")
+
+    with serve(tmp_path, 8, policy=Raises) as owner, raw(owner.path) as good:
+        with raw(owner.path) as gone:
+            for number in range(4):
+                gone.reserve(keys_of([number]))
+        eventually(lambda: good.counts()["members"] == 1, "it has left")
+        assert Raises.times >= 1
+        eventually(lambda: good.room(8) == 8, "all entries are free")
+
+
 def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tmp_path: Path) -> None:
     """Only what was sent before the owner knew of the death is read."""
 
@@ -120,6 +190,30 @@ def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tm
     os.close(write)
 
 
+def test_what_a_member_had_is_free_once_it_has_left_though_a_forked_child_lives_on(tmp_path: Path) -> None:
+    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
+    read, write = os.pipe()
+    with serve(tmp_path, 8) as owner, raw(owner.path) as other:
+        with SharedPool.attach(owner.path, layout, identity=IDENTITY) as pool:
+            index = CacheIndex(pool)
+            index.reserve(keys_of(range(4))).commit()
+            lease, reservation = index.acquire(keys_of(range(4))), index.reserve(keys_of(range(4, 8)))
+            assert other.counts()["members"] == 2
+            child = os.fork()
+            if child == 0:
+                os.close(write)
+                os.read(read, 1)  # until the parent has seen all, or has ended
+                os._exit(0)
+        try:
+            eventually(lambda: other.counts()["members"] == 1, "the member has left")
+            eventually(lambda: other.room(8) == 8, "all entries are free")
+        finally:
+            os.close(write)
+            os.close(read)
+            os.waitpid(child, 0)
+            del lease, reservation
+
+
 # connections that do not join -----------------------------------------------------------------------------------------
 
 
@@ -129,6 +223,26 @@ def test_connections_that_do_not_ask_to_join_are_dropped(tmp_path: Path, monkeyp
         with raw(owner.path, join=False) as idle:
             assert idle.cut_off()
         assert member.status([]) == [], "a member may be silent"
+
+
+def test_connections_that_were_refused_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "JOIN_SECONDS", 0.05)
+    with serve(tmp_path) as owner, raw(owner.path, join=False) as refused:
+        assert refused.ask(Operation.JOIN, asking(refused, version=77))[0] == Operation.REFUSED
+        assert refused.cut_off()
+
+
+def test_a_connection_that_waits_keeps_no_more_than_one_descriptor_of_what_it_sends(tmp_path: Path) -> None:
+    with serve(tmp_path) as owner, raw(owner.path) as member, raw(owner.path, join=False) as waits:
+        waits.asked.pop("fingerprint")
+        waits.send(Operation.JOIN, asking(waits, engine="nobody's", processes=1))
+        member.status([])
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(50):
+            begins = HEADER.pack(number, Operation.FIND, True)
+            socket.send_fds(waits.connection, [begins], [0])
+            member.status([])
+        eventually(lambda: len(os.listdir("/proc/self/fd")) == before + 1, "one is kept")
 
 
 def test_an_owner_without_descriptors_says_so_once_and_does_not_spin(
@@ -166,6 +280,7 @@ def test_an_owner_without_descriptors_says_so_once_and_does_not_spin(
     ("options", "said"),
     [
         ({"write": "x"}, "write must be one of admitted, through, back, none, got 'x'"),
+        ({"policy": LRU(4)}, "policy must be a name or a function of the capacity, of each region, got LRU"),
         ({"tiers": 5}, "tiers must be a function of a region's name and identity, or None, got 5"),
     ],
 )

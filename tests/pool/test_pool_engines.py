@@ -74,6 +74,22 @@ def test_what_a_dead_scheduler_was_storing_waits_for_its_workers(owner: PoolOwne
         another.close()
 
 
+def test_a_second_scheduler_does_not_free_for_the_next_owner_what_the_first_one_was_storing(owner: PoolOwner) -> None:
+    copies = worker(owner)
+    first = SharedPool.beside(owner.path, "engine", 1)
+    reservation = CacheIndex(first).reserve(keys(*range(5)))
+    first.close()
+    until(lambda: owner.statistics()[0]["members"] == 1)
+    with SharedPool.beside(owner.path, "engine", 1) as pool, CacheIndex(pool) as index:
+        owner.close()
+        with PoolOwner(owner.path, nbytes=(CAPACITY + 2) * ROW) as second:
+            until(lambda: reserved(index) > 0)
+            until(lambda: second.statistics()[0]["members"] == 2)
+            assert reserved(index) == CAPACITY - 5, "the worker may still write the other five"
+            copies.close()
+    del reservation
+
+
 def test_what_is_being_stored_for_a_dead_worker_waits_for_the_scheduler(owner: PoolOwner) -> None:
     copies, other = worker(owner), SharedPool.attach(owner.path, Rows(), identity="m")
     with other, CacheIndex(other) as index, SharedPool.beside(owner.path, "engine", 1) as pool:

@@ -18,7 +18,7 @@ from pooling import region_bytes
 
 from kvoffload.device.shared_slots import allocate_memory
 from kvoffload.pool import memory as memory_module
-from kvoffload.pool.memory import HEADER, OWNER, PAGE, READY, Meaning, PoolMemory
+from kvoffload.pool.memory import HEADER, OWNER, PAGE, READY, Meaning, PoolMemory, close_files
 from kvoffload.pool.region import meaning_of
 
 CAPACITY = 6
@@ -235,19 +235,20 @@ def test_a_region_cannot_be_resized() -> None:
                 os.ftruncate(memory.descriptor, size)
 
 
-def test_a_lock_is_held_until_the_last_file_that_has_it_is_closed() -> None:
+def test_a_lock_is_held_until_it_is_given_up_or_the_last_file_that_has_it_is_closed() -> None:
     with region() as memory, adopted(memory) as first, adopted(memory) as second:
         assert not any(memory.locked(number) for number in range(64))
         first.lock(5)
         second.lock(5)
         second.lock(7)
         assert [number for number in range(64) if memory.locked(number)] == [5, 7]
-        inherited = os.dup(first._files[1])  # as a forked child has it
-        first.close()
+        inherited = [os.dup(each._files[1]) for each in (first, second)]  # as forked children have them
+        close_files(first._files)  # as of a process that has died
         second.close()
         assert [number for number in range(64) if memory.locked(number)] == [5]
-        os.close(inherited)
+        os.close(inherited[0])
         assert not memory.locked(5)
+        os.close(inherited[1])
 
 
 def test_a_region_leaves_no_room_for_two_more_entries() -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import select
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
 
-from kvoffload import Tenant
-from kvoffload.pool import PoolOwner
+from kvoffload import CacheIndex, Tenant
+from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import NUMBER, Operation, pack_keys
 from kvoffload.testing import FaultyTier
@@ -43,6 +45,8 @@ def joined(one: RawMember) -> bool:
     if not select.select([one.connection], [], [], 0)[0]:
         return False
     _, kind, content = one.receive()
+    if kind == Operation.WAIT:
+        return False
     assert kind == Operation.JOIN, content
     return True
 
@@ -138,6 +142,63 @@ def test_a_memory_has_no_new_owner_while_a_tier_of_the_last_one_may_write_to_it(
     assert back.status(keys_of([1, 2, 3]))[0] == 0
 
 
+def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_region_waiting(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    path, opening, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
+
+    def tiers(_: str, __: str) -> list[Any]:
+        opening.set()
+        assert go.wait(SECONDS)
+        return []
+
+    with serve(tmp_path, 8):
+        one = stack.enter_context(raw(path))
+        one.store(keys_of([1]), 7)
+    other = b"other fingerprin"
+    go.set()
+    options: Any = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8)}
+    stack.enter_context(serve(tmp_path, 8, tiers=tiers, **options))
+    fast = stack.enter_context(raw(path, fingerprint=other))
+    go.clear()
+    opening.clear()
+    back = returning(path, one, stack)
+    assert opening.wait(SECONDS)
+    assert fast.store(keys_of([2]), 8) == [0]
+    assert not joined(back)
+    go.set()
+    eventually(lambda: joined(back), "the tiers are open")
+    assert back.status(keys_of([1])) == [1]
+
+
+def test_an_owner_that_closes_while_it_takes_a_memory_over_leaves_all_to_the_next_one(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opening, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
+
+    def tiers(_: str, __: str) -> list[Any]:
+        opening.set()
+        assert go.wait(SECONDS)
+        return []
+
+    with serve(tmp_path, 8):
+        one = stack.enter_context(raw(path))
+        one.store(keys_of([1]), 7)
+    with monkeypatch.context() as patched:
+        patched.setattr(owners, "GRACE_SECONDS", 0.0)
+        with serve(tmp_path, 8, tiers=tiers) as second:
+            back = returning(path, one, stack)
+            assert opening.wait(SECONDS)
+            back.connection.close()  # as a member that asks again
+            eventually(lambda: not second._members, "it has gone")
+    assert os.path.lexists(path)
+    stack.enter_context(serve(tmp_path, 8))
+    back = returning(path, one, stack)
+    go.set()
+    eventually(lambda: joined(back), "the second owner has let go of it")
+    assert back.status(keys_of([1])) == [1]
+
+
 # restarts -------------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +235,58 @@ def test_an_owner_keeps_the_socket_while_a_member_may_still_use_what_the_last_on
         back.connection.close()
         eventually(lambda: second.statistics()[0]["members"] == 0, "it has gone")
     assert os.path.lexists(path)
+
+
+def test_an_owner_keeps_the_socket_for_a_member_that_has_lost_its_connection_alone(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    path = tmp_path / "pool"
+    with serve(tmp_path, 8) as first:
+        one = stack.enter_context(raw(str(path)))
+        one.connection.close()
+        eventually(lambda: first.statistics()[0]["members"] == 0, "it has gone")
+    assert os.path.lexists(path)
+    one.close()
+    with serve(tmp_path, 8) as second, raw(str(path)):
+        second._grace_until = 0.0
+    assert not os.path.lexists(path), "nobody can come back"
+
+
+def test_a_member_that_tells_one_owner_that_nothing_is_in_use_does_not_tell_the_next_one(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner ends after the member has looked, and before it says so."""
+    path, tell = str(tmp_path / "pool"), SharedPool.tell
+    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
+    owner = [PoolOwner(path, nbytes=region_bytes(8))]
+    stack.callback(lambda: owner[0].close())
+    pool = stack.enter_context(SharedPool.attach(path, layout, identity=IDENTITY))
+
+    def restart(generation: int) -> None:
+        owner[0].close()
+        owner[0] = PoolOwner(path, nbytes=region_bytes(8))
+        asks = partial(pool.ask_slowly, Operation.REMOVE, pack_keys([]), 0.0)  # as another thread may
+        eventually(lambda: asks() is not None and pool.generation == generation, "it is back")
+
+    def late(self: SharedPool, operation: Operation, payload: bytes, **options: Any) -> None:
+        if operation == Operation.CLEAN and pool.generation == 1:
+            restart(2)
+        tell(self, operation, payload, **options)
+
+    index = CacheIndex(pool)
+    first = index.reserve(keys_of([1]))
+    restart(1)
+    second = index.reserve(keys_of(range(2, 6)))
+    assert len(second.keys) == 4
+    monkeypatch.setattr(SharedPool, "tell", late)
+    first.abort()
+    assert pool.generation == 2
+    other = stack.enter_context(raw(path))
+    assert other.room(8) == 3, (
+        "the second reservation may still be written, for all that this owner knows the first, too"
+    )
+    second.abort()
+    eventually(lambda: other.room(8) == 8, "nothing is in use any more")
 
 
 def test_an_owner_says_once_that_it_refuses_members_of_the_last_one(

@@ -78,6 +78,7 @@ class State(IntEnum):
 WORD = np.dtype([("state", "<i8"), ("calls", "<i8"), ("stop", "<i8"), ("longest", "<f8"), ("since", "<f8"), *(
     (name, "<i8") for name in ("stored", "loaded", "fetched", "foreign", "declined", "missed", "removed", "forks")
 )])  # fmt: skip
+CHILD_SECONDS = 0.3  # that a forked child lives at most
 COUNTED = ("calls", "stored", "loaded", "fetched", "foreign", "declined", "missed", "removed", "forks")
 
 
@@ -320,7 +321,7 @@ class Engine:
         self.word["forks"] += 1
         if self.plan.gpu >= 0 and self.rng.random() < 0.5:
             return
-        wait = self.rng.random() * 0.3
+        wait = self.rng.random() * CHILD_SECONDS
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
@@ -540,7 +541,8 @@ class Lane:
         if auditor.end(AUDIT_SECONDS * 2) != 0:
             with suppress(ProcessLookupError):
                 os.kill(auditor.pid, signal.SIGKILL)
-        time.sleep(max(0.0, self.grace_until - time.monotonic()))  # until then it leaves the socket to the next one
+        wait = max(CHILD_SECONDS, self.grace_until - time.monotonic())
+        time.sleep(wait)  # until then it leaves the socket to the next one: children of killed engines have their locks
         self.owner.word["stop"] = 1
         if (status := self.owner.end(HUNG_SECONDS)) != 0:
             self.wrong.append(f"the owner has ended with status {status}")
