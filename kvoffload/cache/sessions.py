@@ -114,7 +114,7 @@ class Session:
         chains: the latest last.
         kept, broken: blocks promised before, which weigh less with every promise.
         watched: the keys of the latest promise while it is open, which it is until `until`; no repeats.
-        request: its latest open request.
+        request: its latest one. Weak: it knows keys, which would stay for as long as the session.
         forgotten: whether there were too many sessions.
     """
 
@@ -126,8 +126,13 @@ class Session:
         self.kept = self.broken = 0.0
         self.watched: list[bytes] = []
         self.until = 0.0
-        self.request: SessionRequest | None = None
+        self.request: Callable[[], SessionRequest | None] = lambda: None
         self.forgotten = False
+
+    @property
+    def open_request(self) -> SessionRequest | None:
+        request = self.request()
+        return request if request is not None and request.is_open else None
 
     @property
     def allowance(self) -> int:
@@ -152,7 +157,7 @@ class Session:
 class SessionRequest:
     """A session's part of an open request's record."""
 
-    __slots__ = ("hinted", "promised", "record", "releases", "retained", "session", "stored")
+    __slots__ = ("__weakref__", "hinted", "promised", "record", "releases", "retained", "session", "stored")
 
     def __init__(self, session: Session, record: weakref.ref[RequestRecord]) -> None:
         self.session = session
@@ -228,8 +233,9 @@ class Sessions:
         if session is None:
             session = self._all[tenant, _short(name)] = Session(tenant)
             self._forget_some()
-        session.request = SessionRequest(session, record)
-        return session.request
+        request = SessionRequest(session, record)
+        session.request = weakref.ref(request)
+        return request
 
     def ended(self, request: SessionRequest, keys: list[bytes]) -> None:
         """A request of a session has ended: its keys take the place of those of the request that it continues."""
@@ -345,10 +351,10 @@ class Sessions:
             of_session.retained = retained, min(share, session.allowance)
 
     def _retain(self, session: Session, hint: Hint) -> HintAnswer:
-        longest, request = LONGEST_WITHOUT_DUE if hint.due is None else LONGEST_TTL, session.request
+        longest, request = LONGEST_WITHOUT_DUE if hint.due is None else LONGEST_TTL, session.open_request
         limit = "" if hint.ttl <= longest else f"ttl is at most {LONGEST_WITHOUT_DUE:g} s, with due {LONGEST_TTL:g} s"
         ttl = min(hint.ttl, longest)
-        if request is not None and request.is_open:
+        if request is not None:
             self._close(request)
             request.hinted, request.releases = (ttl, hint.due), False
             request.promised = self._new_promise(session.tenant, ttl, hint.due)
@@ -370,8 +376,8 @@ class Sessions:
 
     def _release(self, session: Session, hint: Hint) -> HintAnswer:
         mine, resident = self._own(session)
-        request = session.request
-        if request is not None and request.is_open:
+        request = session.open_request
+        if request is not None:
             self._close(request)
             request.hinted, request.releases = None, True
         else:
@@ -396,7 +402,7 @@ class Sessions:
         ordinary, free = self._pools.of(tenant), list[bytes]()
         for key, number in zip(keys, self._table.pool_numbers(keys), strict=True):
             session = self._owner.get(key)
-            if number == ordinary.number and session and not (session.request and session.request.is_open):
+            if number == ordinary.number and session and session.open_request is None:
                 free.append(key)
         self._move(free, self._pools.beside(ordinary, retained=False))
 
@@ -475,8 +481,9 @@ class Sessions:
             self._known = sum(len(chain.keys) for session in self._all.values() for chain in session.chains)
         while len(self._all) > self._most or (self._known > self._most_keys and self._all):
             session = self._all.popitem(last=False)[1]
-            session.forgotten = True
+            session.forgotten = True  # keys that it owns refer to it
             self._known -= sum(len(chain.keys) for chain in session.chains)
+            session.chains, session.watched = [], []
 
     def _move(self, keys: list[bytes], target: Pool, promise: Promise | None = None) -> None:
         """Put resident keys into another pool, as if a request had just stored them. Keys that are retained already

@@ -422,6 +422,35 @@ def test_names_and_chains_of_any_length_take_memory_with_a_bound() -> None:
     assert sessions._known <= 2 * 64 + 1024
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_a_session_that_has_ended_or_was_forgotten_remembers_no_keys(released: bool) -> None:
+    host = Host()
+    for number in range(0, 200_000, 1000):
+        for base in range(number, number + 800, 100):  # no request continues another one
+            with host.index.open_request(session=str(number)) as request:
+                if released or base == number:  # each of the latest 64 sessions owns a key
+                    host.store(keys(*range(base, base + (30 if released else 1))), request=request)
+                host.index.load(keys(*range(base, base + 30)), request=request)
+        if released:
+            host.index.hint("release", session=str(number))
+    sessions = host.index._state.sessions
+    assert sessions is not None
+    assert len(bytes_known_to(sessions._all, sessions._owner)) <= 2 * (2 * 64 + 1024)
+
+
+def bytes_known_to(*holders: object) -> set[bytes]:
+    """All that the holders refer to, directly or through other objects, but no function or class."""
+    found, seen, waiting = set[bytes](), set[int](), list[Any](holders)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, bytes):
+            found.add(each)
+        elif id(each) not in seen and not isinstance(each, type) and not callable(each):
+            seen.add(id(each))
+            waiting += gc.get_referents(each)
+    return found
+
+
 def test_keys_that_a_request_with_a_promise_stores_again_are_retained_once() -> None:
     host = Host()
     host.trusted("a", *TURN, ttl=60, due=5)
