@@ -219,6 +219,10 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._all)
 
+    def recount(self) -> None:
+        """After an interrupt: no other call looks at every session."""
+        self._known = sum(len(chain.keys) for session in self._all.values() for chain in session.chains)
+
     def counts(self) -> dict[str, Any]:
         """For `CacheStatistics`."""
         answers = sorted((" ".join(answer), count) for answer, count in self.answers.items())
@@ -477,8 +481,6 @@ class Sessions:
 
     def _forget_some(self) -> None:
         """Promises of forgotten sessions end when their time is over."""
-        if self._known > self._most_keys:  # after an interrupt it may be wrong
-            self._known = sum(len(chain.keys) for session in self._all.values() for chain in session.chains)
         while len(self._all) > self._most or (self._known > self._most_keys and self._all):
             session = self._all.popitem(last=False)[1]
             session.forgotten = True  # keys that it owns refer to it

@@ -6,10 +6,12 @@ import gc
 import random
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from caching import state
+from counting import steps
 from helpers import key, keys
 from worlds import Fifo
 
@@ -436,6 +438,17 @@ def test_a_session_that_has_ended_or_was_forgotten_remembers_no_keys(released: b
     sessions = host.index._state.sessions
     assert sessions is not None
     assert len(bytes_known_to(sessions._all, sessions._owner)) <= 2 * (2 * 64 + 1024)
+
+
+def test_a_request_costs_no_more_where_there_are_many_sessions() -> None:
+    taken = []
+    for blocks in (100, 2):  # of a session: 11 sessions are remembered, and 576
+        host = Host()
+        for number in range(0, 120_000, 100):
+            host.turn(str(number), *range(number, number + blocks))
+        costs = [steps(partial(host.turn, f"new {number}", *range(number, number + 10))) for number in range(3)]
+        taken.append(min(costs))
+    assert taken[1] < 1.2 * taken[0]
 
 
 def bytes_known_to(*holders: object) -> set[bytes]:
