@@ -246,6 +246,8 @@ class Sessions:
         session, owner, stored = request.session, self._owner, request.stored
         if not keys or session.forgotten:
             self._close(request)
+            if request.releases and not session.forgotten:
+                self._let_go(session)
             return
         session.asked(keys, self._table.capacity)
         for key in list(compress(keys, map(is_not, map(owner.get, keys), repeat(session)))):

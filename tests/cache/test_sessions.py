@@ -256,6 +256,17 @@ def test_a_session_that_ends_with_an_open_request_is_released_at_its_end() -> No
     assert host.left(*TURN, *range(100, 104)) == [*range(100, 104)]
 
 
+def test_a_session_that_ends_with_a_request_without_keys_is_released_at_its_end() -> None:
+    host = Host(8)
+    host.alone(*range(100, 104))
+    host.turn("a", *TURN)
+    with host.index.open_request(session="a"):
+        assert host.index.hint("release", session="a") == ("release", "accepted", 4, "")
+        assert host.index.records.hinted(tuple(keys(*TURN))) == {}
+    host.alone(*range(200, 204))
+    assert host.left(*TURN, *range(100, 104)) == [*range(100, 104)]
+
+
 def test_a_promise_never_makes_a_request_fail() -> None:
     host = Host(8)
     host.trusted("a", *range(8), due=30)
