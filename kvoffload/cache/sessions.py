@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from hashlib import blake2b
 from itertools import compress, islice, repeat
+from math import inf
 from operator import is_not
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -340,9 +341,10 @@ class Sessions:
         if not absent:
             return hint.declined("all keys of its latest request are in entries"), []
         if session.watched and hint.due is not None:  # it has promised to come back, and now says more exactly when
-            self._promise(session, chain, hint.ttl, hint.due)
+            ttl = min(hint.ttl, LONGEST_TTL)
+            self._promise(session, chain, ttl, hint.due)
             if session.allowance:
-                chain.promise = chain.promise or self._new_promise(session.tenant, hint.ttl, hint.due)
+                chain.promise = chain.promise or self._new_promise(session.tenant, ttl, hint.due)
         return hint.done(absent), chain.keys
 
     def promised(self, hint: Hint, record: RequestRecord) -> None:
@@ -480,6 +482,7 @@ class Sessions:
         ordinary = self._pools.of(tenant)
         if isinstance(policy := self._pools.beside(ordinary, retained=True).policy, Promised):
             self._move(policy.held(promise), ordinary)
+        promise.until = -inf  # also for keys that a tier brings for it later
 
     def _forget_some(self) -> None:
         """Promises of forgotten sessions end when their time is over."""

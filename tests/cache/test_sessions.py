@@ -17,7 +17,7 @@ from worlds import Fifo
 
 from kvoffload import CacheIndex, Status, Tenant
 from kvoffload.cache.policies import POLICIES
-from kvoffload.cache.sessions import ACTIONS, HintAnswer
+from kvoffload.cache.sessions import ACTIONS, Hint, HintAnswer
 
 TURN = (0, 1, 2, 3)
 
@@ -284,6 +284,28 @@ def test_who_releases_what_was_promised_has_promised_it_in_vain() -> None:
     host.turn("a", *range(100, 104), ttl=60)
     host.scan()
     assert host.left(*range(100, 104)) == []
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_a_prefetch_brings_is_retained_for_a_day_at_most_and_not_after_the_next_request(comes_back: bool) -> None:
+    host = Host()
+    host.trusted("a", *range(8), due=30)
+    host.index.remove(keys(7))
+    records = host.index.records
+    answer, names, request = records.hint((Hint("prefetch", "a", "", 1e9, 1e9), True))
+    assert (answer.outcome, names) == ("accepted", keys(*range(8)))
+    if comes_back:
+        host.turn("a", *range(7))
+    brought = records.reserve_each((keys(7), "", request))  # by a tier, late
+    host.written[brought[0].indices[0]] = key(7)
+    assert records.commit_and_hold((brought, False)) == ([True], None)
+    host.now += 0 if comes_back else 86_400
+    host.index.touch([])
+    assert records.hinted(tuple(keys(*range(8)))) == ({} if comes_back else dict.fromkeys(keys(*range(8)), True))
+    host.now += 1
+    host.index.touch([])
+    assert records.hinted(tuple(keys(*range(8)))) == {}
+    assert host.left(7) == [7]
 
 
 # shares
