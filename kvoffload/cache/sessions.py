@@ -458,16 +458,19 @@ class Sessions:
         retained = pools.beside(ordinary, retained=True)
         mine = {ordinary.number, retained.number, pools.beside(ordinary, retained=False).number}
         keys = list(compress(chain.keys, map(mine.__contains__, self._table.pool_numbers(chain.keys))))
-        others = sum(each.promise.live for each in session.chains if each.promise is not None)
+        policy = retained.policy
+        if not isinstance(policy, Promised):
+            return 0
+        others = sum(policy.live(each.promise) for each in session.chains if each.promise is not None)
         keys = keys[: max(0, session.allowance - others)]
         keys = keys[: self._tenant_share(session.tenant, retained, keys)]
-        if not keys or not isinstance(retained.policy, Promised):
+        if not keys:
             return 0
         chain.promise = promise
         self._move(keys, retained, promise)
-        excess = len(retained.policy) - int(self._table.capacity * self._promised_share())
-        self._move(retained.policy.victims(max(0, excess), lambda _: False) or [], ordinary)
-        return promise.live
+        excess = len(policy) - int(self._table.capacity * self._promised_share())
+        self._move(policy.victims(max(0, excess), lambda _: False) or [], ordinary)
+        return policy.live(promise)
 
     def _close(self, request: SessionRequest) -> None:
         """What a request has promised while it was open ends; its chain may have a promise of its own by now."""

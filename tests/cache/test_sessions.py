@@ -484,6 +484,22 @@ def test_a_request_costs_no_more_where_there_are_many_sessions() -> None:
     assert taken[1] < 1.2 * taken[0]
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_a_request_costs_no_more_where_there_are_many_promises(over: bool) -> None:
+    taken = []
+    for count in (20, 500):
+        host = Host(8 * count)
+        for _ in range(3):
+            for number in range(count):
+                host.turn(str(number), *range(8 * number, 8 * number + 8), ttl=20 * count, due=10 * count)
+                host.now += 1
+        assert len(host.index.records.hinted(tuple(host.index.keys))) >= 8 * count - 8, "all are retained"
+        host.now += 19 * count + 2 * over  # the oldest promise is over, or not yet
+        taken.append(steps(partial(host.turn, "0", *range(8), 9_000, ttl=3600, due=1)))
+        host.left()
+    assert taken[1] < 1.3 * taken[0]
+
+
 def bytes_known_to(*holders: object) -> set[bytes]:
     """All that the holders refer to, directly or through other objects, but no function or class."""
     found, seen, waiting = set[bytes](), set[int](), list[Any](holders)
