@@ -93,12 +93,13 @@ def _short(name: str) -> str:
 class Chain:
     """The keys of a session's request that no later one has continued."""
 
-    __slots__ = ("counted", "keys", "promise")
+    __slots__ = ("counted", "keys", "prefetch", "promise")
 
     def __init__(self, keys: list[bytes]) -> None:
         self.keys = keys
         self.promise: Promise | None = None
         self.counted = False  # among the blocks of requests with a promise
+        self.prefetch: Callable[[], RequestRecord | None] = lambda: None  # goes on, or None
 
     def continued_by(self, keys: list[bytes]) -> bool:
         """Whether another request begins with nearly all of these keys: it goes on where this one ended. Others are
@@ -340,6 +341,8 @@ class Sessions:
         absent = sum(key not in self._table.of for key in chain.keys)
         if not absent:
             return hint.declined("all keys of its latest request are in entries"), []
+        if chain.prefetch() is not None:
+            return hint.declined("a prefetch of its latest request goes on"), []
         if session.watched and hint.due is not None:  # it has promised to come back, and now says more exactly when
             ttl = min(hint.ttl, LONGEST_TTL)
             self._promise(session, chain, ttl, hint.due)
@@ -351,6 +354,7 @@ class Sessions:
         """Keys that tiers bring for "prefetch" are retained like the keys of an open request: `record`."""
         session = self._all[hint.tenant, _short(hint.session)]
         chain, retained = session.chains[-1], self._pools.beside(self._pools.of(session.tenant), retained=True)
+        chain.prefetch = weakref.ref(record)
         record.keys.update(dict.fromkeys(chain.keys))
         record.of_session = of_session = SessionRequest(session, weakref.ref(record))
         of_session.promised = chain.promise
