@@ -116,11 +116,11 @@ class Session:
         chains: the latest last.
         kept, broken: blocks promised before, which weigh less with every promise.
         watched: the keys of the latest promise while it is open, which it is until `until`; no repeats.
-        request: its latest one. Weak: it knows keys, which would stay for as long as the session.
+        requests: those that may be open, the latest last. Weak: they know keys, which would stay with the session.
         forgotten: whether there were too many sessions.
     """
 
-    __slots__ = ("broken", "chains", "forgotten", "kept", "request", "tenant", "until", "watched")
+    __slots__ = ("broken", "chains", "forgotten", "kept", "requests", "tenant", "until", "watched")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -128,13 +128,14 @@ class Session:
         self.kept = self.broken = 0.0
         self.watched: list[bytes] = []
         self.until = 0.0
-        self.request: Callable[[], SessionRequest | None] = lambda: None
+        self.requests: list[weakref.ref[SessionRequest]] = []
         self.forgotten = False
 
     @property
     def open_request(self) -> SessionRequest | None:
-        request = self.request()
-        return request if request is not None and request.is_open else None
+        """The latest."""
+        requests = (reference() for reference in reversed(self.requests))
+        return next((each for each in requests if each is not None and each.is_open), None)
 
     @property
     def allowance(self) -> int:
@@ -240,7 +241,7 @@ class Sessions:
             session = self._all[tenant, _short(name)] = Session(tenant)
             self._forget_some()
         request = SessionRequest(session, record)
-        session.request = weakref.ref(request)
+        session.requests = [each for each in session.requests if each() is not None] + [weakref.ref(request)]
         return request
 
     def ended(self, request: SessionRequest, keys: list[bytes]) -> None:

@@ -191,6 +191,19 @@ def test_a_hint_during_a_request_concerns_that_request() -> None:
     assert host.left(*range(6)) == [*range(6)], "and then"
 
 
+def test_a_hint_concerns_the_latest_request_that_is_open() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    with host.index.open_request(session="a") as request:
+        host.index.load(keys(*TURN), request=request)
+        host.turn("a", 10, 11)  # another one for a title
+        assert host.index.hint("release", session="a").outcome == "accepted"
+        assert not any(not retained for retained in host.index.records.hinted(tuple(keys(*TURN, 10, 11))).values())
+        host.index.hint("retain", session="a", ttl=60)
+        host.store(keys(4, 5), request=request)
+    assert host.index.records.hinted(tuple(keys(*range(6), 10, 11))) == dict.fromkeys(keys(*range(6)), True)
+
+
 @pytest.mark.parametrize("how", ["dropped", "raised"])
 def test_a_request_that_does_not_end_retains_only_what_its_session_had_promised_before(how: str) -> None:
     host = Host()
