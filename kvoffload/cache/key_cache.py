@@ -255,7 +255,7 @@ class KeyCache:
         hint = Hint(action, session, tenant, default_ttl(due) if ttl is None else to_wait("ttl", ttl), due)
         answer, keys, request = self._records.hint((hint, self._tiers is not None))
         if keys and self._tiers is not None and action == "demote":
-            self._tiers.demote(tuple(keys), tenant)
+            self._tiers.demote(tuple(keys), tenant, request)
         elif keys and self._tiers is not None:
             from kvoffload.cache.tiering.promotion import PromotionRecord
 

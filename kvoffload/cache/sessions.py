@@ -118,9 +118,10 @@ class Session:
         watched: the keys of the latest promise while it is open, which it is until `until`; no repeats.
         requests: those that may be open, the latest last. Weak: they know keys, which would stay with the session.
         forgotten: whether there were too many sessions.
+        demotion: returns what stands for one of all its keys that goes on, or None.
     """
 
-    __slots__ = ("broken", "chains", "forgotten", "kept", "requests", "tenant", "until", "watched")
+    __slots__ = ("broken", "chains", "demotion", "forgotten", "kept", "requests", "tenant", "until", "watched")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -129,6 +130,7 @@ class Session:
         self.watched: list[bytes] = []
         self.until = 0.0
         self.requests: list[weakref.ref[SessionRequest]] = []
+        self.demotion: Callable[[], RequestRecord | None] = lambda: None
         self.forgotten = False
 
     @property
@@ -253,6 +255,7 @@ class Sessions:
                 self._let_go(session)
             return
         session.asked(keys, self._table.capacity)
+        session.demotion = lambda: None
         for key in list(compress(keys, map(is_not, map(owner.get, keys), repeat(session)))):
             owner[key] = session if key not in owner and key in stored else None
         if len(owner) > self._most_keys:
@@ -334,6 +337,8 @@ class Sessions:
         if not has_tiers:
             return hint.declined("the cache has no tiers"), []
         if hint.action == "demote":
+            if session.demotion() is not None:
+                return hint.declined("a demotion of all its keys goes on"), []
             for chain in session.chains:
                 self._end_promise(session.tenant, chain.promise)
             mine, resident = self._own(session)
@@ -352,8 +357,13 @@ class Sessions:
         return hint.done(absent), chain.keys
 
     def promised(self, hint: Hint, record: RequestRecord) -> None:
-        """Keys that tiers bring for "prefetch" are retained like the keys of an open request: `record`."""
+        """Keys that tiers bring for "prefetch" are retained like the keys of an open request: `record`. It lives as
+        long as the tiers work for the hint.
+        """
         session = self._all[hint.tenant, _short(hint.session)]
+        if hint.action == "demote":
+            session.demotion = weakref.ref(record)
+            return
         chain, retained = session.chains[-1], self._pools.beside(self._pools.of(session.tenant), retained=True)
         chain.prefetch = weakref.ref(record)
         record.keys.update(dict.fromkeys(chain.keys))

@@ -103,6 +103,21 @@ def test_a_request_is_prefetched_once_at_a_time() -> None:
         bench.check_loaded(MINE[:3])
 
 
+def test_a_session_is_demoted_once_at_a_time() -> None:
+    tier = GatedTier()
+    with tiered(tier, write="admitted") as bench:
+        turn(bench, "a", MINE)
+        for numbers in (MINE, [*MINE, 4]):
+            turn(bench, "a", numbers)
+            assert bench.cache.hint("demote", session="a") == ("demote", "accepted", len(numbers), "")
+            again = [bench.cache.hint("demote", session="a") for _ in range(20)]
+            assert {answer.reason for answer in again} == {"a demotion of all its keys goes on"}
+        tier.permit()
+        assert bench.cache.drain(SECONDS)
+        until(lambda: bench.cache.hint("demote", session="a").outcome == "accepted")
+        bench.check_loaded([*MINE, 4])
+
+
 def test_prefetch_with_due_displaces_promises_that_are_due_later_and_is_retained(make: MakeTier) -> None:
     with tiered(make(), write="through") as bench:
         for session, numbers, due in (("c", LATER, 30.0), ("a", MINE, 3000.0), ("b", OTHERS, 300.0)):
