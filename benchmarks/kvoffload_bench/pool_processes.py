@@ -237,7 +237,7 @@ class Mover:
             shared = undo.enter_context(OffloadEngine(layout, device=opened, host_memory=pool.host_memory))
             own = undo.enter_context(OffloadEngine(layout, device=opened, num_slots=moves.slots))
             self._contents: dict[int, UInt8Array] = {}
-            self._caches = {OWN: BlockCache(own, policy="lru"), POOL: BlockCache(shared, pool=pool)}
+            self._caches = {OWN: BlockCache(own), POOL: BlockCache(shared, pool=pool)}
             self._memory.copy_from(self._content(number).reshape(-1))
             self._undo = undo.pop_all()
 

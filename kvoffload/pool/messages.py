@@ -32,9 +32,10 @@ import os
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
@@ -116,12 +117,14 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
     (count,) = unpack(NUMBER, payload, start)
     begin = start + 4 + count
     lengths = payload[start + 4 : begin]
+    each = lengths[0] if lengths else 0
+    if 0 < each <= MOST_KEY_BYTES and lengths.count(each) == count and len(payload) == begin + each * count:
+        keys: list[bytes] = np.frombuffer(payload, f"V{each}", count, begin).tolist()  # the usual case
+        return keys
     if max(lengths, default=0) > MOST_KEY_BYTES:
         raise MessageError(f"a key has {max(lengths)} bytes")
     if len(lengths) != count or len(payload) != begin + sum(lengths):
         raise MessageError("a list of keys has another length than it says")
-    if count and lengths[0] > 0 and lengths.count(lengths[0]) == count:  # the usual case
-        return list(chain.from_iterable(struct.iter_unpack(f"{lengths[0]}s", payload[begin:])))
     keys = []
     for length in lengths:
         keys.append(payload[begin : begin + length])
