@@ -26,8 +26,8 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        29_280,
-        "it was 36,248; `open_cache` has 340, sessions and hints 770, trees 120, packed loads in parts 60, growth 180, "
+        29_315,
+        "it was 36,248; `open_cache` has 340, sessions and hints 805, trees 120, packed loads in parts 60, growth 180, "
         "the codec 590, shared pools 1,830, of which vLLM's replicas have 270",
     ),
     "files": Limit(
