@@ -221,7 +221,8 @@ class KeyCache:
             keys as it has promised and then asked for in time, less twice those that it promised in vain; older
             promises count less. So the first promise retains nothing.
             All promises get the part of the entries that requests with one have of all keys asked for, one tenant half
-            of the entries if there are several. For keys without one that find no room, promises give up to an eighth.
+            of the entries if there are several. While all other keys have less than an eighth of the entries, requests
+            without a promise that find no room displace retained keys.
         "release": the session has ended. What nobody else has used goes before all other keys.
         "demote": the session waits for long. Its keys are written to tiers, unless evicted first; then as "release".
         "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries. With
@@ -256,7 +257,7 @@ class KeyCache:
         hint = Hint(action, session, tenant, default_ttl(due) if ttl is None else to_wait("ttl", ttl), due)
         answer, keys, request = self._records.hint((hint, self._tiers is not None))
         if keys and self._tiers is not None and action == "demote":
-            self._tiers.demote(tuple(keys), tenant)
+            self._tiers.demote(tuple(keys), tenant, request)
         elif keys and self._tiers is not None:
             from kvoffload.cache.tiering.promotion import PromotionRecord
 

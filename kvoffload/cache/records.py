@@ -386,7 +386,7 @@ class Records:
         state.consistent = False
         sessions = state.with_sessions()
         answer, keys = sessions.execute(hint, has_tiers)
-        if keys and hint.action == "prefetch":
+        if keys:
             sessions.promised(hint, request)
         state.consistent = True
         return answer, keys, request

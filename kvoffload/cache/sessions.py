@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from hashlib import blake2b
 from itertools import compress, islice, repeat
+from math import inf
 from operator import is_not
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -92,12 +93,13 @@ def _short(name: str) -> str:
 class Chain:
     """The keys of a session's request that no later one has continued."""
 
-    __slots__ = ("counted", "keys", "promise")
+    __slots__ = ("counted", "keys", "prefetch", "promise")
 
     def __init__(self, keys: list[bytes]) -> None:
         self.keys = keys
         self.promise: Promise | None = None
         self.counted = False  # among the blocks of requests with a promise
+        self.prefetch: Callable[[], RequestRecord | None] = lambda: None  # goes on, or None
 
     def continued_by(self, keys: list[bytes]) -> bool:
         """Whether another request begins with nearly all of these keys: it goes on where this one ended. Others are
@@ -114,11 +116,12 @@ class Session:
         chains: the latest last.
         kept, broken: blocks promised before, which weigh less with every promise.
         watched: the keys of the latest promise while it is open, which it is until `until`; no repeats.
-        request: its latest open request.
+        requests: those that may be open, the latest last. Weak: they know keys, which would stay with the session.
         forgotten: whether there were too many sessions.
+        demotion: returns what stands for one of all its keys that goes on, or None.
     """
 
-    __slots__ = ("broken", "chains", "forgotten", "kept", "request", "tenant", "until", "watched")
+    __slots__ = ("broken", "chains", "demotion", "forgotten", "kept", "requests", "tenant", "until", "watched")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -126,8 +129,15 @@ class Session:
         self.kept = self.broken = 0.0
         self.watched: list[bytes] = []
         self.until = 0.0
-        self.request: SessionRequest | None = None
+        self.requests: list[weakref.ref[SessionRequest]] = []
+        self.demotion: Callable[[], RequestRecord | None] = lambda: None
         self.forgotten = False
+
+    @property
+    def open_request(self) -> SessionRequest | None:
+        """The latest."""
+        requests = (reference() for reference in reversed(self.requests))
+        return next((each for each in requests if each is not None and each.is_open), None)
 
     @property
     def allowance(self) -> int:
@@ -152,7 +162,7 @@ class Session:
 class SessionRequest:
     """A session's part of an open request's record."""
 
-    __slots__ = ("hinted", "promised", "record", "releases", "retained", "session", "stored")
+    __slots__ = ("__weakref__", "hinted", "promised", "record", "releases", "retained", "session", "stored")
 
     def __init__(self, session: Session, record: weakref.ref[RequestRecord]) -> None:
         self.session = session
@@ -214,6 +224,10 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._all)
 
+    def recount(self) -> None:
+        """After an interrupt: no other call looks at every session."""
+        self._known = sum(len(chain.keys) for session in self._all.values() for chain in session.chains)
+
     def counts(self) -> dict[str, Any]:
         """For `CacheStatistics`."""
         answers = sorted((" ".join(answer), count) for answer, count in self.answers.items())
@@ -228,16 +242,20 @@ class Sessions:
         if session is None:
             session = self._all[tenant, _short(name)] = Session(tenant)
             self._forget_some()
-        session.request = SessionRequest(session, record)
-        return session.request
+        request = SessionRequest(session, record)
+        session.requests = [each for each in session.requests if each() is not None] + [weakref.ref(request)]
+        return request
 
     def ended(self, request: SessionRequest, keys: list[bytes]) -> None:
         """A request of a session has ended: its keys take the place of those of the request that it continues."""
         session, owner, stored = request.session, self._owner, request.stored
         if not keys or session.forgotten:
             self._close(request)
+            if request.releases and not session.forgotten:
+                self._let_go(session)
             return
         session.asked(keys, self._table.capacity)
+        session.demotion = lambda: None
         for key in list(compress(keys, map(is_not, map(owner.get, keys), repeat(session)))):
             owner[key] = session if key not in owner and key in stored else None
         if len(owner) > self._most_keys:
@@ -319,6 +337,8 @@ class Sessions:
         if not has_tiers:
             return hint.declined("the cache has no tiers"), []
         if hint.action == "demote":
+            if session.demotion() is not None:
+                return hint.declined("a demotion of all its keys goes on"), []
             for chain in session.chains:
                 self._end_promise(session.tenant, chain.promise)
             mine, resident = self._own(session)
@@ -327,16 +347,25 @@ class Sessions:
         absent = sum(key not in self._table.of for key in chain.keys)
         if not absent:
             return hint.declined("all keys of its latest request are in entries"), []
+        if chain.prefetch() is not None:
+            return hint.declined("a prefetch of its latest request goes on"), []
         if session.watched and hint.due is not None:  # it has promised to come back, and now says more exactly when
-            self._promise(session, chain, hint.ttl, hint.due)
+            ttl = min(hint.ttl, LONGEST_TTL)
+            self._promise(session, chain, ttl, hint.due)
             if session.allowance:
-                chain.promise = chain.promise or self._new_promise(session.tenant, hint.ttl, hint.due)
+                chain.promise = chain.promise or self._new_promise(session.tenant, ttl, hint.due)
         return hint.done(absent), chain.keys
 
     def promised(self, hint: Hint, record: RequestRecord) -> None:
-        """Keys that tiers bring for "prefetch" are retained like the keys of an open request: `record`."""
+        """Keys that tiers bring for "prefetch" are retained like the keys of an open request: `record`. It lives as
+        long as the tiers work for the hint.
+        """
         session = self._all[hint.tenant, _short(hint.session)]
+        if hint.action == "demote":
+            session.demotion = weakref.ref(record)
+            return
         chain, retained = session.chains[-1], self._pools.beside(self._pools.of(session.tenant), retained=True)
+        chain.prefetch = weakref.ref(record)
         record.keys.update(dict.fromkeys(chain.keys))
         record.of_session = of_session = SessionRequest(session, weakref.ref(record))
         of_session.promised = chain.promise
@@ -345,10 +374,10 @@ class Sessions:
             of_session.retained = retained, min(share, session.allowance)
 
     def _retain(self, session: Session, hint: Hint) -> HintAnswer:
-        longest, request = LONGEST_WITHOUT_DUE if hint.due is None else LONGEST_TTL, session.request
+        longest, request = LONGEST_WITHOUT_DUE if hint.due is None else LONGEST_TTL, session.open_request
         limit = "" if hint.ttl <= longest else f"ttl is at most {LONGEST_WITHOUT_DUE:g} s, with due {LONGEST_TTL:g} s"
         ttl = min(hint.ttl, longest)
-        if request is not None and request.is_open:
+        if request is not None:
             self._close(request)
             request.hinted, request.releases = (ttl, hint.due), False
             request.promised = self._new_promise(session.tenant, ttl, hint.due)
@@ -370,8 +399,8 @@ class Sessions:
 
     def _release(self, session: Session, hint: Hint) -> HintAnswer:
         mine, resident = self._own(session)
-        request = session.request
-        if request is not None and request.is_open:
+        request = session.open_request
+        if request is not None:
             self._close(request)
             request.hinted, request.releases = None, True
         else:
@@ -396,7 +425,7 @@ class Sessions:
         ordinary, free = self._pools.of(tenant), list[bytes]()
         for key, number in zip(keys, self._table.pool_numbers(keys), strict=True):
             session = self._owner.get(key)
-            if number == ordinary.number and session and not (session.request and session.request.is_open):
+            if number == ordinary.number and session and session.open_request is None:
                 free.append(key)
         self._move(free, self._pools.beside(ordinary, retained=False))
 
@@ -444,16 +473,19 @@ class Sessions:
         retained = pools.beside(ordinary, retained=True)
         mine = {ordinary.number, retained.number, pools.beside(ordinary, retained=False).number}
         keys = list(compress(chain.keys, map(mine.__contains__, self._table.pool_numbers(chain.keys))))
-        others = sum(each.promise.live for each in session.chains if each.promise is not None)
+        policy = retained.policy
+        if not isinstance(policy, Promised):
+            return 0
+        others = sum(policy.live(each.promise) for each in session.chains if each.promise is not None)
         keys = keys[: max(0, session.allowance - others)]
         keys = keys[: self._tenant_share(session.tenant, retained, keys)]
-        if not keys or not isinstance(retained.policy, Promised):
+        if not keys:
             return 0
         chain.promise = promise
         self._move(keys, retained, promise)
-        excess = len(retained.policy) - int(self._table.capacity * self._promised_share())
-        self._move(retained.policy.victims(max(0, excess), lambda _: False) or [], ordinary)
-        return promise.live
+        excess = len(policy) - int(self._table.capacity * self._promised_share())
+        self._move(policy.victims(max(0, excess), lambda _: False) or [], ordinary)
+        return policy.live(promise)
 
     def _close(self, request: SessionRequest) -> None:
         """What a request has promised while it was open ends; its chain may have a promise of its own by now."""
@@ -468,15 +500,15 @@ class Sessions:
         ordinary = self._pools.of(tenant)
         if isinstance(policy := self._pools.beside(ordinary, retained=True).policy, Promised):
             self._move(policy.held(promise), ordinary)
+        promise.until = -inf  # also for keys that a tier brings for it later
 
     def _forget_some(self) -> None:
         """Promises of forgotten sessions end when their time is over."""
-        if self._known > self._most_keys:  # after an interrupt it may be wrong
-            self._known = sum(len(chain.keys) for session in self._all.values() for chain in session.chains)
         while len(self._all) > self._most or (self._known > self._most_keys and self._all):
             session = self._all.popitem(last=False)[1]
-            session.forgotten = True
+            session.forgotten = True  # keys that it owns refer to it
             self._known -= sum(len(chain.keys) for chain in session.chains)
+            session.chains, session.watched = [], []
 
     def _move(self, keys: list[bytes], target: Pool, promise: Promise | None = None) -> None:
         """Put resident keys into another pool, as if a request had just stored them. Keys that are retained already

@@ -147,6 +147,8 @@ class CacheState:
     def repair(self) -> None:
         """Make derived state and the policies agree with the truth. May be interrupted and called again."""
         self.awaited = repair(self.table, self.pools, {*self.storing, *self.loading})
+        if self.sessions is not None:
+            self.sessions.recount()
         self.consistent = True
 
     def _abort_abandoned(self) -> None:

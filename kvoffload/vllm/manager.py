@@ -404,10 +404,12 @@ class RequestState:
         self.end = end = max(last, self.end)
         if follows:
             return
-        keys = list(self.record.keys)
+        keys, before = list(self.record.keys), self.record.of_session
         ordered = sorted(keys, key=lambda key: context.get_offload_key_position(OffloadKey(key)) or 0)
         if ordered != keys:
             self.open()
+            if before is not None and self.record.of_session is not None:
+                self.record.of_session.stored = before.stored
             give(self.owner, self.hints, "retain")
             self.end = end
             self.owner.records.use((ordered, self.record))

@@ -6,16 +6,18 @@ import gc
 import random
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from caching import state
+from counting import steps
 from helpers import key, keys
 from worlds import Fifo
 
 from kvoffload import CacheIndex, Status, Tenant
 from kvoffload.cache.policies import POLICIES
-from kvoffload.cache.sessions import ACTIONS, HintAnswer
+from kvoffload.cache.sessions import ACTIONS, Hint, HintAnswer
 
 TURN = (0, 1, 2, 3)
 
@@ -189,6 +191,19 @@ def test_a_hint_during_a_request_concerns_that_request() -> None:
     assert host.left(*range(6)) == [*range(6)], "and then"
 
 
+def test_a_hint_concerns_the_latest_request_that_is_open() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    with host.index.open_request(session="a") as request:
+        host.index.load(keys(*TURN), request=request)
+        host.turn("a", 10, 11)  # another one for a title
+        assert host.index.hint("release", session="a").outcome == "accepted"
+        assert not any(not retained for retained in host.index.records.hinted(tuple(keys(*TURN, 10, 11))).values())
+        host.index.hint("retain", session="a", ttl=60)
+        host.store(keys(4, 5), request=request)
+    assert host.index.records.hinted(tuple(keys(*range(6), 10, 11))) == dict.fromkeys(keys(*range(6)), True)
+
+
 @pytest.mark.parametrize("how", ["dropped", "raised"])
 def test_a_request_that_does_not_end_retains_only_what_its_session_had_promised_before(how: str) -> None:
     host = Host()
@@ -254,6 +269,17 @@ def test_a_session_that_ends_with_an_open_request_is_released_at_its_end() -> No
     assert host.left(*TURN, *range(100, 104)) == [*range(100, 104)]
 
 
+def test_a_session_that_ends_with_a_request_without_keys_is_released_at_its_end() -> None:
+    host = Host(8)
+    host.alone(*range(100, 104))
+    host.turn("a", *TURN)
+    with host.index.open_request(session="a"):
+        assert host.index.hint("release", session="a") == ("release", "accepted", 4, "")
+        assert host.index.records.hinted(tuple(keys(*TURN))) == {}
+    host.alone(*range(200, 204))
+    assert host.left(*TURN, *range(100, 104)) == [*range(100, 104)]
+
+
 def test_a_promise_never_makes_a_request_fail() -> None:
     host = Host(8)
     host.trusted("a", *range(8), due=30)
@@ -271,6 +297,28 @@ def test_who_releases_what_was_promised_has_promised_it_in_vain() -> None:
     host.turn("a", *range(100, 104), ttl=60)
     host.scan()
     assert host.left(*range(100, 104)) == []
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_a_prefetch_brings_is_retained_for_a_day_at_most_and_not_after_the_next_request(comes_back: bool) -> None:
+    host = Host()
+    host.trusted("a", *range(8), due=30)
+    host.index.remove(keys(7))
+    records = host.index.records
+    answer, names, request = records.hint((Hint("prefetch", "a", "", 1e9, 1e9), True))
+    assert (answer.outcome, names) == ("accepted", keys(*range(8)))
+    if comes_back:
+        host.turn("a", *range(7))
+    brought = records.reserve_each((keys(7), "", request))  # by a tier, late
+    host.written[brought[0].indices[0]] = key(7)
+    assert records.commit_and_hold((brought, False)) == ([True], None)
+    host.now += 0 if comes_back else 86_400
+    host.index.touch([])
+    assert records.hinted(tuple(keys(*range(8)))) == ({} if comes_back else dict.fromkeys(keys(*range(8)), True))
+    host.now += 1
+    host.index.touch([])
+    assert records.hinted(tuple(keys(*range(8)))) == {}
+    assert host.left(7) == [7]
 
 
 # shares
@@ -420,6 +468,62 @@ def test_names_and_chains_of_any_length_take_memory_with_a_bound() -> None:
     assert sessions is not None
     assert max(len(name) for _, name in sessions._all) <= 128
     assert sessions._known <= 2 * 64 + 1024
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_session_that_has_ended_or_was_forgotten_remembers_no_keys(released: bool) -> None:
+    host = Host()
+    for number in range(0, 200_000, 1000):
+        for base in range(number, number + 800, 100):  # no request continues another one
+            with host.index.open_request(session=str(number)) as request:
+                if released or base == number:  # each of the latest 64 sessions owns a key
+                    host.store(keys(*range(base, base + (30 if released else 1))), request=request)
+                host.index.load(keys(*range(base, base + 30)), request=request)
+        if released:
+            host.index.hint("release", session=str(number))
+    sessions = host.index._state.sessions
+    assert sessions is not None
+    assert len(bytes_known_to(sessions._all, sessions._owner)) <= 2 * (2 * 64 + 1024)
+
+
+def test_a_request_costs_no_more_where_there_are_many_sessions() -> None:
+    taken = []
+    for blocks in (100, 2):  # of a session: 11 sessions are remembered, and 576
+        host = Host()
+        for number in range(0, 120_000, 100):
+            host.turn(str(number), *range(number, number + blocks))
+        costs = [steps(partial(host.turn, f"new {number}", *range(number, number + 10))) for number in range(3)]
+        taken.append(min(costs))
+    assert taken[1] < 1.2 * taken[0]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_request_costs_no_more_where_there_are_many_promises(over: bool) -> None:
+    taken = []
+    for count in (20, 500):
+        host = Host(8 * count)
+        for _ in range(3):
+            for number in range(count):
+                host.turn(str(number), *range(8 * number, 8 * number + 8), ttl=20 * count, due=10 * count)
+                host.now += 1
+        assert len(host.index.records.hinted(tuple(host.index.keys))) >= 8 * count - 8, "all are retained"
+        host.now += 19 * count + 2 * over  # the oldest promise is over, or not yet
+        taken.append(steps(partial(host.turn, "0", *range(8), 9_000, ttl=3600, due=1)))
+        host.left()
+    assert taken[1] < 1.3 * taken[0]
+
+
+def bytes_known_to(*holders: object) -> set[bytes]:
+    """All that the holders refer to, directly or through other objects, but no function or class."""
+    found, seen, waiting = set[bytes](), set[int](), list[Any](holders)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, bytes):
+            found.add(each)
+        elif id(each) not in seen and not isinstance(each, type) and not callable(each):
+            seen.add(id(each))
+            waiting += gc.get_referents(each)
+    return found
 
 
 def test_keys_that_a_request_with_a_promise_stores_again_are_retained_once() -> None:

@@ -190,9 +190,13 @@ class _Checked:
     def check_use(self) -> list[str]:
         """Hits are true at once and later; no key stays pending; what is wanted can be stored, and no entry is lost."""
         cache, found = self.cache, self.check_hits("at once")
-        if hasattr(self, "now") and cache._state.sessions is not None:
+        sessions = cache._state.sessions
+        if hasattr(self, "now") and sessions is not None:
             self.now = 1e6
             cache.touch([])
+            known = sum(len(chain.keys) for session in sessions._all.values() for chain in session.chains)
+            if sessions._known != known:
+                found.append(f"wrong: {sessions._known} keys are counted in chains, of {known}")
             pools = [pool for pool in cache._state.pools.all if pool.beside is not None and not pool.released]
             if any(len(pool.policy) for pool in pools):
                 found.append("lost: keys stay retained for ever")

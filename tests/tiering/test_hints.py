@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from seeds import rest_long
-from tier_classes import DictTier
+from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
 from kvoffload import NO_WAIT, CacheIndex, ClosedError, Status
@@ -82,6 +82,40 @@ def test_prefetch_brings_the_latest_request_and_holds_nothing(make: MakeTier) ->
         assert (declined.outcome, declined.reason) == ("declined", "all keys of its latest request are in entries")
         bench.store([*OTHERS, *LATER])
         assert hits(bench, *MINE) == []
+
+
+def test_a_request_is_prefetched_once_at_a_time() -> None:
+    tier = GatedTier()
+    tier.permit()
+    with tiered(tier, capacity=6) as bench:  # promotions get three entries
+        turn(bench, "a", MINE)
+        assert bench.cache.drain(SECONDS)
+        for _ in range(2):
+            bench.cache.clear(below=False)
+            tier.hold()
+            until(lambda: bench.cache.hint("prefetch", session="a") == ("prefetch", "accepted", 4, ""))
+            again = [bench.cache.hint("prefetch", session="a") for _ in range(20)]
+            assert {answer.reason for answer in again} == {"a prefetch of its latest request goes on"}
+            tier.permit()
+            until(lambda: hits(bench, *MINE) == MINE[:3])
+            until(lambda: not bench.manager.busy)
+        assert tier.begun.count(("read", key(0))) == 2
+        bench.check_loaded(MINE[:3])
+
+
+def test_a_session_is_demoted_once_at_a_time() -> None:
+    tier = GatedTier()
+    with tiered(tier, write="admitted") as bench:
+        turn(bench, "a", MINE)
+        for numbers in (MINE, [*MINE, 4]):
+            turn(bench, "a", numbers)
+            assert bench.cache.hint("demote", session="a") == ("demote", "accepted", len(numbers), "")
+            again = [bench.cache.hint("demote", session="a") for _ in range(20)]
+            assert {answer.reason for answer in again} == {"a demotion of all its keys goes on"}
+        tier.permit()
+        assert bench.cache.drain(SECONDS)
+        until(lambda: bench.cache.hint("demote", session="a").outcome == "accepted")
+        bench.check_loaded([*MINE, 4])
 
 
 def test_prefetch_with_due_displaces_promises_that_are_due_later_and_is_retained(make: MakeTier) -> None:

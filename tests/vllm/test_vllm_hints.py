@@ -208,15 +208,17 @@ def test_a_hint_that_fails_does_not_fail_the_request(error: Any, monkeypatch: py
     served(with_params("own", envelope(action("kv.retain"), action("kv.evict"))))
 
 
-def test_released_keys_go_first() -> None:
+@pytest.mark.parametrize("pieces", [[A[:2]], [A[:1], A[1:2]], [A[1:2], A[:1]]], ids=["one", "in order", "tail first"])
+def test_released_keys_go_first(pieces: list[Any]) -> None:
     """With the cache itself: the released session's keys are evicted, though used later than the others."""
     manager = KVOffloadManager(4, policy="lru")
     others, new = keys(20, 21), keys(30, 31)
-    for name, some, hints in (("other", others, []), ("own", A[:2], [action("kv.release")])):
+    for name, stored, hints in (("other", [others], []), ("own", pieces, [action("kv.release")])):
         context = with_params(name, envelope(*hints))
         manager.on_new_request(context)
-        output: Any = manager.prepare_store(some, context)
-        manager.complete_store(set(output.keys_to_store), context)
+        for some in stored:
+            output: Any = manager.prepare_store(some, context)
+            manager.complete_store(set(output.keys_to_store), context)
         manager.on_request_finished(context)
     output = manager.prepare_store(new, request("3", new))
     assert sorted(output.evicted_keys) == A[:2]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import filterfalse, islice
+from itertools import filterfalse, islice, takewhile
 from math import inf
+from operator import attrgetter
 
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
 
@@ -27,49 +29,54 @@ def place_of(now: float, ttl: float, due: float | None) -> Place:
 
 
 class Promise:
-    """Keys of one request that are retained until a time, the deepest last."""
+    """Keys of one request that are retained until a time, the deepest last. Neither `place` nor `until` changes while
+    it retains any.
+    """
 
-    __slots__ = ("keys", "live", "place", "tenant", "until")
+    __slots__ = ("keys", "place", "tenant", "until")
 
     def __init__(self, place: Place, until: float, tenant: str) -> None:
         self.place = place
         self.until = until
         self.tenant = tenant
         self.keys: dict[bytes, None] = {}  # one that is gone may come back
-        self.live = 0  # those of `keys` that are retained, and for no later promise
+
+
+_place, _until = attrgetter("place"), attrgetter("until")
 
 
 class Promised(Policy):
-    """Evicts keys of the lowest promise first, and of a promise the deepest. Each eviction sorts the promises."""
+    """Evicts keys of the lowest promise first, and of a promise the deepest."""
 
     declines_with_room = False
 
     def __init__(self, capacity: int = 0) -> None:
         del capacity
         self._promise_of: dict[bytes, Promise] = {}
-        self._promises: dict[Promise, None] = {}
+        self._live: dict[Promise, int] = {}  # how many keys are retained for it, and for no later promise; at least one
+        self._by_place: list[Promise] = []
+        self._by_end: list[Promise] = []
         self._by_tenant = Counter[str]()
-        self._next_end = inf
 
     def put(self, promise: Promise, keys: Sequence[bytes]) -> None:
         """Retain keys for a promise, and for no other any more."""
         self._leave(Counter(filter(None, map(self._promise_of.get, keys))))
         promise.keys.update(dict.fromkeys(keys))
-        promise.live += len(keys)
         self._promise_of.update(dict.fromkeys(keys, promise))
         if keys:
-            self._promises[promise] = None
+            if promise not in self._live:
+                insort(self._by_place, promise, key=_place)
+                insort(self._by_end, promise, key=_until)
+            self._live[promise] = self.live(promise) + len(keys)
             self._by_tenant[promise.tenant] += len(keys)
-            self._next_end = min(self._next_end, promise.until)
 
     def ended(self, now: float) -> list[bytes]:
         """The keys of promises whose time is over."""
-        if now <= self._next_end:
-            return []
-        over = [each for each in self._promises if each.until < now]
-        if not over:
-            self._next_end = min((each.until for each in self._promises), default=inf)
-        return [key for each in over for key in self.held(each)]
+        return [key for each in takewhile(lambda each: each.until < now, self._by_end) for key in self.held(each)]
+
+    def live(self, promise: Promise) -> int:
+        """How many keys are retained for a promise."""
+        return self._live.get(promise, 0)
 
     def promised_by(self, tenant: str, but: Sequence[bytes]) -> int:
         """How many keys are retained for a tenant, without some."""
@@ -78,13 +85,13 @@ class Promised(Policy):
 
     def held(self, promise: Promise) -> list[bytes]:
         """The keys that are retained for a promise, in the order of its request."""
-        return [key for key in promise.keys if self._promise_of.get(key) is promise] if promise.live else []
+        return [key for key in promise.keys if self._promise_of.get(key) is promise] if promise in self._live else []
 
     def below(self, place: Place, count: int, protected: Protected) -> list[bytes]:
         """At most `count` keys of promises that are given up before this place."""
         if count <= 0:
             return []
-        lower = sorted((each for each in self._promises if each.place < place), key=lambda each: each.place)
+        lower = takewhile(lambda each: each.place < place, self._by_place)
         mine = (key for each in lower for key in reversed(each.keys) if self._promise_of.get(key) is each)
         return list(islice(filterfalse(protected, mine), count))
 
@@ -105,10 +112,12 @@ class Promised(Policy):
     def _leave(self, counts: Counter[Promise]) -> None:
         """So many keys of these promises are not retained for them any more."""
         for promise, count in counts.items():
-            promise.live -= count
+            self._live[promise] -= count
             self._by_tenant[promise.tenant] -= count
-            if not promise.live:
-                self._promises.pop(promise, None)
+            if not self._live[promise]:
+                del self._live[promise]
+                for ordered, key in ((self._by_place, _place), (self._by_end, _until)):
+                    del ordered[ordered.index(promise, bisect_left(ordered, key(promise), key=key))]
 
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
         found = self.below(_LAST, count, protected)
@@ -125,7 +134,7 @@ class Promised(Policy):
         return len(self._promise_of)
 
     def __repr__(self) -> str:
-        return f"Promised({len(self)} keys, {len(self._promises)} promises)"
+        return f"Promised({len(self)} keys, {len(self._live)} promises)"
 
 
 class _ForRequest:

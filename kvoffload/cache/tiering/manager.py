@@ -18,6 +18,7 @@ from itertools import compress, groupby
 from typing import TypeAlias, TypeVar
 
 from kvoffload.cache.entries import Status
+from kvoffload.cache.pools import RequestRecord
 from kvoffload.cache.records import Records
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, ComputeTime, TierBelow, fits
@@ -58,12 +59,13 @@ class Removal:
 
 
 class Demotion:
-    """Keys of a tenant that are to be written, and then to leave their slots."""
+    """Keys of a tenant that are to be written, and then to leave their slots. `request` lives as long as it does."""
 
-    __slots__ = ("keys", "tenant")
+    __slots__ = ("keys", "request", "tenant")
 
-    def __init__(self, keys: tuple[bytes, ...], tenant: str) -> None:
+    def __init__(self, keys: tuple[bytes, ...], tenant: str, request: RequestRecord) -> None:
         self.keys = keys
+        self.request = request
         self.tenant = tenant
 
 
@@ -124,8 +126,8 @@ class TierManager:
         if not self.calling_tiers(lambda: self._promoter.ends_at_once(record)):
             self.post(record)
 
-    def demote(self, keys: tuple[bytes, ...], tenant: str) -> None:
-        self.post(Demotion(keys, tenant))
+    def demote(self, keys: tuple[bytes, ...], tenant: str, request: RequestRecord) -> None:
+        self.post(Demotion(keys, tenant, request))
 
     def locate(self, keys: list[bytes], places: list[str]) -> list[str]:
         """Put the names of tiers in the places of missing keys: see `BlockCache.locate`."""
