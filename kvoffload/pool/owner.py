@@ -47,6 +47,7 @@ NOTICE_SECONDS = 1.0  # between messages to members that wait until memory is al
 GRACE_SECONDS = 2.5  # after an owner with members: they bring its memory before new ones come; they look each second
 QUARANTINE_SECONDS = 0.05  # between looks at locks of members that have gone
 BUSY_POLL_SECONDS = 0.02 if hostinfo.usable_cpus() >= 8 else 0.0  # of an owner in a process of its own
+LOCK_SECONDS = 5.0  # that the socket's folder is waited for, in which another owner may be starting
 JOIN_SECONDS = 5.0  # that a connection has until it asks to join
 _MOST_CONNECTIONS = 1024
 
@@ -108,9 +109,7 @@ class PoolOwner:
             self._tenants = set(index._state.pools.by_tenant)
         self._regions: dict[RegionKey, Region] = {}
         self._making: dict[RegionKey, int] = {}  # bytes of regions that other threads make
-        self._silent: dict[
-            Member, float
-        ] = {}  # that have not asked to join, or are refused, and until when they may stay
+        self._silent: dict[Member, float] = {}  # until when they may stay: that do not ask to join, or are refused
         self._joining: list[Member] = []  # that have no answer yet
         self._members: set[Member] = set()
         self._done: deque[Step] = deque()  # of other threads, for ours
@@ -524,7 +523,7 @@ def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.setblocking(False)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _lock(lock, folder)
         follows = os.path.lexists(path)
         if follows and not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ValueError(f"{shown(path)} is no socket of an owner: choose another path")
@@ -541,3 +540,16 @@ def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
         raise
     finally:
         os.close(lock)
+
+
+def _lock(descriptor: int, folder: str) -> None:
+    """Others may open the folder, and so lock it."""
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise ValueError(f"another process keeps {folder} locked: choose a folder of your own") from None
+            time.sleep(0.02)

@@ -29,7 +29,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -394,6 +393,7 @@ class SharedPool:
         self._drop()
         self._next_try = time.monotonic() + watching.RETRY_SECONDS
         connection, number = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), self.next_number()
+        _CONNECTIONS.add(connection)
         try:
             connection.settimeout(None)
             timeout = struct.pack("ll", *divmod(int(1e6 * self._answer_seconds), 1_000_000))
@@ -523,8 +523,6 @@ class SharedPool:
         self._unsent.clear()
         close_files(self._passed)
         if connection is not None:
-            with suppress(OSError):  # the owner may have ended
-                connection.shutdown(socket.SHUT_RDWR)  # a forked child has it, too, and may go on for long
             connection.close()
 
     @property
@@ -544,3 +542,6 @@ class SharedPool:
 
 
 _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (CapacityError, CapabilityError, LayoutError, ValueError)}
+
+_CONNECTIONS = weakref.WeakSet[socket.socket]()
+os.register_at_fork(after_in_child=lambda: [each.close() for each in list(_CONNECTIONS)])  # or members seem to live on

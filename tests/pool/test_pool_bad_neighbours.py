@@ -214,6 +214,27 @@ def test_what_a_member_had_is_free_once_it_has_left_though_a_forked_child_lives_
             del lease, reservation
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_member_that_is_forgotten_has_left_though_a_forked_child_lives_on(tmp_path: Path) -> None:
+    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
+    read, write = os.pipe()
+    with serve(tmp_path, 8) as owner, raw(owner.path) as other:
+        pool = SharedPool.attach(owner.path, layout, identity=IDENTITY)
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        del pool
+        gc.collect()
+        try:
+            eventually(lambda: other.counts()["members"] == 1, "the member has left")
+        finally:
+            os.close(write)
+            os.close(read)
+            os.waitpid(child, 0)
+
+
 # connections that do not join -----------------------------------------------------------------------------------------
 
 

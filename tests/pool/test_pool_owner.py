@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -59,6 +60,16 @@ def test_a_path_that_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: P
     with pytest.raises(ValueError, match="region_bytes must be at most nbytes, 1048576, got 1048577"):
         PoolOwner(tmp_path / "pool", nbytes=1 << 20, region_bytes=(1 << 20) + 1)
     assert descriptors() == before
+
+
+def test_a_folder_that_another_process_keeps_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "LOCK_SECONDS", 0.05)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="keeps .* locked: choose a folder of your own"):
+        PoolOwner(tmp_path / "pool", nbytes=1 << 20)
+    os.close(folder)
+    PoolOwner(tmp_path / "pool", nbytes=1 << 20).close()
 
 
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
