@@ -66,7 +66,7 @@ def test_a_folder_that_another_process_keeps_locked_is_refused(tmp_path: Path, m
     monkeypatch.setattr(owners, "LOCK_SECONDS", 0.05)
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="keeps .* locked: choose a folder of your own"):
+    with pytest.raises(ValueError, match=r"keeps .* locked: choose a folder of your own"):
         PoolOwner(tmp_path / "pool", nbytes=1 << 20)
     os.close(folder)
     PoolOwner(tmp_path / "pool", nbytes=1 << 20).close()
