@@ -188,7 +188,7 @@ class SessionRequest:
         session, wanted, trust = self.session, len(known) + len(keys), self.session.allowance
         if wanted > min(trust, most):
             wanted -= sum(map(known.__contains__, keys))
-        if trust < wanted:
+        if trust < wanted <= min(most, trust + _TRUST * len(session.watched)):
             trust += _TRUST * len(set(known).union(keys).intersection(session.watched))
         return retained if wanted <= min(trust, most) else ordinary
 

@@ -64,7 +64,8 @@ _MOST_SECONDS = 1e6  # that anything is waited for: `poll` takes twice as many
 class SharedPool:
     """Made by `attach`. Usable from any thread; a context manager.
 
-    Close it after the engine over its memory: until then it tells owners that this process may touch the memory.
+    Close it after the engine over its memory: until then it tells owners that this process may touch the memory, and
+    holds what a cache over it held when that was forgotten.
 
     Attributes:
         path: of the owner's socket.
