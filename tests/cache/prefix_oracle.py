@@ -175,7 +175,7 @@ class PrefixOracle(Oracle):
 
     def is_behind(self) -> bool:
         """Whether LRU would have found more, by more than chance and the leeway."""
-        missed = 1 - self.recent_hits / max(1.0, self.uses)
+        missed = 1 - self.recent_hits / max(1.0, self.uses) if self.capacity >= self.settings.edges[1] else 0.0
         leeway = max(self.settings.chance, (0.0003 + (3 * missed) ** 8) * self.recent_hits)
         return self.hits + leeway < self.recent_hits
 

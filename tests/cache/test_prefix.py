@@ -156,7 +156,7 @@ def test_requests_need_not_be_touched() -> None:
 
 
 def model_of(make: Callable[[ReuseModel], object]) -> ReuseModel:
-    model = ReuseModel()
+    model = ReuseModel(1024)
     make(model)
     return model
 
@@ -193,7 +193,7 @@ def test_what_still_waits_counts_as_far_as_it_has_waited() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_too_few_observations_conclude_nothing() -> None:
-    model = ReuseModel()
+    model = ReuseModel(1024)
     before = [model.worth(kind, 0) for kind in range(KINDS)]
     model.reused(3, 0, 2, resident=True, recent=0)
     model.learn([])
@@ -226,7 +226,7 @@ def test_kinds_rise_along_a_chain() -> None:
 
 
 def test_it_becomes_lru_at_once_where_lru_finds_more_and_declines_nothing_until_it_has_caught_up() -> None:
-    model = ReuseModel()
+    model = ReuseModel(1024)
     model.reused(10, 1_000, 10_000, resident=True, recent=10_000)
     model.learn([])
     model.reused(10, 1_000, 64, resident=False, recent=64)
@@ -242,7 +242,7 @@ def test_it_becomes_lru_at_once_where_lru_finds_more_and_declines_nothing_until_
 
 
 def test_it_may_be_further_behind_where_lru_misses_more() -> None:
-    model = ReuseModel()
+    model = ReuseModel(1024)
     model.reused(10, 1_000, 10_000, resident=False, recent=0)
     model.reused(10, 1_000, 5_000, resident=False, recent=5_000)
     assert model.worth(10, 1_000) > 0
@@ -250,9 +250,31 @@ def test_it_may_be_further_behind_where_lru_misses_more() -> None:
     assert model.worth(10, 1_000) == -1.0
 
 
+@pytest.mark.parametrize("capacity", [1, 8, 32])
+def test_a_small_cache_finds_what_lru_finds_though_lru_misses_a_third(capacity: int, seed: int) -> None:
+    """Keys come back the sooner, the later they were used: ages that all lie in the model's first range."""
+    chance, stack, asked = random.Random(seed), list[int](), list[int]()
+    for number in range(6_000):
+        depth = int(chance.expovariate(1 / capacity))
+        asked.append(stack.pop(-1 - depth) if depth < len(stack) else number)
+        stack.append(asked[-1])
+    hits = {}
+    for policy in ("prefix", "lru"):
+        index, hits[policy] = CacheIndex(capacity, policy=policy), 0
+        for number in asked:
+            key = [b"%d" % number]
+            found = index.lookup(key)
+            hits[policy] += found
+            index.load(key[:found])
+            index.reserve(key).commit()
+            index.touch(key)
+    assert 0.4 * 6_000 < hits["lru"] < 2 / 3 * 6_000
+    assert hits["prefix"] > 0.95 * hits["lru"]
+
+
 @pytest.mark.parametrize(("promised", "found_by_lru", "is_lru"), [(0, 900, 0), (0.9, 900, 1), (0.9, 300, 0)])
 def test_below_promises_it_is_lru_where_lru_finds_most(promised: float, found_by_lru: int, is_lru: int) -> None:
-    model = ReuseModel()
+    model = ReuseModel(1024)
     model.promised = promised
     model.reused(10, 1_000, 1_000, resident=True, recent=found_by_lru)
     model.learn([])
@@ -261,7 +283,7 @@ def test_below_promises_it_is_lru_where_lru_finds_most(promised: float, found_by
 
 @pytest.mark.parametrize("in_time", [False, True])
 def test_what_it_has_lost_has_to_be_made_up_for(in_time: bool) -> None:
-    model = ReuseModel()
+    model = ReuseModel(1024)
     model.in_time = in_time
     model.reused(10, 1_000, 10_000, resident=True, recent=10_000)
     model.learn([])
@@ -279,7 +301,7 @@ def test_what_it_has_lost_has_to_be_made_up_for(in_time: bool) -> None:
 
 def test_what_it_has_lost_is_forgotten_slowly() -> None:
     """So that a cache that was behind on other traffic does not do as LRU does for ever."""
-    model = ReuseModel()
+    model = ReuseModel(1024)
     model.reused(10, 1_000, 10_000, resident=True, recent=10_000)
     model.reused(10, 1_000, 400, resident=False, recent=400)
     assert model.worth(10, 1_000) == -1.0
@@ -289,7 +311,7 @@ def test_what_it_has_lost_is_forgotten_slowly() -> None:
 
 
 def test_hits_that_it_had_more_are_forgotten_in_time() -> None:
-    model = ReuseModel()
+    model = ReuseModel(1024)
     model.reused(10, 1_000, 10_000, resident=True, recent=9_000)
     for _ in range(300):
         model.learn([])
@@ -303,7 +325,7 @@ def test_a_kind_that_is_hardly_seen_is_as_the_kind_below_it_and_one_that_is_seen
     """Of 1,000 blocks used twice, half are used again soon. Blocks used three times are lost: 1 or 1,000 of them."""
 
     def worth(lost: int) -> tuple[float, float]:
-        model = ReuseModel()
+        model = ReuseModel(1024)
         for _ in range(500):
             model.reused(3, 1, 1, resident=True, recent=1)
             model.lost(3, 200, 1)
@@ -320,7 +342,7 @@ def test_a_kind_that_is_hardly_seen_is_as_the_kind_below_it_and_one_that_is_seen
 @pytest.mark.usefixtures("small")
 def test_blocks_that_are_used_together_say_little_more_than_one() -> None:
     def worth(together: int) -> float:
-        model = ReuseModel()
+        model = ReuseModel(1024)
         model.lost(3, 200, 1_000)
         for _ in range(1_000 // together):
             model.reused(5, 1, together, resident=True, recent=together)
@@ -334,7 +356,7 @@ def test_blocks_that_are_used_together_say_little_more_than_one() -> None:
 @pytest.mark.usefixtures("small")
 def test_chain_worths_cover_what_may_need_a_block(seed: int) -> None:
     chance = random.Random(seed)
-    model = ReuseModel()
+    model = ReuseModel(1024)
     for _ in range(200):
         model.reused(chance.randrange(KINDS), chance.randrange(100), chance.randint(1, 9), resident=True, recent=0)
         model.lost(chance.randrange(KINDS), chance.randrange(400), chance.randint(1, 9))

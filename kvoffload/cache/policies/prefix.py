@@ -78,7 +78,7 @@ class Prefix(Policy):
 
     def __init__(self, capacity: int, *, declines: bool = True) -> None:
         self._declines = declines
-        self._model = ReuseModel()
+        self._model = ReuseModel(capacity)
         self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
         self._bounds = LowerBounds()
         self._run_of: dict[bytes, Run] = {}

@@ -21,7 +21,8 @@ blocks), and that weighs as much as eight requests of the kind's usual size. Thi
 On some traffic, such as agents' sessions that end without notice, how often a block was used says little; how recently
 says more. So the model counts how many blocks were found, and how many LRU would have found. Where the cache is behind
 by more than a leeway, it becomes LRU: it evicts in LRU's order, and declines nothing. The leeway is narrow where LRU
-finds nearly all uses, and all of LRU's hits where it misses a third. Being behind is forgotten slowly, so the cache
+finds nearly all uses, and all of LRU's hits where it misses a third; in a cache smaller than the first range of ages,
+in which the model sees less than recency does, it is always narrow. Being behind is forgotten slowly, so the cache
 tries again. Where promises take much of the cache (see `Policy.at`), and LRU finds most of the rest, LRU's order is
 used, too: how much room promises leave for other blocks is not seen in their past.
 """
@@ -82,6 +83,9 @@ class Survivors(NamedTuple):
 class ReuseModel:
     """Learns from observations; estimates the worth of blocks. Before it has learned, that is uses by age.
 
+    Args:
+        capacity: blocks of the cache.
+
     Attributes:
         in_time: whether ages have milliseconds, too. How long people and tools take changes slowly: then observations
             fade more slowly.
@@ -92,7 +96,8 @@ class ReuseModel:
             worth, and among equals the lowest kind, evicts a block only after the blocks that need it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        self._sees_ages = capacity >= EDGES[1]
         self._outcome = [0.0, 0.0, 0.0]  # blocks used again: found, found by LRU in its place, and all
         self._trust = 1.0  # in what was learned, where it declines; 0: the cache does as LRU does
         self.promised, self.in_time = 0.0, False
@@ -158,7 +163,8 @@ class ReuseModel:
 
     def _is_behind(self) -> bool:
         found, lru_found, _ = self._outcome
-        leeway = (_LEEWAY + ((1 - self._found_by_lru()) / _MISSED) ** _POWER) * lru_found
+        missed = 1 - self._found_by_lru() if self._sees_ages else 0.0
+        leeway = (_LEEWAY + (missed / _MISSED) ** _POWER) * lru_found
         return found + max(CHANCE, leeway) < lru_found
 
     def _found_by_lru(self) -> float:
