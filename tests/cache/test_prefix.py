@@ -250,11 +250,11 @@ def test_it_may_be_further_behind_where_lru_misses_more() -> None:
     assert model.worth(10, 1_000) == -1.0
 
 
-@pytest.mark.parametrize("capacity", [1, 8, 32])
+@pytest.mark.parametrize("capacity", [1, 32])
 def test_a_small_cache_finds_what_lru_finds_though_lru_misses_a_third(capacity: int, seed: int) -> None:
     """Keys come back the sooner, the later they were used: ages that all lie in the model's first range."""
-    chance, stack, asked = random.Random(seed), list[int](), list[int]()
-    for number in range(6_000):
+    chance, stack, asked = random.Random(seed), list(range(20 * capacity)), list[int]()
+    for number in range(20 * capacity, 9_000):
         depth = int(chance.expovariate(1 / capacity))
         asked.append(stack.pop(-1 - depth) if depth < len(stack) else number)
         stack.append(asked[-1])
@@ -268,7 +268,7 @@ def test_a_small_cache_finds_what_lru_finds_though_lru_misses_a_third(capacity: 
             index.load(key[:found])
             index.reserve(key).commit()
             index.touch(key)
-    assert 0.4 * 6_000 < hits["lru"] < 2 / 3 * 6_000
+    assert 0.4 * len(asked) < hits["lru"] < 2 / 3 * len(asked)
     assert hits["prefix"] > 0.95 * hits["lru"]
 
 
