@@ -378,7 +378,8 @@ class SharedPool:
         elif self._late is not None and self._answer(self._late, 0.0) is None and time.monotonic() >= self._next_try:
             if self._joined:
                 self._next_try = time.monotonic() + watching.RETRY_SECONDS
-                (datagram,) = messages.datagrams(self.next_number(), Operation.STATUS, messages.pack_keys([]))
+                # not under a new number: a call that has taken its own before would take this answer for its own
+                (datagram,) = messages.datagrams(self._late, Operation.STATUS, messages.pack_keys([]))
                 self._send_datagram(datagram, socket.MSG_DONTWAIT)  # earlier ones may fill the socket
             else:
                 self._drop()  # and ask to join again

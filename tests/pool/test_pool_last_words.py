@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import IDENTITY, SECONDS, SOURCES, eventually, held, keys_of, member, members, serve
+from pooling import ENTRY_BYTES, IDENTITY, SECONDS, SOURCES, eventually, held, keys_of, member, members, serve
 
 from kvoffload import NO_WAIT, BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
 from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.pools import RequestRecord
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.pool import SharedPool, watching
-from kvoffload.pool.messages import Operation
+from kvoffload.pool.memory import Meaning, PoolMemory
+from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, Operation, datagrams, pack_keys
 from kvoffload.pool.records import PooledState
 from kvoffload.tiers import MemoryTier
 
@@ -218,3 +225,67 @@ def test_a_signal_handler_in_the_middle_of_a_message_asks_nobody(tmp_path: Path)
         assert one.hits(1, 2) == 2
         assert one.counts() == (2, 0, 0)
         one.check_load(1, 2)
+
+
+class Reader:
+    """An owner that reads and answers when the test says so: the other end of one membership, `pool`."""
+
+    def __init__(self, connection: socket.socket, pool: SharedPool) -> None:
+        self._connection, self.pool, self._assembler = connection, pool, Assembler()
+
+    def answer(self, number: int, kind: int, payload: bytes) -> None:
+        for datagram in datagrams(number, kind, payload):
+            self._connection.send(datagram)
+
+    def take(self) -> tuple[int, int, bytes] | None:
+        """Read a datagram. The message that it completes."""
+        return self._assembler.take(self._connection.recv(DATAGRAM_BYTES + 1))
+
+    def read(self) -> tuple[int, int, bytes]:
+        """The next message."""
+        while (message := self.take()) is None:
+            pass
+        return message
+
+
+@contextmanager
+def reader(path: Path) -> Iterator[Reader]:
+    meaning, joined = Meaning(8, ENTRY_BYTES, bytes(16), bytes(16)), list[SharedPool]()
+    layout = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
+
+    def join() -> None:
+        joined.append(SharedPool.attach(path, layout, identity=IDENTITY, answer_seconds=0.1, timeout=SECONDS))
+
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        closing(PoolMemory.create(meaning)) as memory,
+    ):
+        listener.settimeout(SECONDS)
+        listener.bind(os.fspath(path))
+        listener.listen()
+        thread = threading.Thread(target=join)
+        thread.start()
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(SECONDS)
+            number, _, asked = Assembler().take(connection.recv(DATAGRAM_BYTES + 1)) or (0, 0, b"")
+            said = {"number": 0, "capacity": 8, "tiers": False, "left": False, "joined": json.loads(asked)}
+            answer = datagrams(number, Operation.JOIN, json.dumps(said).encode())
+            socket.send_fds(connection, answer, [memory.descriptor])
+            thread.join()
+            with joined[0] as pool:
+                yield Reader(connection, pool)
+
+
+def test_an_owner_is_asked_for_a_lost_answer_under_a_number_that_no_call_waits_for(tmp_path: Path) -> None:
+    """A thread that took its number before took that answer, of no bytes, for its own."""
+    with reader(tmp_path / "pool") as owner:
+        pool, asked = owner.pool, pack_keys(keys_of([1]))
+        assert pool.ask(Operation.STATUS, asked) is None, "it is late"
+        early = pool.next_number()
+        late, _, _ = owner.read()
+        again, kind, payload = owner.read()  # of the membership's thread
+        assert (kind, payload) == (Operation.STATUS, pack_keys([]))
+        for number, content in ((late, b"\1"), (again, b""), (early, b"\2")):
+            owner.answer(number, Operation.STATUS, content)
+        assert pool.ask(Operation.STATUS, asked, number=early) == b"\2"
