@@ -94,7 +94,7 @@ class SharedPool:
         self._socket: socket.socket | None = None
         self._incoming = select.poll()  # of the socket
         self._assembler = messages.Assembler()
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[tuple[Operation, bytes]] = deque()
         self._slow: dict[int, bytes | None] = {}  # answers to `ask_slowly`, later than those to messages that follow
         self._late: int | None = None  # the number of an answer that has not come in time
         self._next_try = 0.0
@@ -363,7 +363,7 @@ class SharedPool:
             if generation not in (None, self.generation) or (ready and self._send(number, operation, payload)):
                 return
             if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
-                self._unsent.extend(messages.datagrams(number, operation, payload))
+                self._unsent.append((operation, payload))
                 self.wake()
 
     # the connection -----------------------------------------------------------------------------------------------
@@ -384,7 +384,8 @@ class SharedPool:
             else:
                 self._drop()  # and ask to join again
         while self._unsent and self.connected:
-            if self._send_datagram(self._unsent[0]):
+            self._send(self.next_number(), *self._unsent[0])
+            if self.connected:  # else it does not have all of it
                 del self._unsent[0]
         return self.connected
 

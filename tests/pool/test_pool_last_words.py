@@ -23,7 +23,7 @@ from kvoffload.cache.pools import RequestRecord
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.pool import SharedPool, watching
 from kvoffload.pool.memory import Meaning, PoolMemory
-from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, Operation, datagrams, pack_keys
+from kvoffload.pool.messages import DATAGRAM_BYTES, ENDING, Assembler, Operation, datagrams, pack_keys
 from kvoffload.pool.records import PooledState
 from kvoffload.tiers import MemoryTier
 
@@ -289,3 +289,23 @@ def test_an_owner_is_asked_for_a_lost_answer_under_a_number_that_no_call_waits_f
         for number, content in ((late, b"\1"), (again, b""), (early, b"\2")):
             owner.answer(number, Operation.STATUS, content)
         assert pool.ask(Operation.STATUS, asked, number=early) == b"\2"
+
+
+def test_a_message_that_is_sent_later_arrives_whole(tmp_path: Path) -> None:
+    """The owner had read a part of it, which counted together with the rest, or all, of it."""
+    with reader(tmp_path / "pool") as owner:
+        payload = ENDING.pack(7, True) + os.urandom(10 * DATAGRAM_BYTES)
+        owner.pool.tell(Operation.END, payload, keep=True)
+        assert not owner.pool.connected, "the socket is full"
+        for _ in range(2):  # now it sends again what fits, of all that it has not sent
+            owner.answer(owner.pool.next_number(), Operation.REFUSED, b"of an earlier message")
+            assert owner.take() is owner.take() is None
+            owner.pool.tell(Operation.TOUCH, pack_keys([]))
+        received = list[bytes]()
+        while payload not in received:
+            number, kind, content = owner.read()
+            if kind == Operation.END:
+                received.append(content)
+            else:
+                owner.answer(number, kind, b"")
+        assert received == [payload]
