@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -108,7 +108,7 @@ class PoolOwner:
         with CacheIndex(0, **self._options) as index:
             self._tenants = set(index._state.pools.by_tenant)
         self._regions: dict[RegionKey, Region] = {}
-        self._making: dict[RegionKey, int] = {}  # bytes of regions that other threads make
+        self._making: dict[RegionKey, int] = {}  # bytes of regions that other threads make; 0: that they close
         self._silent: dict[Member, float] = {}  # until when they may stay: that do not ask to join, or are refused
         self._joining: list[Member] = []  # that have no answer yet
         self._members: set[Member] = set()
@@ -453,19 +453,20 @@ class PoolOwner:
                 region.close()
             return PoolMemory.create(meaning)
 
-        self._begin(key, member, meaning.nbytes, allocate)
-        for other in closing:
-            del self._regions[other]
+        self._begin(key, member, meaning.nbytes, allocate, closing)
 
     def _begin(
-        self, key: RegionKey, member: Member, nbytes: int, memory: Callable[[], PoolMemory], *, adopts: bool = False
-    ) -> None:
+        self, key: RegionKey, member: Member, nbytes: int, memory: Callable[[], PoolMemory],
+        closing: Collection[RegionKey] = (), *, adopts: bool = False,
+    ) -> None:  # fmt: skip
         """Make a region in a thread of its own: its memory and its tiers may take minutes. If that fails, all that wait
-        for it are refused. If this raises, nothing has happened.
+        for it are refused. If this raises, nothing has happened. Who wants a region that `memory` closes waits, too:
+        its tiers are in use until then.
         """
 
         def made(region: Region | None, error: Exception | None) -> None:
-            del self._making[key]
+            for done in (key, *closing):
+                del self._making[done]
             if error is not None:
                 self._warn_once(f"a region of {self.path} could not be made: {reason(error)}")
                 for each in [each for each in self._joining if each.key == key]:
@@ -484,7 +485,9 @@ class PoolOwner:
                 self._post(partial(made, None, error))
 
         threading.Thread(target=make, name="kvoffload-pool-region", daemon=True).start()
-        self._making[key] = nbytes
+        self._making |= {**dict.fromkeys(closing, 0), key: nbytes}
+        for other in closing:
+            del self._regions[other]
 
     def _make_index(self, asked: dict[str, Any], memory: PoolMemory) -> CacheIndex:
         options, meaning = self._options, memory.meaning

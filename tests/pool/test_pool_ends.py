@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
@@ -348,3 +349,48 @@ def test_an_engine_over_several_devices_is_refused_by_name(tmp_path: Path) -> No
             assert index.lookup(keys_of([1])) == 0
     for device in devices:
         device.close()
+
+
+class SlowToClose(DictTier):
+    """A tier as those on files: there may be one of a name. Closing it takes until it is let go."""
+
+    def __init__(self, names: set[str], name: str) -> None:
+        super().__init__()
+        if name in names:
+            raise BlockingIOError(f"{name} is in use")
+        names.add(name)
+        self.names, self.of, self.go, self.closing = names, name, threading.Event(), threading.Event()
+
+    def close(self, timeout: float = 10.0) -> bool:
+        self.closing.set()
+        self.go.wait(SECONDS)
+        self.names.discard(self.of)
+        return super().close(timeout)
+
+
+def test_whoever_wants_a_region_that_makes_room_waits_for_the_end_of_its_tiers(tmp_path: Path) -> None:
+    tiers, names, nbytes = list[SlowToClose](), set[str](), region_bytes(4)
+
+    def make(name: str, _: str) -> list[SlowToClose]:
+        tiers.append(SlowToClose(names, name))
+        return [tiers[-1]]
+
+    first, second, third = (bytes([each]) * 16 for each in range(3))
+    with serve(tmp_path, nbytes=2 * nbytes, region_bytes=nbytes, tiers=make) as owner, ExitStack() as left:
+        for fingerprint in (first, second):
+            with raw(owner.path, fingerprint=fingerprint):
+                pass
+        eventually(lambda: not any(each["members"] for each in owner.statistics()), "they have left")
+        tiers[1].go.set()
+        one, other = (left.enter_context(raw(owner.path, join=False, fingerprint=each)) for each in (third, first))
+        one.send(Operation.JOIN, json.dumps(one.asked).encode())
+        assert tiers[0].closing.wait(SECONDS), "the first region makes room"
+        other.send(Operation.JOIN, json.dumps(other.asked).encode())
+        _, kind, answer = other.receive()
+        assert kind == Operation.WAIT, answer
+        tiers[0].go.set()
+        while kind == Operation.WAIT:
+            _, kind, answer = other.receive()
+        assert kind == Operation.JOIN, answer
+        for each in tiers:
+            each.go.set()
