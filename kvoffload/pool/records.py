@@ -341,6 +341,7 @@ class PoolRecords(Records):
     def __init__(self, state: PooledState, check_usable: Callable[[], None] | None, engine: CacheEngine | None) -> None:
         super().__init__(state, check_usable)
         self._pool, self._pooled, self._engine = state.pool, state, engine
+        self._evicted = 0  # as the owner has last said
 
     def settle(self) -> bool:
         """For the membership's thread: bring the cache up to date. Whether its transfers are in flight."""
@@ -382,13 +383,14 @@ class PoolRecords(Records):
         return counted.resident + counted.pending
 
     def statistics(self) -> CacheStatistics:
-        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region, and 0 if no owner
-        answers, or the pool is closed.
+        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region. If no owner answers,
+        or the pool is closed, the first three are 0, and `evicted` is as before: a counter that falls is a restart.
         """
         counts = json.loads(self._count(None)) if self._pool.connected else {}
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in ("resident", "pending", "pinned")}
         statistics = self._state.recorder.statistics(capacity=self.most_entries, **found)
-        return replace(statistics, evicted=int(counts.get("evicted", 0)))
+        self._evicted = int(counts.get("evicted", self._evicted))
+        return replace(statistics, evicted=self._evicted)
 
     @guarded
     def check(self, _: None) -> None:
