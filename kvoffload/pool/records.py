@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -342,6 +343,7 @@ class PoolRecords(Records):
         super().__init__(state, check_usable)
         self._pool, self._pooled, self._engine = state.pool, state, engine
         self._evicted = 0  # as the owner has last said
+        self._answers = Counter[str]()
 
     def settle(self) -> bool:
         """For the membership's thread: bring the cache up to date. Whether its transfers are in flight."""
@@ -390,7 +392,7 @@ class PoolRecords(Records):
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in ("resident", "pending", "pinned")}
         statistics = self._state.recorder.statistics(capacity=self.most_entries, **found)
         self._evicted = int(counts.get("evicted", self._evicted))
-        return replace(statistics, evicted=self._evicted)
+        return replace(statistics, evicted=self._evicted, hints=tuple(sorted(self._answers.items())))
 
     @guarded
     def check(self, _: None) -> None:
@@ -417,6 +419,7 @@ class PoolRecords(Records):
         self._pooled.end_dropped()
         answer = self._pool.ask(Operation.HINT, json.dumps(hint._asdict()).encode())
         said = hint.declined(_NO_OWNER) if answer is None else HintAnswer(*json.loads(answer))
+        self._answers[f"{said.action} {said.outcome}"] += 1
         return said, [], RequestRecord(self._state, hint.tenant, None)
 
     @guarded
