@@ -385,8 +385,8 @@ class PoolRecords(Records):
         return counted.resident + counted.pending
 
     def statistics(self) -> CacheStatistics:
-        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region. If no owner answers,
-        or the pool is closed, the first three are 0, and `evicted` is as before: a counter that falls is a restart.
+        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region. If no owner
+        answers, or the pool is closed, the first three are 0, and `evicted` is as before: a counter does not fall.
         """
         counts = json.loads(self._count(None)) if self._pool.connected else {}
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in ("resident", "pending", "pinned")}
