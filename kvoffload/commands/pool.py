@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         output.note(f"kvoffload: --bytes is {mib(arguments.bytes)}, and {mib(available)} are available now")
     handler = logging.StreamHandler()  # why a member was refused or cut off, for whoever runs the service
     LOGGER.addHandler(handler)
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # for the owner's threads, too: `sigwait` gets them
+    received = set[int]()  # handlers: of a mask of this thread those of a BLAS know nothing, and get the signal
+    before = [signal.signal(each, lambda number, _: received.add(number)) for each in _SIGNALS]
     try:
         owner = PoolOwner(
             arguments.path,
@@ -92,12 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
         with owner:
             output.line(f"pool: process {os.getpid()} serves {mib(arguments.bytes)} until Ctrl-C, at")
             output.path(owner.path)
-            while (received := signal.sigtimedwait(_SIGNALS, 0)) is None or received.si_signo == signal.SIGUSR1:
-                time.sleep(LOOK_SECONDS)  # not in `sigtimedwait`: after SIGCONT it tells of signals that never came
+            while not received - {signal.SIGUSR1}:
+                time.sleep(LOOK_SECONDS)
                 if owner.failure is not None:
                     raise CommandError(f"the owner of {owner.path} has ended: {reason(owner.failure)}")
                 with suppress(OutputError):  # whoever reads it may have ended, and engines need the owner
-                    if received is not None:
+                    if signal.SIGUSR1 in received:
+                        received.discard(signal.SIGUSR1)
                         _report(owner.path, arguments.bytes, owner.statistics(), output)
             _report(owner.path, arguments.bytes, owner.statistics(), output)
     except OSError as error:
@@ -108,8 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     finally:
         LOGGER.removeHandler(handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    if received.si_signo == signal.SIGINT:
+        for number, known in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, known or signal.SIG_DFL)
+    if signal.SIGINT in received:
         raise KeyboardInterrupt
     return 0
 

@@ -178,7 +178,7 @@ def engine_card(
     """The pool of an engine, its transfers, and the copiers that it can use."""
     device, layout = engine.device, engine.layout
     statistics = None if device.foreign else engine.statistics()
-    pool_bytes = engine.num_slots * layout.slot_bytes
+    pool_bytes = engine.pinned_slots * layout.slot_bytes  # fewer while it grows
     pinned = "not pinned any more" if closed else "pinned"
     rows: list[tuple[str, object]] = [
         ("device", f"{device.name} (device {device.index})"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -341,6 +342,8 @@ class PoolRecords(Records):
     def __init__(self, state: PooledState, check_usable: Callable[[], None] | None, engine: CacheEngine | None) -> None:
         super().__init__(state, check_usable)
         self._pool, self._pooled, self._engine = state.pool, state, engine
+        self._evicted = 0  # as the owner has last said
+        self._answers = Counter[str]()
 
     def settle(self) -> bool:
         """For the membership's thread: bring the cache up to date. Whether its transfers are in flight."""
@@ -382,13 +385,14 @@ class PoolRecords(Records):
         return counted.resident + counted.pending
 
     def statistics(self) -> CacheStatistics:
-        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region, and 0 if no owner
-        answers, or the pool is closed.
+        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region. If no owner
+        answers, or the pool is closed, the first three are 0, and `evicted` is as before: a counter does not fall.
         """
         counts = json.loads(self._count(None)) if self._pool.connected else {}
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in ("resident", "pending", "pinned")}
         statistics = self._state.recorder.statistics(capacity=self.most_entries, **found)
-        return replace(statistics, evicted=int(counts.get("evicted", 0)))
+        self._evicted = int(counts.get("evicted", self._evicted))
+        return replace(statistics, evicted=self._evicted, hints=tuple(sorted(self._answers.items())))
 
     @guarded
     def check(self, _: None) -> None:
@@ -415,6 +419,7 @@ class PoolRecords(Records):
         self._pooled.end_dropped()
         answer = self._pool.ask(Operation.HINT, json.dumps(hint._asdict()).encode())
         said = hint.declined(_NO_OWNER) if answer is None else HintAnswer(*json.loads(answer))
+        self._answers[f"{said.action} {said.outcome}"] += 1
         return said, [], RequestRecord(self._state, hint.tenant, None)
 
     @guarded

@@ -41,7 +41,8 @@ _SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 def _grown(now: object, before: object, names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """The counts that have grown since the last report (None: none yet), and by how much."""
     for name in names:
-        grown = getattr(now, name) - getattr(before, name, 0)
+        count, counted = getattr(now, name), getattr(before, name, 0)
+        grown = count - counted if count >= counted else count  # the next owner of a shared pool counts from 0
         if grown:
             yield name, grown
 

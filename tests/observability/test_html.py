@@ -7,10 +7,12 @@ import re
 import pytest
 from pages import Page, page, row
 from programs import run_program
+from tiering import until
 
 import kvoffload
 from kvoffload.layout.fold import fold
 from kvoffload.observability import notebook as html
+from kvoffload.testing import SimulatedDriver
 
 BLOCK_BYTES = 4096
 
@@ -166,6 +168,16 @@ def test_closed_engines_and_devices_can_be_shown(device: kvoffload.Device, engin
     assert "closed" in page(engine).texts
     assert "8 free of 8" in page(cache).texts
     page(engine.layout)
+
+
+def test_of_a_pool_that_has_not_grown_to_its_end_only_what_is_pinned_is_called_pinned() -> None:
+    driver = SimulatedDriver(pinnable_bytes=4 * 4096)
+    with kvoffload.open_device(backend=driver) as device:
+        layout = kvoffload.KVLayout([device.allocate_blocks(8, planes=1, block_bytes=4096)])
+        pool = kvoffload.Growing(8 * 4096, piece_bytes=2 * 4096)
+        with kvoffload.OffloadEngine(layout, device=device, pool_bytes=pool, staging_bytes=0) as engine:
+            until(lambda: not engine.growing)
+            assert row(page(engine), "pool") == "8 slots x 4 KiB, 16 KiB pinned"
 
 
 def test_a_forked_child_can_show_what_its_parent_made() -> None:

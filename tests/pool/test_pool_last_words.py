@@ -157,6 +157,7 @@ def test_a_hint_after_a_request_that_has_not_ended_concerns_the_one_before(how: 
         else:
             del request
         assert one.cache.hint("retain", session="a").blocks == 3
+        assert one.cache.statistics().hints == (("retain accepted", 2), ("retain declined", 1))
 
 
 class Restarting:

@@ -136,6 +136,17 @@ def test_a_key_that_one_member_stores_is_a_hit_for_all(tmp_path: Path) -> None:
             each.cache.check()
 
 
+def test_what_was_evicted_is_still_counted_when_no_owner_answers(tmp_path: Path) -> None:
+    """Whoever keeps the counter, as Prometheus does, takes one that falls and comes back for as many evictions more."""
+    with serve(tmp_path, 4) as owner, members(str(tmp_path / "pool"), 1) as (a,):
+        a.store(*range(4))
+        a.store(*range(4, 8))
+        assert (a.cache.statistics().evicted, a.cache.statistics().resident) == (4, 4)
+        owner.close()
+        eventually(lambda: not a.pool.connected, "the member sees that the owner has ended")
+        assert (a.cache.statistics().evicted, a.cache.statistics().resident) == (4, 0)
+
+
 def test_a_reserved_key_is_not_loaded_before_a_transfer_fills_it(tmp_path: Path) -> None:
     """As in a cache of one's own: neither one that is only reserved, nor one whose store was given up."""
     with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:

@@ -198,3 +198,28 @@ def test_gauges_are_asked_for_once_a_second(tmp_path: Path, monkeypatch: pytest.
         for _ in range(50):
             a.manager.get_stats()
         assert asked["a COUNTS"] <= 2 + time.monotonic() - begun
+
+
+def test_no_counter_is_reduced_when_an_owner_ends_and_another_one_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prometheus raises for a counter that is increased by less than 0, and vLLM's front end ends with that."""
+    with replicas(tmp_path, monkeypatch, capacity=4) as (owner, a, _, _):
+        increases = []
+
+        def reports(resident: int) -> bool:
+            values = a.manager.get_stats().values
+            increases.append(values.get("vllm:kvoffload_evicted_chunks", 0))
+            return bool(values["vllm:kvoffload_resident_chunks"] == resident)
+
+        for first in (0, 4, 8):
+            a.store(range(first, first + 4))
+        until(lambda: reports(4))
+        owner.close()
+        until(lambda: reports(0))
+        assert (min(increases), sum(increases)) == (0, 8)
+        with PoolOwner(owner.path, nbytes=6 * ROW + 4 * 128) as following:
+            until(lambda: [each["members"] for each in following.statistics()] == [4])
+            until(lambda: a.store([12]) or a.end_step())
+            until(lambda: reports(4))
+        assert (min(increases), sum(increases)) == (0, 9)
