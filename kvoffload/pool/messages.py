@@ -98,6 +98,10 @@ class MessageError(Exception):
     """A peer sent what is no message."""
 
 
+class OtherMemoryError(Exception):
+    """A member's memory is not the region's. No later answer of this owner is another one."""
+
+
 def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
     """Each key with a salt in front. Raises LayoutError: a key has more than 64 bytes."""
     if salt:

@@ -29,13 +29,13 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.device.shared_slots import peer_of
-from kvoffload.errors import CapabilityError, CapacityError, ClosedError, KVOffloadError
+from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages
 from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files
-from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_TEXT, MessageError, Operation, datagrams
+from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
 from kvoffload.pool.operations import OPERATIONS, Message
 from kvoffload.pool.region import Member, Region, Step, meaning_of
 
@@ -414,7 +414,7 @@ class PoolOwner:
         old, engine = member.asked.get("number"), member.engine
         if member.files:
             if not os.path.samestat(os.fstat(member.files[-1]), os.fstat(region.memory.descriptor)):
-                raise ClosedError("this pool has other memory by now, without what the last owner granted")
+                raise OtherMemoryError("this pool has other memory by now, without what the last owner granted")
             if not (isinstance(old, int) and 0 <= old < MEMBERS):
                 raise ValueError(f"a member with memory has the number {old!r:.20}")
         if any(each.of_engine(engine) for each in self._regions.values() if each is not region):

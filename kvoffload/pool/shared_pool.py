@@ -425,7 +425,7 @@ class SharedPool:
             self._drop()
             if self._memory is None:
                 raise _ERRORS.get(name, CapabilityError)(reason)
-            final = name == ClosedError.__name__  # no later answer of this owner is another one
+            final = name == messages.OtherMemoryError.__name__
             self._next_try = math.inf if final else self._next_try
             until = "you attach again and make a new engine" if final else "that has changed: it asks each second"
             self._warn(

@@ -143,7 +143,7 @@ def test_direct_dependencies_are_those_that_are_imported() -> None:
     assert "kernels" in extras["test"][0], "else tests of kernels are skipped"
 
 
-MOST_WHEEL_BYTES = 705_000  # shared pools have 49,000, door and trees 21,000, the codec and growth 9,000 each
+MOST_WHEEL_BYTES = 710_000  # shared pools have 54,000, door and trees 21,000, the codec and growth 9,000 each
 BYTES_A_FILE = 190  # of a wheel beyond its content: two headers of the archive with its name, and its line of RECORD
 
 

@@ -26,9 +26,9 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        29_415,
+        29_420,
         "it was 36,248; `open_cache` has 340, sessions and hints 805, trees 120, packed loads in parts 60, growth 180, "
-        "the codec 590, shared pools 1,910, of which vLLM's replicas have 270",
+        "the codec 590, shared pools 1,920, of which vLLM's replicas have 270",
     ),
     "files": Limit(
         212,
