@@ -57,7 +57,7 @@ def test_long_courses_give_up_what_the_oracle_gives_up(capacity: int, in_time: b
         pair.oracle.settings = replace(pair.oracle.settings, in_time=True)
         pair.policy.at(0.0, 0.0)
     lengths = [1] * 6
-    for moment in range(300):
+    for moment in range(200):
         number = chance.randrange(len(lengths))
         lengths[number] = lengths[number] % 9 + chance.randint(0, 2)
         keys = (b"start", *(b"%d/%d" % (number, place) for place in range(lengths[number])))
