@@ -1,4 +1,4 @@
-"""Members look for an owner more often than in production, and owners wait for them less long: the tests' time is that."""
+"""Members look for an owner more often than in production, and owners wait less long for them."""
 
 from __future__ import annotations
 
