@@ -772,9 +772,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a-policy-that-raises-after-the-answer-takes-the-entries-away",
-        "pool/operations.py",
-        "    except Exception as error:  # noqa: BLE001  # a policy's\n        LOGGER",
-        "    except Exception as error:  # noqa: BLE001  # a policy's\n        raise\n        LOGGER",
+        "pool/region.py",
+        '    except Exception as error:  # noqa: BLE001\n        LOGGER.warning("the policy',
+        '    except Exception as error:  # noqa: BLE001\n        raise\n        LOGGER.warning("the policy',
         (f"{POOL_ENDS}::test_a_policy_that_raises_after_the_answer_takes_no_entry_away",),
     ),
     Mutation(
