@@ -6,7 +6,7 @@ import json
 import os
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -142,16 +142,22 @@ def test_a_memory_has_no_new_owner_while_a_tier_of_the_last_one_may_write_to_it(
     assert back.status(keys_of([1, 2, 3]))[0] == 0
 
 
-def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_region_waiting(
-    tmp_path: Path, stack: ExitStack
-) -> None:
-    path, opening, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
+def slow_tiers() -> tuple[Callable[[str, str], list[Any]], threading.Event, threading.Event]:
+    """What makes a region's tiers, an event that says that it is asked to, and one that it waits for."""
+    opening, go = threading.Event(), threading.Event()
 
     def tiers(_: str, __: str) -> list[Any]:
         opening.set()
         assert go.wait(SECONDS)
         return []
 
+    return tiers, opening, go
+
+
+def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_region_waiting(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    path, (tiers, opening, go) = str(tmp_path / "pool"), slow_tiers()
     with serve(tmp_path, 8):
         one = stack.enter_context(raw(path))
         one.store(keys_of([1]), 7)
@@ -174,13 +180,7 @@ def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_reg
 def test_an_owner_that_closes_while_it_takes_a_memory_over_leaves_all_to_the_next_one(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, opening, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
-
-    def tiers(_: str, __: str) -> list[Any]:
-        opening.set()
-        assert go.wait(SECONDS)
-        return []
-
+    path, (tiers, opening, go) = str(tmp_path / "pool"), slow_tiers()
     with serve(tmp_path, 8):
         one = stack.enter_context(raw(path))
         one.store(keys_of([1]), 7)
