@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +72,37 @@ def eventually(true: Callable[[], object], what: str, seconds: float = SECONDS) 
     while not true():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.002)
+
+
+def descriptors() -> int:
+    """Of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped() -> int:
+    """How many regions are mapped in this process."""
+    return Path("/proc/self/maps").read_text().count("kvoffload-pool")
+
+
+class SlowTiers:
+    """What makes the tiers of a region, once it is let go.
+
+    Args:
+        make: returns them, or raises.
+
+    Attributes:
+        opening: set when it is asked for them.
+        go: until this is set, it waits.
+    """
+
+    def __init__(self, make: Callable[[], list[Any]] = list) -> None:
+        self.make, self.opening, self.go = make, threading.Event(), threading.Event()
+
+    def __call__(self, *_: str) -> list[Any]:
+        self.opening.set()
+        assert self.go.wait(SECONDS)
+        return self.make()
 
 
 class Member:
@@ -210,11 +245,15 @@ class RawMember:
 
     def ask(self, operation: int, payload: bytes = b"", descriptors: Sequence[int] = ()) -> tuple[int, bytes]:
         """Operation and payload of the answer."""
-        number = self.send(operation, payload, descriptors)
+        self.send(operation, payload, descriptors)
+        return self.answer()
+
+    def answer(self) -> tuple[int, bytes]:
+        """Operation and payload of the answer to the latest message."""
         kind: int = Operation.WAIT
         while kind == Operation.WAIT:
             answered, kind, content = self.receive()
-        assert answered == number
+        assert answered == self.number
         return kind, content
 
     def join(self, memory: PoolMemory | None = None, **changes: Any) -> dict[str, Any]:

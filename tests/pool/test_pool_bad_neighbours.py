@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, mapped, raw, region_bytes, serve
 
 from kvoffload import CacheIndex
 from kvoffload.cache.policies import LRU
@@ -119,9 +119,6 @@ def test_a_region_without_members_keeps_its_keys_if_its_room_is_too_little(tmp_p
 
 
 def test_the_memory_of_a_region_that_made_room_is_not_kept_until_cycles_are_collected(tmp_path: Path) -> None:
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("kvoffload-pool")
-
     gc.collect()
     before, tiers = mapped(), lambda *_: [MemoryTier(1 << 20)]
     gc.disable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import json
 import os
 import random
@@ -18,7 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, SECONDS, RawMember, eventually, keys_of, layout_of, member, raw, region_bytes, serve
+from pooling import (
+    ENTRY_BYTES,
+    SECONDS,
+    RawMember,
+    descriptors,
+    eventually,
+    keys_of,
+    layout_of,
+    member,
+    raw,
+    region_bytes,
+    serve,
+)
 
 import kvoffload
 from kvoffload import CapacityError, KVOffloadError, Tenant
@@ -29,11 +40,6 @@ from kvoffload.pool.messages import HEADER, PENDING, REQUEST, Operation, datagra
 from kvoffload.tiers import MemoryTier
 
 OTHER = b"other fingerprin"
-
-
-def descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def pending(owner: PoolOwner) -> tuple[int, int]:
@@ -128,69 +134,6 @@ def test_regions_without_members_make_room_for_others(tmp_path: Path) -> None:
             assert len(owner.statistics()) == 2
         with raw(path) as again:
             assert again.status(keys_of([1])) == [1], "the region with a member has stayed"
-
-
-def test_several_members_that_come_while_their_region_is_being_made_share_it(tmp_path: Path) -> None:
-    path, seen = str(tmp_path / "pool"), list[Any]()
-    slow = threading.Event()
-
-    def tiers(*_: str) -> list[Any]:
-        assert slow.wait(10)
-        return []
-
-    def join() -> None:
-        with raw(path) as one:
-            seen.append((os.fstat(one.memory.descriptor).st_ino if one.memory else None, one.place))
-
-    with PoolOwner(path, nbytes=region_bytes(8), tiers=tiers) as owner:
-        threads = [threading.Thread(target=join) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        gone = RawMember(path, fingerprint=bytes(16))
-        gone.send(Operation.JOIN, json.dumps(gone.asked).encode())
-        gone.close()
-        slow.set()
-        for thread in threads:
-            thread.join()
-        assert len({file for file, _ in seen}) == 1
-        eventually(lambda: owner.statistics()[0]["members"] == 0, "all are gone")
-    gc.collect()
-
-
-def test_a_region_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-
-    def tiers(*_: str) -> list[Any]:
-        raise CapacityError("no disk")
-
-    with PoolOwner(path, nbytes=region_bytes(64), tiers=tiers):
-        before = descriptors()
-        for _ in range(3):
-            joining = RawMember(path, fingerprint=bytes(16))
-            assert joining.ask(Operation.JOIN, json.dumps(joining.asked).encode()) == (
-                Operation.REFUSED, b"CapacityError: no disk",
-            )  # fmt: skip
-            joining.close()
-        eventually(lambda: descriptors() == before, "descriptors are left")
-
-
-def test_an_owner_that_ends_while_it_makes_a_region_leaves_nothing(tmp_path: Path) -> None:
-    path, begun, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
-
-    def tiers(*_: str) -> list[Any]:
-        begun.set()
-        assert go.wait(10)
-        return []
-
-    before = descriptors()
-    owner = PoolOwner(path, nbytes=region_bytes(64), tiers=tiers)
-    joining = RawMember(path, fingerprint=bytes(16))
-    joining.send(Operation.JOIN, json.dumps(joining.asked).encode())
-    assert begun.wait(10)
-    owner.close()
-    go.set()
-    joining.close()
-    eventually(lambda: descriptors() == before, "descriptors are left")
 
 
 def test_a_region_takes_63_members(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, SlowTiers, eventually, keys_of, raw, region_bytes, serve
 
 from kvoffload import CacheIndex, Tenant
 from kvoffload.pool import PoolOwner, SharedPool
@@ -142,45 +141,35 @@ def test_a_memory_has_no_new_owner_while_a_tier_of_the_last_one_may_write_to_it(
     assert back.status(keys_of([1, 2, 3]))[0] == 0
 
 
-def slow_tiers() -> tuple[Callable[[str, str], list[Any]], threading.Event, threading.Event]:
-    """What makes a region's tiers, an event that says that it is asked to, and one that it waits for."""
-    opening, go = threading.Event(), threading.Event()
-
-    def tiers(_: str, __: str) -> list[Any]:
-        opening.set()
-        assert go.wait(SECONDS)
-        return []
-
-    return tiers, opening, go
-
-
 def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_region_waiting(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    path, (tiers, opening, go) = str(tmp_path / "pool"), slow_tiers()
+    path, tiers = str(tmp_path / "pool"), SlowTiers()
     with serve(tmp_path, 8):
         one = stack.enter_context(raw(path))
         one.store(keys_of([1]), 7)
     other = b"other fingerprin"
-    go.set()
+    tiers.go.set()
     options: Any = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8)}
     stack.enter_context(serve(tmp_path, 8, tiers=tiers, **options))
     fast = stack.enter_context(raw(path, fingerprint=other))
-    go.clear()
-    opening.clear()
+    tiers.go.clear()
+    tiers.opening.clear()
     back = returning(path, one, stack)
-    assert opening.wait(SECONDS)
+    assert tiers.opening.wait(SECONDS)
     assert fast.store(keys_of([2]), 8) == [0]
     assert not joined(back)
-    go.set()
+    tiers.go.set()
     eventually(lambda: joined(back), "the tiers are open")
     assert back.status(keys_of([1])) == [1]
 
 
-def test_an_owner_that_closes_while_it_takes_a_memory_over_leaves_all_to_the_next_one(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["close", "error"])
+def test_an_owner_that_ends_while_it_takes_a_memory_over_leaves_all_to_the_next_one(
+    how: str, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, (tiers, opening, go) = str(tmp_path / "pool"), slow_tiers()
+    path, tiers = str(tmp_path / "pool"), SlowTiers()
     with serve(tmp_path, 8):
         one = stack.enter_context(raw(path))
         one.store(keys_of([1]), 7)
@@ -188,13 +177,16 @@ def test_an_owner_that_closes_while_it_takes_a_memory_over_leaves_all_to_the_nex
         patched.setattr(owners, "GRACE_SECONDS", 0.0)
         with serve(tmp_path, 8, tiers=tiers) as second:
             back = returning(path, one, stack)
-            assert opening.wait(SECONDS)
+            assert tiers.opening.wait(SECONDS)
+            if how == "error":
+                patched.setattr(owners, "QUARANTINE_SECONDS", "soon")
+                assert back.cut_off()
             back.connection.close()  # as a member that asks again
             eventually(lambda: not second._members, "it has gone")
     assert os.path.lexists(path)
     stack.enter_context(serve(tmp_path, 8))
     back = returning(path, one, stack)
-    go.set()
+    tiers.go.set()
     eventually(lambda: joined(back), "the second owner has let go of it")
     assert back.status(keys_of([1])) == [1]
 

@@ -14,6 +14,7 @@ ORDERING = "tests/engine/ordering/test_ordering.py"
 SHARDED = "tests/sharded/test_sharded_ordering.py"
 PACK = "tests/copiers/test_pack.py"
 POOL_ENDS = "tests/pool/test_pool_ends.py"
+POOL_MAKING = "tests/pool/test_pool_making.py"
 POOL_MEMBERS = "tests/pool/test_pool_members.py"
 POOL_MEMORY = "tests/pool/test_pool_memory.py"
 POOL_OWNER = "tests/pool/test_pool_owner.py"
@@ -817,7 +818,7 @@ MUTATIONS = (
         "pool/shared_pool.py",
         "                end = end if self._memory is not None else max(",
         "                end = min(",
-        (f"{POOL_ENDS}::test_a_member_waits_for_an_owner_that_allocates_its_memory",),
+        (f"{POOL_MAKING}::test_a_member_waits_for_an_owner_that_allocates_its_memory",),
     ),
     Mutation(
         "a-child-serves-on-for-a-dead-owner",
