@@ -61,11 +61,18 @@ def test_a_path_that_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: P
     PoolOwner(shared / "pool", nbytes=1 << 20).close()
     with pytest.raises(OSError, match="No such file"):
         PoolOwner(tmp_path / "nowhere" / "pool", nbytes=1 << 20)
+    (tmp_path / "file").touch()
+    for below in ("file/pool", "file/folder/pool"):
+        with pytest.raises(NotADirectoryError, match=f"Not a directory: '{tmp_path}/{os.path.dirname(below)}'"):
+            PoolOwner(tmp_path / below, nbytes=1 << 20)
+    assert (tmp_path / "file").read_bytes() == b""
     with pytest.raises(ValueError, match=r"path must have at most 107 bytes, .* got \d\d\d: "):
         PoolOwner(tmp_path / ("x" * 200), nbytes=1 << 20)
     with pytest.raises(ValueError, match="region_bytes must be at most nbytes, 1048576, got 1048577"):
         PoolOwner(tmp_path / "pool", nbytes=1 << 20, region_bytes=(1 << 20) + 1)
     assert descriptors() == before
+    assert sorted(os.listdir(tmp_path)) == ["file", "shared"]
+    assert os.listdir(shared) == []
 
 
 def test_a_folder_that_another_process_keeps_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,8 +483,12 @@ def test_attach_says_what_is_wrong(tmp_path: Path) -> None:
     path = str(tmp_path / "pool")
     with kvoffload.open_device(backend="simulated") as device:
         layout = layout_of(device.allocate_planes(2, block_bytes=2048, num_blocks=4))
-        with pytest.raises(TimeoutError, match="no owner answers"):
-            SharedPool.attach(path, layout, identity="m", timeout=0.05)
+        (tmp_path / "file").touch()
+        for nowhere in (path, str(tmp_path / "file" / "pool"), str(tmp_path / "file")):
+            before = descriptors()
+            with pytest.raises(TimeoutError, match=f"no owner answers at '{nowhere}'; waited 0.05 seconds"):
+                SharedPool.attach(nowhere, layout, identity="m", timeout=0.05)
+            assert descriptors() == before
         with pytest.raises(ValueError, match="path must have at most 107 bytes"):
             SharedPool.attach("/" + "x" * 200, layout, identity="m", timeout=0.05)
         with serve(tmp_path, nbytes=ENTRY_BYTES), pytest.raises(CapacityError, match="no room for a region"):
