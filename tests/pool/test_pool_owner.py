@@ -186,12 +186,8 @@ def test_tenants_have_their_quotas_and_others_are_refused(tmp_path: Path) -> Non
 def test_a_member_that_asks_for_nonsense_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with serve(tmp_path) as owner:
         asking = RawMember(str(tmp_path / "pool"), fingerprint=bytes(16))
-        asking.send(Operation.JOIN, json.dumps({**asking.asked, **changes}).encode())
-        if "capacity" not in changes:
-            try:
-                assert asking.receive()[1] == Operation.REFUSED
-            except ConnectionError:  # or it is cut off
-                pass
+        kind, _ = asking.ask(Operation.JOIN, json.dumps({**asking.asked, **changes}).encode())
+        assert kind == Operation.REFUSED
         asking.close()
         with raw(str(tmp_path / "pool")) as good:
             assert good.status([]) == []
@@ -455,6 +451,7 @@ def test_a_child_of_the_owners_process_is_not_taken_for_it(tmp_path: Path) -> No
             os._exit(0)
     os.close(read)
     os.waitpid(child, 0)
+    assert os.path.lexists(path), "there was an owner"
     with serve(tmp_path, 4), raw(path) as one:
         assert len(one.reserve(keys_of(range(4)))[1]) == 4
     os.close(write)
@@ -486,7 +483,7 @@ def test_attach_says_what_is_wrong(tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         for nowhere in (path, str(tmp_path / "file" / "pool"), str(tmp_path / "file")):
             before = descriptors()
-            with pytest.raises(TimeoutError, match=f"no owner answers at '{nowhere}'; waited 0.05 seconds"):
+            with pytest.raises(TimeoutError, match=r"no owner answers at '/.*; waited 0.05 seconds"):
                 SharedPool.attach(nowhere, layout, identity="m", timeout=0.05)
             assert descriptors() == before
         with pytest.raises(ValueError, match="path must have at most 107 bytes"):

@@ -16,7 +16,7 @@ import pytest
 from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, SlowTiers, eventually, keys_of, raw, region_bytes, serve
 
 from kvoffload import CacheIndex, Tenant
-from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool import PoolOwner, SharedPool, watching
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import NUMBER, Operation, pack_keys
 from kvoffload.testing import FaultyTier
@@ -142,8 +142,9 @@ def test_a_memory_has_no_new_owner_while_a_tier_of_the_last_one_may_write_to_it(
 
 
 def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_region_waiting(
-    tmp_path: Path, stack: ExitStack
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(owners, "GRACE_SECONDS", 0.05)
     path, tiers = str(tmp_path / "pool"), SlowTiers()
     with serve(tmp_path, 8):
         one = stack.enter_context(raw(path))
@@ -230,8 +231,9 @@ def test_an_owner_keeps_the_socket_while_a_member_may_still_use_what_the_last_on
 
 
 def test_an_owner_keeps_the_socket_for_a_member_that_has_lost_its_connection_alone(
-    tmp_path: Path, stack: ExitStack
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(owners, "GRACE_SECONDS", 0.05)
     path = tmp_path / "pool"
     with serve(tmp_path, 8) as first:
         one = stack.enter_context(raw(str(path)))
@@ -239,8 +241,8 @@ def test_an_owner_keeps_the_socket_for_a_member_that_has_lost_its_connection_alo
         eventually(lambda: first.statistics()[0]["members"] == 0, "it has gone")
     assert os.path.lexists(path)
     one.close()
-    with serve(tmp_path, 8) as second, raw(str(path)):
-        second._grace_until = 0.0
+    with serve(tmp_path, 8), raw(str(path)):  # which has waited for those that may come back
+        pass
     assert not os.path.lexists(path), "nobody can come back"
 
 
@@ -248,6 +250,7 @@ def test_a_member_that_tells_one_owner_that_nothing_is_in_use_does_not_tell_the_
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner ends after the member has looked, and before it says so."""
+    monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
     path, tell = str(tmp_path / "pool"), SharedPool.tell
     layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
     owner = [PoolOwner(path, nbytes=region_bytes(8))]
