@@ -19,7 +19,8 @@ from coded import normal
 from helpers import Gate
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
+from kvoffload import NO_WAIT, BlockCache, KVLayout, MissingKeyError, OffloadEngine
+from kvoffload.cache.policies import LRU
 from kvoffload.layout.coding import CodecName
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool.memory import Meaning, PoolMemory
@@ -203,6 +204,37 @@ def members(path: str, count: int = 1, **options: Any) -> Iterator[list[Member]]
 def member(path: str, **options: Any) -> Iterator[Member]:
     with members(path, **options) as (one,):
         yield one
+
+
+def stored(one: Member, *numbers: int) -> None:
+    """Store them, by a member that does not wait for long: on a busy machine an answer may be late."""
+    eventually(lambda: one.store(*numbers) and one.hits(*numbers) == len(numbers), "the keys are stored")
+
+
+def check_load_at_last(one: Member, *numbers: int) -> None:
+    """The same for a load."""
+
+    def loaded() -> bool:
+        try:
+            one.check_load(*numbers)
+        except MissingKeyError:
+            return False
+        return True
+
+    eventually(loaded, "the keys are loaded")
+
+
+class Standing(LRU):
+    """A policy that stands still in `touch` until it is let go: so does its owner, as if it had been stopped."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.go, self.stands = threading.Event(), threading.Event()
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.stands.set()
+        self.go.wait(SECONDS)
+        super().touch(keys)
 
 
 class RawMember:
