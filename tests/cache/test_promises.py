@@ -239,10 +239,10 @@ def test_a_prefetch_retains_no_more_than_the_session_is_trusted_for(
     """Of five that were promised and asked for, three quarters count, less two: a quarter of the eight promised now,
     which are promised anew. And whoever does not say that it comes back retains nothing, however well it is known.
     """
-    host = Host()
+    host, promise = Host(), dict[str, Any](due=30)
     if kept:
-        host.turn("a", *range(kept), due=30)
-    host.turn("a", *range(8), **({"due": 30} if promises else {}))
+        host.turn("a", *range(kept), **promise)
+    host.turn("a", *range(8), **(promise if promises else {}))
     host.index.remove(keys(0, 7))
     answer, names, request = host.prefetch("a", 60, due=30)
     assert (answer, names) == (("prefetch", "accepted", 2, ""), keys(*range(8)))

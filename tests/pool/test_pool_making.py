@@ -30,7 +30,9 @@ def test_several_members_that_come_while_their_region_is_being_made_share_it(tmp
         with raw(owner.path, join=False) as gone:
             for each in (gone, *joining):
                 each.send(Operation.JOIN, json.dumps(each.asked).encode())
-            owner.statistics()  # it has read them
+            eventually(lambda: "6 connections" in repr(owner), "they are accepted")
+            owner.statistics()  # it has read what they asked
+        eventually(lambda: "5 connections" in repr(owner), "one has gone")
         tiers.go.set()
         answers = [each.answer() for each in joining]
         assert [kind for kind, _ in answers] == [Operation.JOIN] * 5
