@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from coded import normal
 from helpers import Gate
 
@@ -40,6 +41,7 @@ ENTRY_BYTES = PLANES * ROW_BYTES
 SECONDS = 10.0
 POISON = 0xEE
 IDENTITY = "model"
+forks = pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, where another test of this process has loaded it
 
 
 def key_of(number: int) -> bytes:

@@ -19,6 +19,7 @@ from pooling import (
     Standing,
     check_load_at_last,
     eventually,
+    forks,
     held,
     key_of,
     keys_of,
@@ -329,6 +330,7 @@ def test_keys_that_only_the_owners_tier_has_come_back(tmp_path: Path) -> None:
 # forks, signals, the end ----------------------------------------------------------------------------------------------
 
 
+@forks
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
     """Also if another thread has the lock of the membership when it is forked."""
     with serve(tmp_path, 8) as owner, member(owner.path) as one, ExitStack() as stack:

@@ -23,6 +23,7 @@ from pooling import (
     RawMember,
     descriptors,
     eventually,
+    forks,
     keys_of,
     layout_of,
     member,
@@ -398,6 +399,7 @@ def test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps(t
             eventually(lambda: other.room(4) == 4, "nothing is held")
 
 
+@forks
 def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_path: Path) -> None:
     """The member's process ends, and another one has its socket and its lock: its leases end, its entries stay kept."""
     path = str(tmp_path / "pool")
@@ -427,6 +429,7 @@ def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_pa
         eventually(lambda: other.room(4) == 4, "the quarantine is over")
 
 
+@forks
 @pytest.mark.usefixtures("no_grace")
 def test_a_child_of_the_owners_process_is_not_taken_for_it(tmp_path: Path) -> None:
     """When the owner is killed, a child that it has forked holds neither its socket nor its connections."""

@@ -13,7 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, SlowTiers, eventually, keys_of, raw, region_bytes, serve
+from pooling import (
+    ENTRY_BYTES,
+    IDENTITY,
+    SECONDS,
+    RawMember,
+    SlowTiers,
+    eventually,
+    forks,
+    keys_of,
+    raw,
+    region_bytes,
+    serve,
+)
 
 from kvoffload import CacheIndex, Tenant
 from kvoffload.pool import PoolOwner, SharedPool, watching
@@ -78,6 +90,7 @@ def test_an_owner_takes_no_memory_that_another_one_still_grants(tmp_path: Path, 
     assert set(back.take(keys_of([2, 3]))[1]) == set(entries)
 
 
+@forks
 def test_a_forked_child_does_not_keep_the_memory_of_an_owner_that_was_killed(tmp_path: Path, stack: ExitStack) -> None:
     path = str(tmp_path / "pool")
     read, write = os.pipe()
