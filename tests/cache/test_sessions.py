@@ -1,4 +1,4 @@
-"""Sessions and hints: whose keys go first, whose stay, and for how long. No device; the test moves the clock."""
+"""Sessions and hints: whose keys go first, which shares promises have, what is refused. No device."""
 
 from __future__ import annotations
 
@@ -12,67 +12,13 @@ from typing import Any
 import pytest
 from caching import state
 from counting import steps
-from helpers import key, keys
+from helpers import keys
+from session_host import TURN, Host
 from worlds import Fifo
 
-from kvoffload import CacheIndex, Status, Tenant
+from kvoffload import Tenant
 from kvoffload.cache.policies import POLICIES
-from kvoffload.cache.sessions import ACTIONS, Hint, HintAnswer
-
-TURN = (0, 1, 2, 3)
-
-
-class Host:
-    """A cache, a clock that the test moves, and the key that was written into each entry."""
-
-    def __init__(self, capacity: int = 64, policy: Any = "lru", **options: Any) -> None:
-        self.now = 1000.0
-        self.index = CacheIndex(capacity, policy=policy, **options)
-        self.index._state.clock = lambda: self.now
-        self.written: dict[int, bytes] = {}
-        self.fresh = 1000
-
-    def store(self, names: Sequence[bytes], **options: Any) -> list[bytes]:
-        """Returns the keys that were evicted for them."""
-        with self.index.reserve(names, **options) as reservation:
-            self.written.update(zip(reservation.indices, reservation.keys, strict=True))
-        return list(reservation.evicted)
-
-    def turn(self, session: str, *numbers: int, tenant: str = "", **promise: float) -> HintAnswer | None:
-        """A request of a session, which promises meanwhile to come back if `ttl` is given."""
-        answer = None
-        with self.index.open_request(session=session, tenant=tenant) as request:
-            if promise:
-                answer = self.index.hint("retain", session=session, tenant=tenant, **promise)
-            self.store(keys(*numbers), request=request)
-        return answer
-
-    def trusted(self, session: str, *numbers: int, **promise: Any) -> HintAnswer:
-        """A session that has kept a promise, and has given another one."""
-        self.turn(session, *numbers, **promise)
-        answer = self.turn(session, *numbers, **promise)
-        assert answer is not None
-        return answer
-
-    def alone(self, *numbers: int) -> list[bytes]:
-        """A request without a session; returns the keys that were evicted."""
-        evicted = self.store(keys(*numbers))
-        self.index.touch(keys(*numbers))
-        return evicted
-
-    def scan(self, caches: int = 4) -> None:
-        """Requests that nobody repeats."""
-        for _ in range(caches * self.index.capacity // 4):
-            self.fresh += 4
-            self.alone(*range(self.fresh, self.fresh + 4))
-
-    def left(self, *numbers: int) -> list[int]:
-        """Those of these keys that are hits; every hit of the cache is in the entry that it was written into."""
-        self.index.check()
-        with self.index.acquire(self.index.keys) as lease:
-            assert [self.written[entry] for entry in lease.indices] == list(lease.keys)
-        return [number for number in numbers if self.index.status([key(number)]) == [Status.HIT]]
-
+from kvoffload.cache.sessions import ACTIONS
 
 # release
 
@@ -111,141 +57,6 @@ def test_a_released_key_that_is_asked_for_again_stays_as_others_do(how: str) -> 
     assert host.left(*TURN) == [0, 1]
 
 
-# promises
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("promise", "seconds"),
-    [({"ttl": 60}, 60), ({"ttl": 1000, "due": 10}, 20), ({"due": 10}, 20), ({"due": 400}, 800)],
-    ids=["ttl", "both", "due", "due later than a ttl that is not given"],
-)
-def test_a_session_that_came_back_is_trusted_until_its_time_is_over(policy: Any, promise: Any, seconds: int) -> None:
-    """Its time: `ttl`, or twice `due`. The first promise is only watched."""
-    host = Host(policy=policy)
-    first, second = (host.turn("a", *TURN, **promise) for _ in range(2))
-    assert first is not None
-    assert second is not None
-    assert (first.outcome, first.blocks) == ("declined", 0)
-    assert "the session has to keep a promise first" in first.reason
-    assert second.outcome == "accepted"
-    for passes, stays in ((seconds - 1, [*TURN]), (2, [])):
-        host.now += passes
-        host.scan()
-        assert host.left(*TURN) == stays
-
-
-def test_who_breaks_a_promise_has_to_keep_one_first() -> None:
-    host = Host()
-    host.trusted("a", *TURN, ttl=60)
-    host.now += 61
-    for outcome, stays in (("declined", []), ("accepted", [*TURN])):
-        answer = host.turn("a", *TURN, ttl=60)
-        assert answer is not None
-        assert answer.outcome == outcome
-        host.scan(1)
-        assert host.left(*TURN) == stays
-
-
-def test_who_comes_back_for_other_keys_is_not_trusted() -> None:
-    host = Host()
-    for base in range(0, 40, 4):
-        host.turn("a", *range(base, base + 4), ttl=60)
-        host.scan()
-        assert host.left(*range(base + 4)) == []
-
-
-def test_which_promises_are_given_up_first() -> None:
-    """Those without a time, the longer ones first; then those due last. Of each the deepest key."""
-    host = Host(10)
-    promises: list[dict[str, float]] = [{"ttl": 30}, {"ttl": 30}, {"ttl": 60}, {"due": 10}, {"due": 100}]
-    for number, promise in enumerate(promises):
-        host.trusted(str(number), 10 * number, 10 * number + 1, **promise)
-        host.now += 1
-    assert host.alone(*range(100, 110)) == keys(21, 20, 1, 0, 11, 10, 41, 40, 31, 30)
-
-
-def test_a_promise_during_a_request_displaces_lower_ones_and_no_higher_one() -> None:
-    host = Host(8)
-    host.trusted("soon", 20, 21, due=10)
-    host.trusted("c", *TURN[:2], due=50)
-    for number in (30, 40):
-        host.trusted(str(number), number, number + 1, ttl=60)
-    with host.index.open_request(session="c") as request:
-        host.index.hint("retain", session="c", due=50)
-        assert host.store(keys(*TURN), request=request) == keys(31, 30)
-        assert host.store(keys(4, 5, 6), request=request) == keys(41, 40)
-    assert host.left(*range(7), 20, 21) == [0, 1, 2, 3, 4, 5, 20, 21]
-
-
-def test_a_hint_during_a_request_concerns_that_request() -> None:
-    host = Host()
-    host.trusted("a", *TURN, ttl=60)
-    request = host.index.open_request(session="a")
-    host.index.hint("retain", session="a", ttl=60)
-    host.store(keys(*TURN, 4, 5), request=request)
-    host.scan(1)
-    assert host.left(*range(6)) == [*range(6)], "while it is open"
-    request.end()
-    host.scan()
-    assert host.left(*range(6)) == [*range(6)], "and then"
-
-
-def test_a_hint_concerns_the_latest_request_that_is_open() -> None:
-    host = Host()
-    host.trusted("a", *TURN, ttl=60)
-    with host.index.open_request(session="a") as request:
-        host.index.load(keys(*TURN), request=request)
-        host.turn("a", 10, 11)  # another one for a title
-        assert host.index.hint("release", session="a").outcome == "accepted"
-        assert not any(not retained for retained in host.index.records.hinted(tuple(keys(*TURN, 10, 11))).values())
-        host.index.hint("retain", session="a", ttl=60)
-        host.store(keys(4, 5), request=request)
-    assert host.index.records.hinted(tuple(keys(*range(6), 10, 11))) == dict.fromkeys(keys(*range(6)), True)
-
-
-@pytest.mark.parametrize("how", ["dropped", "raised"])
-def test_a_request_that_does_not_end_retains_only_what_its_session_had_promised_before(how: str) -> None:
-    host = Host()
-    host.trusted("a", *TURN, ttl=60)
-    request = host.index.open_request(session="a")
-    host.index.hint("retain", session="a", ttl=9000)
-    host.store(keys(*range(6)), request=request)
-    if how == "raised":
-        request.__exit__(ValueError)
-    else:
-        del request
-        gc.collect()
-    host.scan()
-    assert host.left(*range(6)) == [*TURN]
-    host.now += 61
-    host.scan()
-    assert host.left(*range(6)) == []
-    assert len(host.index._state.pools.beside(host.index._state.pools.of(""), retained=True).policy) == 0
-
-
-def test_the_time_of_a_promise_counts_from_the_end_of_its_request() -> None:
-    host, new = Host(), range(100, 104)
-    host.trusted("a", *TURN, ttl=60)
-    with host.index.open_request(session="a") as request:
-        host.index.hint("retain", session="a", due=5)
-        host.store(keys(*new), request=request)
-        for passes, caches, stays in ((300, 1, [*new]), (9, 1, [*new]), (2, 4, [])):  # first it decodes
-            host.now += passes
-            host.scan(caches)
-            assert host.left(*new) == stays
-            request.end()
-
-
-def test_branches_of_a_session_retain_together_what_it_may() -> None:
-    host = Host()
-    host.trusted("a", *TURN, ttl=60)
-    for base in (100, 200, 300):
-        host.turn("a", *range(base, base + 4), ttl=60)
-    host.scan()
-    assert len(host.left(*TURN, *range(100, 104), *range(200, 204), *range(300, 304))) == 8  # twice what it has kept
-
-
 @pytest.mark.parametrize("others", [{}, {"tenant": "b"}, {"session": "b"}])
 def test_what_an_open_request_uses_is_not_released_by_another_session(others: dict[str, str]) -> None:
     host = Host(8, tenants={"b": Tenant()})
@@ -278,47 +89,6 @@ def test_a_session_that_ends_with_a_request_without_keys_is_released_at_its_end(
         assert host.index.records.hinted(tuple(keys(*TURN))) == {}
     host.alone(*range(200, 204))
     assert host.left(*TURN, *range(100, 104)) == [*range(100, 104)]
-
-
-def test_a_promise_never_makes_a_request_fail() -> None:
-    host = Host(8)
-    host.trusted("a", *range(8), due=30)
-    host.trusted("b", *range(8), due=30)
-    with host.index.open_request(session="a") as request:
-        host.index.hint("retain", session="a", due=3000)  # later than all that is here
-        host.store(keys(*range(100, 104)), request=request, all_or_nothing=True)
-    assert host.left(*range(100, 104)) == [*range(100, 104)]
-
-
-def test_who_releases_what_was_promised_has_promised_it_in_vain() -> None:
-    host = Host()
-    host.trusted("a", *TURN, ttl=60)
-    host.index.hint("release", session="a")
-    host.turn("a", *range(100, 104), ttl=60)
-    host.scan()
-    assert host.left(*range(100, 104)) == []
-
-
-@pytest.mark.parametrize("comes_back", [False, True])
-def test_what_a_prefetch_brings_is_retained_for_a_day_at_most_and_not_after_the_next_request(comes_back: bool) -> None:
-    host = Host()
-    host.trusted("a", *range(8), due=30)
-    host.index.remove(keys(7))
-    records = host.index.records
-    answer, names, request = records.hint((Hint("prefetch", "a", "", 1e9, 1e9), True))
-    assert (answer.outcome, names) == ("accepted", keys(*range(8)))
-    if comes_back:
-        host.turn("a", *range(7))
-    brought = records.reserve_each((keys(7), "", request))  # by a tier, late
-    host.written[brought[0].indices[0]] = key(7)
-    assert records.commit_and_hold((brought, False)) == ([True], None)
-    host.now += 0 if comes_back else 86_400
-    host.index.touch([])
-    assert records.hinted(tuple(keys(*range(8)))) == ({} if comes_back else dict.fromkeys(keys(*range(8)), True))
-    host.now += 1
-    host.index.touch([])
-    assert records.hinted(tuple(keys(*range(8)))) == {}
-    assert host.left(7) == [7]
 
 
 # shares

@@ -178,6 +178,10 @@ def test_a_path_that_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[s
     handlers = list(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
     said = refused(capsys, "pool", "serve", str(tmp_path / "none" / "pool"), "--bytes", "1MiB")
     assert said == f"kvoffload: error: {tmp_path}/none: No such file or directory\n"
+    (tmp_path / "file").touch()
+    said = refused(capsys, "pool", "serve", str(tmp_path / "file" / "pool"), "--bytes", "1MiB")
+    assert said == f"kvoffload: error: {tmp_path}/file: Not a directory\n"
+    assert (tmp_path / "file").read_bytes() == b""
     with PoolOwner(tmp_path / "pool", nbytes=1 << 20):
         said = refused(capsys, "pool", "serve", str(tmp_path / "pool"), "--bytes", "1MiB")
         assert "another owner serves" in said

@@ -200,6 +200,7 @@ def test_an_offer_outlasts_a_moment_without_descriptors(
             assert (received.array == 7).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, where another test of this process has loaded it
 def test_a_forked_child_neither_keeps_a_name_nor_ends_the_offer(name: str) -> None:
     (read, write), (ready, say) = os.pipe(), os.pipe()
     with SharedSlots(2, PAGE) as slots:

@@ -225,13 +225,17 @@ def test_a_thread_serves_until_the_engine_is_closed() -> None:
 
 
 def test_an_error_of_the_thread_ends_all_requests() -> None:
+    def deliver(token: int | None) -> None:
+        if token is not None:
+            raise ArithmeticError("on purpose")
+
     with engine_of(device_blocks=60, offload=False) as engine:
-        request = ask(engine, prompt(1, 40))
-        engine._weights = None
+        failing = engine.submit(prompt(1, 40), Wanted(max_tokens=5), deliver)
+        other = ask(engine, prompt(2, 40))
         engine.start()
-        assert list(request) == []
-        assert request.finish_reason == "error"
-        with pytest.raises(RuntimeError, match=r"the engine is closed: .*NoneType"):
+        assert list(other) == []
+        assert (failing.finish_reason, other.finish_reason) == ("error", "error")
+        with pytest.raises(RuntimeError, match="the engine is closed: on purpose"):
             ask(engine, [1])
 
 

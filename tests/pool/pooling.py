@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from coded import normal
 from helpers import Gate
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
+from kvoffload import NO_WAIT, BlockCache, KVLayout, MissingKeyError, OffloadEngine
+from kvoffload.cache.policies import LRU
 from kvoffload.layout.coding import CodecName
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool.memory import Meaning, PoolMemory
@@ -35,6 +41,7 @@ ENTRY_BYTES = PLANES * ROW_BYTES
 SECONDS = 10.0
 POISON = 0xEE
 IDENTITY = "model"
+forks = pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, where another test of this process has loaded it
 
 
 def key_of(number: int) -> bytes:
@@ -68,6 +75,37 @@ def eventually(true: Callable[[], object], what: str, seconds: float = SECONDS) 
     while not true():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.002)
+
+
+def descriptors() -> int:
+    """Of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped() -> int:
+    """How many regions are mapped in this process."""
+    return Path("/proc/self/maps").read_text().count("kvoffload-pool")
+
+
+class SlowTiers:
+    """What makes the tiers of a region, once it is let go.
+
+    Args:
+        make: returns them, or raises.
+
+    Attributes:
+        opening: set when it is asked for them.
+        go: until this is set, it waits.
+    """
+
+    def __init__(self, make: Callable[[], list[Any]] = list) -> None:
+        self.make, self.opening, self.go = make, threading.Event(), threading.Event()
+
+    def __call__(self, *_: str) -> list[Any]:
+        self.opening.set()
+        assert self.go.wait(SECONDS)
+        return self.make()
 
 
 class Member:
@@ -170,6 +208,37 @@ def member(path: str, **options: Any) -> Iterator[Member]:
         yield one
 
 
+def stored(one: Member, *numbers: int) -> None:
+    """Store them, by a member that does not wait for long: on a busy machine an answer may be late."""
+    eventually(lambda: one.store(*numbers) and one.hits(*numbers) == len(numbers), "the keys are stored")
+
+
+def check_load_at_last(one: Member, *numbers: int) -> None:
+    """The same for a load."""
+
+    def loaded() -> bool:
+        try:
+            one.check_load(*numbers)
+        except MissingKeyError:
+            return False
+        return True
+
+    eventually(loaded, "the keys are loaded")
+
+
+class Standing(LRU):
+    """A policy that stands still in `touch` until it is let go: so does its owner, as if it had been stopped."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.go, self.stands = threading.Event(), threading.Event()
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.stands.set()
+        self.go.wait(SECONDS)
+        super().touch(keys)
+
+
 class RawMember:
     """A member that speaks the protocol by itself, without a library that keeps it from mistakes.
 
@@ -210,11 +279,15 @@ class RawMember:
 
     def ask(self, operation: int, payload: bytes = b"", descriptors: Sequence[int] = ()) -> tuple[int, bytes]:
         """Operation and payload of the answer."""
-        number = self.send(operation, payload, descriptors)
+        self.send(operation, payload, descriptors)
+        return self.answer()
+
+    def answer(self) -> tuple[int, bytes]:
+        """Operation and payload of the answer to the latest message."""
         kind: int = Operation.WAIT
         while kind == Operation.WAIT:
             answered, kind, content = self.receive()
-        assert answered == number
+        assert answered == self.number
         return kind, content
 
     def join(self, memory: PoolMemory | None = None, **changes: Any) -> dict[str, Any]:

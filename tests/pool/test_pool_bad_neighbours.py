@@ -17,7 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+from pooling import (
+    ENTRY_BYTES,
+    IDENTITY,
+    SECONDS,
+    RawMember,
+    eventually,
+    forks,
+    keys_of,
+    mapped,
+    raw,
+    region_bytes,
+    serve,
+)
 
 from kvoffload import CacheIndex
 from kvoffload.cache.policies import LRU
@@ -119,9 +131,6 @@ def test_a_region_without_members_keeps_its_keys_if_its_room_is_too_little(tmp_p
 
 
 def test_the_memory_of_a_region_that_made_room_is_not_kept_until_cycles_are_collected(tmp_path: Path) -> None:
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("kvoffload-pool")
-
     gc.collect()
     before, tiers = mapped(), lambda *_: [MemoryTier(1 << 20)]
     gc.disable()
@@ -156,6 +165,7 @@ def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tm
         eventually(lambda: good.room(8) == 8, "all entries are free")
 
 
+@forks
 def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tmp_path: Path) -> None:
     """Only what was sent before the owner knew of the death is read."""
 
@@ -190,6 +200,7 @@ def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tm
     os.close(write)
 
 
+@forks
 def test_what_a_member_had_is_free_once_it_has_left_though_a_forked_child_lives_on(tmp_path: Path) -> None:
     layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
     read, write = os.pipe()
@@ -214,6 +225,7 @@ def test_what_a_member_had_is_free_once_it_has_left_though_a_forked_child_lives_
             del lease, reservation
 
 
+@forks
 @pytest.mark.filterwarnings("ignore:unclosed <socket", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_member_that_is_forgotten_has_left_though_a_forked_child_lives_on(tmp_path: Path) -> None:
     layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)

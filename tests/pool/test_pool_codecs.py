@@ -34,6 +34,7 @@ def test_engines_with_and_without_the_codec_have_regions_of_their_own(tmp_path: 
         assert sorted(each["members"] for each in owner.statistics()) == [1, 2]
         (slot,) = second.cache.acquire(keys_of([2])).slots()
         assert (second.row(slot) == second.in_slot(second.expected[2])).all()
+        assert second.row(slot).size == PLANES * ROW_BYTES * 49 // 64
 
 
 @pytest.mark.parametrize("tiered", [False, True])
@@ -71,8 +72,10 @@ def test_a_key_that_does_not_fit_is_no_hit_for_anyone(tmp_path: Path, tiered: bo
 
 
 @pytest.mark.parametrize("with_jobs", [True, False])
-def test_reservations(tmp_path: Path, with_jobs: bool) -> None:
-    """Committed without its jobs, a key is found out by the first load."""
+def test_a_reserved_key_that_does_not_fit_goes_with_its_commit_or_the_first_load(
+    tmp_path: Path, with_jobs: bool
+) -> None:
+    """Only a commit that is given the jobs knows."""
     with serve(tmp_path, 8) as owner, members(owner.path, 2, **CODEC) as (one, other):
         spoil(one, 1)
         reservation = one.cache.reserve(keys_of([0, 1]))
@@ -91,4 +94,3 @@ def test_reservations(tmp_path: Path, with_jobs: bool) -> None:
             other.cache.touch([])
         eventually(lambda: one.hits(0, 1) == 1 == other.hits(0, 1), "the key is gone")
         assert one.cache.statistics().unfit + other.cache.statistics().unfit == 1
-        assert one.row(0).size == PLANES * ROW_BYTES * 49 // 64

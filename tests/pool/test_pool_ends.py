@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
@@ -45,7 +44,6 @@ from kvoffload import (
 )
 from kvoffload.cache.policies import LRU, RequestPolicy
 from kvoffload.pool import PoolOwner, SharedPool, owner
-from kvoffload.pool.memory import PoolMemory
 from kvoffload.pool.messages import NUMBER, Operation, pack_keys
 from kvoffload.pool.region import MOST_REMOVALS
 from kvoffload.testing import SimulatedDriver
@@ -176,26 +174,6 @@ def test_what_a_member_cannot_have_is_refused(tmp_path: Path) -> None:
         one.cache = BlockCache(one.engine, pool=one.pool)
         one.store(1)
         assert one.hits(1) == 1, "nothing has happened"
-
-
-def test_a_member_waits_for_an_owner_that_allocates_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than for an owner that says nothing."""
-    go, create = threading.Event(), PoolMemory.create
-
-    def slowly(meaning: Any) -> PoolMemory:
-        assert go.wait(SECONDS)
-        return create(meaning)
-
-    monkeypatch.setattr(PoolMemory, "create", slowly)
-    monkeypatch.setattr(owner, "NOTICE_SECONDS", 0.05)
-    timer = threading.Timer(2.0, go.set)
-    with serve(tmp_path, 8):
-        timer.start()
-        with member(str(tmp_path / "pool"), timeout=0.8) as one:
-            assert go.is_set()
-            assert one.store(1).keys
-            one.check_load(1)
-    timer.join()
 
 
 def test_remove_waits_for_the_owners_tiers_and_hides_nothing_meanwhile(tmp_path: Path) -> None:
@@ -349,48 +327,3 @@ def test_an_engine_over_several_devices_is_refused_by_name(tmp_path: Path) -> No
             assert index.lookup(keys_of([1])) == 0
     for device in devices:
         device.close()
-
-
-class SlowToClose(DictTier):
-    """A tier as those on files: there may be one of a name. Closing it takes until it is let go."""
-
-    def __init__(self, names: set[str], name: str) -> None:
-        super().__init__()
-        if name in names:
-            raise BlockingIOError(f"{name} is in use")
-        names.add(name)
-        self.names, self.of, self.go, self.closing = names, name, threading.Event(), threading.Event()
-
-    def close(self, timeout: float = 10.0) -> bool:
-        self.closing.set()
-        self.go.wait(SECONDS)
-        self.names.discard(self.of)
-        return super().close(timeout)
-
-
-def test_whoever_wants_a_region_that_makes_room_waits_for_the_end_of_its_tiers(tmp_path: Path) -> None:
-    tiers, names, nbytes = list[SlowToClose](), set[str](), region_bytes(4)
-
-    def make(name: str, _: str) -> list[SlowToClose]:
-        tiers.append(SlowToClose(names, name))
-        return [tiers[-1]]
-
-    first, second, third = (bytes([each]) * 16 for each in range(3))
-    with serve(tmp_path, nbytes=2 * nbytes, region_bytes=nbytes, tiers=make) as owner, ExitStack() as left:
-        for fingerprint in (first, second):
-            with raw(owner.path, fingerprint=fingerprint):
-                pass
-        eventually(lambda: not any(each["members"] for each in owner.statistics()), "they have left")
-        tiers[1].go.set()
-        one, other = (left.enter_context(raw(owner.path, join=False, fingerprint=each)) for each in (third, first))
-        one.send(Operation.JOIN, json.dumps(one.asked).encode())
-        assert tiers[0].closing.wait(SECONDS), "the first region makes room"
-        other.send(Operation.JOIN, json.dumps(other.asked).encode())
-        _, kind, answer = other.receive()
-        assert kind == Operation.WAIT, answer
-        tiers[0].go.set()
-        while kind == Operation.WAIT:
-            _, kind, answer = other.receive()
-        assert kind == Operation.JOIN, answer
-        for each in tiers:
-            each.go.set()

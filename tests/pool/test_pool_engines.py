@@ -107,6 +107,8 @@ def test_workers_have_parts_of_each_row(owner: PoolOwner) -> None:
     memory = [each.host_memory for each in pair]
     assert [each.num_slots for each in memory] == [pair[0].capacity] * 2
     assert [each.slot_stride for each in memory] == [2 * ROW] * 2
+    whole = pair[0].capacity * 2 * ROW
+    assert [each.nbytes for each in memory] == [whole, whole - ROW], "from the part's first byte on"
     with SharedPool.beside(owner.path, "engine", 2) as pool:
         assert pool.capacity == pair[0].capacity
         for each in pair:
@@ -125,6 +127,6 @@ def test_engines_are_told_apart(owner: PoolOwner) -> None:
             worker(owner, rows=Rows(fingerprint=bytes(range(16))))
 
 
-def test_an_identity_that_is_too_long_is_refused(owner: PoolOwner) -> None:
+def test_the_owner_refuses_an_identity_that_fits_into_a_message_and_is_longer_than_it_may_be(owner: PoolOwner) -> None:
     with pytest.raises(ValueError, match="identity has 5000 characters"):
         SharedPool.attach(owner.path, Rows(), identity="m" * 5000)

@@ -14,7 +14,7 @@ from pooling import SECONDS, eventually, keys_of, member, region_bytes, serve
 
 from kvoffload import CapabilityError, CapacityError, LayoutError, Status, Tenant
 from kvoffload.pool import PoolOwner, SharedPool, messages, watching
-from kvoffload.pool.messages import MOST_KEY_BYTES, MOST_MESSAGE, Assembler, Operation, datagrams
+from kvoffload.pool.messages import MOST_KEY_BYTES, MOST_MESSAGE
 
 
 class Rows(NamedTuple):
@@ -26,14 +26,6 @@ class Rows(NamedTuple):
 
 
 # messages that are too large ------------------------------------------------------------------------------------------
-
-
-def test_the_largest_message_that_a_member_sends_is_taken() -> None:
-    assembler, taken = Assembler(), None
-    for datagram in datagrams(1, Operation.FIND, bytes(MOST_MESSAGE)):
-        assert taken is None
-        taken = assembler.take(datagram)
-    assert taken == (1, Operation.FIND, bytes(MOST_MESSAGE))
 
 
 def test_a_call_with_too_many_keys_finds_none_and_stays_connected(tmp_path: Path, caplog: Any) -> None:

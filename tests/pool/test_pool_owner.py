@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import json
 import os
 import random
@@ -18,7 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, SECONDS, RawMember, eventually, keys_of, layout_of, member, raw, region_bytes, serve
+from pooling import (
+    ENTRY_BYTES,
+    SECONDS,
+    RawMember,
+    descriptors,
+    eventually,
+    forks,
+    keys_of,
+    layout_of,
+    member,
+    raw,
+    region_bytes,
+    serve,
+)
 
 import kvoffload
 from kvoffload import CapacityError, KVOffloadError, Tenant
@@ -29,11 +41,6 @@ from kvoffload.pool.messages import HEADER, PENDING, REQUEST, Operation, datagra
 from kvoffload.tiers import MemoryTier
 
 OTHER = b"other fingerprin"
-
-
-def descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def pending(owner: PoolOwner) -> tuple[int, int]:
@@ -55,11 +62,18 @@ def test_a_path_that_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: P
     PoolOwner(shared / "pool", nbytes=1 << 20).close()
     with pytest.raises(OSError, match="No such file"):
         PoolOwner(tmp_path / "nowhere" / "pool", nbytes=1 << 20)
+    (tmp_path / "file").touch()
+    for below in ("file/pool", "file/folder/pool"):
+        with pytest.raises(NotADirectoryError, match=f"Not a directory: '{tmp_path}/{os.path.dirname(below)}'"):
+            PoolOwner(tmp_path / below, nbytes=1 << 20)
+    assert (tmp_path / "file").read_bytes() == b""
     with pytest.raises(ValueError, match=r"path must have at most 107 bytes, .* got \d\d\d: "):
         PoolOwner(tmp_path / ("x" * 200), nbytes=1 << 20)
     with pytest.raises(ValueError, match="region_bytes must be at most nbytes, 1048576, got 1048577"):
         PoolOwner(tmp_path / "pool", nbytes=1 << 20, region_bytes=(1 << 20) + 1)
     assert descriptors() == before
+    assert sorted(os.listdir(tmp_path)) == ["file", "shared"]
+    assert os.listdir(shared) == []
 
 
 def test_a_folder_that_another_process_keeps_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,69 +144,6 @@ def test_regions_without_members_make_room_for_others(tmp_path: Path) -> None:
             assert again.status(keys_of([1])) == [1], "the region with a member has stayed"
 
 
-def test_several_members_that_come_while_their_region_is_being_made_share_it(tmp_path: Path) -> None:
-    path, seen = str(tmp_path / "pool"), list[Any]()
-    slow = threading.Event()
-
-    def tiers(*_: str) -> list[Any]:
-        assert slow.wait(10)
-        return []
-
-    def join() -> None:
-        with raw(path) as one:
-            seen.append((os.fstat(one.memory.descriptor).st_ino if one.memory else None, one.place))
-
-    with PoolOwner(path, nbytes=region_bytes(8), tiers=tiers) as owner:
-        threads = [threading.Thread(target=join) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        gone = RawMember(path, fingerprint=bytes(16))
-        gone.send(Operation.JOIN, json.dumps(gone.asked).encode())
-        gone.close()
-        slow.set()
-        for thread in threads:
-            thread.join()
-        assert len({file for file, _ in seen}) == 1
-        eventually(lambda: owner.statistics()[0]["members"] == 0, "all are gone")
-    gc.collect()
-
-
-def test_a_region_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-
-    def tiers(*_: str) -> list[Any]:
-        raise CapacityError("no disk")
-
-    with PoolOwner(path, nbytes=region_bytes(64), tiers=tiers):
-        before = descriptors()
-        for _ in range(3):
-            joining = RawMember(path, fingerprint=bytes(16))
-            assert joining.ask(Operation.JOIN, json.dumps(joining.asked).encode()) == (
-                Operation.REFUSED, b"CapacityError: no disk",
-            )  # fmt: skip
-            joining.close()
-        eventually(lambda: descriptors() == before, "descriptors are left")
-
-
-def test_an_owner_that_ends_while_it_makes_a_region_leaves_nothing(tmp_path: Path) -> None:
-    path, begun, go = str(tmp_path / "pool"), threading.Event(), threading.Event()
-
-    def tiers(*_: str) -> list[Any]:
-        begun.set()
-        assert go.wait(10)
-        return []
-
-    before = descriptors()
-    owner = PoolOwner(path, nbytes=region_bytes(64), tiers=tiers)
-    joining = RawMember(path, fingerprint=bytes(16))
-    joining.send(Operation.JOIN, json.dumps(joining.asked).encode())
-    assert begun.wait(10)
-    owner.close()
-    go.set()
-    joining.close()
-    eventually(lambda: descriptors() == before, "descriptors are left")
-
-
 def test_a_region_takes_63_members(tmp_path: Path) -> None:
     path = str(tmp_path / "pool")
     with serve(tmp_path):
@@ -236,12 +187,8 @@ def test_tenants_have_their_quotas_and_others_are_refused(tmp_path: Path) -> Non
 def test_a_member_that_asks_for_nonsense_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with serve(tmp_path) as owner:
         asking = RawMember(str(tmp_path / "pool"), fingerprint=bytes(16))
-        asking.send(Operation.JOIN, json.dumps({**asking.asked, **changes}).encode())
-        if "capacity" not in changes:
-            try:
-                assert asking.receive()[1] == Operation.REFUSED
-            except ConnectionError:  # or it is cut off
-                pass
+        kind, _ = asking.ask(Operation.JOIN, json.dumps({**asking.asked, **changes}).encode())
+        assert kind == Operation.REFUSED
         asking.close()
         with raw(str(tmp_path / "pool")) as good:
             assert good.status([]) == []
@@ -452,6 +399,7 @@ def test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps(t
             eventually(lambda: other.room(4) == 4, "nothing is held")
 
 
+@forks
 def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_path: Path) -> None:
     """The member's process ends, and another one has its socket and its lock: its leases end, its entries stay kept."""
     path = str(tmp_path / "pool")
@@ -481,6 +429,7 @@ def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_pa
         eventually(lambda: other.room(4) == 4, "the quarantine is over")
 
 
+@forks
 @pytest.mark.usefixtures("no_grace")
 def test_a_child_of_the_owners_process_is_not_taken_for_it(tmp_path: Path) -> None:
     """When the owner is killed, a child that it has forked holds neither its socket nor its connections."""
@@ -505,6 +454,7 @@ def test_a_child_of_the_owners_process_is_not_taken_for_it(tmp_path: Path) -> No
             os._exit(0)
     os.close(read)
     os.waitpid(child, 0)
+    assert os.path.lexists(path), "there was an owner"
     with serve(tmp_path, 4), raw(path) as one:
         assert len(one.reserve(keys_of(range(4)))[1]) == 4
     os.close(write)
@@ -533,8 +483,12 @@ def test_attach_says_what_is_wrong(tmp_path: Path) -> None:
     path = str(tmp_path / "pool")
     with kvoffload.open_device(backend="simulated") as device:
         layout = layout_of(device.allocate_planes(2, block_bytes=2048, num_blocks=4))
-        with pytest.raises(TimeoutError, match="no owner answers"):
-            SharedPool.attach(path, layout, identity="m", timeout=0.05)
+        (tmp_path / "file").touch()
+        for nowhere in (path, str(tmp_path / "file" / "pool"), str(tmp_path / "file")):
+            before = descriptors()
+            with pytest.raises(TimeoutError, match=r"no owner answers at '/.*; waited 0.05 seconds"):
+                SharedPool.attach(nowhere, layout, identity="m", timeout=0.05)
+            assert descriptors() == before
         with pytest.raises(ValueError, match="path must have at most 107 bytes"):
             SharedPool.attach("/" + "x" * 200, layout, identity="m", timeout=0.05)
         with serve(tmp_path, nbytes=ENTRY_BYTES), pytest.raises(CapacityError, match="no room for a region"):

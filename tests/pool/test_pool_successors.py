@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, IDENTITY, SECONDS, RawMember, eventually, keys_of, raw, region_bytes, serve
+from pooling import (
+    ENTRY_BYTES,
+    IDENTITY,
+    SECONDS,
+    RawMember,
+    SlowTiers,
+    eventually,
+    forks,
+    keys_of,
+    raw,
+    region_bytes,
+    serve,
+)
 
 from kvoffload import CacheIndex, Tenant
-from kvoffload.pool import PoolOwner, SharedPool
+from kvoffload.pool import PoolOwner, SharedPool, watching
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import NUMBER, Operation, pack_keys
 from kvoffload.testing import FaultyTier
@@ -79,6 +90,7 @@ def test_an_owner_takes_no_memory_that_another_one_still_grants(tmp_path: Path, 
     assert set(back.take(keys_of([2, 3]))[1]) == set(entries)
 
 
+@forks
 def test_a_forked_child_does_not_keep_the_memory_of_an_owner_that_was_killed(tmp_path: Path, stack: ExitStack) -> None:
     path = str(tmp_path / "pool")
     read, write = os.pipe()
@@ -142,45 +154,36 @@ def test_a_memory_has_no_new_owner_while_a_tier_of_the_last_one_may_write_to_it(
     assert back.status(keys_of([1, 2, 3]))[0] == 0
 
 
-def slow_tiers() -> tuple[Callable[[str, str], list[Any]], threading.Event, threading.Event]:
-    """What makes a region's tiers, an event that says that it is asked to, and one that it waits for."""
-    opening, go = threading.Event(), threading.Event()
-
-    def tiers(_: str, __: str) -> list[Any]:
-        opening.set()
-        assert go.wait(SECONDS)
-        return []
-
-    return tiers, opening, go
-
-
 def test_tiers_that_open_slowly_for_a_memory_of_the_last_owner_keep_no_other_region_waiting(
-    tmp_path: Path, stack: ExitStack
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, (tiers, opening, go) = str(tmp_path / "pool"), slow_tiers()
+    monkeypatch.setattr(owners, "GRACE_SECONDS", 0.05)
+    path, tiers = str(tmp_path / "pool"), SlowTiers()
     with serve(tmp_path, 8):
         one = stack.enter_context(raw(path))
         one.store(keys_of([1]), 7)
     other = b"other fingerprin"
-    go.set()
+    tiers.go.set()
     options: Any = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8)}
     stack.enter_context(serve(tmp_path, 8, tiers=tiers, **options))
     fast = stack.enter_context(raw(path, fingerprint=other))
-    go.clear()
-    opening.clear()
+    tiers.go.clear()
+    tiers.opening.clear()
     back = returning(path, one, stack)
-    assert opening.wait(SECONDS)
+    assert tiers.opening.wait(SECONDS)
     assert fast.store(keys_of([2]), 8) == [0]
     assert not joined(back)
-    go.set()
+    tiers.go.set()
     eventually(lambda: joined(back), "the tiers are open")
     assert back.status(keys_of([1])) == [1]
 
 
-def test_an_owner_that_closes_while_it_takes_a_memory_over_leaves_all_to_the_next_one(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["close", "error"])
+def test_an_owner_that_ends_while_it_takes_a_memory_over_leaves_all_to_the_next_one(
+    how: str, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, (tiers, opening, go) = str(tmp_path / "pool"), slow_tiers()
+    path, tiers = str(tmp_path / "pool"), SlowTiers()
     with serve(tmp_path, 8):
         one = stack.enter_context(raw(path))
         one.store(keys_of([1]), 7)
@@ -188,13 +191,16 @@ def test_an_owner_that_closes_while_it_takes_a_memory_over_leaves_all_to_the_nex
         patched.setattr(owners, "GRACE_SECONDS", 0.0)
         with serve(tmp_path, 8, tiers=tiers) as second:
             back = returning(path, one, stack)
-            assert opening.wait(SECONDS)
+            assert tiers.opening.wait(SECONDS)
+            if how == "error":
+                patched.setattr(owners, "QUARANTINE_SECONDS", "soon")
+                assert back.cut_off()
             back.connection.close()  # as a member that asks again
-            eventually(lambda: not second._members, "it has gone")
+            eventually(lambda: "0 connections" in repr(second), "it has gone")
     assert os.path.lexists(path)
     stack.enter_context(serve(tmp_path, 8))
     back = returning(path, one, stack)
-    go.set()
+    tiers.go.set()
     eventually(lambda: joined(back), "the second owner has let go of it")
     assert back.status(keys_of([1])) == [1]
 
@@ -238,8 +244,9 @@ def test_an_owner_keeps_the_socket_while_a_member_may_still_use_what_the_last_on
 
 
 def test_an_owner_keeps_the_socket_for_a_member_that_has_lost_its_connection_alone(
-    tmp_path: Path, stack: ExitStack
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(owners, "GRACE_SECONDS", 0.05)
     path = tmp_path / "pool"
     with serve(tmp_path, 8) as first:
         one = stack.enter_context(raw(str(path)))
@@ -247,8 +254,8 @@ def test_an_owner_keeps_the_socket_for_a_member_that_has_lost_its_connection_alo
         eventually(lambda: first.statistics()[0]["members"] == 0, "it has gone")
     assert os.path.lexists(path)
     one.close()
-    with serve(tmp_path, 8) as second, raw(str(path)):
-        second._grace_until = 0.0
+    with serve(tmp_path, 8), raw(str(path)):  # which has waited for those that may come back
+        pass
     assert not os.path.lexists(path), "nobody can come back"
 
 
@@ -256,6 +263,7 @@ def test_a_member_that_tells_one_owner_that_nothing_is_in_use_does_not_tell_the_
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner ends after the member has looked, and before it says so."""
+    monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
     path, tell = str(tmp_path / "pool"), SharedPool.tell
     layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
     owner = [PoolOwner(path, nbytes=region_bytes(8))]

@@ -14,10 +14,12 @@ ORDERING = "tests/engine/ordering/test_ordering.py"
 SHARDED = "tests/sharded/test_sharded_ordering.py"
 PACK = "tests/copiers/test_pack.py"
 POOL_ENDS = "tests/pool/test_pool_ends.py"
+POOL_MAKING = "tests/pool/test_pool_making.py"
 POOL_MEMBERS = "tests/pool/test_pool_members.py"
 POOL_MEMORY = "tests/pool/test_pool_memory.py"
 POOL_OWNER = "tests/pool/test_pool_owner.py"
 POOL_REGION = "tests/pool/test_pool_region.py"
+POOL_TAKEOVERS = "tests/pool/test_pool_takeovers.py"
 
 
 class Mutation(NamedTuple):
@@ -669,49 +671,49 @@ MUTATIONS = (
         "pool/records.py",
         "        if all(granted == generation for granted, _ in self.numbers.values()):",
         "        if True:",
-        (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
+        (f"{POOL_TAKEOVERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
     ),
     Mutation(
         "clean-is-never-said",
         "pool/records.py",
         "        if all(granted == generation for granted, _ in self.numbers.values()):",
         "        if False:",
-        (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
+        (f"{POOL_TAKEOVERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
     ),
     Mutation(
         "readers-are-not-marked",
         "pool/operations.py",
         "        region.memory.reading(entries, member.number)",
         "        pass",
-        (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
+        (f"{POOL_TAKEOVERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
     ),
     Mutation(
         "writers-are-not-marked",
         "cache/state.py",
         "            self.journal.reserved(record)",
         "            pass",
-        (f"{POOL_MEMBERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
+        (f"{POOL_TAKEOVERS}::test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended",),
     ),
     Mutation(
         "removed-keys-keep-their-headers",
         "pool/region.py",
         "memory.ready, memory.gone",
         "memory.ready, len",
-        (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
+        (f"{POOL_TAKEOVERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
     ),
     Mutation(
         "keys-that-the-next-owner-leaves-out-keep-their-headers",
         "pool/region.py",
         "        memory.gone(set(range(",
         "        (set(range(",
-        (f"{POOL_MEMBERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
+        (f"{POOL_TAKEOVERS}::test_a_key_that_was_removed_does_not_come_back_with_the_next_owner",),
     ),
     Mutation(
         "what-owners-before-have-granted-is-not-marked-any-more",
         "pool/region.py",
         "            before.update(lease.indices)",
         "            pass",
-        (f"{POOL_MEMBERS}::test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it",),
+        (f"{POOL_TAKEOVERS}::test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it",),
     ),
     Mutation(
         "what-was-read-before-a-connection-was-lost-is-not-marked-any-more",
@@ -761,7 +763,7 @@ MUTATIONS = (
         "pool/shared_pool.py",
         "                self._drop()  # and ask to join again",
         "                pass",
-        (f"{POOL_MEMBERS}::test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again",),
+        (f"{POOL_TAKEOVERS}::test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again",),
     ),
     Mutation(
         "what-is-owed-waits-for-the-next-call",
@@ -817,7 +819,7 @@ MUTATIONS = (
         "pool/shared_pool.py",
         "                end = end if self._memory is not None else max(",
         "                end = min(",
-        (f"{POOL_ENDS}::test_a_member_waits_for_an_owner_that_allocates_its_memory",),
+        (f"{POOL_MAKING}::test_a_member_waits_for_an_owner_that_allocates_its_memory",),
     ),
     Mutation(
         "a-child-serves-on-for-a-dead-owner",

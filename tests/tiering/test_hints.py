@@ -13,7 +13,7 @@ from tiering import SECONDS, Bench, key, keys, tiered, until
 
 from kvoffload import NO_WAIT, CacheIndex, ClosedError, Status
 from kvoffload.testing import FaultyTier
-from kvoffload.tiers import DiskTier, Tier
+from kvoffload.tiers import DiskTier, Tier, TierCapabilities
 
 MINE, OTHERS, LATER = [0, 1, 2, 3], [100, 101, 102, 103], [200, 201, 202, 203]
 MakeTier = Callable[[], Tier]
@@ -82,6 +82,30 @@ def test_prefetch_brings_the_latest_request_and_holds_nothing(make: MakeTier) ->
         assert (declined.outcome, declined.reason) == ("declined", "all keys of its latest request are in entries")
         bench.store([*OTHERS, *LATER])
         assert hits(bench, *MINE) == []
+
+
+@pytest.mark.parametrize("local_index", [True, False])
+def test_promised_keys_that_no_tier_has_are_not_waited_for_and_keep_no_slot(local_index: bool) -> None:
+    """Without an index of its own, a tier is asked for each prefetch."""
+    tier = DictTier()
+    tier.capabilities = TierCapabilities(durable=False, shared=False, local_index=local_index)
+    with tiered(tier) as bench:
+        for _ in range(3):  # the first promise is not trusted
+            turn(bench, "a", MINE)
+            assert bench.cache.hint("retain", session="a", ttl=60.0, due=30.0)
+        assert bench.cache.drain(SECONDS)
+        bench.cache.clear()
+        for _ in range(2):
+            until(lambda: bench.cache.hint("prefetch", session="a", ttl=60.0, due=30.0).outcome == "accepted")
+            until(lambda: not bench.manager.busy)
+            assert hits(bench, *MINE) == []
+            counts = bench.cache.statistics()
+            assert (counts.pinned, counts.pending) == (0, 0)
+        assert bench.cache.tier_statistics()[0].not_found == (0 if local_index else 8)
+        bench.store([*OTHERS, *LATER])
+        assert hits(bench, *OTHERS, *LATER) == [*OTHERS, *LATER]
+        bench.check_loaded([*OTHERS, *LATER])
+        assert bench.cache.hint("retain", session="a", ttl=60.0, due=30.0).outcome == "declined"
 
 
 def test_a_request_is_prefetched_once_at_a_time() -> None:

@@ -178,22 +178,24 @@ def test_where_headers_cannot_be_written_their_slots_hold_no_record(tmp_path: Pa
 def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, slots=8, operations=operations)
-    with a_payload_being_written(files, operations):
-        write_one(files, 1, b"first", "", payload(1), 1, 0)
+    with a_payload_being_written(files, operations) as release:
+        write_one(files, 2, b"first", "", payload(2), 1, 0)
         write_one(files, 5, b"second", "", payload(5), 1, 1)
-        files._members[0]._writes = 0  # the next payload is the last one
-        calls = iter((False, True, False))  # payload, header of slot 1, headers of slots 5 and 6
+        fails = iter((False, False, True, False))  # payload of slot 6; headers of slots 0, 2, and 5 to 6
 
         def before(_: str) -> None:
+            release()  # the payload of slot 6 is the last one
             operations.failing.clear()
-            if next(calls):
+            if next(fails):
                 operations.failing["pwritev"] = errno.EIO
 
-        held, operations.before = operations.before, before
+        operations.before = before
         assert write_one(files, 6, b"third", "", payload(6), 1, 2)
-        operations.before = held
+        assert list(fails) == []
+        operations.before = lambda _: None
         operations.failing.clear()
-        assert not stored(files, 1, b"first", 1)
+        assert not stored(files, 2, b"first", 2)
+        assert stored(files, HELD, b"held", 0)
         assert stored(files, 5, b"second", 5)
         assert stored(files, 6, b"third", 6)
     files.close()
