@@ -34,6 +34,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import CacheJob, CacheRequest, Lease, Reservation
+from kvoffload.cache.sessions import HintAnswer
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device, open_device
@@ -84,6 +85,7 @@ __all__ = [
     "DriverError",
     "GroupTransfer",
     "Growing",
+    "HintAnswer",
     "HostMemory",
     "Job",
     "KVLayout",

@@ -339,13 +339,13 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         parts: Parts = None,
         request: CacheRequest | None = None,
     ) -> FetchJob:
-        """Load as many leading keys as are worth it into blocks, from wherever they are. Returns at once.
+        """Load as many leading keys as are worth it into blocks, from wherever they are. Returns at once; over a
+        shared pool whose owner has tiers, once these have brought their keys, or the deadline is over.
 
         This is `lookup`, `promote` and `load` in one job, and counts as one lookup. Keys in slots are always worth
         loading. Keys in tiers are if they come before the deadline, and before the model would have computed them: no
-        slower tier is asked, and a fetch waits no longer than computing the keys that are not in slots takes. How long
-        that is, `prefill_tokens_per_second` of the cache says, or measurements do; until there are some, everything
-        that comes before the deadline is worth it.
+        slower tier is asked, and a fetch waits no longer than computing the keys that are not in slots takes, by
+        `prefill_tokens_per_second` or measurements. Until there are some, all that comes in time is worth it.
 
         What is in the blocks of the keys after the first `job.hits` is undefined, as in all blocks if the load fails.
         If a key that was found is removed before it is loaded, there are no hits. Leave the blocks alone until the job
@@ -365,8 +365,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Raises:
             LayoutError: `keys` or `blocks` repeat an element, or are no such lists.
             ValueError: no such tenant; `deadline` is not above 0; `request` is of another cache, or has another tenant.
-            CapacityError, ClosedError, TransferError, and the other errors of `load`. Nothing is being loaded then. If
-                tiers are asked, `hits`, `order_before` and `wait` of the job may raise them instead.
+            CapacityError, ClosedError, TransferError, other errors of `load`: nothing is being loaded then. If tiers
+                are asked, `hits`, `order_before` and `wait` of the job may raise them instead.
         """
         from kvoffload.cache.tiering.promotion import FetchJob
 

@@ -336,7 +336,8 @@ class KeyCache:
     def promote(
         self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "", counted: bool = True
     ) -> Promotion:
-        """Bring leading keys from tiers into entries, as many as come in time. Returns at once.
+        """Bring leading keys from tiers into entries, as many as come in time. Returns at once; over a shared pool
+        whose owner has tiers, when it has ended.
 
         Call it for requests that are about to run: until you release it, it holds all of its keys that are in entries.
         Keys that tiers bring take at most half of the entries, for all promotions together; further ones do not come.

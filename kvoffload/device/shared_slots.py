@@ -260,7 +260,7 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
         with connection:
             try:
                 connection.settimeout(ANSWER_SECONDS)
-                if peer_of(connection)[1] in (os.getuid(), 0):
+                if peer_of(connection)[1] == os.getuid():
                     socket.send_fds(connection, [message], [descriptor])
             except OSError as error:
                 LOGGER.warning("shared slots could not be handed over: %s", shown(error))

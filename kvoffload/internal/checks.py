@@ -69,7 +69,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {masked(text)}"[:_REASON] if text else type(error).__name__
 
 
-def shown(value: Any, length: int = 80) -> str:
+def shown(value: Any, length: int = 120) -> str:
     """A value for an error message: its repr, masked, cut to `length` characters, and no error for any value."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"

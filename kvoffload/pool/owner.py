@@ -59,7 +59,7 @@ class PoolOwner:
 
     Args:
         path: of the socket, in a folder that only this user, or root, may change (or one like /tmp). Members must be of
-            this user, or root.
+            this user.
         nbytes: of all regions together. A region is allocated when its first member joins.
         region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
             one. If there is no room for another region, those without members make room, the oldest first.
@@ -234,7 +234,7 @@ class PoolOwner:
             self._epoll.modify(self._listener, 0)
             return
         process, user, _ = peer_of(connection)
-        if user not in (os.getuid(), 0) or len(self._members) >= _MOST_CONNECTIONS:
+        if user != os.getuid() or len(self._members) >= _MOST_CONNECTIONS:
             self._warn_once(f"{self.path} refuses connections: of other users, or more than {_MOST_CONNECTIONS}")
             connection.close()
             return
@@ -307,7 +307,7 @@ class PoolOwner:
         """One member, or one region, must not end the others'."""
         try:
             step()
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001  # SystemExit of a policy, too
             self._warn_once(f"an error in the owner of {self.path}: {reason(error)}")
 
     def _post(self, step: Step) -> None:

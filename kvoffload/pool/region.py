@@ -347,12 +347,9 @@ class Region:
 
     def counts(self) -> dict[str, Any]:
         meaning, statistics = self.memory.meaning, self.index.statistics()
-        whole = {"name": meaning.name, "nbytes": meaning.nbytes, "capacity": meaning.capacity}
-        return (
-            whole
-            | {"members": len(self.members)}
-            | {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
-        )
+        region = {"name": meaning.name, "nbytes": meaning.nbytes, "capacity": meaning.capacity}
+        counted = {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
+        return {**region, "members": len(self.members), **counted}
 
     def close(self) -> None:
         self._state.journal = None  # else the memory would be mapped until cycles are collected

@@ -402,7 +402,7 @@ class SharedPool:
             timeout = struct.pack("ll", *divmod(int(1e6 * self._answer_seconds), 1_000_000))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)  # for `connect` and `send`
             connection.connect(self.path)
-            if (user := peer_of(connection)[1]) not in (os.getuid(), 0):
+            if (user := peer_of(connection)[1]) != os.getuid():
                 raise PermissionError(f"{shown(self.path)} is served by user {user}, not by this one")
             memory = [] if self._memory is None else [self._memory.descriptor]
             message = messages.datagrams(number, Operation.JOIN, json.dumps(self._asked).encode())
