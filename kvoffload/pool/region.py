@@ -149,7 +149,7 @@ def survived() -> Iterator[None]:
     """A policy that raises must not keep from what follows: the next call repairs."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001  # SystemExit, too
         LOGGER.warning("the policy of a shared pool: %s", reason(error))
 
 

@@ -146,7 +146,10 @@ def test_the_memory_of_a_region_that_made_room_is_not_kept_until_cycles_are_coll
         gc.enable()
 
 
-def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     class Raises(LRU):
         times = 0
 
@@ -154,7 +157,7 @@ def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tm
             super().remove(keys, evicted=evicted)
             Raises.times += not evicted
             if Raises.times == 1:
-                raise RuntimeError("once")
+                raise error("once")
 
     with serve(tmp_path, 8, policy=Raises) as owner, raw(owner.path) as good:
         with raw(owner.path) as gone:
@@ -163,6 +166,20 @@ def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(tm
         eventually(lambda: good.counts()["members"] == 1, "it has left")
         assert Raises.times >= 1
         eventually(lambda: good.room(8) == 8, "all entries are free")
+
+
+def test_a_policy_that_raises_whenever_a_member_leaves_does_not_keep_the_owner_from_ending(tmp_path: Path) -> None:
+    class Raises(LRU):
+        def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+            raise SystemExit
+
+    for _ in range(2):  # the second one listens at the path of the first
+        with serve(tmp_path, 8, policy=Raises) as owner, raw(owner.path) as one, raw(owner.path) as other:
+            one.reserve(keys_of([1]))
+            other.reserve(keys_of([2]))
+            owner.close()
+            assert owner.failure is None
+            assert owner.statistics() == []
 
 
 @forks
