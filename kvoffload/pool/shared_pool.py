@@ -268,8 +268,8 @@ class SharedPool:
 
         self.check_usable()
         before = self._records()
-        if before is not None and before._state.owner() is not None:
-            raise CapacityError(f"pool={self!r} has a cache already: delete that one first, or attach again")
+        if before is not None and before._state.busy:
+            raise CapacityError(f"pool={self!r} has a cache already: delete it, end what it holds, or attach again")
         slots, layout = self.capacity * self.num_groups, None if engine is None else cast(Any, engine.layout)
         if engine is not None and engine.num_slots != slots:
             raise CapacityError(
