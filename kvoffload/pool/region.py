@@ -283,7 +283,7 @@ class Region:
         if "processes" in member.asked and any("processes" in each.asked for each in beside):
             raise ValueError(f"an engine named {member.engine:.80} is there already: give each a name of its own")
         numbers = {each.number for each in self.members.difference(beside)}
-        free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys())
+        free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys() | self.gone.keys())
         if old is None:
             old = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
         if old is None or old in numbers:

@@ -88,6 +88,26 @@ def test_a_number_is_given_again_only_when_nothing_of_its_last_member_is_in_quar
         each.memory.close()
 
 
+def test_a_number_whose_lock_is_freed_while_another_member_joins_is_not_given_again_yet(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying, other, settle = Joined(region), Joined(region), region.settle
+    dying.reserve(1, 2)
+    dying.leave()
+
+    def dies_after() -> None:
+        settle()
+        dying.memory.close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(region, "settle", dies_after)
+        following = Joined(region)
+    region.settle()
+    assert other.room() == 6
+    for each in (other, following):
+        each.memory.close()
+
+
 def test_a_member_that_loses_its_connection_twice_ends_both_quarantines(region: Region) -> None:
     one, other = Joined(region), Joined(region)
     for number in (1, 2):
