@@ -298,17 +298,16 @@ class Region:
         """
         self.members.discard(member)
         member.release_promotions(ended=False)
-        known = self.gone.get(member.number)
+        known: Any = self.gone.get(member.number)
         if (member.leases or member.reservations) and (known is None or known.ended):
             self.gone[member.number] = known = Alive(self.memory, member.number)
-        jobs: Any = (known,)
         for lease in member.leases.values():
-            lease.jobs = () if dead else jobs
+            lease.jobs = () if dead else (known,)
             with survived():
                 self.records.release(lease)
         for record in member.reservations.values():
             with survived():
-                self.records.abort_after(record, jobs)
+                self.records.abort_after(record, (known,))
         member.requests.clear()  # they end as dropped ones do
 
     def settle(self) -> None:
@@ -348,11 +347,8 @@ class Region:
     def counts(self) -> dict[str, Any]:
         meaning, statistics = self.memory.meaning, self.index.statistics()
         whole = {"name": meaning.name, "nbytes": meaning.nbytes, "capacity": meaning.capacity}
-        return (
-            whole
-            | {"members": len(self.members)}
-            | {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
-        )
+        counted = {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
+        return {**whole, "members": len(self.members), **counted}
 
     def close(self) -> None:
         self._state.journal = None  # else the memory would be mapped until cycles are collected
