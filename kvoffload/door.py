@@ -176,8 +176,8 @@ def _check_shared(pool: Any, layout: KVLayout | ShardedLayout, identity: Any, gi
     """Raise ValueError, LayoutError: what was given with a shared pool is its owner's, or does not go with it."""
     if refused := [name for name, value in given.items() if value not in (None, 0, (), [], DEFAULT_POLICY)]:
         raise ValueError(
-            f"{' and '.join(refused)} cannot be given with pool, whose owner decides: leave it out, or give the owner what "
-            "`kvoffload pool serve --help` or PoolOwner names"
+            f"{' and '.join(refused)} cannot be given with pool, whose owner decides: leave it out, or give its owner "
+            "what `kvoffload pool serve --help` or PoolOwner names"
         )
     if isinstance(layout, ShardedLayout):
         raise LayoutError("a shared pool is for engines over one device each, and the layout is over several")

@@ -189,12 +189,10 @@ def remove(region: Region, message: Message) -> bytes | None:
             LOGGER.warning("keys of a shared pool may still be in a tier: %s", reason(error))
             return b""
 
-    def answer() -> None:
-        member.answer_later(number, Operation.REMOVE, removed())
-
     if not region.has_tiers:
         return removed()
-    return None if region.removals.add(answer) else b""
+    waits = region.removals.add(lambda: member.answer_later(number, Operation.REMOVE, removed()))
+    return None if waits else b""
 
 
 def forget(region: Region, message: Message) -> bytes:

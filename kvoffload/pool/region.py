@@ -283,7 +283,7 @@ class Region:
         if "processes" in member.asked and any("processes" in each.asked for each in beside):
             raise ValueError(f"an engine named {member.engine:.80} is there already: give each a name of its own")
         numbers = {each.number for each in self.members.difference(beside)}
-        free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys())
+        free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys() | self.gone.keys())
         if old is None:
             old = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
         if old is None or old in numbers:
@@ -298,17 +298,16 @@ class Region:
         """
         self.members.discard(member)
         member.release_promotions(ended=False)
-        known = self.gone.get(member.number)
+        known: Any = self.gone.get(member.number)
         if (member.leases or member.reservations) and (known is None or known.ended):
             self.gone[member.number] = known = Alive(self.memory, member.number)
-        jobs: Any = (known,)
         for lease in member.leases.values():
-            lease.jobs = () if dead else jobs
+            lease.jobs = () if dead else (known,)
             with survived():
                 self.records.release(lease)
         for record in member.reservations.values():
             with survived():
-                self.records.abort_after(record, jobs)
+                self.records.abort_after(record, (known,))
         member.requests.clear()  # they end as dropped ones do
 
     def settle(self) -> None:
@@ -347,22 +346,21 @@ class Region:
 
     def counts(self) -> dict[str, Any]:
         meaning, statistics = self.memory.meaning, self.index.statistics()
-        region = {"name": meaning.name, "nbytes": meaning.nbytes, "capacity": meaning.capacity}
+        whole = {"name": meaning.name, "nbytes": meaning.nbytes, "capacity": meaning.capacity}
         counted = {name: getattr(statistics, name) for name in ("resident", "pending", "pinned", "evicted")}
-        return {**region, "members": len(self.members), **counted}
+        return {**whole, "members": len(self.members), **counted}
 
     def close(self) -> None:
-        self._state.journal = None  # else the memory would be mapped until cycles are collected
-        if self.index.close(1.0):
+        def release(*, ended: bool = False) -> None:
+            while not (ended or self.index.close(1.0)):  # it may still read and write rows, which headers must say
+                time.sleep(0.1)
+            self._state.journal = None  # else the memory would be mapped until cycles are collected
             self.memory.close()
+
+        if self.index.close(1.0):
+            release(ended=True)
             return
         LOGGER.warning("a tier of a shared pool hangs: the next owner gets the memory once its calls have ended")
-
-        def release() -> None:
-            while not self.index.close(1.0):  # it may still read and write rows
-                time.sleep(0.1)
-            self.memory.close()
-
         threading.Thread(target=release, name="kvoffload-pool-region", daemon=True).start()
 
 

@@ -268,8 +268,8 @@ class SharedPool:
 
         self.check_usable()
         before = self._records()
-        if before is not None and before._state.owner() is not None:
-            raise CapacityError(f"pool={self!r} has a cache already: delete that one first, or attach again")
+        if before is not None and before._state.busy:
+            raise CapacityError(f"pool={self!r} has a cache already: delete it, end what it holds, or attach again")
         slots, layout = self.capacity * self.num_groups, None if engine is None else cast(Any, engine.layout)
         if engine is not None and engine.num_slots != slots:
             raise CapacityError(
@@ -329,12 +329,13 @@ class SharedPool:
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float) -> bytes | None:
         """The answer to BRING, REMOVE or FORGET, for which the owner may wait for tiers, at most so many seconds; None:
-        as of `ask`. Other calls go on meanwhile.
+        as of `ask`, also if it stops answering `ask` meanwhile. Other calls go on.
         """
         self.check_usable()
         if in_call(self._lock):
             return None
-        number, end, poll = self.next_number(), time.monotonic() + wait + self._answer_seconds, select.poll()
+        number, poll, looks_at = self.next_number(), select.poll(), time.monotonic() + self._answer_seconds
+        end = looks_at + wait
         self._slow[number] = None
         try:
             with self._lock:
@@ -344,6 +345,10 @@ class SharedPool:
                 poll.register(connection, select.POLLIN)  # type: ignore[arg-type]  # it has one
             while self._slow[number] is None and connection is self._socket and time.monotonic() < end:
                 poll.poll(1000 * SETTLE_SECONDS)  # another thread may read the answer
+                if time.monotonic() >= looks_at:
+                    looks_at = time.monotonic() + watching.RETRY_SECONDS
+                    if self.ask(Operation.STATUS, messages.pack_keys([])) is None:
+                        break  # it may have stopped
                 with self._lock:
                     if self._ready():  # no other answer is late, or it has come
                         self._message(0.0)

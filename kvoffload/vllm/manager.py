@@ -196,7 +196,8 @@ class KVOffloadManager(OffloadingManager):
         """Reserve slots for the keys that are missing and worth storing, evicting others.
 
         If there are too few slots, the request's first keys get them. Returns None if no key got one, but transfers
-        hold slots that will be free later: then vLLM offers the keys again at its next step.
+        hold slots that will be free later, or one that is under way stores a key that a shared pool has lost with its
+        owner: then vLLM offers the keys again at its next step. (It would not say which store of such a key has ended.)
         """
         index, offered = self.index, list(dict.fromkeys(keys))
         state = state_of(index, req_context, self._resets)
@@ -222,10 +223,11 @@ class KVOffloadManager(OffloadingManager):
         asked = len(record.keys) + len(record.declined)
         if asked:
             self._reporter.sizes.append(asked)
-        if not record.keys:
-            index.records.commit(record)
+        twice = not self._filling.keys().isdisjoint(record.keys)  # a pool's next owner does not know what is stored now
+        if twice or not record.keys:
+            (index.records.abort if twice else index.records.commit)(record)
             self._begun.clear()
-            if record.short and (self._filling or self._reading or self._before_reset):
+            if twice or (record.short and (self._filling or self._reading or self._before_reset)):
                 return None
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         filling = _Filling(record, len(record.keys))

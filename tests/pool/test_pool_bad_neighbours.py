@@ -171,6 +171,7 @@ def test_a_policy_that_raises_while_a_member_leaves_keeps_none_of_its_entries(
 def test_a_policy_that_raises_whenever_a_member_leaves_does_not_keep_the_owner_from_ending(tmp_path: Path) -> None:
     class Raises(LRU):
         def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+            del keys, evicted
             raise SystemExit
 
     for _ in range(2):  # the second one listens at the path of the first

@@ -93,6 +93,25 @@ def test_a_membership_has_one_cache_at_a_time(tmp_path: Path) -> None:
         one.check_load(1, 2)
 
 
+def test_no_second_cache_takes_the_place_of_one_that_is_forgotten_but_whose_handles_are_in_use(tmp_path: Path) -> None:
+    """It would tell the next owner that nothing is in use, and nobody would look after the store of the first one."""
+    with serve(tmp_path, 8) as owner, members(owner.path, 2) as (one, other):
+        with held(one) as (stream, gate):
+            job = one.store(1, 2, wait=False, after=stream)
+            one.cache = None
+            with pytest.raises(CapacityError, match="end what it holds"):
+                BlockCache(one.engine, pool=one.pool)
+            gate.open()
+            eventually(lambda: other.hits(1, 2) == 2, "the member's thread tells the owner")
+        assert job.keys
+    with serve(tmp_path, 8) as owner, SharedPool.attach(owner.path, other.layout, identity=IDENTITY) as pool:
+        reservation = CacheIndex(pool).reserve(keys_of([1, 2]))
+        with pytest.raises(CapacityError, match="end what it holds"):
+            CacheIndex(pool)
+        reservation.commit()
+        assert CacheIndex(pool).lookup(keys_of([1, 2])) == 2
+
+
 def test_what_an_engine_was_storing_when_it_was_closed_is_a_hit(tmp_path: Path) -> None:
     """Nobody waits for the store, and the membership goes on."""
     with serve(tmp_path, 8) as owner, members(owner.path, 2) as (one, other):

@@ -312,6 +312,41 @@ def test_a_late_answer_to_one_thread_does_not_keep_another_one_from_its_own(
         thread.join()
 
 
+def test_who_waits_for_a_tier_of_the_owner_does_not_wait_for_one_that_stands_still(tmp_path: Path) -> None:
+    """Also one who would wait for the tier without a limit."""
+    tier, policies, found = SlowTier(), list[Standing](), list[int]()
+
+    def policy(capacity: int) -> Standing:
+        policies.append(Standing(capacity))
+        return policies[-1]
+
+    with (
+        serve(tmp_path, 8, policy=policy, tiers=lambda *_: [tier], write="through") as owner,
+        member(owner.path, answer_seconds=0.2) as one,
+    ):
+        stored(one, 1)
+        eventually(lambda: tier.has_record(key_of(1)), "the tier has the key")
+        with raw(owner.path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())) as other:
+            eventually(lambda: other.room(8) == 8, "it is evicted, once the tier has written it")
+        stored(one, 2)
+
+        def wait() -> None:
+            with one.cache.promote(keys_of([1]), deadline=None) as promotion:
+                found.append(promotion.wait())
+            found.append(one.cache.remove(keys_of([2])))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert tier.asked.wait(SECONDS), "the thread waits for the tier"
+        one.cache.touch(keys_of([2]))
+        thread.join(SECONDS)
+        assert found == [0, 0]
+        for standing in policies:
+            standing.go.set()
+        tier.go.set()
+        thread.join()
+
+
 def test_keys_that_only_the_owners_tier_has_come_back(tmp_path: Path) -> None:
     tier = DictTier()
     with serve(tmp_path, 4, tiers=lambda *_: [tier], write="through") as owner, member(str(tmp_path / "pool")) as one:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from pooling import keys_of
+from pooling import SECONDS, eventually, keys_of
+from tier_classes import GatedTier
 
 from kvoffload import CacheIndex, Tenant
 from kvoffload.pool import operations
@@ -59,8 +62,8 @@ class Joined:
         return found
 
 
-def index(memory: PoolMemory) -> CacheIndex:
-    return CacheIndex(memory.meaning.capacity, policy="lru")
+def index(memory: PoolMemory, **options: Any) -> CacheIndex:
+    return CacheIndex(memory.meaning.capacity, policy="lru", **options)
 
 
 @pytest.fixture
@@ -82,6 +85,26 @@ def test_a_number_is_given_again_only_when_nothing_of_its_last_member_is_in_quar
     dying.memory.close()
     following = Joined(region)
     assert following.holdings.number == dying.holdings.number
+    region.settle()
+    assert other.room() == 6
+    for each in (other, following):
+        each.memory.close()
+
+
+def test_a_number_whose_lock_is_freed_while_another_member_joins_is_not_given_again_yet(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying, other, settle = Joined(region), Joined(region), region.settle
+    dying.reserve(1, 2)
+    dying.leave()
+
+    def dies_after() -> None:
+        settle()
+        dying.memory.close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(region, "settle", dies_after)
+        following = Joined(region)
     region.settle()
     assert other.room() == 6
     for each in (other, following):
@@ -176,3 +199,32 @@ def test_evicted_keys_whose_entries_no_new_key_takes_leave_no_header(region: Reg
         found, of = region.memory.found(), region.records._state.table.of
         assert dict(zip(found.keys, found.entries.tolist(), strict=True)) == of
     one.memory.close()
+
+
+def test_keys_that_come_from_a_tier_while_a_region_closes_leave_no_header_of_those_that_they_displace() -> None:
+    """As a prefetch that goes on while the index writes its last keys: the next owner finds no key without bytes."""
+    tier, memory = GatedTier(threads=2), PoolMemory.create(MEANING)
+    kept = PoolMemory(os.dup(memory.descriptor), MEANING, headers=True)
+    coming = [b"free %d" % number for number in range(3)]
+    tier.store.update((key, [bytes([99]) * PAGE]) for key in coming)
+    region = Region(
+        memory, partial(index, tiers=[tier], pools=[memory.rows], layout=MEANING.fingerprint, write="through")
+    )
+    one = Joined(region)
+    tier.permit(5)
+    for number in range(6):
+        one.memory.rows[one.reserve(number)] = number
+        one.end(one.asked)
+        eventually(partial(tier.has_record, keys_of([min(number, 4)])[0]), "all but the last are written")
+    eventually(lambda: len(tier.begun) == 6, "the last one is about to be written")
+    closing = threading.Thread(target=region.close)
+    closing.start()
+    assert region.index.promote(coming).wait(SECONDS) == 3
+    tier.permit()
+    closing.join()
+    found = kept.found()
+    assert keys_of([5])[0] in found.keys
+    numbers = [99 if key in coming else int(key) for key in found.keys]
+    assert kept.rows[found.entries].max(axis=1).tolist() == numbers
+    for each in (one.memory, kept):
+        each.close()

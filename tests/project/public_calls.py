@@ -33,8 +33,8 @@ is not among the modules: vLLM prescribes its signatures.)"""
 ONLY_THE_LIBRARY_MAKES = {
     *("Batch", "CacheEvent", "CacheJob", "CacheRequest", "CacheStatistics", "CacheTierStatistics", "ChainedLoad"),
     *("ConformanceCase", "Deviation", "Device", "DeviceArray", "DeviceBuffer", "FuzzReport", "HostCosts"),
-    *("FetchJob", "HintAnswer", "Promotion", "Job", "Lease", "Origin", "PlanReport", "Profile", "ProfileKey", "Reservation"),
-    *("Room", "Shape", "SharedPool", "Stream", "TransferResult"),
+    *("FetchJob", "HintAnswer", "Promotion", "Job", "Lease", "Origin", "PlanReport", "Profile", "ProfileKey"),
+    *("Reservation", "Room", "Shape", "SharedPool", "Stream", "TransferResult"),
 }
 """Handles and records whose constructors are no calls of a user's."""
 

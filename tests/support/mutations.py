@@ -592,14 +592,14 @@ MUTATIONS = (
     Mutation(
         "no-quarantine",
         "pool/region.py",
-        "self.records.abort_after(record, jobs)",
+        "self.records.abort_after(record, (known,))",
         "self.records.abort(record)",
         (f"{POOL_OWNER}::test_entries_of_a_member_that_is_gone_are_kept_until_its_lock_is_free",),
     ),
     Mutation(
         "a-member-without-a-connection-counts-as-dead",
         "pool/region.py",
-        "lease.jobs = () if dead else jobs",
+        "lease.jobs = () if dead else (known,)",
         "lease.jobs = ()",
         (f"{POOL_OWNER}::test_a_member_that_lost_its_connection_alone_keeps_what_it_reads",),
     ),

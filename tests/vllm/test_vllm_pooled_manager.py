@@ -223,3 +223,23 @@ def test_no_counter_is_reduced_when_an_owner_ends_and_another_one_follows(
             until(lambda: a.store([12]) or a.end_step())
             until(lambda: reports(4))
         assert (min(increases), sum(increases)) == (0, 9)
+
+
+def test_a_store_that_goes_on_while_an_owner_follows_makes_no_key_a_hit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next owner would grant other entries for its keys; and vLLM says which keys a store had, not which store."""
+    with replicas(tmp_path, monkeypatch) as (owner, a, b, _):
+        storing = a.begin_store([1, 2])
+        owner.close()
+        with PoolOwner(owner.path, nbytes=66 * ROW + 64 * 128) as following:
+            until(lambda: [each["members"] for each in following.statistics()] == [4])
+            until(lambda: a.pool.connected and b.pool.connected)
+            assert a.begin_store([0, 1, 2])[0] is None, "vLLM offers them again in its next step"
+            a.manager.complete_store(storing[0].keys_to_store, storing[1])
+            assert b.look_up(range(3)) == [MISS] * 3
+            a.store(range(3))
+            b.end_step()
+            assert b.look_up(range(3)) == [HIT] * 3
+            b.end_step()
+            until(lambda: following.statistics()[0]["pinned"] == 0)  # what the last owner had granted is free
