@@ -339,8 +339,7 @@ class Region:
         before, lease, alive = set[int](), self.inherited.get(member.number), self.gone.get(member.number)
         if lease is not None:
             before.update(lease.indices)
-        if alive is not None:
-            before.update(*(record.indices for record in self._state.awaited if alive in record.jobs))
+        before.update(*(record.indices for record in self._state.awaited if alive in record.jobs))
         self.memory.read(member.marked - still - before, member.number)
         member.marked = still
 

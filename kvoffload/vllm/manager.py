@@ -101,7 +101,7 @@ class KVOffloadManager(OffloadingManager):
         self._status_of: Callable[[bytes], Status] = lambda key: self.index.status_of(key)  # until there is an index
         self._begun: list[ReservationRecord] = []  # whose keys are not in `_filling` yet
         self._filling: dict[bytes, _Filling] = {}
-        self._reading: dict[frozenset[bytes], list[LeaseRecord]] = {}
+        self._reading: dict[tuple[str, frozenset[bytes]], list[LeaseRecord]] = {}
         self._before_reset: list[Callable[[], None]] = []  # ends what was under way at a reset
         self.named: dict[str, object] = {}  # the session of the request that comes next, by the request's name
 
@@ -145,7 +145,7 @@ class KVOffloadManager(OffloadingManager):
         used = wanted if len(wanted) < 2 else in_order(wanted, req_context)
         first = req_context.get_offload_key_position(used[0]) if used else None
         known = len(state.record.keys)
-        leases = self._reading.setdefault(which := frozenset(wanted), [])
+        leases = self._reading.setdefault(which := (req_context.req_id, frozenset(wanted)), [])
         try:
             lease = index.records.hold((wanted, leases, None if first is None else state.record, used))
         finally:
@@ -158,7 +158,7 @@ class KVOffloadManager(OffloadingManager):
         return CPULoadStoreSpec(lease.indices)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        which = frozenset(keys)
+        which = (req_context.req_id, frozenset(keys))
         leases = self._reading[which]
         self.index.records.release(leases[-1])
         leases.pop()

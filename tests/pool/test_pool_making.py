@@ -18,7 +18,7 @@ from tier_classes import DictTier
 from kvoffload.cache.policies import LRU
 from kvoffload.pool import PoolOwner
 from kvoffload.pool import owner as owners
-from kvoffload.pool.messages import FOR_REQUEST, Operation, pack_keys
+from kvoffload.pool.messages import Operation, pack_keys
 
 # who waits ------------------------------------------------------------------------------------------------------------
 
@@ -162,22 +162,22 @@ def test_a_region_that_its_owner_has_not_seen_before_it_ends_is_closed(tmp_path:
     tiers = SlowTiers(lambda: [tier] if stands.is_set() else [])
 
     class Exits(LRU):
-        def insert(self, keys: Sequence[bytes]) -> None:
-            super().insert(keys)
-            if not stands.is_set():
-                stands.set()
-                assert go.wait(SECONDS)
-                raise SystemExit
+        def touch(self, keys: Sequence[bytes]) -> None:
+            del keys
+            stands.set()
+            assert go.wait(SECONDS)
+            raise SystemExit
 
     options: Any = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8), "policy": Exits}
     tiers.go.set()
     with serve(tmp_path, tiers=tiers, **options) as owner:
         with raw(owner.path) as one, raw(owner.path, join=False, fingerprint=b"other fingerprin") as other:
+            one.store([b"key"], 1)
             tiers.go.clear()
             tiers.opening.clear()
             other.send(Operation.JOIN, json.dumps(other.asked).encode())
             assert tiers.opening.wait(SECONDS)
-            one.send(Operation.RESERVE, FOR_REQUEST.pack(0, 0) + pack_keys([b"key"]))
+            one.send(Operation.TOUCH, pack_keys([b"key"]))
             assert stands.wait(SECONDS)
             tiers.go.set()
             making = "kvoffload-pool-region"

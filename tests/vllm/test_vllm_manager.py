@@ -73,6 +73,24 @@ def test_loads_hold_their_slots() -> None:
     assert offered(manager, B[:3], other) == B[1:3]
 
 
+def test_a_load_that_ends_frees_the_slots_that_it_has_read() -> None:
+    """Not those of another request, which loads the same key from where it was stored again."""
+    manager, first, second = KVOffloadManager(2, policy="lru"), request("1", A), request("2", A)
+    stored(manager, A[:1], first)
+    manager.on_request_finished(first)
+    slots: list[int] = []
+    for context in (first, second):
+        load: Any = manager.prepare_load(A[:1], context)
+        slots += load.block_ids.tolist()
+        if context is first:
+            manager.note_failed(slots)
+            stored(manager, A[:1], context)
+    manager.complete_load(set(A[:1]), first)
+    output: Any = manager.prepare_store(B[:2], request("3", B))
+    assert output.store_spec.block_ids.tolist() == slots[:1]
+    assert slots[0] != slots[1]
+
+
 @pytest.mark.parametrize("policy", ["prefix", "lru", "arc", "s3fifo"])
 def test_the_tail_of_a_request_does_not_evict_its_head(policy: Any) -> None:
     manager, context = KVOffloadManager(4, policy=policy), request("1", A)
