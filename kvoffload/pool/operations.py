@@ -116,9 +116,8 @@ def end(region: Region, message: Message) -> None:
     held, well = unpack(messages.ENDING, payload)
     unfit = frozenset(unpack_entries(payload, messages.ENDING.size))
     state, record, lease = region._state, member.reservations.get(held), member.leases.get(held)
-    holding = record or lease
     member.requests.pop(held, None)  # as one that is dropped
-    if unfit and holding is not None:
+    if unfit and (holding := record or lease) is not None:
         state.decline_unfit(holding, unfit)
         state.consistent = True
     if record is not None:

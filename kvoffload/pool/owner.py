@@ -169,7 +169,8 @@ class PoolOwner:
         awake_until = 0.0
         try:
             while not self._closing:
-                waits = self._joining or self._silent or self._full or any(each.waits for each in self._regions.values())
+                waits = bool(self._joining or self._silent or self._full)
+                waits = waits or any(region.waits for region in self._regions.values())
                 posted = len(self._done)  # what members had sent before comes first
                 timeout = 0.0 if posted or time.monotonic() < awake_until else QUARANTINE_SECONDS if waits else None
                 if self._handle_events(timeout):
