@@ -27,6 +27,13 @@ def test_every_answer_is_what_a_model_says(seed: int) -> None:
     assert not counts or sum(counts[what] for what in HITS) > 10
 
 
+def test_keys_on_a_disk_that_outlives_its_owners_are_those_that_nobody_has_removed(seed: int) -> None:
+    """The disk is slow, and owners are killed and closed meanwhile."""
+    assert ROUNDS[9] == ("disk", False)
+    counts = checked(1, seed % 100_000 * len(ROUNDS) + 9, steps=60, seconds=30.0)
+    assert not counts or sum(counts[what] for what in HITS) > 5
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_every_policy_in_both_orders(seed: int) -> None:

@@ -20,6 +20,16 @@ def test_killed_engines_and_owners_cost_no_byte_and_no_entry(seed: int) -> None:
 
 
 @pytest.mark.long
+def test_owners_that_close_while_their_tiers_move_keys_cost_no_byte(seed: int) -> None:
+    """The next owners begin at once, with the file of the last one's disk."""
+    counts, wrong = exhaust_pool.kills(3, seed % 100_000, seconds=4.0, closes=True)
+    print(dict(counts))
+    assert wrong == []
+    assert counts["kills"] >= 1
+    assert counts["loaded"] + counts["fetched"] > 0
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_many_kills_in_every_state(seed: int) -> None:
     counts, wrong = exhaust_pool.kills(120, seed % 100_000, lanes=2, seconds=240.0)
@@ -28,6 +38,8 @@ def test_many_kills_in_every_state(seed: int) -> None:
     assert counts["kills"] >= 40
     assert counts["foreign"] > 100
     assert sum(name.startswith("in ") for name in counts) > 5
+    for what in ("closes", "changes of layout", "hinted"):
+        assert counts[what] > 0, what
 
 
 def test_the_command_says_by_its_status_if_something_is_wrong(

@@ -4,7 +4,7 @@
     python tests/chaos/support/exhaust_pool.py --only kills --kills 200 --gpu       several engines on one GPU
     python tests/chaos/support/exhaust_pool.py --only fuzz --rounds 100000 --seconds 36000 --seed 7
 
-    kills   engines and the owner killed, stopped and begun anew at random moments (`chaos_pool.py`)
+    kills   engines and the owner killed, stopped, closed and begun anew at random moments (`chaos_pool.py`)
     fuzz    random calls of four engines, compared with a model (`fuzz_pool.py`)
 
 Each lane has a pool of its own: an owner and several engines, in processes. It prints counts, and what was wrong: other
@@ -75,9 +75,11 @@ def shares(count: int, lanes: int) -> list[int]:
 
 
 def kills(count: int, seed: int, *, lanes: int = 1, gpu: int = -1, seconds: float = 600.0, **options: Any) -> Result:
-    """So many kills, in so many pools at the same time."""
+    """So many kills, in so many pools at the same time. In every other one most owners are closed instead, while their
+    tiers move keys.
+    """
     plans = [
-        {"kills": share, "seed": seed * 1000 + lane, "gpu": gpu, "seconds": seconds, **options}
+        {"kills": share, "seed": seed * 1000 + lane, "gpu": gpu, "seconds": seconds, "closes": lane % 2 == 1, **options}
         for lane, share in enumerate(shares(count, lanes))
     ]
     return work_off("chaos_pool.py", plans, seconds)

@@ -36,6 +36,7 @@ from pooling import SECONDS, eventually
 HUNG_SECONDS = 60.0
 CAPACITY, UNIVERSE, LONGEST = 14, 24, 6
 SESSIONS = ("a", "b", None)
+BELOW = ("tier", "disk")  # policies with tiers
 ROUNDS = (("lru", False), *((policy, together) for policy in POLICIES for together in (False, True)))  # by the seed
 
 Command = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -93,7 +94,7 @@ class Round:
     def __init__(self, seed: int, policy: str, *, together: bool, engines: int = 4) -> None:
         self.rng, self.policy, self.together = random.Random(f"{seed} {policy} {together}"), policy, together
         self.exact = policy == "lru" and not together
-        self.judge: Exact | Ledger = Exact(CAPACITY) if self.exact else Ledger(CAPACITY, same=policy == "tier")
+        self.judge: Exact | Ledger = Exact(CAPACITY) if self.exact else Ledger(CAPACITY, same=policy in BELOW)
         self.counts = self.judge.counts
         self.handles, self.longest = 0, 0.0
         self.since: dict[int, float] = {}  # when engines were told their latest commands
@@ -232,7 +233,8 @@ class Round:
         if self.rng.random() < 0.5:
             self.do(each, self.leave(each))
         elif self.exact or self.rng.random() < 0.3:
-            self.kill_idle(each)
+            each.worker.kill()
+            self.counts["engines killed"] += 1
             self.owner_sees(len(self.engines) - 1)
             self.do(each, self.start(each))
         else:
@@ -255,10 +257,6 @@ class Round:
         engine.worker.end()
         self.counts["engines killed"] += 1
         self.do(engine, self.start(engine))
-
-    def kill_idle(self, engine: Engine) -> None:
-        engine.worker.kill()
-        self.counts["engines killed"] += 1
 
     def leave(self, engine: Engine) -> Step:
         """It closes all, whatever it has, and another one comes."""
@@ -300,7 +298,8 @@ class Round:
             self.do(each, self.choose(each))
         dead = [each for each in self.engines if self.rng.random() < 0.1][:1]
         for each in dead:
-            self.kill_idle(each)
+            each.worker.kill()
+            self.counts["engines killed"] += 1
             self.judge.leave(each.number)
         self.owner = self.new_owner()
         self.judge.have_owner()
@@ -334,7 +333,7 @@ class Round:
             return (found["pending"], found["pinned"]) == (0, 0)
 
         eventually(idle, "nothing is held")
-        each, most = self.engines[0], 9 if self.policy == "quota" else CAPACITY
+        each, most = self.engines[0], {"quota": 9, "disk": 11}.get(self.policy, CAPACITY)
         numbers = list(range(1000, 1000 + CAPACITY))
 
         def all_free() -> bool:
@@ -356,7 +355,7 @@ class Round:
         self.owner.send("leave")
         self.owner.answer(HUNG_SECONDS)
         self.owner.end()
-        assert list(self.folder.iterdir()) == [], "files are left"
+        assert {each.name.partition("-")[0] for each in self.folder.iterdir()} <= {"tier"}, "files are left"
         self.counts["rounds"] += 1
 
     # steps of an engine -------------------------------------------------------------------------------------------
@@ -377,7 +376,7 @@ class Round:
             rest |= {self.hint: 2, self.abandon: 4}
         if self.together:
             rest |= {self.leave: 1}
-            if self.policy == "tier":  # whose keys may come back until then: versions would have to be told apart
+            if self.policy in BELOW:  # whose keys may come back until then: versions would have to be told apart
                 del rest[self.remove]
         chances = writing | rest
         self.counts["steps"] += 1
@@ -438,11 +437,10 @@ class Round:
             each.clear()
 
     def judge_drop(self, engine: Engine, what: str, number: int) -> None:
-        handle = (engine.number, what, number)
         if what == "reservation":
-            self.judge.abort(handle)
+            self.judge.abort((engine.number, what, number))
         else:
-            self.judge.release(handle, None)
+            self.judge.release((engine.number, what, number), None)
 
     def load(self, engine: Engine) -> Step:
         numbers, request = self.some(), self.request_of(engine)

@@ -16,11 +16,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from chaos_tiers import RoughDisk, Weather
 from pooling import (
     PLANES,
     POISON,
@@ -37,7 +40,7 @@ from pooling import (
 
 from kvoffload import NO_WAIT, MissingKeyError, Status, Tenant
 from kvoffload.pool import PoolOwner, owner, watching
-from kvoffload.tiers import MemoryTier
+from kvoffload.tiers import MemoryTier, Tier
 
 WORD = np.dtype("<i8")
 RETRY_SECONDS = 0.02  # of engines without an owner: a second takes too long
@@ -46,6 +49,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "prefix": {},
     "quota": {"policy": "s3fifo", "tenants": {"": Tenant(max_blocks=9)}},
     "tier": {"tiers": lambda *_: [MemoryTier(1 << 20)], "write": "through"},
+    "disk": {"policy": "lru", "tenants": {"": Tenant(max_blocks=11)}, "write": "through"},  # a slow one
 }
 
 
@@ -353,9 +357,20 @@ class OwnerProcess:
 
     def __init__(self, path: str, capacity: int, policy: str, grace: float) -> None:
         owner.GRACE_SECONDS = grace
-        self.owner = PoolOwner(path, nbytes=region_bytes(capacity), **POLICIES[policy])
+        self.wrong = list[str]()
+        options = POLICIES[policy] | ({"tiers": partial(self.disk, path)} if policy == "disk" else {})
+        self.owner = PoolOwner(path, nbytes=region_bytes(capacity), **options)
 
-    def after(self) -> None: ...
+    def disk(self, path: str, name: str, _: str) -> list[Tier]:
+        """Its file outlives this owner. No call fails: after a removal that was answered the keys are gone."""
+        made = RoughDisk(Path(path).with_name(f"tier-{name}"), nbytes=1 << 20, identity="fuzz")
+        made.weather = Weather(
+            random.Random(), lambda key, row: version_of(int(key), row) >= 0, self.wrong.append, fails=False
+        )
+        return [made]
+
+    def after(self) -> None:
+        assert not self.wrong, self.wrong
 
     def statistics(self) -> list[dict[str, int]]:
         return self.owner.statistics()
