@@ -131,6 +131,20 @@ def contents(plan: Plan) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(plan.seed).integers(0, 256, (plan.universe, PLANES, plan.row_bytes), dtype=np.uint8)
 
 
+def attached(path: str, layout: KVLayout, tenant: str = "") -> SharedPool:
+    """Once the region with the other layout has made room, and the owner has tiers: it may have none today, or another
+    one that hangs still has the file.
+    """
+    end = time.monotonic() + ROOM_SECONDS
+    while True:
+        try:
+            return SharedPool.attach(path, layout, identity="chaos", tenant=tenant, timeout=60.0)
+        except (CapacityError, CapabilityError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
 # an engine ------------------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +176,7 @@ class Engine:
             self.fill()
             layout = layout_of(planes)
             self.enter(State.ATTACHING)
-            with self.attached(layout) as pool:
+            with attached(self.path, layout, self.rng.choice(TENANTS)) as pool:
                 memory = pool.host_memory
                 with OffloadEngine(layout, device=device, host_memory=memory, staging_bytes=0) as engine:
                     self.cache = BlockCache(engine, pool=pool)
@@ -174,17 +188,6 @@ class Engine:
                     self.cache.check()
                 del memory
             self.enter(State.ENDED)
-
-    def attached(self, layout: KVLayout) -> SharedPool:
-        """Once the region with the other layout has made room, and tiers that hang have let go of their files."""
-        tenant, end = self.rng.choice(TENANTS), time.monotonic() + ROOM_SECONDS
-        while True:
-            try:
-                return SharedPool.attach(self.path, layout, identity="chaos", tenant=tenant, timeout=60.0)
-            except (CapacityError, CapabilityError):
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.02)
 
     def fill(self) -> None:
         image = np.full(self.buffer.nbytes, POISON, np.uint8)

@@ -43,6 +43,7 @@ from chaos_engines import (
     WORD,
     Plan,
     State,
+    attached,
     key_of,
     layout_of,
     run_engine,
@@ -51,7 +52,6 @@ from chaos_owners import AT_REST, AT_WORK, run_owner
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheIndex, CapacityError, OffloadEngine
-from kvoffload.pool import SharedPool
 
 AUDIT_SECONDS = 20.0  # until all entries are free after all engines have ended
 MOST_LEAVING = 3  # owners that close, whose processes have not ended
@@ -290,9 +290,9 @@ class Lane:
             self.see_off(owner, HUNG_SECONDS)
         plan = self.plan.other if self.other else self.plan
         auditor = Process(audit_pool, self.words[0], plan, self.path, self.errors())
-        if auditor.end(AUDIT_SECONDS * 2) != 0:
-            with suppress(ProcessLookupError):
-                os.kill(auditor.pid, signal.SIGKILL)
+        if auditor.end(AUDIT_SECONDS * 2) is None:
+            self.wrong.append("the auditor hangs")
+            auditor.kill()
         wait = max(CHILD_SECONDS, self.grace_until - time.monotonic())
         time.sleep(wait)  # until then it leaves the socket to the next one: children of killed engines have their locks
         self.owner.word["stop"] = AT_REST
@@ -338,11 +338,10 @@ class Lane:
 def audit_pool(plan: Plan, path: str, errors: Path) -> None:
     """In a forked child: reserve every entry, once quarantines are over."""
     try:
-        end = time.monotonic() + AUDIT_SECONDS
         with kvoffload.open_device(backend="simulated") as device:
             planes = device.allocate_planes(PLANES, block_bytes=plan.row_bytes, num_blocks=plan.universe + TARGETS)
-            with SharedPool.attach(path, layout_of(planes), identity="chaos", timeout=AUDIT_SECONDS) as pool:
-                index, found = CacheIndex(pool), -1
+            with attached(path, layout_of(planes)) as pool:
+                index, found, end = CacheIndex(pool), -1, time.monotonic() + AUDIT_SECONDS
                 assert index.capacity == plan.capacity, f"{index.capacity} entries of {plan.capacity}"
                 statistics, held = index.statistics(), -1  # hints may still bring keys, and tiers read
                 while (found < plan.capacity or held) and time.monotonic() < end:
