@@ -88,6 +88,18 @@ class Headers:
                     self._memories[region] = PoolMemory(descriptor, region.memory.meaning, headers=True)
                 if region in self._memories:
                     self._compare(self._memories[region], "while its owner works")
+                    self._miss(region)
+
+    def _miss(self, region: Region) -> None:
+        """Keys that are ready have headers that say so, or the next owner would not have them."""
+        state, found = region.index._state, region.memory.found()
+        there = dict(zip(found.keys, found.entries.tolist(), strict=True))
+        for key, entry in state.table.of.items() if state.consistent else ():
+            if key not in state.table.pending and there.get(key) != entry:
+                self._says(f"entry {entry} has key {int(key)}, and its header says {there.get(key)}")
+        for key, entry in there.items() if state.consistent else ():
+            if state.table.of.get(key) != entry:
+                self._says(f"a header says that entry {entry} has key {int(key)}, which it has not")
 
     def look_at_what_is_left(self) -> None:
         """After the owner's end, unless one of its tiers is still at work, or the next owner is."""
