@@ -214,8 +214,7 @@ class KVOffloadManager(OffloadingManager):
         known = len(state.record.keys)
         for begun in self._begun:  # of calls that an interrupt has ended
             index.records.abandon(begun)
-            for key in begun.keys:
-                self._filling.pop(key, None)
+            self._filling = {key: filling for key, filling in self._filling.items() if filling.record is not begun}
         self._begun.clear()
         record = index.records.reserve((wanted, self._begun, None if first is None else state.record))
         if first is not None and len(state.record.keys) > known:
