@@ -444,7 +444,7 @@ class Offers:
     """Counts how often keys were offered for storing, so that keys that come only once are not stored.
 
     Args:
-        threshold: a key passes when it has been offered so many times; below 2, every key passes.
+        threshold: a key passes when it has been offered so many times; below 2 nobody need ask.
         most: keys that are counted. Beyond that it forgets keys whose last offer is longest ago, but none of the
             current offer.
 
@@ -460,8 +460,6 @@ class Offers:
 
     def note(self, keys: Sequence[bytes]) -> None:
         counts = self._counts
-        if self.threshold < 2:
-            return
         for key in keys:
             if key in counts:
                 counts[key] += 1
@@ -478,8 +476,6 @@ class Offers:
             known += 1
 
     def passing(self, keys: Sequence[bytes]) -> list[bytes]:
-        if self.threshold < 2:
-            return list(keys)
         found = [key for key in keys if self._counts.get(key, 0) >= self.threshold]
         self.skipped += len(keys) - len(found)
         return found

@@ -136,12 +136,19 @@ class KVOffloadWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks to slots, after the work that vLLM has queued so far. Returns True at once, unless
         `max_in_flight` transfers are unfinished: then it first waits for the oldest. If the driver refuses the copy,
-        that counts as a failed transfer.
+        or a chunk lacks a block in its middle, that counts as a failed transfer.
         """
         assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
-        transfers = self._by_group(src_spec, dst_spec)
-        transfer = _Transfer(job_id, False, False, dst_spec.block_ids)
-        self._submit(transfer, lambda: self.engine.store_groups(transfers, after=self._current_stream()))
+        transfer, per_chunk = _Transfer(job_id, False, False, dst_spec.block_ids), self._blocks_per_chunk
+        sizes = zip(src_spec.group_sizes, src_spec.block_indices, strict=True)
+        # vLLM 0.33 leaves out blocks that are behind a window and another request's by now. Of those at the begin of a
+        # group its position tells; others would move the blocks that follow them, and nothing says which they are.
+        if sum(size + first % per_chunk for size, first in sizes if size) != len(dst_spec.block_ids) * per_chunk:
+            transfer.error = TransferError("chunks lack blocks behind a sliding window, and vLLM does not say which")
+        self._submit(
+            transfer,
+            lambda: self.engine.store_groups(self._by_group(src_spec, dst_spec), after=self._current_stream()),
+        )
         return True
 
     def submit_load(
@@ -233,9 +240,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._note_bad(transfer.slots, store=not transfer.is_load)
 
     def _note_bad(self, slots: AbstractSet[int], *, store: bool = True) -> None:
-        if (
-            store and self._host is None
-        ):  # else a tier or another engine may fill them, and the connector reports failures
+        if store and self._host is None:  # else a tier or another engine may fill them; the connector reports failures
             self._bad_slots |= slots
         if self.reports_failures:
             self._failed_slots |= slots
