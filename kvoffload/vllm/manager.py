@@ -219,8 +219,7 @@ class KVOffloadManager(OffloadingManager):
         record = index.records.reserve((wanted, self._begun, None if first is None else state.record))
         if first is not None and len(state.record.keys) > known:
             state.keep_order(req_context, wanted, first)
-        asked = len(record.keys) + len(record.declined)
-        if asked:
+        if asked := len(record.keys) + len(record.declined):
             self._reporter.sizes.append(asked)
         twice = not self._filling.keys().isdisjoint(record.keys)  # a pool's next owner does not know what is stored now
         if twice or not record.keys:

@@ -91,6 +91,7 @@ class KVOffloadWorker(OffloadingWorker):
         device: the GPU of the KV caches. `shutdown` does not close it.
         codec: of the slots, see `KVLayout`. Give another than "raw" with a KVOffloadConnector only.
         current_stream: returns the stream on which vLLM queues its work.
+        windowed: a group's blocks are freed while a request runs.
         host: gives the memory of the slots, for the layout; the worker closes it. None: memory of this process alone.
 
     Attributes:
@@ -106,11 +107,12 @@ class KVOffloadWorker(OffloadingWorker):
         num_chunks: int,
         current_stream: Callable[[], StreamLike],
         codec: CodecName = "raw",
+        windowed: bool = False,
         host: Callable[[KVLayout], SharedSlots | SharedPool] | None = None,
         **engine_options: Any,
     ) -> None:
         self.reports_failures = False
-        self._blocks_per_chunk = blocks_per_chunk
+        self._blocks_per_chunk, self._windowed = blocks_per_chunk, windowed
         self._current_stream = current_stream
         self._transfers: dict[int, _Transfer] = {}
         self._bad_slots: set[int] = set()
@@ -143,7 +145,8 @@ class KVOffloadWorker(OffloadingWorker):
         sizes = zip(src_spec.group_sizes, src_spec.block_indices, strict=True)
         # vLLM 0.33 leaves out blocks that are behind a window and another request's by now. Of those at the begin of a
         # group its position tells; others would move the blocks that follow them, and nothing says which they are.
-        if sum(size + first % per_chunk for size, first in sizes if size) != len(dst_spec.block_ids) * per_chunk:
+        placed = sum(size + first % per_chunk for size, first in sizes if size)
+        if self._windowed and placed != len(dst_spec.block_ids) * per_chunk:
             transfer.error = TransferError("chunks lack blocks behind a sliding window, and vLLM does not say which")
         self._submit(
             transfer,
@@ -161,8 +164,6 @@ class KVOffloadWorker(OffloadingWorker):
         bad = sorted(self._bad_slots & transfer.slots) if self._bad_slots else []
         if bad:
             transfer.error = TransferError(f"slots {bad[:8]} hold no bytes to load: a store into them has failed")
-            self._transfers[job_id] = transfer
-            return True
         self._submit(
             transfer, lambda: self.engine.load_groups(transfers, after=self._current_stream(), urgent=expedited)
         )

@@ -128,7 +128,7 @@ def test_a_failed_store_leaves_slots_that_cannot_be_loaded(caplog: pytest.LogCap
 
 def test_a_store_of_chunks_that_lack_blocks_in_the_middle_fails() -> None:
     """vLLM leaves out blocks that have left a window. Those behind them would get into each other's places."""
-    with Rig(2, blocks_per_chunk=4) as rig:
+    with Rig(2, blocks_per_chunk=4, windowed=True) as rig:
         rig.worker.reports_failures = True
         before = rig.blocks.copy()
         rig.worker.submit_store(1, gpu((0, []), (6, [1, 2, 3, 4, 5, 6])), host(0, 1))  # of the first chunk the last two
