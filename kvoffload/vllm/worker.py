@@ -138,16 +138,14 @@ class KVOffloadWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks to slots, after the work that vLLM has queued so far. Returns True at once, unless
         `max_in_flight` transfers are unfinished: then it first waits for the oldest. If the driver refuses the copy,
-        or a chunk lacks a block in its middle, that counts as a failed transfer.
+        or a chunk lacks a block, that counts as a failed transfer.
         """
         assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
-        transfer, per_chunk = _Transfer(job_id, False, False, dst_spec.block_ids), self._blocks_per_chunk
-        sizes = zip(src_spec.group_sizes, src_spec.block_indices, strict=True)
-        # vLLM 0.33 leaves out blocks that are behind a window and another request's by now. Of those at the begin of a
-        # group its position tells; others would move the blocks that follow them, and nothing says which they are.
-        placed = sum(size + first % per_chunk for size, first in sizes if size)
-        if self._windowed and placed != len(dst_spec.block_ids) * per_chunk:
-            transfer.error = TransferError("chunks lack blocks behind a sliding window, and vLLM does not say which")
+        transfer = _Transfer(job_id, False, False, dst_spec.block_ids)
+        # vLLM 0.33 leaves out blocks that are behind a window and another request's by now. Those in the middle of a
+        # chunk would move the ones that follow. Those at its begin are read by a request that ends a token earlier.
+        if self._windowed and len(src_spec.block_ids) < len(dst_spec.block_ids) * self._blocks_per_chunk:
+            transfer.error = TransferError("a chunk lacks blocks, which have left a sliding window that is shorter")
         self._submit(
             transfer,
             lambda: self.engine.store_groups(self._by_group(src_spec, dst_spec), after=self._current_stream()),
