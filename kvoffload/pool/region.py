@@ -236,7 +236,8 @@ class Region:
 
         memory, found = self.memory, self.memory.found()
         living = [number for number in range(MEMBERS) if memory.locked(number)]
-        users = {number: [each for each, bits in found.users.items() if bits >> number & 1] for number in living}
+        used = {number: [each for each, bits in found.users.items() if bits >> number & 1] for number in living}
+        users = {number: entries for number, entries in used.items() if entries}
         tenants = {tenant_digest(name): name for name in self._state.pools.by_tenant}
         named = [tenants.get(digest, "") for digest in found.tenants]
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)

@@ -214,14 +214,12 @@ class KVOffloadManager(OffloadingManager):
         known = len(state.record.keys)
         for begun in self._begun:  # of calls that an interrupt has ended
             index.records.abandon(begun)
-            for key in begun.keys:
-                self._filling.pop(key, None)
+            self._filling = {key: filling for key, filling in self._filling.items() if filling.record is not begun}
         self._begun.clear()
         record = index.records.reserve((wanted, self._begun, None if first is None else state.record))
         if first is not None and len(state.record.keys) > known:
             state.keep_order(req_context, wanted, first)
-        asked = len(record.keys) + len(record.declined)
-        if asked:
+        if asked := len(record.keys) + len(record.declined):
             self._reporter.sizes.append(asked)
         twice = not self._filling.keys().isdisjoint(record.keys)  # a pool's next owner does not know what is stored now
         if twice or not record.keys:
@@ -445,7 +443,7 @@ class Offers:
     """Counts how often keys were offered for storing, so that keys that come only once are not stored.
 
     Args:
-        threshold: a key passes when it has been offered so many times; below 2, every key passes.
+        threshold: a key passes when it has been offered so many times; below 2 nobody need ask.
         most: keys that are counted. Beyond that it forgets keys whose last offer is longest ago, but none of the
             current offer.
 
@@ -461,8 +459,6 @@ class Offers:
 
     def note(self, keys: Sequence[bytes]) -> None:
         counts = self._counts
-        if self.threshold < 2:
-            return
         for key in keys:
             if key in counts:
                 counts[key] += 1
@@ -479,8 +475,6 @@ class Offers:
             known += 1
 
     def passing(self, keys: Sequence[bytes]) -> list[bytes]:
-        if self.threshold < 2:
-            return list(keys)
         found = [key for key in keys if self._counts.get(key, 0) >= self.threshold]
         self.skipped += len(keys) - len(found)
         return found

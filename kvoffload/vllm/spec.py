@@ -73,6 +73,7 @@ class KVOffloadSpec(OffloadingSpec):
         tiers, pool = self.options.kvoffload_tiers, self.options.kvoffload_pool
         self._tiers = TiersOfWorkers(config, self.options, self.num_chunks) if tiers else None
         self._pool = None if pool is None else PoolOfEngine(pool, config, self.options.kvoffload_tier_identity)
+        self._windowed = [each.group_id for each in config.groups if each.sliding_window_size_in_chunks is not None]
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
@@ -93,7 +94,7 @@ class KVOffloadSpec(OffloadingSpec):
         """
         if self._manager is not None:
             return self._manager
-        options, groups, below = self.options, self.config.groups, self._tiers or self._pool
+        options, below = self.options, self._tiers or self._pool
         there = below is not None and below.workers_are_there()
         num_chunks = self.num_chunks if self._pool is None else self._pool.capacity
         info = CPUOffloadingInfo.from_config(self.config, num_chunks, self._of_all_workers)
@@ -103,7 +104,7 @@ class KVOffloadSpec(OffloadingSpec):
             enable_events=self.kv_events_config.enable_kv_cache_events and self._pool is None,
             store_threshold=options.store_threshold,
             max_tracker_size=options.max_tracker_size,
-            windowed_groups=[group.group_id for group in groups if group.sliding_window_size_in_chunks is not None],
+            windowed_groups=self._windowed,
             info={**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
             promotions=None if below is None else below.promotions(),
         )
@@ -135,6 +136,7 @@ class KVOffloadSpec(OffloadingSpec):
             num_chunks=self.num_chunks,
             current_stream=self.current_stream(kv_caches),
             codec=self.options.kvoffload_codec,
+            windowed=bool(self._windowed),
             host=host,
             **{name: value for name, value in given.items() if value is not None},
         )

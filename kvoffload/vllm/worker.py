@@ -91,6 +91,7 @@ class KVOffloadWorker(OffloadingWorker):
         device: the GPU of the KV caches. `shutdown` does not close it.
         codec: of the slots, see `KVLayout`. Give another than "raw" with a KVOffloadConnector only.
         current_stream: returns the stream on which vLLM queues its work.
+        windowed: a group's blocks are freed while a request runs.
         host: gives the memory of the slots, for the layout; the worker closes it. None: memory of this process alone.
 
     Attributes:
@@ -106,11 +107,12 @@ class KVOffloadWorker(OffloadingWorker):
         num_chunks: int,
         current_stream: Callable[[], StreamLike],
         codec: CodecName = "raw",
+        windowed: bool = False,
         host: Callable[[KVLayout], SharedSlots | SharedPool] | None = None,
         **engine_options: Any,
     ) -> None:
         self.reports_failures = False
-        self._blocks_per_chunk = blocks_per_chunk
+        self._blocks_per_chunk, self._windowed = blocks_per_chunk, windowed
         self._current_stream = current_stream
         self._transfers: dict[int, _Transfer] = {}
         self._bad_slots: set[int] = set()
@@ -136,12 +138,18 @@ class KVOffloadWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks to slots, after the work that vLLM has queued so far. Returns True at once, unless
         `max_in_flight` transfers are unfinished: then it first waits for the oldest. If the driver refuses the copy,
-        that counts as a failed transfer.
+        or a chunk lacks a block, that counts as a failed transfer.
         """
         assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
-        transfers = self._by_group(src_spec, dst_spec)
         transfer = _Transfer(job_id, False, False, dst_spec.block_ids)
-        self._submit(transfer, lambda: self.engine.store_groups(transfers, after=self._current_stream()))
+        # vLLM 0.33 leaves out blocks that are behind a window and another request's by now. Those in the middle of a
+        # chunk would move the ones that follow. Those at its begin are read by a request that ends a token earlier.
+        if self._windowed and len(src_spec.block_ids) < len(dst_spec.block_ids) * self._blocks_per_chunk:
+            transfer.error = TransferError("a chunk lacks blocks, which have left a sliding window that is shorter")
+        self._submit(
+            transfer,
+            lambda: self.engine.store_groups(self._by_group(src_spec, dst_spec), after=self._current_stream()),
+        )
         return True
 
     def submit_load(
@@ -154,8 +162,6 @@ class KVOffloadWorker(OffloadingWorker):
         bad = sorted(self._bad_slots & transfer.slots) if self._bad_slots else []
         if bad:
             transfer.error = TransferError(f"slots {bad[:8]} hold no bytes to load: a store into them has failed")
-            self._transfers[job_id] = transfer
-            return True
         self._submit(
             transfer, lambda: self.engine.load_groups(transfers, after=self._current_stream(), urgent=expedited)
         )
@@ -233,9 +239,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._note_bad(transfer.slots, store=not transfer.is_load)
 
     def _note_bad(self, slots: AbstractSet[int], *, store: bool = True) -> None:
-        if (
-            store and self._host is None
-        ):  # else a tier or another engine may fill them, and the connector reports failures
+        if store and self._host is None:  # else a tier or another engine may fill them; the connector reports failures
             self._bad_slots |= slots
         if self.reports_failures:
             self._failed_slots |= slots

@@ -90,6 +90,27 @@ def test_a_second_scheduler_does_not_free_for_the_next_owner_what_the_first_one_
     del reservation
 
 
+def test_a_scheduler_that_joins_the_next_owner_first_frees_for_the_one_after_what_it_was_storing(
+    owner: PoolOwner,
+) -> None:
+    """Its worker had joined the first owner, and nothing was granted there."""
+
+    def following(members: int) -> PoolOwner:
+        made = PoolOwner(owner.path, nbytes=(CAPACITY + 2) * ROW)
+        until(lambda: [each["members"] for each in made.statistics()] == [members])
+        return made
+
+    with worker(owner):
+        owner.close()
+        with following(1) as second, SharedPool.beside(owner.path, "engine", 1) as pool, CacheIndex(pool) as index:
+            storing = index.reserve(keys(1, 2))
+            second.close()
+            with following(2) as third:
+                assert third.statistics()[0]["pinned"] == 2
+                storing.commit()
+                until(lambda: third.statistics()[0]["pinned"] == 0)
+
+
 def test_what_is_being_stored_for_a_dead_worker_waits_for_the_scheduler(owner: PoolOwner) -> None:
     copies, other = worker(owner), SharedPool.attach(owner.path, Rows(), identity="m")
     with other, CacheIndex(other) as index, SharedPool.beside(owner.path, "engine", 1) as pool:

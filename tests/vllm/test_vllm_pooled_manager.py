@@ -6,11 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fake_vllm
 import pytest
+from interrupts import interrupt
 from tiering import until
 
 fake_vllm.install()
@@ -243,3 +245,31 @@ def test_a_store_that_goes_on_while_an_owner_follows_makes_no_key_a_hit(
             assert b.look_up(range(3)) == [HIT] * 3
             b.end_step()
             until(lambda: following.statistics()[0]["pinned"] == 0)  # what the last owner had granted is free
+
+
+def test_an_interrupted_store_does_not_end_one_of_the_same_keys_that_goes_on_while_an_owner_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every point. Else the next store of these keys would be complete when the first one is."""
+    with replicas(tmp_path, monkeypatch) as (owner, a, b, _):
+        storing = a.begin_store([1, 2])
+        owner.close()
+        with PoolOwner(owner.path, nbytes=66 * ROW + 64 * 128) as following:
+            until(lambda: [each["members"] for each in following.statistics()] == [4])
+            until(lambda: a.pool.connected and b.pool.connected)
+            context, begun, points = a.context([1, 2]), list[Any](), 0
+            offer = partial(a.manager.prepare_store, keys(1, 2), context)
+            while None not in begun and points < 100:  # an owner that is late declines both
+                points += 1
+                until(lambda: a.pool.connected)
+                interrupt(lambda: begun.append(offer()), points, "kvoffload/vllm/manager")
+            assert begun[-1] is None, begun
+            assert not any(each.keys_to_store for each in begun[:-1])
+            assert points > 10
+            a.manager.complete_store(storing[0].keys_to_store, storing[1])
+            assert b.look_up([1, 2]) == [MISS] * 2
+            b.end_step()
+            a.store([1, 2])
+            assert b.look_up([1, 2]) == [HIT] * 2
+            b.end_step()
+            until(lambda: following.statistics()[0]["pinned"] == 0)

@@ -23,6 +23,7 @@ RUNS = int(os.environ.get("KVOFFLOAD_VLLM_RUNS", "2"))
 ONE = Shape((GroupShape(3),), num_blocks=60)
 TWO = Shape((GroupShape(3), GroupShape(2)), num_blocks=120)
 WINDOW = Shape((GroupShape(3), GroupShape(2, window=16)), num_blocks=100)
+SHORT = Shape((GroupShape(3), GroupShape(2, window=4)), num_blocks=100)
 WINDOWS = Shape((GroupShape(2, window=24), GroupShape(2, window=9)), num_blocks=90)
 SYNCHRONOUS = (("sync_load_budget_bytes", 1 << 20),)
 
@@ -34,6 +35,7 @@ SETTINGS = {
     "two groups": Setting(TWO, chunks=250, policy="s3fifo"),
     "a window": Setting(WINDOW, chunks=250, policy="lru"),
     "a window, two blocks a chunk": Setting(WINDOW, chunks=120, blocks_per_chunk=2),
+    "a window shorter than a chunk": Setting(SHORT, chunks=60, blocks_per_chunk=8),
     "windows alone": Setting(WINDOWS, chunks=150),
     "asynchronous scheduler": Setting(ONE, chunks=200, asynchronous=True),
     "two workers": Setting(ONE, chunks=200, workers=2),

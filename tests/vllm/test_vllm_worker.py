@@ -126,6 +126,24 @@ def test_a_failed_store_leaves_slots_that_cannot_be_loaded(caplog: pytest.LogCap
             rig.finish()
 
 
+def test_a_store_of_chunks_that_lack_blocks_fails_where_there_are_windows() -> None:
+    """vLLM leaves out blocks that have left a window. Those behind them would get into each other's places, and a
+    request that ends a token earlier reads one of those that are missing.
+    """
+    with Rig(2, blocks_per_chunk=4, windowed=True) as rig:
+        rig.worker.reports_failures = True
+        before = rig.blocks.copy()
+        rig.worker.submit_store(1, gpu((0, []), (4, [1, 2, 3, 4, 5, 6, 7, 8])), host(0, 1))
+        rig.worker.submit_store(2, gpu((0, [1, 2, 3, 4]), (4, [1, 2, 4])), host(2, 3))
+        rig.worker.submit_store(3, gpu((4, [1, 2, 4, 6]), (0, [])), host(4, 5))  # as many blocks as a chunk has
+        rig.worker.submit_store(4, gpu((0, []), (6, [1, 2])), host(6))  # the last two of a chunk
+        assert [result.job_id for result in rig.finish()] == [1, 2, 3, 4]
+        assert rig.worker.take_failed_slots() == {2, 3, 4, 5, 6}
+        rig.worker.submit_load(5, host(0), gpu((0, []), (7, [9])))
+        rig.finish()
+        assert (rig.blocks[:, 9] == before[:, 4]).all()
+
+
 def test_a_store_that_succeeds_mends_its_slots() -> None:
     with Rig() as rig:
         failing(rig)
