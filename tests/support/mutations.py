@@ -718,8 +718,8 @@ MUTATIONS = (
     Mutation(
         "what-was-read-before-a-connection-was-lost-is-not-marked-any-more",
         "pool/region.py",
-        "            before.update(*(record",
-        "            tuple((record",
+        "        before.update(*(record",
+        "        tuple((record",
         (f"{POOL_OWNER}::test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps",),
     ),
     Mutation(
@@ -775,8 +775,8 @@ MUTATIONS = (
     Mutation(
         "a-policy-that-raises-after-the-answer-takes-the-entries-away",
         "pool/region.py",
-        '    except Exception as error:  # noqa: BLE001\n        LOGGER.warning("the policy',
-        '    except Exception as error:  # noqa: BLE001\n        raise\n        LOGGER.warning("the policy',
+        '  # SystemExit, too\n        LOGGER.warning("the policy',
+        '  # SystemExit, too\n        raise\n        LOGGER.warning("the policy',
         (f"{POOL_ENDS}::test_a_policy_that_raises_after_the_answer_takes_no_entry_away",),
     ),
     Mutation(
