@@ -232,20 +232,21 @@ class TierManager:
         self._recorder.deferred_by = threading.get_ident()  # the hook is called without the lock
         try:
             with self._lock:
-                ready = self._step()
+                self._step()
                 next_look = self._promoter.next_look()
-        finally:
+        finally:  # what a policy or the hook raises keeps no load from being submitted, or from being known
+            for chained in self._chained:
+                self._submit(chained)
+            self._chained = [each for each in self._chained if not each.submitted]
             self._recorder.deferred_by = 0
         self._recorder.notify()
-        for chained in ready:
-            self._submit(chained)
         waits = [_POLL] if in_flight or self._ended else []
         if next_look is not None:
             waits.append(max(0.0, next_look - time.monotonic()))
         return min(waits, default=None)
 
-    def _step(self) -> list[ChainedLoad]:
-        """The part under the lock; returns loads whose promotions have ended."""
+    def _step(self) -> None:
+        """The part under the lock."""
         if self.closed:
             self._end_messages()
             for record in self._promoter.abandon():
@@ -272,18 +273,16 @@ class TierManager:
         self._writer.advance()
         if self._demoted:
             self._set_free_what_is_written()
-        ready = [chained for chained in self._chained if chained._can_be_submitted]
-        self._chained = [chained for chained in self._chained if not chained._can_be_submitted]
-        return ready
 
     def _set_free_what_is_written(self) -> None:
         """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is."""
-        for message in self._demoted:
+        demoted, self._demoted = self._demoted, []  # forgotten if a policy raises: it might do so every time
+        for message in demoted:
             has = self._has(message.keys)
             self._records.set_free((tuple(compress(message.keys, has)), message.tenant))
             message.keys = tuple(key for key, there in zip(message.keys, has, strict=True) if not there)
-        goes_on = [] if self._writer.idle else [message for message in self._demoted if message.keys]
-        self._demoted = goes_on[-_MOST_ENDED:]
+        if not self._writer.idle:
+            self._demoted = [message for message in demoted if message.keys][-_MOST_ENDED:]
 
     def _choose(self) -> None:
         """Choose writes among the keys of ended requests, once their stores have ended, and were heard of; and among

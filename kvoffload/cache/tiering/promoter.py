@@ -96,8 +96,9 @@ class Promoter:
 
         Then the promotion as a whole:
 
-        4. No key can lengthen it, since one before will not come. Work that tiers have not begun is cancelled; work
-           that they have begun is awaited: they may be writing those entries, and no deadline presses.
+        4. No key can lengthen it, since one before will not come, or a policy has raised and no tier was asked. Work
+           that tiers have not begun is cancelled; work that they have begun is awaited: they may be writing those
+           entries, and no deadline presses.
         5. Its deadline has passed, or it was cancelled. The caller waits no longer: all keys that have not come are
            given up, with entries kept as in case 3. No other tier is asked.
         """
@@ -198,13 +199,10 @@ class Promoter:
         keys = [record.keys[position] for position in positions[:room]]
         if keys:
             try:
-                given = keys, record.tenant, record.request
-                reserved = {each.keys[0]: each for each in self._records.reserve_each(given)}
+                for each in self._records.reserve_each((keys, record.tenant, record.request)):
+                    record.records[positions[each.positions[0]]] = each
             except (KVOffloadError, ValueError):
-                reserved = {}
-            for position, key in zip(positions, keys, strict=False):
-                if key in reserved:
-                    record.records[position] = reserved[key]
+                pass  # they are misses
         if record.records and record not in [found for _, found in live]:
             self._occupying.append(weakref.ref(record))
 
@@ -274,12 +272,13 @@ class Promoter:
         if came:
             # The keys become hits and are leased in one call of the index: nothing evicts them in between. Where one
             # was removed meanwhile, it will not come.
-            given = [record.records.pop(position) for position in came]
+            given = [record.records[position] for position in came]  # still, if this raises: a policy's error, say
             mine, lease = self._records.commit_and_hold((given, not record.released))
             if lease is not None:
                 record.leases.append(lease)
                 record.brought += len(lease.keys)
             for position, is_mine in zip(came, mine, strict=True):
+                del record.records[position]
                 record.tiers[position] = below.tier.name
                 (record.here if is_mine else record.gone)[position] = 1
             below.promoted += sum(mine)
@@ -314,9 +313,10 @@ class Promoter:
 
     def _drop(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...] = ()) -> None:
         """A key will not come from where it was asked for. Another key gets its entry when `io` have ended."""
-        each = record.records.pop(position, None)
+        each = record.records.get(position)
         if each is not None and each.stage is Stage.OPEN:
             self._records.abort_after(each, io)
+        record.records.pop(position, None)  # not before: if that raises, it is tried again
         if not io:
             record.gone[position] = 1
 

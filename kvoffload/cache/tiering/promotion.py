@@ -159,7 +159,8 @@ class PromotionRecord:
     @property
     def broken(self) -> bool:
         """Whether no key still to come can lengthen `ready`."""
-        return self.ready == len(self.keys) or bool(self.gone[self.ready])
+        asked = self.awaited or any(fetch.left for fetch in self.fetches)
+        return not asked or self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
 class Promotion(Waitable[int]):
@@ -323,16 +324,12 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
 
     # for the manager ----------------------------------------------------------------------------------------------
 
-    @property
-    def _can_be_submitted(self) -> bool:
-        return self._promotion is None or self._promotion.ended
-
     def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """Load the keys that came by `load(keys, blocks of each group, after, parts, request)`; None: the cache is
-        gone.
+        """If the promotion has ended, load the keys that came by `load(keys, blocks of each group, after, parts,
+        request)`. None: the cache is gone.
         """
         record, (per_group, *options) = self._promotion, self._load
-        if record is None:
+        if record is None or not (record.ended or load is None):
             return
         try:
             if self._owns and self._compute is not None:
