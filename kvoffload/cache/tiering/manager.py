@@ -404,10 +404,13 @@ class TierManager:
         return all(ended) and not self.busy
 
     def refuse_nested(self, call: str) -> None:
-        """Raise RuntimeError inside another call: the tiers' threads may be waiting for a lock that it holds."""
+        """Raise RuntimeError inside another call: the tiers' threads may be waiting for a lock that it holds. Also in
+        the hook in the manager's thread, except for calls that do not wait for that thread: it would wait for itself.
+        """
         refuse_nested(self._records.lock, call)
         refuse_nested(self._lock, call)
-        if threading.get_ident() in self._calling:
+        waits_for_itself = self._thread is threading.current_thread() and call not in ("remove", "close")
+        if waits_for_itself or threading.get_ident() in self._calling:
             raise_nested(call)
 
     def calling_tiers(self, call: Callable[[], _R]) -> _R:
