@@ -390,8 +390,8 @@ class TierManager:
         """Drain, end the thread and close the tiers; returns whether no call of a tier goes on."""
         self.refuse_nested("close")
         end = time.monotonic() + to_wait("timeout", timeout)
-        first, self._closer = not self._closer, threading.get_ident()
-        if first and self._thread is not threading.current_thread():
+        self._closer = threading.get_ident()
+        if not self.closed and self._thread is not threading.current_thread():
             self._drain(timeout)
         self.closed = True
         self.wake()
