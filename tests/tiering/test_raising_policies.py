@@ -21,7 +21,7 @@ class Raising(LRU):
         super().__init__()
         self.errors = errors
 
-    def remove(self, keys: Sequence[bytes], *, evicted: bool) -> None:
+    def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
         super().remove(keys, evicted=evicted)
         if self.errors and not evicted:
             self.errors.pop()
