@@ -78,8 +78,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         on_event: called with each `CacheEvent`, one at a time, in order, outside all locks: at the end of a call of the
             cache, or of `wait` or `done` of its jobs, in the thread that made the call, or in one that is in `on_event`
             at that time; with tiers in a thread of the cache, too. It may call the cache, but each call adds its own
-            events: one that answers every "hit" with a `lookup` never ends. An exception from it becomes a
-            KVOffloadWarning.
+            events: one that answers every "hit" with a `lookup` never ends. What would wait there for tiers raises
+            RuntimeError: `wait` and `hits` of a fetch, or `drain`. An exception from it becomes a KVOffloadWarning.
         tiers: asked in this order, each for the keys that the tiers before did not bring. Each key that is written goes
             to all. The cache closes them when it is closed or garbage; if this constructor raises, close them yourself.
             Empty: no tiers; the arguments below have no effect, though wrong ones may be refused.

@@ -280,7 +280,10 @@ def test_a_killed_process_leaves_no_memory_and_no_files_but_the_disks(tmp_path: 
 def test_a_forked_child_is_refused_and_hangs_nowhere() -> None:
     out = run(
         """
-        promotion = cache.promote(keys(range(4)))
+        tier.hang_all()
+        promotion = cache.promote(keys(range(4)), deadline=None)
+        fetch = cache.fetch(keys(range(4)), range(4), after=NO_WAIT, deadline=None)
+        chained = promotion.load(range(4, 8), after=NO_WAIT)
         child = os.fork()
         if child == 0:
             refused = 0
@@ -288,6 +291,7 @@ def test_a_forked_child_is_refused_and_hangs_nowhere() -> None:
                 lambda: cache.promote(keys([1])), lambda: cache.remove(keys([1])), cache.clear,
                 lambda: cache.drain(1), cache.tier_statistics, lambda: cache.locate(keys([1])),
                 lambda: cache.touch(keys([1])), lambda: cache.lookup(keys([1])),
+                lambda: promotion.wait(5), lambda: fetch.wait(5), lambda: fetch.hits, lambda: chained.wait(5),
             ):
                 try:
                     call()
@@ -297,14 +301,15 @@ def test_a_forked_child_is_refused_and_hangs_nowhere() -> None:
             print("refused", refused, flush=True)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert promotion.wait(10) == 4
+        tier.heal()
+        assert promotion.wait(10) == fetch.wait(10) == len(chained.wait(10)) == 4
         promotion.release()
         cache.close()
         engine.close()
         device.close()
         """
     )
-    assert "refused 8" in out
+    assert "refused 12" in out
 
 
 def test_a_load_behind_a_promotion_that_nothing_takes_up_any_more_ends_without_keys() -> None:

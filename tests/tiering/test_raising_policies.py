@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from tier_classes import DictTier, GatedTier
-from tiering import SECONDS, aligned, keys, tiered, until
+from tiering import SECONDS, Bench, aligned, keys, tiered, until
 
 from kvoffload import NO_WAIT, CacheEvent, CacheIndex, Status
 from kvoffload.cache.policies import LRU
@@ -104,3 +104,36 @@ def test_a_demotion_that_a_policy_breaks_is_forgotten(caplog: pytest.LogCaptureF
         assert len(errors) == 4
         assert bench.cache.status(keys([0, 13])) == [Status.HIT] * 2
         errors.clear()
+
+
+IN_THE_HOOK: dict[str, Callable[[Bench], object]] = {
+    "fetch": lambda bench: bench.cache.fetch(keys([1]), [5], after=NO_WAIT).wait(SECONDS),
+    "hits": lambda bench: bench.cache.fetch(keys([1]), [5], after=NO_WAIT).hits,
+    "promote": lambda bench: bench.cache.promote(keys([1])).wait(SECONDS),
+    "load": lambda bench: bench.cache.promote(keys([1])).load([5], after=NO_WAIT).wait(SECONDS),
+    "drain": lambda bench: bench.cache.drain(SECONDS),
+    "what is in slots": lambda bench: bench.cache.fetch(keys([0]), [6], after=NO_WAIT).wait(SECONDS),
+    "promoted": lambda bench: bench.cache.promote(keys([0])).wait(SECONDS),
+}
+
+
+@pytest.mark.parametrize("call", IN_THE_HOOK)
+def test_a_hook_in_the_thread_of_the_tiers_is_refused_what_would_wait_for_that_thread(call: str) -> None:
+    answers = list[object]()
+
+    def hear(event: CacheEvent) -> None:
+        if event.kind == "promoted" and threading.current_thread().name == "kvoffload-tiers":
+            try:
+                answers.append(IN_THE_HOOK[call](bench))
+            except RuntimeError as error:
+                answers.append(str(error).partition(" was called by ")[0])
+
+    with tiered(on_event=hear) as bench:
+        bench.written(range(2))
+        job = bench.cache.fetch(keys([0]), [4], after=NO_WAIT)  # a call of this thread would bring the event here
+        until(lambda: answers)
+        assert job.wait(SECONDS) == 1
+        refused = {"fetch": "wait", "hits": "hits", "promote": "wait", "load": "wait", "drain": "drain"}
+        assert answers[0] == refused.get(call, 1)
+        bench.cache.clear(below=False)
+        assert bench.cache.fetch(keys([1]), [4], after=NO_WAIT).wait(SECONDS) == 1

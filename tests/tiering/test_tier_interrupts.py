@@ -90,3 +90,4 @@ def test_an_interrupted_close_can_be_called_again(start: int) -> None:
             assert bench.cache.close(SECONDS)
             promotion.wait(SECONDS)
             assert tier.released == 1
+            assert key(0) in tier.store, "what was to be written is"

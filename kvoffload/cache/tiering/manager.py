@@ -27,7 +27,7 @@ from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
 from kvoffload.cache.tiering.tier import Outcome, Tier, TierJob
 from kvoffload.cache.tiering.writer import WriteChoice, Writer
 from kvoffload.engine.callbacks import Callbacks, WhenDone
-from kvoffload.errors import TierError
+from kvoffload.errors import ClosedError, TierError
 from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import raise_nested, refuse_nested
@@ -390,8 +390,8 @@ class TierManager:
         """Drain, end the thread and close the tiers; returns whether no call of a tier goes on."""
         self.refuse_nested("close")
         end = time.monotonic() + to_wait("timeout", timeout)
-        first, self._closer = not self._closer, threading.get_ident()
-        if first and self._thread is not threading.current_thread():
+        self._closer = threading.get_ident()
+        if not self.closed and self._thread is not threading.current_thread():
             self._drain(timeout)
         self.closed = True
         self.wake()
@@ -404,10 +404,16 @@ class TierManager:
         return all(ended) and not self.busy
 
     def refuse_nested(self, call: str) -> None:
-        """Raise RuntimeError inside another call: the tiers' threads may be waiting for a lock that it holds."""
+        """Raise RuntimeError inside another call: the tiers' threads may be waiting for a lock that it holds. Also in
+        the hook in the manager's thread, except for calls that do not wait for that thread: it would wait for itself.
+        Raise ClosedError in a forked child, which does not have that thread.
+        """
+        if call != "close" and not (self.closed or self._thread.is_alive()):
+            raise ClosedError(f"{call} would wait in a forked process for the parent's tiers: make a cache here")
         refuse_nested(self._records.lock, call)
         refuse_nested(self._lock, call)
-        if threading.get_ident() in self._calling:
+        waits_for_itself = self._thread is threading.current_thread() and call not in ("remove", "close")
+        if waits_for_itself or threading.get_ident() in self._calling:
             raise_nested(call)
 
     def calling_tiers(self, call: Callable[[], _R]) -> _R:
