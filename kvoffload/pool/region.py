@@ -351,17 +351,17 @@ class Region:
         return {**whole, "members": len(self.members), **counted}
 
     def close(self) -> None:
-        def release(*, ended: bool = False) -> None:
-            while not (ended or self.index.close(1.0)):  # it may still read and write rows, which headers must say
-                time.sleep(0.1)
-            self._state.journal = None  # else the memory would be mapped until cycles are collected
-            self.memory.close()
-
         if self.index.close(1.0):
-            release(ended=True)
+            self._release()
             return
         LOGGER.warning("a tier of a shared pool hangs: the next owner gets the memory once its calls have ended")
-        threading.Thread(target=release, name="kvoffload-pool-region", daemon=True).start()
+        threading.Thread(target=self._release, name="kvoffload-pool-region", daemon=True).start()
+
+    def _release(self) -> None:
+        while not self.index.close(1.0):  # a tier may still read and write rows, which headers must say
+            time.sleep(0.1)
+        self._state.journal = None  # else the memory would be mapped until cycles are collected
+        self.memory.close()
 
 
 @lru_cache(64)

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pooling import (
     IDENTITY,
     SECONDS,
     SOURCES,
+    Member,
     Standing,
     check_load_at_last,
     eventually,
@@ -274,19 +276,17 @@ def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Pat
         assert found[0] >= there
 
 
-def test_a_late_answer_to_one_thread_does_not_keep_another_one_from_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody else reads what has come: who waits for a tier goes on when that has, and not at the deadline."""
-    monkeypatch.setattr(watching, "RETRY_SECONDS", SECONDS)
-    tier, policies, ended = SlowTier(), list[Standing](), threading.Event()
+@contextmanager
+def key_in_slow_tier(folder: Path) -> Iterator[tuple[Member, SlowTier, list[Standing]]]:
+    """A member whose key 1 only the owner's tier has, and key 2 the pool; and policies that stand still in `touch`."""
+    tier, policies = SlowTier(), list[Standing]()
 
     def policy(capacity: int) -> Standing:
         policies.append(Standing(capacity))
         return policies[-1]
 
     with (
-        serve(tmp_path, 8, policy=policy, tiers=lambda *_: [tier], write="through") as owner,
+        serve(folder, 8, policy=policy, tiers=lambda *_: [tier], write="through") as owner,
         member(owner.path, answer_seconds=0.2) as one,
     ):
         stored(one, 1)
@@ -294,6 +294,16 @@ def test_a_late_answer_to_one_thread_does_not_keep_another_one_from_its_own(
         with raw(owner.path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())) as other:
             eventually(lambda: other.room(8) == 8, "it is evicted, once the tier reads it no more")
         stored(one, 2)
+        yield one, tier, policies
+
+
+def test_a_late_answer_to_one_thread_does_not_keep_another_one_from_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else reads what has come: who waits for a tier goes on when that has, and not at the deadline."""
+    monkeypatch.setattr(watching, "RETRY_SECONDS", SECONDS)
+    ended = threading.Event()
+    with key_in_slow_tier(tmp_path) as (one, tier, policies):
         eventually(lambda: not one.pool._woken, "the membership's thread sleeps for long")
 
         def promote() -> None:
@@ -314,21 +324,8 @@ def test_a_late_answer_to_one_thread_does_not_keep_another_one_from_its_own(
 
 def test_who_waits_for_a_tier_of_the_owner_does_not_wait_for_one_that_stands_still(tmp_path: Path) -> None:
     """Also one who would wait for the tier without a limit."""
-    tier, policies, found = SlowTier(), list[Standing](), list[int]()
-
-    def policy(capacity: int) -> Standing:
-        policies.append(Standing(capacity))
-        return policies[-1]
-
-    with (
-        serve(tmp_path, 8, policy=policy, tiers=lambda *_: [tier], write="through") as owner,
-        member(owner.path, answer_seconds=0.2) as one,
-    ):
-        stored(one, 1)
-        eventually(lambda: tier.has_record(key_of(1)), "the tier has the key")
-        with raw(owner.path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())) as other:
-            eventually(lambda: other.room(8) == 8, "it is evicted, once the tier has written it")
-        stored(one, 2)
+    found = list[int]()
+    with key_in_slow_tier(tmp_path) as (one, tier, policies):
 
         def wait() -> None:
             with one.cache.promote(keys_of([1]), deadline=None) as promotion:

@@ -227,16 +227,23 @@ def test_no_counter_is_reduced_when_an_owner_ends_and_another_one_follows(
         assert (min(increases), sum(increases)) == (0, 9)
 
 
+@contextmanager
+def an_owner_follows(owner: PoolOwner, *replicas: Any) -> Iterator[PoolOwner]:
+    """Whom all processes of these replicas have joined."""
+    owner.close()
+    with PoolOwner(owner.path, nbytes=66 * ROW + 64 * 128) as following:
+        until(lambda: [each["members"] for each in following.statistics()] == [2 * len(replicas)])
+        until(lambda: all(each.pool.connected for each in replicas))
+        yield following
+
+
 def test_a_store_that_goes_on_while_an_owner_follows_makes_no_key_a_hit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next owner would grant other entries for its keys; and vLLM says which keys a store had, not which store."""
     with replicas(tmp_path, monkeypatch) as (owner, a, b, _):
         storing = a.begin_store([1, 2])
-        owner.close()
-        with PoolOwner(owner.path, nbytes=66 * ROW + 64 * 128) as following:
-            until(lambda: [each["members"] for each in following.statistics()] == [4])
-            until(lambda: a.pool.connected and b.pool.connected)
+        with an_owner_follows(owner, a, b) as following:
             assert a.begin_store([0, 1, 2])[0] is None, "vLLM offers them again in its next step"
             a.manager.complete_store(storing[0].keys_to_store, storing[1])
             assert b.look_up(range(3)) == [MISS] * 3
@@ -253,10 +260,7 @@ def test_an_interrupted_store_does_not_end_one_of_the_same_keys_that_goes_on_whi
     """At every point. Else the next store of these keys would be complete when the first one is."""
     with replicas(tmp_path, monkeypatch) as (owner, a, b, _):
         storing = a.begin_store([1, 2])
-        owner.close()
-        with PoolOwner(owner.path, nbytes=66 * ROW + 64 * 128) as following:
-            until(lambda: [each["members"] for each in following.statistics()] == [4])
-            until(lambda: a.pool.connected and b.pool.connected)
+        with an_owner_follows(owner, a, b) as following:
             context, begun, points = a.context([1, 2]), list[Any](), 0
             offer = partial(a.manager.prepare_store, keys(1, 2), context)
             while None not in begun and points < 100:  # an owner that is late declines both
