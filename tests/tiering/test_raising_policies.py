@@ -113,7 +113,6 @@ IN_THE_HOOK: dict[str, Callable[[Bench], object]] = {
     "load": lambda bench: bench.cache.promote(keys([1])).load([5], after=NO_WAIT).wait(SECONDS),
     "drain": lambda bench: bench.cache.drain(SECONDS),
     "what is in slots": lambda bench: bench.cache.fetch(keys([0]), [6], after=NO_WAIT).wait(SECONDS),
-    "promoted": lambda bench: bench.cache.promote(keys([0])).wait(SECONDS),
 }
 
 

@@ -200,10 +200,9 @@ class Promotion(Waitable[int]):
 
         Raises:
             TimeoutError: `timeout` seconds have passed; the promotion goes on.
-            RuntimeError: called inside another call in the same thread while it would wait.
+            RuntimeError: called inside another call in the same thread.
         """
-        if not self._record.ended:
-            self._record.refuse_nested("wait")
+        self._record.refuse_nested("wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
         return self._record.ready
 
