@@ -92,7 +92,9 @@ class Headers:
 
     def _miss(self, region: Region) -> None:
         """Keys that are ready have headers that say so, or the next owner would not have them."""
-        state, found = region.index._state, region.memory.found()
+        state, found = region.index._state, self._memories[region].found()
+        if state.journal is None:  # it is released without the index's lock, and may be the next owner's by now
+            return
         there = dict(zip(found.keys, found.entries.tolist(), strict=True))
         for key, entry in state.table.of.items() if state.consistent else ():
             if key not in state.table.pending and there.get(key) != entry:
