@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.long
 def test_killed_engines_and_owners_cost_no_byte_and_no_entry(seed: int) -> None:
     """And no process hangs, no descriptor and no file is left."""
-    counts, wrong = exhaust_pool.kills(2, seed % 100_000, seconds=3.0)
+    counts, wrong = exhaust_pool.kills(6, seed % 100_000, seconds=10.0)
     print(dict(counts))
     assert wrong == []
     assert counts["kills"] >= 1
