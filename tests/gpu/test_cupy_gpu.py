@@ -69,9 +69,10 @@ def test_two_thousand_random_steps_on_cupys_stream(cupy: Any, gpu_device: kvoffl
 
 
 def test_without_the_ordering_calls_these_steps_go_wrong(cupy: Any, gpu_device: kvoffload.Device, seed: int) -> None:
-    wrong = run_random_program(CupyProgram(cupy, gpu_device, ordered=False), 2000, seed)
-    print(f"{wrong} elements wrong without ordering")
-    assert wrong > 0
+    programs = (
+        run_random_program(CupyProgram(cupy, gpu_device, ordered=False), 2000, seed + more) for more in range(8)
+    )
+    assert any(programs)  # now and then one happens to read the right bytes
 
 
 # arrays in

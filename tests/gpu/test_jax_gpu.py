@@ -31,9 +31,8 @@ def test_two_thousand_random_steps(jax: Any, gpu_device: kvoffload.Device, seed:
 
 
 def test_without_the_ordering_calls_these_steps_go_wrong(jax: Any, gpu_device: kvoffload.Device, seed: int) -> None:
-    wrong = run_random_program(JaxProgram(jax, gpu_device, ordered=False), 2000, seed)
-    print(f"{wrong} elements wrong without ordering")
-    assert wrong > 0
+    programs = (run_random_program(JaxProgram(jax, gpu_device, ordered=False), 2000, seed + more) for more in range(8))
+    assert any(programs)  # now and then one happens to read the right bytes
 
 
 # arrays in

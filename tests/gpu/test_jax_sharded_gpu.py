@@ -73,9 +73,8 @@ def test_two_thousand_random_steps(two: JaxDevices, seed: int, form: str, by_lay
 
 
 def test_without_the_ordering_calls_these_steps_go_wrong(two: JaxDevices, seed: int) -> None:
-    wrong = run_random_program(ShardedProgram(two, ordered=False), 2000, seed)
-    print(f"{wrong} elements wrong without ordering")
-    assert wrong > 0
+    programs = (run_random_program(ShardedProgram(two, ordered=False), 2000, seed + more) for more in range(8))
+    assert any(programs)  # now and then one happens to read the right bytes
 
 
 # in place, and the right bytes
