@@ -124,7 +124,7 @@ class SharedSlots:
                 f"name={name!r:.80} is offered already on this machine, or sockets cannot be made ({error}); give each "
                 "offer its own"
             ) from error
-        _LISTENING.add(listener)
+        CLOSED_IN_CHILDREN.add(listener)
         self._listener = listener
         self._thread = threading.Thread(
             target=_serve, args=(listener, self._descriptor, message), name="kvoffload-offer", daemon=True
@@ -266,9 +266,9 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
                 LOGGER.warning("shared slots could not be handed over: %s", shown(error))
 
 
-_LISTENING = weakref.WeakSet[socket.socket]()
-# a forked child has no thread to answer, and must not keep the name
-os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(_LISTENING))))
+CLOSED_IN_CHILDREN = weakref.WeakSet[socket.socket]()
+# a forked child has no thread to answer, and must not keep the name, nor an end of a connection that seems to live on
+os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(CLOSED_IN_CHILDREN))))
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int, int]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, PolicyChoice
 from kvoffload.cache.pools import Tenant
-from kvoffload.device.shared_slots import peer_of
+from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
 from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
@@ -241,6 +241,7 @@ class PoolOwner:
         watched = [connection.fileno()]
         with suppress(OSError):  # it has ended, which its socket says, too; or it is in another namespace
             watched.append(os.pidfd_open(process))
+        CLOSED_IN_CHILDREN.add(connection)
         connection.setblocking(False)
         member = Member(connection, watched, self._epoll, self._post)
         self._members.add(member)
@@ -501,13 +502,10 @@ _SERVING: weakref.WeakSet[PoolOwner] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
-    """In a forked child: hold nothing by which others take it for an owner. The thread is in the parent."""
+    """In a forked child: the thread is in the parent, and what others take for an owner, the sockets, are closed."""
     for owner in list(_SERVING):
         owner._closing, owner._wakeup = True, -1
         owner._waking = threading.RLock()  # a thread of the parent may have had the other one
-        owner._listener.close()
-        for member in owner._members:
-            member.connection.close()
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
@@ -524,6 +522,7 @@ def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
         )
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    CLOSED_IN_CHILDREN.add(listener)
     try:
         listener.setblocking(False)
         _lock(lock, folder)

@@ -37,7 +37,7 @@ import numpy as np
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.device.ownership import FORKS
 from kvoffload.device.pinned import HostMemory, touch
-from kvoffload.device.shared_slots import peer_of
+from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, seconds, shown
@@ -401,7 +401,7 @@ class SharedPool:
         self._drop()
         self._next_try = time.monotonic() + watching.RETRY_SECONDS
         connection, number = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), self.next_number()
-        _CONNECTIONS.add(connection)
+        CLOSED_IN_CHILDREN.add(connection)
         try:
             connection.settimeout(None)
             timeout = struct.pack("ll", *divmod(int(1e6 * self._answer_seconds), 1_000_000))
@@ -550,6 +550,3 @@ class SharedPool:
 
 
 _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (CapacityError, CapabilityError, LayoutError, ValueError)}
-
-_CONNECTIONS = weakref.WeakSet[socket.socket]()
-os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(_CONNECTIONS))))  # or it seems to live on

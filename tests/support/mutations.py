@@ -824,7 +824,7 @@ MUTATIONS = (
     Mutation(
         "a-child-serves-on-for-a-dead-owner",
         "pool/owner.py",
-        "os.register_at_fork(after_in_child=_leave_all_to_parent)",
+        "    CLOSED_IN_CHILDREN.add(listener)\n",
         "",
         (f"{POOL_OWNER}::test_a_child_of_the_owners_process_is_not_taken_for_it",),
     ),
