@@ -34,8 +34,8 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages
-from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files
-from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
+from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files, receive
+from kvoffload.pool.messages import MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
 from kvoffload.pool.operations import OPERATIONS, Message
 from kvoffload.pool.region import Member, Region, Step, meaning_of
 
@@ -256,15 +256,7 @@ class PoolOwner:
         """
         for _ in range(64):
             try:
-                if member.region is None:
-                    datagram, passed, *_ = socket.recv_fds(
-                        member.connection, DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
-                    )
-                    if passed:
-                        close_files(member.files)  # one is enough
-                    member.files += passed
-                else:
-                    datagram = member.connection.recv(DATAGRAM_BYTES + 1)
+                datagram = receive(member.connection, member.files if member.region is None else None)
             except BlockingIOError:
                 return False
             if not datagram:

@@ -44,7 +44,7 @@ from kvoffload.internal.checks import at_least, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, refuse_nested
 from kvoffload.pool import messages, watching
-from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files
+from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files, receive
 from kvoffload.pool.messages import Operation
 from kvoffload.pool.watching import SETTLE_SECONDS, forget, wake, watch
 
@@ -471,11 +471,7 @@ class SharedPool:
             if not self._arrives(end):
                 return None
             try:
-                if self._memory is None:
-                    datagram, passed, *_ = socket.recv_fds(self._socket, 65_536, 1, socket.MSG_CMSG_CLOEXEC)
-                    self._passed += passed
-                else:
-                    datagram = self._socket.recv(messages.DATAGRAM_BYTES + 1)
+                datagram = receive(self._socket, self._passed if self._memory is None else None)
                 message = self._assembler.take(datagram)
             except (OSError, messages.MessageError):  # at the end there is an empty datagram
                 self._lose()
