@@ -417,7 +417,7 @@ class PoolOwner:
             member.asked = {**region.of_engine(engine)[0].asked, **member.asked}
         said = {
             "number": member.number, "capacity": region.memory.meaning.capacity, "tiers": region.has_tiers,
-            "joined": member.asked, "left": member.number in region.inherited.keys() | region.gone.keys(),
+            "joined": member.asked, "left": member.number in region.gone,
         }  # fmt: skip
         message = datagrams(member.join, Operation.JOIN, json.dumps(said).encode())
         socket.send_fds(member.connection, message, [] if member.files else [region.memory.descriptor])

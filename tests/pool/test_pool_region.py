@@ -119,7 +119,7 @@ def test_a_member_that_loses_its_connection_twice_ends_both_quarantines(region: 
         again = Joined(region, one.holdings.number)
         again.asked, again.memory, one = one.asked, one.memory, again
     assert other.room() == 4
-    region.end_inherited(one.holdings.number)
+    region.end_quarantine(one.holdings.number)
     region.settle()
     assert other.room() == 6
     for each in (one, other):
@@ -166,7 +166,7 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     region.memory.close()
     memory = PoolMemory.adopt(writer.memory.descriptor, MEANING)
     following = Region(memory, with_quota, adopts=True)
-    assert sorted(following.inherited) == [writer.holdings.number, reader.holdings.number]
+    assert sorted(following.gone) == [writer.holdings.number, reader.holdings.number]
     other = Joined(following)
     assert other.holdings.number == gone.holdings.number
     assert following.records.size() == (3 if quota is None else 1)
@@ -176,9 +176,9 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     following.records.abort(given)
     following.index.check()
     for number in (writer.holdings.number, reader.holdings.number):
-        following.end_inherited(number)
+        following.end_quarantine(number)
     following.settle()
-    assert following.inherited == {}
+    assert following.gone == {}
     assert len(other.reserve(*range(200, 206))) == (6 if quota is None else 1)
     following.index.check()
     other.memory.close()

@@ -711,15 +711,15 @@ MUTATIONS = (
     Mutation(
         "what-owners-before-have-granted-is-not-marked-any-more",
         "pool/region.py",
-        "            before.update(lease.indices)",
-        "            pass",
+        "member.marked - still - before",
+        "member.marked - still",
         (f"{POOL_TAKEOVERS}::test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it",),
     ),
     Mutation(
         "what-was-read-before-a-connection-was-lost-is-not-marked-any-more",
         "pool/region.py",
-        "        before.update(*(record",
-        "        tuple((record",
+        "            known.marked |= member.marked",
+        "            pass",
         (f"{POOL_OWNER}::test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps",),
     ),
     Mutation(
