@@ -40,6 +40,7 @@ _LONGEST_NOTE = 32_768  # bytes
 ANSWER_SECONDS = 10.0  # that the other process is waited for
 _BETWEEN_ATTEMPTS = 0.02  # seconds
 FAILURE_SECONDS = 1.0  # between attempts to hand the memory over, if that fails
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # of all memory that `allocate_memory` makes
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -234,14 +235,12 @@ def allocate_memory(name: str, nbytes: int) -> int:
                     "give fewer slots, or free memory"
                 )
             os.posix_fallocate(descriptor, start, min(RANGE_BYTES, nbytes - start))
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except (OSError, OverflowError) as error:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException as error:
         os.close(descriptor)
-        raise CapacityError(
-            f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots"
-        ) from error
-    except BaseException:
-        os.close(descriptor)
+        if isinstance(error, OSError | OverflowError):
+            text = f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots"
+            raise CapacityError(text) from error
         raise
     return descriptor
 

@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.device.shared_slots import allocate_memory
+from kvoffload.device.shared_slots import SEALS, allocate_memory
 from kvoffload.internal.types import UInt8Array
 from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_KEY_BYTES
 
@@ -47,7 +47,6 @@ OWNER = 63  # the owner's number, and its lock
 MEMBERS = 63  # numbers 0 to 62
 FREE, RESERVED, READY = range(3)
 _OWNED = set[int]()  # descriptors of this process that hold an owner's lock
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 HEADER = struct.Struct(f"<IIQQII8s{MOST_KEY_BYTES}s24x")
 # check: of what follows `readers`; state; readers: a bit for each member that may be reading; sequence, of the
