@@ -145,6 +145,22 @@ def test_reads_of_a_dead_member_end_and_those_of_one_without_a_connection_do_not
     other.memory.close()
 
 
+@pytest.mark.parametrize("dead", [True, False])
+def test_what_a_gone_member_read_is_not_kept_for_the_one_that_gets_its_number(region: Region, dead: bool) -> None:
+    """The next owner would hold it for a member that has never read it."""
+    one = Joined(region)
+    one.reserve(0, 1, 2)
+    one.end(1)
+    one.take(0, 1)
+    one.leave(dead=dead)
+    assert len(region.memory.found().users) == 2, "its lock is not free: it may read them"
+    one.memory.close()
+    following = Joined(region)
+    assert following.holdings.number == one.holdings.number
+    assert region.memory.found().users == {}
+    following.memory.close()
+
+
 @pytest.mark.parametrize("quota", [None, 1])
 def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region: Region, quota: int | None) -> None:
     """Entries that are written, or read with or without a key, until each user has said that it has ended."""
