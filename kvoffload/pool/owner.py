@@ -16,7 +16,6 @@ import socket
 import stat
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, PolicyChoice
 from kvoffload.cache.pools import Tenant
+from kvoffload.device.ownership import FORKS
 from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
 from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal import hostinfo
@@ -120,11 +120,11 @@ class PoolOwner:
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._waking = threading.RLock()
         self._closing = self._full = False
+        self._forks = len(FORKS)
         self.failure: BaseException | None = None
         self._warned: deque[str] = deque(maxlen=64)  # texts
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
         self._epoll.register(self._listener, select.EPOLLIN)
-        _SERVING.add(self)
         self._thread = threading.Thread(target=self._serve, name="kvoffload-pool-owner", daemon=True)
         self._thread.start()
 
@@ -304,12 +304,13 @@ class PoolOwner:
             self._warn_once(f"an error in the owner of {self.path}: {reason(error)}")
 
     def _post(self, step: Step) -> None:
-        """Have the thread do something; after its end the caller's does. For any thread."""
-        with self._waking:
-            if self._wakeup >= 0:
-                self._done.append(step)
-                os.eventfd_write(self._wakeup, 1)
-                return
+        """Have the thread do something; after its end, or in a forked child, the caller's does. For any thread."""
+        if len(FORKS) == self._forks:  # else a thread of the parent may have had the lock
+            with self._waking:
+                if self._wakeup >= 0:
+                    self._done.append(step)
+                    os.eventfd_write(self._wakeup, 1)
+                    return
         step()
 
     def _end(self) -> None:
@@ -488,19 +489,6 @@ class PoolOwner:
             tiers = self._tiers(meaning.name, str(asked["identity"]))
             options = options | {"tiers": tiers, "pools": [memory.rows], "layout": meaning.fingerprint}
         return CacheIndex(meaning.capacity, write=self._write, **options)
-
-
-_SERVING: weakref.WeakSet[PoolOwner] = weakref.WeakSet()
-
-
-def _leave_all_to_parent() -> None:
-    """In a forked child: the thread is in the parent, and what others take for an owner, the sockets, are closed."""
-    for owner in list(_SERVING):
-        owner._closing, owner._wakeup = True, -1
-        owner._waking = threading.RLock()  # a thread of the parent may have had the other one
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
