@@ -36,24 +36,18 @@ Step = Callable[[], object]
 
 
 class Alive:
-    """A member that has gone, or was of the last owner, as a transfer that may still touch entries: it has ended once
-    no process holds the member's lock, or the member is back and says that it has. A `Completion`.
+    """A member that has gone, or was of the last owner, as a transfer that may still touch entries. A `Completion`.
 
     Attributes:
         marked: entries whose headers say that it may read them.
+        finished: no process holds the member's lock any more, or the member is back and has said that it has ended.
     """
 
     error = None
 
-    def __init__(self, memory: PoolMemory, number: int) -> None:
-        self._memory, self._number = memory, number
+    def __init__(self) -> None:
         self.marked: set[int] = set()
-        self.ended = False
-
-    @property
-    def finished(self) -> bool:
-        self.ended = self.ended or not self._memory.locked(self._number)
-        return self.ended
+        self.finished = False
 
 
 class Member:
@@ -238,7 +232,7 @@ class Region:
 
         memory, found = self.memory, self.memory.found()
         for number in filter(memory.locked, range(MEMBERS)):
-            alive = Alive(memory, number)
+            alive = Alive()
             alive.marked.update(entry for entry, bits in found.users.items() if bits >> number & 1)
             if alive.marked:
                 self.gone[number] = alive
@@ -304,8 +298,8 @@ class Region:
         self.members.discard(member)
         member.release_promotions(ended=False)
         known: Any = self.gone.get(member.number)
-        if (member.leases or member.reservations) and (known is None or known.ended):
-            self.gone[member.number] = known = Alive(self.memory, member.number)
+        if (member.leases or member.reservations) and known is None:
+            self.gone[member.number] = known = Alive()
         if known is not None:
             known.marked |= member.marked
         for lease in member.leases.values():
@@ -316,10 +310,11 @@ class Region:
             with survived():
                 self.records.abort_after(record, (known,))
         member.requests.clear()  # they end as dropped ones do
+        self.settle()  # its lock is free, if its process has ended
 
     def settle(self) -> None:
         """End quarantines whose reason has gone."""
-        for number in [number for number, alive in self.gone.items() if alive.finished]:
+        for number in [number for number in self.gone if not self.memory.locked(number)]:
             self.end_quarantine(number)
         self.records.settle_ended(None)
 
@@ -327,7 +322,7 @@ class Region:
         """The member has nothing in use that was granted before it joined: by the last owner, or by this one."""
         alive = self.gone.pop(number, None)
         if alive is not None:
-            alive.ended = True
+            alive.finished = True
             members = [member for member in self.members if member.number == number]
             still = {entry for each in members for lease in each.leases.values() for entry in lease.indices}
             self.memory.read(alive.marked - still, number)

@@ -606,7 +606,7 @@ MUTATIONS = (
     Mutation(
         "a-member-that-is-back-does-not-end-its-quarantine",
         "pool/region.py",
-        "            alive.ended = True",
+        "            alive.finished = True",
         "            pass",
         (f"{POOL_OWNER}::test_a_member_that_lost_its_connection_alone_keeps_what_it_reads",),
     ),
