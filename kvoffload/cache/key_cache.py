@@ -100,9 +100,8 @@ class KeyCache:
             self._state, self._records = pool.open(engine, partial(StatisticsRecorder, on_event=on_event))
         self._state.owner, self._state.has_tiers = weakref.ref(self), below is not None
         self._asks = engine
-        self._unlocked = (
-            pool is None and engine is None and on_event is None
-        )  # hits of one key need no lock: they call nothing
+        # hits of one key need no lock where they call nothing
+        self._unlocked = pool is None and engine is None and on_event is None
         self._tiers: TierManager | None = None
 
     # asking -------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ _LONGEST_NOTE = 32_768  # bytes
 ANSWER_SECONDS = 10.0  # that the other process is waited for
 _BETWEEN_ATTEMPTS = 0.02  # seconds
 FAILURE_SECONDS = 1.0  # between attempts to hand the memory over, if that fails
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # of all memory that `allocate_memory` makes
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -124,7 +125,7 @@ class SharedSlots:
                 f"name={name!r:.80} is offered already on this machine, or sockets cannot be made ({error}); give each "
                 "offer its own"
             ) from error
-        _LISTENING.add(listener)
+        CLOSED_IN_CHILDREN.add(listener)
         self._listener = listener
         self._thread = threading.Thread(
             target=_serve, args=(listener, self._descriptor, message), name="kvoffload-offer", daemon=True
@@ -234,14 +235,12 @@ def allocate_memory(name: str, nbytes: int) -> int:
                     "give fewer slots, or free memory"
                 )
             os.posix_fallocate(descriptor, start, min(RANGE_BYTES, nbytes - start))
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except (OSError, OverflowError) as error:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException as error:
         os.close(descriptor)
-        raise CapacityError(
-            f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots"
-        ) from error
-    except BaseException:
-        os.close(descriptor)
+        if isinstance(error, OSError | OverflowError):
+            text = f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots"
+            raise CapacityError(text) from error
         raise
     return descriptor
 
@@ -266,9 +265,9 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
                 LOGGER.warning("shared slots could not be handed over: %s", shown(error))
 
 
-_LISTENING = weakref.WeakSet[socket.socket]()
-# a forked child has no thread to answer, and must not keep the name
-os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(_LISTENING))))
+CLOSED_IN_CHILDREN = weakref.WeakSet[socket.socket]()
+# a forked child has no thread to answer, and must not keep the name, nor an end of a connection that seems to live on
+os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(CLOSED_IN_CHILDREN))))
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import socket
 import struct
 import weakref
 import zlib
@@ -36,9 +37,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.device.shared_slots import allocate_memory
+from kvoffload.device.shared_slots import SEALS, allocate_memory
 from kvoffload.internal.types import UInt8Array
-from kvoffload.pool.messages import MOST_KEY_BYTES
+from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_KEY_BYTES
 
 PAGE = 4096
 MAGIC = b"\x89KVPOOL3"
@@ -46,7 +47,6 @@ OWNER = 63  # the owner's number, and its lock
 MEMBERS = 63  # numbers 0 to 62
 FREE, RESERVED, READY = range(3)
 _OWNED = set[int]()  # descriptors of this process that hold an owner's lock
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 HEADER = struct.Struct(f"<IIQQII8s{MOST_KEY_BYTES}s24x")
 # check: of what follows `readers`; state; readers: a bit for each member that may be reading; sequence, of the
@@ -281,6 +281,19 @@ def close_files(files: list[int]) -> None:
         del files[-1]  # before it is closed: an interrupt comes after
         _OWNED.discard(number)
         os.close(number)
+
+
+def receive(connection: socket.socket, files: list[int] | None) -> bytes:
+    """The next datagram. A descriptor that comes along is put into `files`, where one is enough; None: the kernel drops
+    it.
+    """
+    if files is None:
+        return connection.recv(DATAGRAM_BYTES + 1)
+    datagram, passed, *_ = socket.recv_fds(connection, DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if passed:
+        close_files(files)
+    files += passed
+    return datagram
 
 
 def _leave_locks_to_parent() -> None:

@@ -204,7 +204,7 @@ def counts(region: Region, _: Message) -> bytes:
 
 
 def clean(region: Region, message: Message) -> None:
-    region.end_inherited(message.member.number)
+    region.end_quarantine(message.member.number)
 
 
 OPERATIONS: dict[int, Callable[[Region, Message], bytes | None]] = {

@@ -16,7 +16,6 @@ import socket
 import stat
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,14 +27,15 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, PolicyChoice
 from kvoffload.cache.pools import Tenant
-from kvoffload.device.shared_slots import peer_of
+from kvoffload.device.ownership import FORKS
+from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
 from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages
-from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files
-from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
+from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files, receive
+from kvoffload.pool.messages import MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
 from kvoffload.pool.operations import OPERATIONS, Message
 from kvoffload.pool.region import Member, Region, Step, meaning_of
 
@@ -120,11 +120,11 @@ class PoolOwner:
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._waking = threading.RLock()
         self._closing = self._full = False
+        self._forks = len(FORKS)
         self.failure: BaseException | None = None
         self._warned: deque[str] = deque(maxlen=64)  # texts
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
         self._epoll.register(self._listener, select.EPOLLIN)
-        _SERVING.add(self)
         self._thread = threading.Thread(target=self._serve, name="kvoffload-pool-owner", daemon=True)
         self._thread.start()
 
@@ -241,6 +241,7 @@ class PoolOwner:
         watched = [connection.fileno()]
         with suppress(OSError):  # it has ended, which its socket says, too; or it is in another namespace
             watched.append(os.pidfd_open(process))
+        CLOSED_IN_CHILDREN.add(connection)
         connection.setblocking(False)
         member = Member(connection, watched, self._epoll, self._post)
         self._members.add(member)
@@ -255,15 +256,7 @@ class PoolOwner:
         """
         for _ in range(64):
             try:
-                if member.region is None:
-                    datagram, passed, *_ = socket.recv_fds(
-                        member.connection, DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
-                    )
-                    if passed:
-                        close_files(member.files)  # one is enough
-                    member.files += passed
-                else:
-                    datagram = member.connection.recv(DATAGRAM_BYTES + 1)
+                datagram = receive(member.connection, member.files if member.region is None else None)
             except BlockingIOError:
                 return False
             if not datagram:
@@ -311,12 +304,13 @@ class PoolOwner:
             self._warn_once(f"an error in the owner of {self.path}: {reason(error)}")
 
     def _post(self, step: Step) -> None:
-        """Have the thread do something; after its end the caller's does. For any thread."""
-        with self._waking:
-            if self._wakeup >= 0:
-                self._done.append(step)
-                os.eventfd_write(self._wakeup, 1)
-                return
+        """Have the thread do something; after its end, or in a forked child, the caller's does. For any thread."""
+        if len(FORKS) == self._forks:  # else a thread of the parent may have had the lock
+            with self._waking:
+                if self._wakeup >= 0:
+                    self._done.append(step)
+                    os.eventfd_write(self._wakeup, 1)
+                    return
         step()
 
     def _end(self) -> None:
@@ -424,7 +418,7 @@ class PoolOwner:
             member.asked = {**region.of_engine(engine)[0].asked, **member.asked}
         said = {
             "number": member.number, "capacity": region.memory.meaning.capacity, "tiers": region.has_tiers,
-            "joined": member.asked, "left": member.number in region.inherited.keys() | region.gone.keys(),
+            "joined": member.asked, "left": member.number in region.gone,
         }  # fmt: skip
         message = datagrams(member.join, Operation.JOIN, json.dumps(said).encode())
         socket.send_fds(member.connection, message, [] if member.files else [region.memory.descriptor])
@@ -497,22 +491,6 @@ class PoolOwner:
         return CacheIndex(meaning.capacity, write=self._write, **options)
 
 
-_SERVING: weakref.WeakSet[PoolOwner] = weakref.WeakSet()
-
-
-def _leave_all_to_parent() -> None:
-    """In a forked child: hold nothing by which others take it for an owner. The thread is in the parent."""
-    for owner in list(_SERVING):
-        owner._closing, owner._wakeup = True, -1
-        owner._waking = threading.RLock()  # a thread of the parent may have had the other one
-        owner._listener.close()
-        for member in owner._members:
-            member.connection.close()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
 def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
     """A listener, its file, and whether it follows one whose owner has died. The folder is locked meanwhile."""
     folder = os.path.dirname(os.path.abspath(path))
@@ -524,6 +502,7 @@ def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
         )
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    CLOSED_IN_CHILDREN.add(listener)
     try:
         listener.setblocking(False)
         _lock(lock, folder)

@@ -36,20 +36,18 @@ Step = Callable[[], object]
 
 
 class Alive:
-    """A member that has gone, as a transfer that may still touch entries: it has ended once no process holds the
-    member's lock, or the member is back and says that it has. A `Completion`.
+    """A member that has gone, or was of the last owner, as a transfer that may still touch entries. A `Completion`.
+
+    Attributes:
+        marked: entries whose headers say that it may read them.
+        finished: no process holds the member's lock any more, or the member is back and has said that it has ended.
     """
 
     error = None
 
-    def __init__(self, memory: PoolMemory, number: int) -> None:
-        self._memory, self._number = memory, number
-        self.ended = False
-
-    @property
-    def finished(self) -> bool:
-        self.ended = self.ended or not self._memory.locked(self._number)
-        return self.ended
+    def __init__(self) -> None:
+        self.marked: set[int] = set()
+        self.finished = False
 
 
 class Member:
@@ -195,9 +193,7 @@ class Region:
     Raises BlockingIOError: that owner, or a tier of it, has not ended. Also what `make_index` raises.
 
     Attributes:
-        inherited: what members of the last owner may still read or write, by their numbers, until the member says that
-            it has ended, or its lock is free.
-        gone: members that have gone, and may still touch entries, by their numbers.
+        gone: members that have gone, or were of the last owner, and may still touch entries, by their numbers.
         writer: the number of the member for whom entries are reserved.
     """
 
@@ -207,7 +203,6 @@ class Region:
         self.memory = memory
         self.members: set[Member] = set()
         self.removals = Removals()
-        self.inherited: dict[int, LeaseRecord] = {}
         self.gone: dict[int, Any] = {}  # of `Alive`, as a `Completion`
         self.writer, self._sequence = OWNER, 0
         self.filled, self.removed = memory.ready, memory.gone  # with `reserved` the index's journal
@@ -224,31 +219,34 @@ class Region:
         self._state.journal = self
 
     def _read_headers(self) -> None:
-        def hold(state: CacheState) -> dict[int, LeaseRecord]:
+        def hold(state: CacheState) -> None:
             """Hold the entries of each user, with a key or without."""
-            held, table = {number: LeaseRecord([], entries, ()) for number, entries in users.items()}, state.table
             state.consistent = False
-            most = max((entry for entries in users.values() for entry in entries), default=-1)
-            table.pool_of.extend([0] * (most + 1 - len(table.pool_of)))
-            table.leases.update(held.values())
+            for alive in self.gone.values():
+                lease = LeaseRecord([], list(alive.marked), ())
+                lease.jobs, lease.released = (alive,), True
+                state.table.leases.add(lease)
+                most = max(alive.marked)
+                state.table.pool_of.extend([0] * (most + 1 - len(state.table.pool_of)))
             state.repair()
-            return held
 
         memory, found = self.memory, self.memory.found()
-        living = [number for number in range(MEMBERS) if memory.locked(number)]
-        used = {number: [each for each, bits in found.users.items() if bits >> number & 1] for number in living}
-        users = {number: entries for number, entries in used.items() if entries}
+        for number in filter(memory.locked, range(MEMBERS)):
+            alive = Alive()
+            alive.marked.update(entry for entry, bits in found.users.items() if bits >> number & 1)
+            if alive.marked:
+                self.gone[number] = alive
         tenants = {tenant_digest(name): name for name in self._state.pools.by_tenant}
         named = [tenants.get(digest, "") for digest in found.tenants]
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
         self._sequence = int(found.sequences[-1]) if found.keys else 0
-        self.inherited = locked(self.records, hold)
+        locked(self.records, hold)
         memory.gone(set(range(memory.meaning.capacity)).difference(self._state.table.of.values()))  # other keys
 
     @property
     def waits(self) -> bool:
         """Whether entries are in quarantine."""
-        return bool(self.inherited or self._state.awaited)
+        return bool(self._state.awaited)
 
     def reserved(self, record: ReservationRecord) -> None:
         """The index tells it under its lock."""
@@ -284,7 +282,7 @@ class Region:
         if "processes" in member.asked and any("processes" in each.asked for each in beside):
             raise ValueError(f"an engine named {member.engine:.80} is there already: give each a name of its own")
         numbers = {each.number for each in self.members.difference(beside)}
-        free = (each for each in range(OWNER) if each not in numbers | self.inherited.keys() | self.gone.keys())
+        free = (each for each in range(OWNER) if each not in numbers | self.gone.keys())
         if old is None:
             old = beside[0].number if beside else next((each for each in free if not self.memory.locked(each)), None)
         if old is None or old in numbers:
@@ -300,8 +298,10 @@ class Region:
         self.members.discard(member)
         member.release_promotions(ended=False)
         known: Any = self.gone.get(member.number)
-        if (member.leases or member.reservations) and (known is None or known.ended):
-            self.gone[member.number] = known = Alive(self.memory, member.number)
+        if (member.leases or member.reservations) and known is None:
+            self.gone[member.number] = known = Alive()
+        if known is not None:
+            known.marked |= member.marked
         for lease in member.leases.values():
             lease.jobs = () if dead else (known,)
             with survived():
@@ -310,37 +310,30 @@ class Region:
             with survived():
                 self.records.abort_after(record, (known,))
         member.requests.clear()  # they end as dropped ones do
+        self.settle()  # its lock is free, if its process has ended
 
     def settle(self) -> None:
         """End quarantines whose reason has gone."""
-        for number in [number for number, alive in self.gone.items() if alive.finished]:
-            del self.gone[number]
+        for number in [number for number in self.gone if not self.memory.locked(number)]:
+            self.end_quarantine(number)
         self.records.settle_ended(None)
-        for number in list(self.inherited):
-            if not self.memory.locked(number):
-                self.end_inherited(number)
 
-    def end_inherited(self, number: int) -> None:
+    def end_quarantine(self, number: int) -> None:
         """The member has nothing in use that was granted before it joined: by the last owner, or by this one."""
         alive = self.gone.pop(number, None)
         if alive is not None:
-            alive.ended = True
-        lease = self.inherited.pop(number, None)
-        if lease is not None:
-            self.records.release(lease)
+            alive.finished = True
             members = [member for member in self.members if member.number == number]
             still = {entry for each in members for lease in each.leases.values() for entry in lease.indices}
-            self.memory.read(set(lease.indices) - still, number)
+            self.memory.read(alive.marked - still, number)
 
     def unmark(self, member: Member) -> None:
         """Of the entries that headers name as the member's, it uses some no more. It may still use what it has leased,
         and what was granted before it joined, which the next owner must know.
         """
         still = {entry for lease in member.leases.values() for entry in lease.indices}
-        before, lease, alive = set[int](), self.inherited.get(member.number), self.gone.get(member.number)
-        if lease is not None:
-            before.update(lease.indices)
-        before.update(*(record.indices for record in self._state.awaited if alive in record.jobs))
+        alive = self.gone.get(member.number)
+        before = set[int]() if alive is None else alive.marked
         self.memory.read(member.marked - still - before, member.number)
         member.marked = still
 

@@ -37,14 +37,14 @@ import numpy as np
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.device.ownership import FORKS
 from kvoffload.device.pinned import HostMemory, touch
-from kvoffload.device.shared_slots import peer_of
+from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, refuse_nested
 from kvoffload.pool import messages, watching
-from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files
+from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files, receive
 from kvoffload.pool.messages import Operation
 from kvoffload.pool.watching import SETTLE_SECONDS, forget, wake, watch
 
@@ -401,7 +401,7 @@ class SharedPool:
         self._drop()
         self._next_try = time.monotonic() + watching.RETRY_SECONDS
         connection, number = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), self.next_number()
-        _CONNECTIONS.add(connection)
+        CLOSED_IN_CHILDREN.add(connection)
         try:
             connection.settimeout(None)
             timeout = struct.pack("ll", *divmod(int(1e6 * self._answer_seconds), 1_000_000))
@@ -471,11 +471,7 @@ class SharedPool:
             if not self._arrives(end):
                 return None
             try:
-                if self._memory is None:
-                    datagram, passed, *_ = socket.recv_fds(self._socket, 65_536, 1, socket.MSG_CMSG_CLOEXEC)
-                    self._passed += passed
-                else:
-                    datagram = self._socket.recv(messages.DATAGRAM_BYTES + 1)
+                datagram = receive(self._socket, self._passed if self._memory is None else None)
                 message = self._assembler.take(datagram)
             except (OSError, messages.MessageError):  # at the end there is an empty datagram
                 self._lose()
@@ -550,6 +546,3 @@ class SharedPool:
 
 
 _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (CapacityError, CapabilityError, LayoutError, ValueError)}
-
-_CONNECTIONS = weakref.WeakSet[socket.socket]()
-os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(_CONNECTIONS))))  # or it seems to live on

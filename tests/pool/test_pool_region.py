@@ -119,7 +119,7 @@ def test_a_member_that_loses_its_connection_twice_ends_both_quarantines(region: 
         again = Joined(region, one.holdings.number)
         again.asked, again.memory, one = one.asked, one.memory, again
     assert other.room() == 4
-    region.end_inherited(one.holdings.number)
+    region.end_quarantine(one.holdings.number)
     region.settle()
     assert other.room() == 6
     for each in (one, other):
@@ -145,6 +145,22 @@ def test_reads_of_a_dead_member_end_and_those_of_one_without_a_connection_do_not
     other.memory.close()
 
 
+@pytest.mark.parametrize("dead", [True, False])
+def test_what_a_gone_member_read_is_not_kept_for_the_one_that_gets_its_number(region: Region, dead: bool) -> None:
+    """The next owner would hold it for a member that has never read it."""
+    one = Joined(region)
+    one.reserve(0, 1, 2)
+    one.end(1)
+    one.take(0, 1)
+    one.leave(dead=dead)
+    assert len(region.memory.found().users) == 2, "its lock is not free: it may read them"
+    one.memory.close()
+    following = Joined(region)
+    assert following.holdings.number == one.holdings.number
+    assert region.memory.found().users == {}
+    following.memory.close()
+
+
 @pytest.mark.parametrize("quota", [None, 1])
 def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region: Region, quota: int | None) -> None:
     """Entries that are written, or read with or without a key, until each user has said that it has ended."""
@@ -166,7 +182,7 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     region.memory.close()
     memory = PoolMemory.adopt(writer.memory.descriptor, MEANING)
     following = Region(memory, with_quota, adopts=True)
-    assert sorted(following.inherited) == [writer.holdings.number, reader.holdings.number]
+    assert sorted(following.gone) == [writer.holdings.number, reader.holdings.number]
     other = Joined(following)
     assert other.holdings.number == gone.holdings.number
     assert following.records.size() == (3 if quota is None else 1)
@@ -176,9 +192,9 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     following.records.abort(given)
     following.index.check()
     for number in (writer.holdings.number, reader.holdings.number):
-        following.end_inherited(number)
+        following.end_quarantine(number)
     following.settle()
-    assert following.inherited == {}
+    assert following.gone == {}
     assert len(other.reserve(*range(200, 206))) == (6 if quota is None else 1)
     following.index.check()
     other.memory.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -125,6 +126,35 @@ def test_a_forked_child_does_not_keep_the_memory_of_an_owner_that_was_killed(tmp
     assert back.status(keys_of([1])) == [1]
     for each in (read, write, ready, say):
         os.close(each)
+
+
+@forks
+def test_a_child_of_the_owners_process_waits_for_no_thread_of_the_parents(tmp_path: Path) -> None:
+    """Its calls end, also if another thread was asking the owner's when it was forked."""
+    with serve(tmp_path, 8) as owner:
+        taken, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with owner._waking:
+                taken.set()
+                go.wait(SECONDS)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert taken.wait(SECONDS)
+        child = os.fork()
+        if child == 0:
+            owner.statistics()
+            owner.close()
+            os._exit(0)
+        go.set()
+        thread.join()
+        ended = os.pidfd_open(child)
+        select.select([ended], [], [], SECONDS)
+        os.close(ended)
+        os.kill(child, 9)  # if it waits
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert owner.statistics() == []
 
 
 def test_a_memory_has_no_new_owner_while_a_tier_of_the_last_one_may_write_to_it(

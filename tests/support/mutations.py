@@ -606,7 +606,7 @@ MUTATIONS = (
     Mutation(
         "a-member-that-is-back-does-not-end-its-quarantine",
         "pool/region.py",
-        "            alive.ended = True",
+        "            alive.finished = True",
         "            pass",
         (f"{POOL_OWNER}::test_a_member_that_lost_its_connection_alone_keeps_what_it_reads",),
     ),
@@ -711,15 +711,15 @@ MUTATIONS = (
     Mutation(
         "what-owners-before-have-granted-is-not-marked-any-more",
         "pool/region.py",
-        "            before.update(lease.indices)",
-        "            pass",
+        "member.marked - still - before",
+        "member.marked - still",
         (f"{POOL_TAKEOVERS}::test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it",),
     ),
     Mutation(
         "what-was-read-before-a-connection-was-lost-is-not-marked-any-more",
         "pool/region.py",
-        "        before.update(*(record",
-        "        tuple((record",
+        "            known.marked |= member.marked",
+        "            pass",
         (f"{POOL_OWNER}::test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps",),
     ),
     Mutation(
@@ -824,7 +824,7 @@ MUTATIONS = (
     Mutation(
         "a-child-serves-on-for-a-dead-owner",
         "pool/owner.py",
-        "os.register_at_fork(after_in_child=_leave_all_to_parent)",
+        "    CLOSED_IN_CHILDREN.add(listener)\n",
         "",
         (f"{POOL_OWNER}::test_a_child_of_the_owners_process_is_not_taken_for_it",),
     ),
