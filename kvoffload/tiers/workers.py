@@ -337,10 +337,7 @@ class Workers:
             due = now - self._warned >= _SECONDS_BETWEEN_WARNINGS
             self._warned = now if due else self._warned
         if due:
-            try:
-                LOGGER.warning("tier %s: %s; its keys are misses", self._label, reason(error))
-            except BaseException:  # noqa: BLE001  # a handler or filter of the caller's
-                pass
+            LOGGER.warning("tier %s: %s; its keys are misses", self._label, reason(error))
 
 
 def _end_of(works: Sequence[Work]) -> int:

@@ -507,7 +507,7 @@ if child == 0:
     try:
         engine.store([1], [1])
     except ClosedError as error:
-        print("child", "fork" in str(error), flush=True)
+        print("child", "fork" in str(error), engine.growing, flush=True)
     engine.close()
     device.close()
     os._exit(0)
@@ -520,7 +520,7 @@ engine.close()
 print(device.simulator.leaks()["registered_ranges"])
 """
     )
-    assert out.split() == ["child", "True", "parent", "0", "8", "0"]
+    assert out.split() == ["child", "True", "False", "parent", "0", "8", "0"]
 
 
 # arguments ------------------------------------------------------------------------------------------------------------
