@@ -534,6 +534,15 @@ def test_a_growing_pool_is_of_positive_integers(wrong: Any) -> None:
         Growing(4096, piece_bytes=wrong)
 
 
+def test_short_integers_of_numpy_do_not_overflow(device: kvoffload.Device) -> None:
+    pool = Growing(np.int16(7 * PAGE_BYTES), piece_bytes=np.int16(3 * PAGE_BYTES))  # type: ignore[arg-type]
+    with OffloadEngine(layout_on(device), device=device, pool_bytes=pool, **COPY_ENGINE_ONLY) as engine:
+        wait_for_the_end(engine)
+        statistics = engine.statistics()
+        assert (engine.pinned_slots, statistics.pinning_error) == (7, None)
+        assert type(statistics.pinned_bytes) is int
+
+
 def test_what_a_pool_that_grows_is_refused_with(device: kvoffload.Device) -> None:
     layout = layout_on(device)
     memory = HostMemory(address=1 << 20, num_slots=2, slot_stride=PAGE_BYTES)
