@@ -511,3 +511,27 @@ def test_a_forked_child_is_refused() -> None:
         "[('contains', [False]), ('close', True), ('repr', \"DictTier('dict')\")] 0",
         "0 [<Outcome.DONE: 'done'>]",
     ]
+
+
+def test_after_ctrl_c_in_close_a_call_that_runs_is_still_awaited() -> None:
+    """What it writes must not get to a file that has taken a closed one's descriptor, or to memory of somebody else."""
+    out = run_program(
+        """
+import os, signal, threading
+from tier_classes import GatedTier, attached
+from kvoffload.internal.waiting import wait_until
+tier = GatedTier(threads=2)
+with attached(tier, 4):
+    job = tier.put([b"key"], [0])
+    wait_until(lambda: tier.begun, 30, "the write")
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        tier.close(30)
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(tier.close(0), tier.released, job.outcomes)
+    tier.permit()
+    print(tier.close(30), tier.released, job.outcomes[0].value)
+"""
+    )
+    assert out.splitlines() == ["interrupted", "False 0 [None]", "True 1 done"]
