@@ -30,6 +30,7 @@ Run = Callable[[Sequence[int]], Sequence[Outcome]]
 READS_PER_WRITE = 16  # as long as both wait
 _MOST_OLD_KEYS = 4096
 _POLL = 1e-3  # seconds
+_LOOK = 0.5  # seconds after which a thread looks for work that nobody has told it of
 
 
 @dataclass(slots=True, eq=False)
@@ -329,7 +330,7 @@ class Workers:
                 if work is not None:
                     self._calls[number] = time.monotonic(), len(work.positions)
                     return work
-                self._changed.wait()
+                self._changed.wait(_LOOK)  # `notify`, interrupted by a signal, makes the next one wake nobody
         return None
 
     def warn(self, error: BaseException) -> None:
