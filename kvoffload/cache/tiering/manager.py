@@ -241,8 +241,7 @@ class TierManager:
             self._recorder.deferred_by = 0
         self._recorder.notify()
         waits = [_POLL] if in_flight or self._ended else []
-        if next_look is not None:
-            waits.append(max(0.0, next_look - time.monotonic()))
+        waits += [] if next_look is None else [max(0.0, next_look - time.monotonic())]
         return min(waits, default=None)
 
     def _step(self) -> None:
@@ -273,12 +272,16 @@ class TierManager:
         self._writer.advance()
         if self._demoted:
             self._set_free_what_is_written()
+        self._writer.taken.clear()
 
     def _set_free_what_is_written(self) -> None:
-        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is."""
-        demoted, self._demoted = self._demoted, []  # forgotten if a policy raises: it might do so every time
+        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is. Of a store
+        without a local index is known what it has just taken.
+        """
+        # Forgotten if a policy raises: it might do so every time.
+        demoted, self._demoted, taken = self._demoted, [], self._writer.taken
         for message in demoted:
-            has = self._has(message.keys)
+            has = [has or key in taken for key, has in zip(message.keys, self._has(message.keys), strict=True)]
             self._records.set_free((tuple(compress(message.keys, has)), message.tenant))
             message.keys = tuple(key for key, there in zip(message.keys, has, strict=True) if not there)
         if not self._writer.idle:
