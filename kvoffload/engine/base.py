@@ -421,7 +421,7 @@ class Engine(Generic[_After, _Plan]):
     @property
     def growing(self) -> bool:
         """Whether more slots may be pinned. Read it before `pinned_slots`: once it is False, that is final."""
-        return self._growth is not None and self._growth.running
+        return self._growth is not None and self._growth.running and len(FORKS) == self._forks
 
     def jobs_in_flight(self) -> tuple[Job, ...]:
         self.check_process()

@@ -155,7 +155,7 @@ def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> tu
         )
     piece_bytes = None
     if isinstance(pool_bytes, Growing):
-        pool_bytes, piece_bytes = pool_bytes.nbytes, pool_bytes.piece_bytes
+        pool_bytes, piece_bytes = int(pool_bytes.nbytes), int(pool_bytes.piece_bytes)  # of numpy's integers, too
     slot_bytes = sum(layout.slot_bytes for layout in layouts)
     if 0 < at_least("pool_bytes", pool_bytes, 0) < slot_bytes:
         raise CapacityError(f"pool_bytes={pool_bytes} holds no slot of {slot_bytes} bytes; raise it")

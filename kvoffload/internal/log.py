@@ -5,7 +5,8 @@
     ERROR     a CUDA context is lost; the caller's code raised: a done callback, a tracer
 
 Without configured logging, errors are printed to stderr, since nothing else reports them. Successful transfers are not
-logged, and nothing is logged while the engine's lock is held. Passwords in a record are masked.
+logged, and nothing is logged while the engine's lock is held. Passwords in a record are masked. What a handler or
+filter of the program's raises stays here: neither a request nor a thread of the library ends for it.
 """
 
 from __future__ import annotations
@@ -36,5 +37,13 @@ def _mask(record: logging.LogRecord) -> bool:
     return True
 
 
+def _handle(record: logging.LogRecord) -> None:
+    try:
+        type(LOGGER).handle(LOGGER, record)
+    except Exception:  # noqa: BLE001
+        record.getMessage()  # raises if the record itself is wrong
+
+
+LOGGER.handle = _handle  # type: ignore[method-assign]
 LOGGER.addFilter(_mask)
 LOGGER.addHandler(_UnlessConfigured(logging.ERROR))

@@ -29,6 +29,8 @@ Run = Callable[[Sequence[int]], Sequence[Outcome]]
 
 READS_PER_WRITE = 16  # as long as both wait
 _MOST_OLD_KEYS = 4096
+_POLL = 1e-3  # seconds
+_LOOK = 0.5  # seconds after which a thread looks for work that nobody has told it of
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +184,6 @@ class Workers:
         self._changed = threading.Condition(self._lock)
         self._queues = WorkQueues()
         self._threads: list[threading.Thread] = []
-        self._working = 0  # threads that have not ended
         self._at_end: Callable[[], None] = lambda: None
         self._calls: dict[int, tuple[float, int]] = {}  # of each thread that is in one: when it began, and its keys
         self._warned = -_SECONDS_BETWEEN_WARNINGS
@@ -192,7 +193,9 @@ class Workers:
         )
 
     def start(self, count: int, label: str, at_end: Callable[[], None]) -> None:
-        """Start threads named after the tier. The last one calls `at_end` before it ends. ClosedError if closed."""
+        """Start threads named after the tier. One that ends when no work runs any more calls `at_end` before, so that
+        may be called more than once. ClosedError if closed.
+        """
         with self._lock:
             if self.closed:
                 raise ClosedError(f"{label} was closed while it got its pool: make another one")
@@ -200,7 +203,6 @@ class Workers:
             for number in range(count):
                 name = f"kvoffload-{label}-{number}"
                 self._threads.append(threading.Thread(target=self._work, args=(number,), name=name, daemon=True))
-                self._working += 1  # before it starts: an interrupt in between must not make another thread the last
                 self._threads[-1].start()
 
     # queues -------------------------------------------------------------------------------------------------------
@@ -290,7 +292,10 @@ class Workers:
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        # After an interrupt of `join` or `is_alive`, Python takes a thread that goes on for one that has ended.
+        while self._queues.running and threading.current_thread() not in self._threads and time.monotonic() < end:
+            time.sleep(_POLL)
+        return not self._queues.running and not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, number: int) -> None:
         while (work := self._take(number)) is not None:
@@ -314,10 +319,7 @@ class Workers:
                 self._queues.finish(work)
                 if self._queues.removals or self._queues.writes:
                     self._changed.notify_all()
-        with self._lock:
-            self._working -= 1
-            last = self._working == 0
-        if last:
+        if not self._queues.running:
             self._at_end()
 
     def _take(self, number: int) -> Work | None:
@@ -328,7 +330,7 @@ class Workers:
                 if work is not None:
                     self._calls[number] = time.monotonic(), len(work.positions)
                     return work
-                self._changed.wait()
+                self._changed.wait(_LOOK)  # `notify`, interrupted by a signal, makes the next one wake nobody
         return None
 
     def warn(self, error: BaseException) -> None:
@@ -337,10 +339,7 @@ class Workers:
             due = now - self._warned >= _SECONDS_BETWEEN_WARNINGS
             self._warned = now if due else self._warned
         if due:
-            try:
-                LOGGER.warning("tier %s: %s; its keys are misses", self._label, reason(error))
-            except BaseException:  # noqa: BLE001  # a handler or filter of the caller's
-                pass
+            LOGGER.warning("tier %s: %s; its keys are misses", self._label, reason(error))
 
 
 def _end_of(works: Sequence[Work]) -> int:

@@ -507,7 +507,7 @@ if child == 0:
     try:
         engine.store([1], [1])
     except ClosedError as error:
-        print("child", "fork" in str(error), flush=True)
+        print("child", "fork" in str(error), engine.growing, flush=True)
     engine.close()
     device.close()
     os._exit(0)
@@ -520,7 +520,7 @@ engine.close()
 print(device.simulator.leaks()["registered_ranges"])
 """
     )
-    assert out.split() == ["child", "True", "parent", "0", "8", "0"]
+    assert out.split() == ["child", "True", "False", "parent", "0", "8", "0"]
 
 
 # arguments ------------------------------------------------------------------------------------------------------------
@@ -532,6 +532,15 @@ def test_a_growing_pool_is_of_positive_integers(wrong: Any) -> None:
         Growing(wrong)
     with pytest.raises(ValueError, match="piece_bytes must be an integer of at least 1, got "):
         Growing(4096, piece_bytes=wrong)
+
+
+def test_short_integers_of_numpy_do_not_overflow(device: kvoffload.Device) -> None:
+    pool = Growing(np.int16(7 * PAGE_BYTES), piece_bytes=np.int16(3 * PAGE_BYTES))  # type: ignore[arg-type]
+    with OffloadEngine(layout_on(device), device=device, pool_bytes=pool, **COPY_ENGINE_ONLY) as engine:
+        wait_for_the_end(engine)
+        statistics = engine.statistics()
+        assert (engine.pinned_slots, statistics.pinning_error) == (7, None)
+        assert type(statistics.pinned_bytes) is int
 
 
 def test_what_a_pool_that_grows_is_refused_with(device: kvoffload.Device) -> None:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
-from helpers import LEVELS, rig, simulated
+from growing import grows, wait_for_the_end
+from helpers import COPY_ENGINE_ONLY, LEVELS, rig, simulated
+from tiering import SECONDS, keys, tiered
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine, TransferError
+from kvoffload.cache.policies import LRU
+from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.internal import cachefiles
+from kvoffload.internal.log import LOGGER
 
 
 @pytest.fixture
@@ -99,6 +105,54 @@ def test_a_warning_of_the_library_is_logged_too(lines: pytest.LogCaptureFixture)
         cachefiles.warn_once("the profile x is ignored", cause=cause)
     cachefiles.warn_once("the profile x is ignored", cause=cause)
     assert texts(lines, logging.WARNING) == ["the profile x is ignored"]
+
+
+@pytest.fixture
+def raising() -> Iterator[logging.Handler]:
+    """A handler of the program's that raises for each warning."""
+
+    class Raising(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError(f"no room for {record.getMessage()}")
+
+    handler = Raising(logging.WARNING)
+    logging.getLogger("kvoffload").addHandler(handler)
+    yield handler
+    logging.getLogger("kvoffload").removeHandler(handler)
+
+
+@pytest.mark.usefixtures("raising")
+def test_a_pool_knows_that_it_has_stopped_growing_whatever_a_handler_raises() -> None:
+    with simulated(pinnable_bytes=5 * PAGE_BYTES) as device:
+        layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)])
+        with OffloadEngine(layout, device=device, pool_bytes=grows(8, PAGE_BYTES), **COPY_ENGINE_ONLY) as engine:
+            wait_for_the_end(engine)
+            assert engine.pinned_slots == 4
+
+
+@pytest.mark.usefixtures("raising")
+def test_the_thread_of_tiers_survives_what_a_handler_raises() -> None:
+    class Breaking(LRU):
+        breaks = False
+
+        def insert(self, keys: Sequence[bytes]) -> None:
+            if self.breaks and threading.current_thread().name == "kvoffload-tiers":
+                self.breaks = False
+                raise ZeroDivisionError
+            super().insert(keys)
+
+    policy = Breaking()
+    with tiered(policy=policy) as bench:
+        bench.written(range(4))
+        policy.breaks = True
+        assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 0
+        assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 4
+
+
+@pytest.mark.usefixtures("raising")
+def test_a_record_that_is_wrong_is_an_error_all_the_same() -> None:
+    with pytest.raises(TypeError, match="format"):
+        LOGGER.warning("%d slots", "no")
 
 
 def test_it_is_quiet_by_default() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,22 @@ def test_demoted_keys_are_written_leave_their_slots_first_and_come_back(make: Ma
         assert bench.cache.hint("prefetch", session="a") == ("prefetch", "accepted", 4, "")
         until(lambda: hits(bench, *MINE) == MINE)
         bench.check_loaded(MINE)
+
+
+def test_what_a_store_without_an_index_has_taken_leaves_its_slots_first() -> None:
+    tier = DictTier()
+    tier.capabilities = dataclasses.replace(tier.capabilities, local_index=False)
+    with tiered(tier, write="none") as bench:
+        bench.store(OTHERS)
+        turn(bench, "a", MINE)
+        assert bench.cache.hint("demote", session="a") == ("demote", "accepted", 4, "")
+        assert bench.cache.drain(SECONDS)
+        assert sorted(tier.store) == keys(MINE)
+        bench.store(LATER)
+        assert hits(bench, *MINE, *OTHERS, *LATER) == [*OTHERS, *LATER]
+        with bench.cache.promote(keys(MINE)) as promotion:
+            assert promotion.wait(SECONDS) == len(MINE)
+            bench.check_loaded(MINE)
 
 
 def test_prefetch_brings_the_latest_request_and_holds_nothing(make: MakeTier) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -511,3 +512,57 @@ def test_a_forked_child_is_refused() -> None:
         "[('contains', [False]), ('close', True), ('repr', \"DictTier('dict')\")] 0",
         "0 [<Outcome.DONE: 'done'>]",
     ]
+
+
+def test_after_ctrl_c_in_close_a_call_that_runs_is_still_awaited() -> None:
+    """What it writes must not get to a file that has taken a closed one's descriptor, or to memory of somebody else."""
+    out = run_program(
+        """
+import os, signal, threading
+from tier_classes import GatedTier, attached
+from kvoffload.internal.waiting import wait_until
+tier = GatedTier(threads=2)
+with attached(tier, 4):
+    job = tier.put([b"key"], [0])
+    wait_until(lambda: tier.begun, 30, "the write")
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        tier.close(30)
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(tier.close(0), tier.released, job.outcomes)
+    tier.permit()
+    print(tier.close(30), tier.released, job.outcomes[0].value)
+"""
+    )
+    assert out.splitlines() == ["interrupted", "False 0 [None]", "True 1 done"]
+
+
+@pytest.mark.parametrize("line", range(1, 11))
+def test_an_interrupt_while_a_thread_is_woken_loses_no_later_work(line: int) -> None:
+    """`Condition.notify` may leave a waiter behind that has gone, and the next call then wakes that one alone."""
+    left = [line]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != threading.__file__ or frame.f_code.co_name != "notify":
+            return None
+        if event == "line":
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+        return trace
+
+    tier = DictTier(threads=1)
+    with attached(tier, 4):
+        assert tier.put([b"before"], [0]).wait(SECONDS) == [DONE]
+        time.sleep(0.02)
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            tier.put([b"interrupted"], [0])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        time.sleep(0.02)  # until the thread waits again, else it finds the work without being woken
+        assert tier.put([b"after"], [1]).wait(SECONDS) == [DONE]

@@ -26,6 +26,7 @@ from kvoffload.cache.tiering.promoter import Promoter
 from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
 from kvoffload.cache.tiering.tier import Outcome, Tier, TierJob
 from kvoffload.cache.tiering.writer import WriteChoice, Writer
+from kvoffload.device.ownership import FORKS
 from kvoffload.engine.callbacks import Callbacks, WhenDone
 from kvoffload.errors import ClosedError, TierError
 from kvoffload.internal.checks import as_timeout, shown, to_wait
@@ -94,7 +95,7 @@ class TierManager:
     ) -> None:
         self.tiers = [TierBelow(tier, hung) for tier in tiers]
         self.closed = False
-        self._closer = 0  # the thread that closes
+        self._closer, self._forks = 0, len(FORKS)  # the thread that closes; forks so far
         self._lock = threading.RLock()
         self._calling: set[int] = set()  # threads of callers that are in a call of a tier
         self._recorder = records.recorder
@@ -189,7 +190,6 @@ class TierManager:
         removal = Removal(keys)
         try:
             with self._lock:
-                self._removals[:] = [each for each in self._removals if each() is not None]
                 self._removals.append(weakref.ref(removal))
                 self._writer.forget(lambda keys: _removed(self._removals, keys))
             count = here()
@@ -241,8 +241,7 @@ class TierManager:
             self._recorder.deferred_by = 0
         self._recorder.notify()
         waits = [_POLL] if in_flight or self._ended else []
-        if next_look is not None:
-            waits.append(max(0.0, next_look - time.monotonic()))
+        waits += [] if next_look is None else [max(0.0, next_look - time.monotonic())]
         return min(waits, default=None)
 
     def _step(self) -> None:
@@ -273,12 +272,16 @@ class TierManager:
         self._writer.advance()
         if self._demoted:
             self._set_free_what_is_written()
+        self._writer.taken.clear()
 
     def _set_free_what_is_written(self) -> None:
-        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is."""
-        demoted, self._demoted = self._demoted, []  # forgotten if a policy raises: it might do so every time
+        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is. Of a store
+        without a local index is known what it has just taken.
+        """
+        # Forgotten if a policy raises: it might do so every time.
+        demoted, self._demoted, taken = self._demoted, [], self._writer.taken
         for message in demoted:
-            has = self._has(message.keys)
+            has = [has or key in taken for key, has in zip(message.keys, self._has(message.keys), strict=True)]
             self._records.set_free((tuple(compress(message.keys, has)), message.tenant))
             message.keys = tuple(key for key, there in zip(message.keys, has, strict=True) if not there)
         if not self._writer.idle:
@@ -408,7 +411,7 @@ class TierManager:
         the hook in the manager's thread, except for calls that do not wait for that thread: it would wait for itself.
         Raise ClosedError in a forked child, which does not have that thread.
         """
-        if call != "close" and not (self.closed or self._thread.is_alive()):
+        if call != "close" and not self.closed and len(FORKS) != self._forks:
             raise ClosedError(f"{call} would wait in a forked process for the parent's tiers: make a cache here")
         refuse_nested(self._records.lock, call)
         refuse_nested(self._lock, call)

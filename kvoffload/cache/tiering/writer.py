@@ -39,6 +39,10 @@ class Writer:
         share: part of the entries that may be leased for it at a time.
         notify: makes the manager's thread call `advance` soon.
         choice: learns which keys a tier has taken, and which none has.
+
+    Attributes:
+        going_on: what is being written.
+        taken: keys that a tier has taken, until its owner clears it.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Writer:
         self._records, self._tiers, self._share = records, tiers, share
         self._notify, self._choice = notify, choice
         self._waiting = deque[tuple[bytes, str]]()
-        self.going_on: list[_Put] = []
+        self.going_on, self.taken = list[_Put](), set[bytes]()
 
     @property
     def idle(self) -> bool:
@@ -126,6 +130,7 @@ class Writer:
             below.not_written += len(job.keys) - len(taken)
             below.answered(job.outcomes)
             self._choice.written(taken)
+            self.taken.update(taken)
             left.difference_update(taken)
         self._not_taken([key for key in put.lease.keys if key in left])
 
