@@ -383,7 +383,6 @@ class SharedPool:
         elif self._late is not None and self._answer(self._late, 0.0) is None and time.monotonic() >= self._next_try:
             if self._joined:
                 self._next_try = time.monotonic() + watching.RETRY_SECONDS
-                # not under a new number: a call that has taken its own before would take this answer for its own
                 (datagram,) = messages.datagrams(self._late, Operation.STATUS, messages.pack_keys([]))
                 self._send_datagram(datagram, socket.MSG_DONTWAIT)  # earlier ones may fill the socket
             else:
@@ -453,12 +452,14 @@ class SharedPool:
         self.wake()
 
     def _answer(self, number: int, end: float) -> tuple[int, bytes] | None:
-        """The answer with this number, if it comes in time; None otherwise, and then it is late."""
+        """The answer with this number, 0: any, if it comes in time; None otherwise, and then it is late. Another
+        thread may have taken a greater number and asked before, perhaps twice.
+        """
         self._late = number
         while (message := self._message(end)) is not None:
             if message[1] == Operation.WAIT:
                 end = end if self._memory is not None else max(end, time.monotonic() + ALLOCATING_SECONDS)
-            elif message[0] >= number:
+            elif message[0] == number or not number:
                 if not self._joined:
                     self._take_join(*message[1:])
                 self._late = None
