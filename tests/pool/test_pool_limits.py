@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,3 +218,26 @@ def test_a_process_that_has_a_descriptor_too_few_is_told_so(tmp_path: Path) -> N
         assert len(os.listdir("/proc/self/fd")) == there
     assert any("no file descriptor left" in text for text in refused)
     assert len(refused) < 100
+
+
+def test_calls_of_a_process_without_descriptors_find_nothing_while_there_is_no_owner(tmp_path: Path) -> None:
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        one.store(1)
+        owner.close()
+        eventually(lambda: not one.pool.connected, "it knows that the owner has ended")
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            one.pool._next_try = 0.0
+            assert one.hits(1) == 0
+            one.pool._next_try = 0.0
+            assert one.store(2, wait=False).keys == ()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for number in taken:
+                os.close(number)
+        with PoolOwner(owner.path, nbytes=region_bytes(8)):
+            eventually(lambda: one.hits(1) == 1, "the next owner has the key")
