@@ -97,8 +97,8 @@ class PooledState(CacheState):
         if self._clean >= generation or not self.pool.connected:
             return
         if all(granted == generation for granted, _ in self.numbers.values()):
-            self._clean = generation
             self.pool.tell(Operation.CLEAN, b"", keep=True, generation=generation)
+            self._clean = generation  # afterwards: an interrupt before has the next call tell it
 
     def pack(self, keys: list[bytes]) -> bytes:
         return messages.pack_keys(keys, self.salt)
