@@ -315,8 +315,9 @@ class PooledState(CacheState):
 
     def ask_for(self, record: Record, operation: Operation, payload: bytes) -> bytes | None:
         """Ask for entries; `numbers` has the record before the owner can grant them."""
-        generation, number = granted = self.pool.generation, self.pool.next_number()
-        self.numbers[record] = granted
+        if not self.pool.connected and self.pool.ask(Operation.STATUS, messages.pack_keys([])) is None:
+            return None  # else what was not asked for would have to end, before what the owner has granted
+        self.numbers[record] = generation, number = self.pool.generation, self.pool.next_number()
         return self.pool.ask(operation, payload, number=number, generation=generation)
 
     def _end_at_owner(self, record: Record) -> None:
