@@ -71,7 +71,7 @@ def take(region: Region, message: Message) -> None:
         found = dict(zip(ready, entries, strict=True))
         missing, storing = messages.MISSING, messages.STORING
         entries = [found.get(key, storing if pending.get(key) in own else missing) for key in keys]
-    member.release_promotions(ended=True)  # it has taken what they brought
+    member.release_promotions(0.0, ended=True)  # it has taken what they brought
     member.answer(number, Operation.TAKE, pack_entries(entries))
     if flags & messages.LOADS and len(entries) == len(keys):
         with survived():
@@ -132,11 +132,10 @@ def end(region: Region, message: Message) -> None:
 
 def bring(region: Region, message: Message) -> None:
     member, number, payload = message
-    (milliseconds,) = unpack(NUMBER, payload)
+    (wait,) = unpack(NUMBER, payload)
     keys = list(dict.fromkeys(unpack_keys(payload, NUMBER.size)))
-    member.release_promotions(ended=True)
-    deadline = max(0.001, milliseconds / 1000)
-    promotion = region.index.promote(keys, deadline=deadline, tenant=member.tenant, counted=False)
+    member.release_promotions(0.0, ended=True)
+    promotion = region.index.promote(keys, deadline=max(0.001, wait / 1000), tenant=member.tenant, counted=False)
     member.promotions.append(promotion)
     promotion.add_done_callback(lambda ended: member.answer_later(number, Operation.BRING, NUMBER.pack(ended.ready)))
 

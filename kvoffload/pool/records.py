@@ -75,7 +75,8 @@ class PooledState(CacheState):
         pool: the membership.
         numbers: of each record: the generation of owners that granted it, and its number there. A lease that reads
             what another one holds has the other one's number.
-        unfit: entries whose blocks do not fit the codec, until the owner is told.
+        unfit: entries whose blocks do not fit the codec, until the owner is told: with the end of what it granted under
+            this number.
     """
 
     def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None, clean: float) -> None:
@@ -84,7 +85,7 @@ class PooledState(CacheState):
         self.num_groups = pool.num_groups
         self.pool = pool
         self.numbers: dict[Record, tuple[int, int]] = {}
-        self.unfit = set[int]()
+        self.unfit: dict[int, tuple[int, int]] = {}
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self.salt = b""
         self._opened: dict[int, weakref.ref[RequestRecord]] = {}  # by their numbers at the owner
@@ -97,8 +98,8 @@ class PooledState(CacheState):
         if self._clean >= generation or not self.pool.connected:
             return
         if all(granted == generation for granted, _ in self.numbers.values()):
-            self._clean = generation
             self.pool.tell(Operation.CLEAN, b"", keep=True, generation=generation)
+            self._clean = generation  # afterwards: an interrupt before has the next call tell it
 
     def pack(self, keys: list[bytes]) -> bytes:
         return messages.pack_keys(keys, self.salt)
@@ -205,8 +206,8 @@ class PooledState(CacheState):
         end of the store.
         """
         new = set(unfit).difference(self.unfit, *(source.indices for source in getattr(record, "sources", ())))
-        self.unfit |= new
-        if new:
+        if new and record in self.numbers:
+            self.unfit |= dict.fromkeys(new, self.numbers[record])
             keys = [key for key, entry in zip(record.keys, record.indices, strict=True) if entry in new]
             self.recorder.note_unfit(keys, "" if isinstance(record, LeaseRecord) else record.tenant)
 
@@ -315,8 +316,9 @@ class PooledState(CacheState):
 
     def ask_for(self, record: Record, operation: Operation, payload: bytes) -> bytes | None:
         """Ask for entries; `numbers` has the record before the owner can grant them."""
-        generation, number = granted = self.pool.generation, self.pool.next_number()
-        self.numbers[record] = granted
+        if not self.pool.connected and self.pool.ask(Operation.STATUS, messages.pack_keys([])) is None:
+            return None  # else what was not asked for would have to end, before what the owner has granted
+        self.numbers[record] = generation, number = self.pool.generation, self.pool.next_number()
         return self.pool.ask(operation, payload, number=number, generation=generation)
 
     def _end_at_owner(self, record: Record) -> None:
@@ -326,10 +328,10 @@ class PooledState(CacheState):
         generation, number = granted
         if list(self.numbers.values()).count(granted) == 1:
             well = getattr(record, "stage", None) is COMMITTED
-            unfit = self.unfit and self.unfit.intersection(record.indices)
-            payload = messages.ENDING.pack(number, well) + pack_entries([*unfit])
+            unfit = [entry for entry, by in self.unfit.items() if by == granted]
+            payload = messages.ENDING.pack(number, well) + pack_entries(unfit)
             self.pool.tell(Operation.END, payload, keep=True, generation=generation)
-            self.unfit -= unfit
+            self.unfit = {entry: by for entry, by in self.unfit.items() if by != granted}
         self.numbers.pop(record, None)
         self.tidy()
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvoffload.cache.tiering.promotion import Promotion
 
 MOST_REMOVALS = 64  # of a region, that wait or are under way
+TAKING_SECONDS = 1.0  # after a promotion's deadline: until then the member takes what that brought, or waits no more
 _MOST_OUTGOING = 64 << 20  # bytes that a member has not read yet
 
 MakeIndex = Callable[[PoolMemory], CacheIndex]
@@ -68,7 +69,7 @@ class Member:
         tenant: of all its calls.
         reservations, leases: by the number of the message that asked for them.
         requests: by the member's number for them.
-        promotions: hold keys until it takes some, once they have ended.
+        promotions: hold keys until it takes some, once they have ended, and not for long.
         marked: entries whose headers say that it may read them.
     """
 
@@ -132,13 +133,13 @@ class Member:
             self._outgoing.clear()
         return True
 
-    def release_promotions(self, *, ended: bool) -> None:
-        """`ended`: release only promotions that have ended; another thread of the member waits for the rest."""
-        promotions, self.promotions = self.promotions, []
-        for promotion in promotions:
-            if ended and not promotion.done:
-                self.promotions.append(promotion)
-            else:
+    def release_promotions(self, until: float, *, ended: bool = False) -> None:
+        """Release those with a deadline up to then, by `time.monotonic`; with `ended`, also all that have ended.
+        Another thread of the member may wait for the rest.
+        """
+        for promotion in list(self.promotions):
+            if (promotion._record.deadline or 0.0) <= until or (ended and promotion.done):
+                self.promotions.remove(promotion)
                 promotion.release()
 
 
@@ -245,8 +246,8 @@ class Region:
 
     @property
     def waits(self) -> bool:
-        """Whether entries are in quarantine."""
-        return bool(self._state.awaited)
+        """Whether entries are in quarantine, or held until a member takes them."""
+        return bool(self._state.awaited or any(member.promotions for member in self.members))
 
     def reserved(self, record: ReservationRecord) -> None:
         """The index tells it under its lock."""
@@ -296,7 +297,7 @@ class Region:
         what it was reading, unless it is `dead`: it may have lost its connection alone.
         """
         self.members.discard(member)
-        member.release_promotions(ended=False)
+        member.release_promotions(float("inf"))
         known: Any = self.gone.get(member.number)
         if (member.leases or member.reservations) and known is None:
             self.gone[member.number] = known = Alive()
@@ -313,7 +314,9 @@ class Region:
         self.settle()  # its lock is free, if its process has ended
 
     def settle(self) -> None:
-        """End quarantines whose reason has gone."""
+        """End quarantines whose reason has gone, and promotions that no member has taken anything from."""
+        for member in self.members:
+            member.release_promotions(time.monotonic() - TAKING_SECONDS)
         for number in [number for number in self.gone if not self.memory.locked(number)]:
             self.end_quarantine(number)
         self.records.settle_ended(None)

@@ -315,8 +315,7 @@ class SharedPool:
             return None
         number = self.next_number() if number is None else number
         with self._lock:
-            ready = self._ready() and generation in (None, self.generation)
-            if not ready or not self._send(number, operation, payload):
+            if not (self._ready() and generation in (None, self.generation) and self._send(number, operation, payload)):
                 return None
             answer = self._answer(number, time.monotonic() + self._answer_seconds)
         if answer is None or answer[0] != Operation.REFUSED:
@@ -383,7 +382,6 @@ class SharedPool:
         elif self._late is not None and self._answer(self._late, 0.0) is None and time.monotonic() >= self._next_try:
             if self._joined:
                 self._next_try = time.monotonic() + watching.RETRY_SECONDS
-                # not under a new number: a call that has taken its own before would take this answer for its own
                 (datagram,) = messages.datagrams(self._late, Operation.STATUS, messages.pack_keys([]))
                 self._send_datagram(datagram, socket.MSG_DONTWAIT)  # earlier ones may fill the socket
             else:
@@ -399,27 +397,28 @@ class SharedPool:
         if self._memory is not None and time.monotonic() < self._next_try:
             return False
         self._drop()
-        self._next_try = time.monotonic() + watching.RETRY_SECONDS
-        connection, number = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), self.next_number()
-        CLOSED_IN_CHILDREN.add(connection)
+        self._next_try, number = time.monotonic() + watching.RETRY_SECONDS, self.next_number()
         try:
+            self._socket = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            CLOSED_IN_CHILDREN.add(connection)
             connection.settimeout(None)
             timeout = struct.pack("ll", *divmod(int(1e6 * self._answer_seconds), 1_000_000))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)  # for `connect` and `send`
             connection.connect(self.path)
             if (user := peer_of(connection)[1]) != os.getuid():
                 raise PermissionError(f"{shown(self.path)} is served by user {user}, not by this one")
+            self._incoming = select.poll()
+            self._incoming.register(connection, select.POLLIN)
+            self._assembler, self._late = messages.Assembler(), number
             memory = [] if self._memory is None else [self._memory.descriptor]
             message = messages.datagrams(number, Operation.JOIN, json.dumps(self._asked).encode())
             socket.send_fds(connection, message, memory)
         except BaseException as error:
-            connection.close()
-            if isinstance(error, OSError) and (self._memory is not None or not isinstance(error, PermissionError)):
+            tries_again = self._memory is not None or not (self._socket is None or isinstance(error, PermissionError))
+            self._drop()
+            if isinstance(error, OSError) and tries_again:
                 return False
             raise
-        self._incoming = select.poll()
-        self._incoming.register(connection, select.POLLIN)
-        self._socket, self._assembler, self._late = connection, messages.Assembler(), number
         self._answer(number, time.monotonic() + wait)
         return self._joined
 
@@ -453,12 +452,14 @@ class SharedPool:
         self.wake()
 
     def _answer(self, number: int, end: float) -> tuple[int, bytes] | None:
-        """The answer with this number, if it comes in time; None otherwise, and then it is late."""
+        """The answer with this number, 0: any, if it comes in time; None otherwise, and then it is late. Another
+        thread may have taken a greater number and asked before, perhaps twice.
+        """
         self._late = number
         while (message := self._message(end)) is not None:
             if message[1] == Operation.WAIT:
                 end = end if self._memory is not None else max(end, time.monotonic() + ALLOCATING_SECONDS)
-            elif message[0] >= number:
+            elif message[0] == number or not number:
                 if not self._joined:
                     self._take_join(*message[1:])
                 self._late = None
@@ -522,8 +523,7 @@ class SharedPool:
         self._drop()
 
     def _drop(self) -> None:
-        connection, self._socket = self._socket, None
-        self._joined, self._late = False, None
+        connection, self._socket, self._joined, self._late = self._socket, None, False, None
         self._unsent.clear()
         close_files(self._passed)
         if connection is not None:

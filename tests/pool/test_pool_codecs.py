@@ -94,3 +94,27 @@ def test_a_reserved_key_that_does_not_fit_goes_with_its_commit_or_the_first_load
             other.cache.touch([])
         eventually(lambda: one.hits(0, 1) == 1 == other.hits(0, 1), "the key is gone")
         assert one.cache.statistics().unfit + other.cache.statistics().unfit == 1
+
+
+def test_a_key_that_does_not_fit_goes_though_a_load_of_others_ends_last(tmp_path: Path) -> None:
+    """Both loads share the promotion's lease, which ends with the last of them. What had not been told then was told
+    of the next key in the same entry, which fits.
+    """
+    with serve(tmp_path, 8) as owner, members(owner.path, 2, **CODEC) as (one, other):
+        spoil(one, 1)
+        reservation = one.cache.reserve(keys_of([0, 1]))
+        one.engine.store([0, 1], reservation.slots(), after=NO_WAIT).wait(SECONDS)
+        reservation.commit()
+        eventually(lambda: other.hits(0, 1) == 2, "it is committed")
+        with other.cache.promote(keys_of([0, 1])) as promotion, held(other) as (stream, gate):
+            with pytest.raises(TransferError, match="did not fit the codec"):
+                other.cache.load(keys_of([0, 1]), [SOURCES, SOURCES + 1], after=NO_WAIT).wait(SECONDS)
+            last = other.cache.load(keys_of([0]), [SOURCES + 2], after=stream)
+            promotion.release()
+            other.cache.status([])
+            gate.open()
+            last.wait(SECONDS)
+        eventually(lambda: one.hits(0, 1) == 1 == other.hits(0, 1), "the key is gone")
+        one.cache.clear()
+        other.store(*range(8))
+        assert other.hits(*range(8)) == 8

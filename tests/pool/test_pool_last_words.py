@@ -311,6 +311,27 @@ def test_an_owner_is_asked_for_a_lost_answer_under_a_number_that_no_call_waits_f
         assert pool.ask(Operation.STATUS, asked, number=early) == b"\2"
 
 
+def test_no_answer_to_a_later_message_is_taken_for_one_to_an_earlier_one(tmp_path: Path) -> None:
+    """Its thread had taken its number, and waited while another thread asked: an answer of another kind made a look-up
+    raise, or find nothing.
+    """
+    with reader(tmp_path / "pool") as owner:
+        pool, asked = owner.pool, pack_keys(keys_of([1]))
+        early = pool.next_number()
+        assert pool.ask(Operation.STATUS, asked) is None, "it is late"
+        late, again = owner.read()[0], owner.read()[0]
+        for number, content in ((late, b"\1"), (again, b""), (early, b"\2")):
+            owner.answer(number, Operation.STATUS, content)
+        assert pool.ask(Operation.STATUS, asked, number=early) == b"\2"
+        early = pool.next_number()
+        pool.tell(Operation.USE, asked)
+        while (message := owner.read())[1] != Operation.USE:
+            pass
+        owner.answer(message[0], Operation.REFUSED, b"no request has this number")
+        owner.answer(early, Operation.STATUS, b"\1")
+        assert pool.ask(Operation.STATUS, asked, number=early) == b"\1"
+
+
 def test_a_message_that_is_sent_later_arrives_whole(tmp_path: Path) -> None:
     """The owner had read a part of it, which counted together with the rest, or all, of it."""
     with reader(tmp_path / "pool") as owner:

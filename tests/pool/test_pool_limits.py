@@ -6,14 +6,15 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from pooling import SECONDS, eventually, keys_of, member, region_bytes, serve
+from pooling import SECONDS, SOURCES, Standing, eventually, keys_of, member, region_bytes, serve
 
-from kvoffload import CapabilityError, CapacityError, LayoutError, Status, Tenant
-from kvoffload.pool import PoolOwner, SharedPool, messages, watching
+from kvoffload import NO_WAIT, CapabilityError, CapacityError, LayoutError, Status, Tenant
+from kvoffload.pool import PoolOwner, SharedPool, messages, shared_pool, watching
 from kvoffload.pool.messages import MOST_KEY_BYTES, MOST_MESSAGE
 
 
@@ -217,3 +218,51 @@ def test_a_process_that_has_a_descriptor_too_few_is_told_so(tmp_path: Path) -> N
         assert len(os.listdir("/proc/self/fd")) == there
     assert any("no file descriptor left" in text for text in refused)
     assert len(refused) < 100
+
+
+def test_calls_of_a_process_without_descriptors_find_nothing_while_there_is_no_owner(tmp_path: Path) -> None:
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        one.store(1)
+        owner.close()
+        eventually(lambda: not one.pool.connected, "it knows that the owner has ended")
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            one.pool._next_try = 0.0
+            assert one.hits(1) == 0
+            one.pool._next_try = 0.0
+            assert one.store(2, wait=False).keys == ()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for number in taken:
+                os.close(number)
+        with PoolOwner(owner.path, nbytes=region_bytes(8)):
+            eventually(lambda: one.hits(1) == 1, "the next owner has the key")
+
+
+def test_calls_while_the_owner_stands_still_keep_it_from_hearing_of_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they had not asked for ended, too. When that were too many, leases that ended then were held for ever."""
+    monkeypatch.setattr(shared_pool, "_MOST_UNSENT", 8)
+    policies = list[Standing]()
+
+    def policy(capacity: int) -> Standing:
+        policies.append(Standing(capacity))
+        return policies[-1]
+
+    with serve(tmp_path, 8, policy=policy) as owner, member(owner.path, answer_seconds=0.2) as one:
+        eventually(lambda: one.store(1, 2) and one.hits(1, 2) == 2, "the keys are stored")
+        lease = one.cache.acquire(keys_of([1]))
+        one.cache.touch(keys_of([1]))
+        for _ in range(10):
+            assert one.cache.fetch(keys_of([1]), [SOURCES], after=NO_WAIT).wait(SECONDS) == 0
+            assert one.store(3, wait=False).keys == ()
+        lease.release()
+        for each in policies:
+            each.go.set()
+        eventually(lambda: one.hits(1) == 1, "the owner goes on")
+        eventually(lambda: owner.statistics()[0]["pinned"] == 0, "nothing is held")

@@ -518,6 +518,24 @@ def test_promotions_and_requests_of_a_member_that_is_gone_end(tmp_path: Path) ->
             eventually(lambda: two.room(4) == 4, "all entries are free")
 
 
+def test_what_was_promoted_for_a_member_that_does_not_take_it_is_not_held_for_long(tmp_path: Path) -> None:
+    """Its fetch was interrupted, or had given up: it held half of the entries, all that promotions may have, for ever,
+    so that no other member got a key from a tier.
+    """
+    path, tier = str(tmp_path / "pool"), MemoryTier(1 << 20)
+    with serve(tmp_path, 4, tiers=lambda *_: [tier], write="through") as owner, raw(path) as one:
+        one.store(keys_of([1, 2]), 9)
+        eventually(lambda: all(tier.contains(keys_of([1, 2]))), "the tier has them")
+        eventually(lambda: pending(owner) == (0, 0), "it reads them no more")
+        one.ask(Operation.FORGET, pack_keys(keys_of([1, 2])))
+        assert one.ask(Operation.BRING, (1000).to_bytes(4, "little") + pack_keys(keys_of([1, 2])))[1][0] == 2
+        assert pending(owner) == (0, 2)
+        eventually(lambda: pending(owner) == (0, 0), "nothing is held")
+        assert one.status(keys_of([1, 2])) == [1, 1]
+        one.send(Operation.BRING, (5).to_bytes(4, "little") + pack_keys(keys_of([1, 3])))
+        eventually(lambda: pending(owner) == (0, 0), "nothing is held")
+
+
 def test_pending_keys_of_others_are_not_taken(tmp_path: Path) -> None:
     path = str(tmp_path / "pool")
     with serve(tmp_path, 4), raw(path) as one, raw(path) as other:

@@ -284,6 +284,25 @@ def test_a_cache_that_is_made_after_a_takeover_frees_what_its_number_was_writing
             eventually(lambda: second.statistics()[0]["pinned"] == 0, "nothing is held")
 
 
+def test_an_interrupt_anywhere_in_the_end_of_the_last_use_keeps_nothing_held_by_the_next_owner(tmp_path: Path) -> None:
+    """It was told once that nothing is in use any more: an interrupt right before that had it never told."""
+    path, number, points = str(tmp_path / "pool"), 1, list[str]()
+    with member_of_many_owners(path) as (one, restart):
+        while True:
+            lease = one.cache.acquire(keys_of([1]))
+            restart()
+            taken_over(one, 1)
+            outcome = interrupt_at(number, lease.release)
+            lease.release()
+            one.cache.status([])
+            eventually(lambda: one.counts() == (1, 0, 0), "nothing is held")
+            if outcome.point is None:
+                break
+            points.append(outcome.point.what)
+            number += 1
+        assert points.count("SharedPool.tell") == 2, "the end of the lease, and of all uses"
+
+
 def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_path: Path) -> None:
     """The last point before it is stored."""
     with member_of_many_owners(str(tmp_path / "pool")) as (one, restart):
