@@ -225,14 +225,8 @@ class PooledState(CacheState):
             return lease
         source = self.fetched
         self.table.leases.add(lease)
-        if source is not None and not source.released:
-            found = source.indices[: len(keys)]
-            if source.keys[: len(keys)] != keys:
-                entry_of = dict(zip(source.keys, source.indices, strict=True))
-                found = [entry_of[key] for key in keys if key in entry_of]
-            if len(found) == len(keys):
-                lease.indices, self.numbers[lease] = found, self.numbers[source]
-                return lease
+        if source is not None and self._shares(lease, source):
+            return lease
         reserved = [each for each in self.table.reservations if pending and each.stage is not SETTLING]
         if any(not set(each.keys).isdisjoint(keys) for each in reserved):
             loads = None  # it may be refused, and then it uses none
@@ -266,10 +260,27 @@ class PooledState(CacheState):
         found = len(lease.indices)
         if found < len(keys):
             self.end(lease)
+            if not self.pool.connected:  # what another lease of this member holds is there without the owner, too
+                self.proposed = lease = LeaseRecord(keys, [], ())
+                lease.groups = self.num_groups
+                if any(self._shares(lease, each) for each in list(self.numbers) if isinstance(each, LeaseRecord)):
+                    return lease
             raise MissingKeyError(
                 f"keys[{found}] ({keys[found].hex()[:16]}) is not ready; load only what lookup() found"
             )
         return lease
+
+    def _shares(self, lease: LeaseRecord, source: LeaseRecord) -> bool:
+        """Have a lease read what another one holds, if that has all its keys. Whether it has."""
+        keys, found = lease.keys, source.indices[: len(lease.keys)]
+        if source.keys[: len(keys)] != keys:
+            entry_of = dict(zip(source.keys, source.indices, strict=True))
+            found = [entry_of[key] for key in keys if key in entry_of]
+        if source.released or source.sources or len(found) < len(keys):
+            return False
+        self.table.leases.add(lease)
+        lease.indices, self.numbers[lease] = found, self.numbers[source]
+        return True
 
     def begin(self, lease: LeaseRecord) -> None:
         """The owner holds its entries already."""

@@ -120,6 +120,26 @@ def test_a_load_tells_the_owners_policy_once(tmp_path: Path) -> None:
         assert len(loaded()) == 3, "a load that is refused uses no key"
 
 
+def test_what_leases_hold_is_loaded_without_the_owner(tmp_path: Path) -> None:
+    """Whichever of them was asked for last. What none of them has is missing, and so is what was given back."""
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        one.store(1, 2, 3, 4)
+        leases = [one.cache.acquire(keys_of(numbers)) for numbers in ([1, 2], [3], [4])]
+        owner.close()
+        for _ in range(2):  # it has not seen that the owner has ended, and it has
+            one.check_load(2, 1)
+            one.check_load(3)
+            one.check_load(1)
+        leases[2].release()
+        for numbers in ([1, 3], [4]):
+            with pytest.raises(MissingKeyError):
+                one.check_load(*numbers)
+        leases[0].release()
+        with pytest.raises(MissingKeyError):
+            one.check_load(1)
+        one.cache.check()
+
+
 def test_a_policy_that_raises_after_the_answer_takes_no_entry_away(tmp_path: Path, caplog: Any) -> None:
     policies = list[Telling]()
 
