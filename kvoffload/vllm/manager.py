@@ -283,13 +283,12 @@ class KVOffloadManager(OffloadingManager):
         If a tier cannot remove its records, that is logged, and the tiers are closed for good.
         """
         self._resets += 1
-        kept = 0 if self._events is None else len(self._events)
         if self._promotions is None:
             self.index.clear()
         else:
             self._promotions.clear(self.index)
-        if self._events is not None:  # vLLM reports a reset by an event of its own
-            self._events.cut_back(kept)
+        if self._events is not None:  # vLLM reports a reset by an event of its own, which comes before those kept here
+            self._events.take()
         self._before_reset += [
             partial(self.index.records.release, lease) for leases in self._reading.values() for lease in leases
         ]
@@ -351,13 +350,6 @@ class EventLog:
         with self._lock:
             events, self._events = self._events, []
         return events
-
-    def cut_back(self, length: int) -> None:
-        with self._lock:
-            del self._events[length:]
-
-    def __len__(self) -> int:
-        return len(self._events)
 
 
 # the state of requests ------------------------------------------------------------------------------------------------

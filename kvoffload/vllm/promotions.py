@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -23,7 +23,7 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
-from kvoffload.cache.tiering import CacheTierStatistics
+from kvoffload.cache.tiering import BreakerState, CacheTierStatistics
 from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.errors import KVOffloadError, MissingKeyError, TierError
 from kvoffload.internal.log import LOGGER
@@ -170,7 +170,7 @@ class Promotions:
         """Drop all keys, in the tiers, too: vLLM resets for new weights, for example, which make all records wrong."""
         self._forget()
         try:
-            index.clear()
+            index.clear(below=not self._ended)
         except TierError as error:
             LOGGER.error("the tiers are not used any more, since a reset of vLLM's cache failed there: %s", error)
             self._ended = True
@@ -181,7 +181,8 @@ class Promotions:
         return index.statistics()
 
     def tier_statistics(self) -> tuple[CacheTierStatistics, ...]:
-        return () if self._index is None else tuple(self._index.tier_statistics())
+        now = () if self._index is None else tuple(self._index.tier_statistics())
+        return tuple(replace(tier, state=BreakerState.OPEN) for tier in now) if self._ended else now
 
     def close(self) -> None:
         """Close the tiers, and wait at most 10 seconds for their writes. Nothing more is promoted."""

@@ -41,6 +41,7 @@ SETTINGS = {
     "two workers": Setting(ONE, chunks=200, workers=2),
     "two workers, a window, asynchronous": Setting(WINDOW, chunks=200, workers=2, asynchronous=True),
     "many resets": Setting(ONE, chunks=60, reset=0.1, idle=0.1, asynchronous=True),
+    "resets that preempt": Setting(WINDOW, chunks=50, reset=0.03, workers=2, preempting=True),
     "synchronous loads": Setting(ONE, chunks=200, extra=SYNCHRONOUS),
     "synchronous loads, a window": Setting(WINDOW, chunks=200, extra=SYNCHRONOUS, asynchronous=True),
     "vLLM's connector": Setting(ONE, chunks=200, connector="OffloadingConnector"),
@@ -79,6 +80,8 @@ def test_what_the_model_reads_is_what_it_has_written(name: str, tmp_path: Path) 
         assert total["failed loads"] + total["failed stores"] > 0
     if setting.extra == SYNCHRONOUS:
         assert total["synchronous loads"] > 0
+    if setting.preempting:
+        assert total["preempting resets"] > 0
 
 
 def test_the_seed_of_the_tests_chooses_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

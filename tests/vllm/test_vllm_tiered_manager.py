@@ -293,6 +293,12 @@ def test_tiers_that_cannot_be_reset_are_not_used_any_more() -> None:
         assert bench.look(range(3), bench.context(range(3))) == [MISS] * 3
         bench.store([4])
         assert bench.look([4], bench.context([4])) == [HIT]
+        assert bench.manager.get_stats().reduce()["vllm:kvoffload_tier_usable:('faulty-memory',)"] == 0
+        bench.manager.reset_cache()  # another one, for which no tier is asked
+        bench.manager.on_reset_flushed()
+        assert bench.look([4], bench.context([4])) == [MISS]
+        bench.store([4])
+        assert bench.look([4], bench.context([4])) == [HIT]
 
 
 def test_a_load_that_failed_is_not_repeated_from_the_tier_for_ever() -> None:

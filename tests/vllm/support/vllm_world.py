@@ -70,6 +70,7 @@ class Setting:
         late_model, late_copies: how many of the model's steps, and of the transfers, begin late.
         reset, abort, fail, idle: probabilities for each step: of a reset, of an aborted request, of a driver call that
             fails, of running all that is queued on the GPUs.
+        preempting: a reset also preempts all running requests, and clears the GPU's prefix cache, where vLLM can.
     """
 
     shape: Shape
@@ -92,6 +93,7 @@ class Setting:
     hints: bool = False
     late_model: float = 0.0
     late_copies: float = 0.0
+    preempting: bool = False
 
 
 class World:
@@ -240,7 +242,15 @@ class World:
                 worker.wait_for_step(self.counts["steps"] - len(self._behind) + 1)
             self.scheduler.update_from_output(*self._behind.popleft())
         if self.random.random() < self.setting.reset:
-            self.scheduler.connector.reset_cache()
+            states = {request.status for request in self.scheduler.requests.values()}
+            if self.setting.preempting and RequestStatus.WAITING_FOR_REMOTE_KVS not in states:  # else vLLM raises
+                try:
+                    self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+                    self.counts["preempting resets"] += 1
+                except RuntimeError:  # blocks of an ended request are still in use
+                    self.counts["refused resets"] += 1
+            else:
+                self.scheduler.connector.reset_cache()
             self.counts["resets"] += 1
 
     def _note(self, output: Any) -> None:
