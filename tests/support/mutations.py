@@ -725,8 +725,8 @@ MUTATIONS = (
     Mutation(
         "a-call-ends-the-promotions-that-other-threads-wait-for",
         "pool/region.py",
-        "            if ended and not promotion.done:",
-        "            if False:",
+        "(ended and promotion.done)",
+        "ended",
         (f"{POOL_MEMBERS}::test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool",),
     ),
     Mutation(
