@@ -6,12 +6,14 @@
 
 Without configured logging, errors are printed to stderr, since nothing else reports them. Successful transfers are not
 logged, and nothing is logged while the engine's lock is held. Passwords in a record are masked. What a handler or
-filter of the program's raises stays here: neither a request nor a thread of the library ends for it.
+filter of the program's raises stays here: neither a request nor a thread of the library ends for it. KeyboardInterrupt
+and SystemExit leave the main thread's calls, since a signal handler may have raised them.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 
 from kvoffload.internal.checks import masked
 
@@ -40,7 +42,9 @@ def _mask(record: logging.LogRecord) -> bool:
 def _handle(record: logging.LogRecord) -> None:
     try:
         type(LOGGER).handle(LOGGER, record)
-    except Exception:  # noqa: BLE001
+    except BaseException as error:
+        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+            raise  # of a signal handler, such as Ctrl-C
         record.getMessage()  # raises if the record itself is wrong
 
 

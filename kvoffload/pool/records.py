@@ -75,8 +75,8 @@ class PooledState(CacheState):
         pool: the membership.
         numbers: of each record: the generation of owners that granted it, and its number there. A lease that reads
             what another one holds has the other one's number.
-        unfit: entries whose blocks do not fit the codec, until the owner is told: with the end of what it granted under
-            this number.
+        unfit: entries whose blocks do not fit the codec, and the generation and number of the grant whose end tells the
+            owner so.
     """
 
     def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None, clean: float) -> None:
@@ -87,6 +87,7 @@ class PooledState(CacheState):
         self.numbers: dict[Record, tuple[int, int]] = {}
         self.unfit: dict[int, tuple[int, int]] = {}
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
+        self._removed = 0  # leases with smaller numbers may hold keys that have been removed since
         self.salt = b""
         self._opened: dict[int, weakref.ref[RequestRecord]] = {}  # by their numbers at the owner
         self._told: LeaseRecord | None = None  # the latest lease that the owner was asked for together with its use
@@ -99,7 +100,12 @@ class PooledState(CacheState):
             return
         if all(granted == generation for granted, _ in self.numbers.values()):
             self.pool.tell(Operation.CLEAN, b"", keep=True, generation=generation)
-            self._clean = generation  # afterwards: an interrupt before has the next call tell it
+            self._clean = generation  # set last: after an interrupt the next call tells it again
+
+    def forget_leases(self) -> None:
+        """Keys are about to be removed, or renamed: loads ask the owner for them, whatever leases hold."""
+        self.fetched = None
+        self._removed = self.pool.next_number()
 
     def pack(self, keys: list[bytes]) -> bytes:
         return messages.pack_keys(keys, self.salt)
@@ -263,8 +269,9 @@ class PooledState(CacheState):
             if not self.pool.connected:  # what another lease of this member holds is there without the owner, too
                 self.proposed = lease = LeaseRecord(keys, [], ())
                 lease.groups = self.num_groups
-                if any(self._shares(lease, each) for each in list(self.numbers) if isinstance(each, LeaseRecord)):
-                    return lease
+                for source, (_, number) in list(self.numbers.items()):
+                    if isinstance(source, LeaseRecord) and number > self._removed and self._shares(lease, source):
+                        return lease
             raise MissingKeyError(
                 f"keys[{found}] ({keys[found].hex()[:16]}) is not ready; load only what lookup() found"
             )
@@ -328,7 +335,7 @@ class PooledState(CacheState):
     def ask_for(self, record: Record, operation: Operation, payload: bytes) -> bytes | None:
         """Ask for entries; `numbers` has the record before the owner can grant them."""
         if not self.pool.connected and self.pool.ask(Operation.STATUS, messages.pack_keys([])) is None:
-            return None  # else what was not asked for would have to end, before what the owner has granted
+            return None  # without a number: its end would wait for the owner, and crowd out those of real leases
         self.numbers[record] = generation, number = self.pool.generation, self.pool.next_number()
         return self.pool.ask(operation, payload, number=number, generation=generation)
 
@@ -418,7 +425,7 @@ class PoolRecords(Records):
         """Perhaps also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0
         and raises nothing if the owner does not answer, or a tier takes longer or fails: then they may be there still.
         """
-        locked(self, lambda state: setattr(state, "fetched", None))  # loads ask the owner from now on
+        locked(self, lambda _: self._pooled.forget_leases())
         keys, below = given
         payload = b"" if keys is None else self._pooled.pack(keys)
         wait = MOST_SECONDS if below and self._pool.has_tiers else 0.0
@@ -476,7 +483,7 @@ class PoolRecords(Records):
     @guarded
     def part(self, _: None) -> None:
         """Rename this member's keys: it shares none with other members, or with its own earlier stores, any more."""
-        self._pooled.fetched = None
+        self._pooled.forget_leases()
         self._pooled.salt = os.urandom(8)
 
     def bring(self, keys: list[bytes], wait: float | None) -> None:

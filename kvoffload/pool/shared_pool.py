@@ -377,7 +377,7 @@ class SharedPool:
         answer. If an answer is late for long, an interrupt may have lost it: then ask for another one.
         """
         self.check_usable()
-        if self._socket is None:
+        if self._socket is None or (self._late is None and not self._joined):  # the latter after an interrupt
             self._connect(self._answer_seconds)
         elif self._late is not None and self._answer(self._late, 0.0) is None and time.monotonic() >= self._next_try:
             if self._joined:
@@ -452,8 +452,8 @@ class SharedPool:
         self.wake()
 
     def _answer(self, number: int, end: float) -> tuple[int, bytes] | None:
-        """The answer with this number, 0: any, if it comes in time; None otherwise, and then it is late. Another
-        thread may have taken a greater number and asked before, perhaps twice.
+        """The answer with this number (0: any answer), or None if it does not come in time: then it is late. Answers
+        with greater numbers may come first, if another thread asked between this one's number and its message.
         """
         self._late = number
         while (message := self._message(end)) is not None:

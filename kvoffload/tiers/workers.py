@@ -193,8 +193,8 @@ class Workers:
         )
 
     def start(self, count: int, label: str, at_end: Callable[[], None]) -> None:
-        """Start threads named after the tier. One that ends when no work runs any more calls `at_end` before, so that
-        may be called more than once. ClosedError if closed.
+        """Start threads named after the tier. Each that ends while no work runs calls `at_end`, so that may be called
+        more than once, and by several threads at a time. ClosedError if closed.
         """
         with self._lock:
             if self.closed:

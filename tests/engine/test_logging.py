@@ -8,10 +8,12 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from growing import grows, wait_for_the_end
 from helpers import COPY_ENGINE_ONLY, LEVELS, rig, simulated
+from tier_classes import DictTier, attached
 from tiering import SECONDS, keys, tiered
 
 import kvoffload
@@ -20,6 +22,7 @@ from kvoffload.cache.policies import LRU
 from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.internal import cachefiles
 from kvoffload.internal.log import LOGGER
+from kvoffload.tiers import Origin, Outcome
 
 
 @pytest.fixture
@@ -147,6 +150,27 @@ def test_the_thread_of_tiers_survives_what_a_handler_raises() -> None:
         policy.breaks = True
         assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 0
         assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 4
+
+
+def test_the_thread_of_a_tier_survives_a_handler_that_exits() -> None:
+    """In a thread SystemExit ends nothing but that: the job did not end."""
+
+    class Failing(DictTier):
+        def write_records(self, keys: Any, rows: Any, origin: Origin) -> Sequence[Outcome]:  # noqa: ARG002
+            raise OSError("no room")
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = sys.exit  # type: ignore[assignment,method-assign]
+    tier = Failing(threads=1)
+    with attached(tier, 4):
+        logging.getLogger("kvoffload").addHandler(handler)
+        try:
+            for key in (b"first", b"second"):
+                assert tier.put([key], [0]).wait(SECONDS) == [Outcome.FAILED]
+            with pytest.raises(SystemExit):
+                LOGGER.warning("as of a signal handler")
+        finally:
+            logging.getLogger("kvoffload").removeHandler(handler)
 
 
 @pytest.mark.usefixtures("raising")

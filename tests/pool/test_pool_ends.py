@@ -140,6 +140,30 @@ def test_what_leases_hold_is_loaded_without_the_owner(tmp_path: Path) -> None:
         one.cache.check()
 
 
+@pytest.mark.parametrize("how", ["remove", "clear", "part"])
+def test_what_was_removed_is_not_loaded_without_the_owner(tmp_path: Path, how: str) -> None:
+    """Though a lease holds it still: nor is it while the owner answers. What is leased afterwards is loaded."""
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        one.store(1, 2)
+        lease = one.cache.acquire(keys_of([1, 2]))
+        if how == "remove":
+            one.cache.remove(keys_of([1]))
+        elif how == "clear":
+            one.cache.clear()
+        else:
+            one.cache._records.part(None)
+        one.store(3)
+        later = one.cache.acquire(keys_of([3]))
+        for _ in range(2):
+            with pytest.raises(MissingKeyError):
+                one.check_load(1)
+            one.check_load(3)
+            owner.close()
+        lease.release()
+        later.release()
+        one.cache.check()
+
+
 def test_a_policy_that_raises_after_the_answer_takes_no_entry_away(tmp_path: Path, caplog: Any) -> None:
     policies = list[Telling]()
 

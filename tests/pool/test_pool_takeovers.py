@@ -265,6 +265,28 @@ def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_pat
         assert points > 3
 
 
+def test_an_interrupt_where_no_owner_is_found_does_not_keep_the_member_from_the_next_one(tmp_path: Path) -> None:
+    """The socket that could not be connected was kept, so that no other one was made."""
+    number, points = 1, list[str]()
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
+        one.store(1)
+        owner.close()
+        eventually(lambda: not one.pool.connected, "it knows that the owner has ended")
+        while True:
+            one.pool._next_try = 0.0
+            outcome = interrupt_at(number, lambda: one.hits(1))
+            if outcome.point is None:
+                break
+            if outcome.point.what == "SharedPool._drop":
+                one.pool._next_try = 0.0
+                with PoolOwner(owner.path, nbytes=region_bytes(8)):
+                    taken_over(one, 1)
+                eventually(lambda: not one.pool.connected, "it knows that this owner has ended, too")
+            points.append(outcome.point.what)
+            number += 1
+        assert points.count("SharedPool._drop") >= 2, "before an attempt, and after one that failed"
+
+
 def test_a_cache_that_is_made_after_a_takeover_frees_what_its_number_was_writing_before(tmp_path: Path) -> None:
     """An earlier member had the number, and its reservation's headers are all that is left of it."""
     path = str(tmp_path / "pool")

@@ -95,7 +95,8 @@ class TierManager:
     ) -> None:
         self.tiers = [TierBelow(tier, hung) for tier in tiers]
         self.closed = False
-        self._closer, self._forks = 0, len(FORKS)  # the thread that closes; forks so far
+        self._closer = 0  # the thread that closes
+        self._forks = len(FORKS)
         self._lock = threading.RLock()
         self._calling: set[int] = set()  # threads of callers that are in a call of a tier
         self._recorder = records.recorder
@@ -241,7 +242,8 @@ class TierManager:
             self._recorder.deferred_by = 0
         self._recorder.notify()
         waits = [_POLL] if in_flight or self._ended else []
-        waits += [] if next_look is None else [max(0.0, next_look - time.monotonic())]
+        if next_look is not None:
+            waits.append(max(0.0, next_look - time.monotonic()))
         return min(waits, default=None)
 
     def _step(self) -> None:
@@ -275,8 +277,8 @@ class TierManager:
         self._writer.taken.clear()
 
     def _set_free_what_is_written(self) -> None:
-        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is. Of a store
-        without a local index is known what it has just taken.
+        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is. A store
+        without a local index cannot say what it has: there, the keys that it has just taken count.
         """
         # Forgotten if a policy raises: it might do so every time.
         demoted, self._demoted, taken = self._demoted, [], self._writer.taken
