@@ -30,6 +30,7 @@ import dis
 import gc
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -228,6 +229,31 @@ def interrupt_at(
     finally:
         sys.unraisablehook = hook
     return Outcome(profile.hit, error, profile.hit is not None and bool(swallowed) and not error)
+
+
+def interrupt_in_line(name: str, line: int, function: Callable[[], object]) -> None:
+    """Call `function`, and raise KeyboardInterrupt before a line in the function `name` of Python's `threading`; lines
+    count from 1, as they are executed. What is raised stays here. If fewer are executed, nothing is.
+    """
+    left = [line]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != threading.__file__ or frame.f_code.co_name != name:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
 
 
 def call_at(number: int, function: Callable[[], object], other: Callable[[], object]) -> tuple[Outcome, Any]:

@@ -226,6 +226,24 @@ def check_load_at_last(one: Member, *numbers: int) -> None:
     eventually(loaded, "the keys are loaded")
 
 
+@contextmanager
+def held_by_a_thread(lock: Any) -> Iterator[None]:
+    """Another thread has the lock, as it may when this process forks."""
+    taken, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            go.wait(SECONDS)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(SECONDS)
+    yield
+    go.set()
+    thread.join()
+
+
 class Standing(LRU):
     """A policy that stands still in `touch` until it is let go: so does its owner, as if it had been stopped."""
 

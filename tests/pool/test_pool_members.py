@@ -23,6 +23,7 @@ from pooling import (
     eventually,
     forks,
     held,
+    held_by_a_thread,
     key_of,
     keys_of,
     member,
@@ -368,35 +369,24 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> Non
     with serve(tmp_path, 8) as owner, member(owner.path) as one, ExitStack() as stack:
         one.store(1, 2)
         index: Any = CacheIndex(stack.enter_context(SharedPool.attach(owner.path, one.layout, identity=IDENTITY)))
-        taken, go = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with one.pool._lock:
-                taken.set()
-                go.wait(SECONDS)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert taken.wait(SECONDS)
-        child = os.fork()
-        if child == 0:
-            refused = 0
-            for call in (
-                lambda: one.cache.lookup(keys_of([1])),
-                lambda: one.store(3),
-                lambda: index.lookup(keys_of([1])),
-                lambda: index.reserve(keys_of([3])),
-                lambda: index.touch(keys_of([3])),
-                lambda: one.pool.ask(4, b""),  # type: ignore[arg-type]
-            ):
-                try:
-                    call()
-                except ClosedError:
-                    refused += 1
-            one.pool.close()
-            os._exit(refused)
-        go.set()
-        thread.join()
+        with held_by_a_thread(one.pool._lock):
+            child = os.fork()
+            if child == 0:
+                refused = 0
+                for call in (
+                    lambda: one.cache.lookup(keys_of([1])),
+                    lambda: one.store(3),
+                    lambda: index.lookup(keys_of([1])),
+                    lambda: index.reserve(keys_of([3])),
+                    lambda: index.touch(keys_of([3])),
+                    lambda: one.pool.ask(4, b""),  # type: ignore[arg-type]
+                ):
+                    try:
+                        call()
+                    except ClosedError:
+                        refused += 1
+                one.pool.close()
+                os._exit(refused)
         end = time.monotonic() + SECONDS
         while not (found := os.waitpid(child, os.WNOHANG))[0]:
             if time.monotonic() > end:

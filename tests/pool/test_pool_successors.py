@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -22,6 +21,7 @@ from pooling import (
     SlowTiers,
     eventually,
     forks,
+    held_by_a_thread,
     keys_of,
     raw,
     region_bytes,
@@ -132,23 +132,12 @@ def test_a_forked_child_does_not_keep_the_memory_of_an_owner_that_was_killed(tmp
 def test_a_child_of_the_owners_process_waits_for_no_thread_of_the_parents(tmp_path: Path) -> None:
     """Its calls end, also if another thread was asking the owner's when it was forked."""
     with serve(tmp_path, 8) as owner:
-        taken, go = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with owner._waking:
-                taken.set()
-                go.wait(SECONDS)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert taken.wait(SECONDS)
-        child = os.fork()
-        if child == 0:
-            owner.statistics()
-            owner.close()
-            os._exit(0)
-        go.set()
-        thread.join()
+        with held_by_a_thread(owner._waking):
+            child = os.fork()
+            if child == 0:
+                owner.statistics()
+                owner.close()
+                os._exit(0)
         ended = os.pidfd_open(child)
         select.select([ended], [], [], SECONDS)
         os.close(ended)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
-from interrupts import interrupt_at
+from interrupts import interrupt_at, interrupt_in_line
 from seeds import rest_long
 from tier_classes import DictTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
@@ -98,25 +96,7 @@ def test_an_interrupted_close_can_be_called_again(start: int) -> None:
 @pytest.mark.parametrize("line", range(1, 6))
 def test_an_interrupt_while_python_looks_at_the_thread_does_not_end_it(line: int) -> None:
     """CPython before 3.13 then takes a thread that goes on for one that has ended."""
-    left = [line]
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_name != "_wait_for_tstate_lock":
-            return None
-        if event == "line":
-            left[0] -= 1
-            if not left[0]:
-                raise KeyboardInterrupt
-        return trace
-
     with tiered(DictTier()) as bench:
         bench.written(range(2))
-        before = sys.gettrace()
-        try:
-            sys.settrace(trace)
-            bench.cache.promote(keys([0])).release()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+        interrupt_in_line("_wait_for_tstate_lock", line, lambda: bench.cache.drain(SECONDS))
         assert bench.cache.promote(keys([0, 1])).wait(SECONDS) == 2

@@ -6,10 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import pytest
+from interrupts import interrupt_in_line
 from programs import run_program
 from tier_classes import SECONDS, DictTier, GatedTier, Rows, attached
 
@@ -541,28 +541,10 @@ with attached(tier, 4):
 @pytest.mark.parametrize("line", range(1, 11))
 def test_an_interrupt_while_a_thread_is_woken_loses_no_later_work(line: int) -> None:
     """`Condition.notify` may leave a waiter behind that has gone, and the next call then wakes that one alone."""
-    left = [line]
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != threading.__file__ or frame.f_code.co_name != "notify":
-            return None
-        if event == "line":
-            left[0] -= 1
-            if not left[0]:
-                raise KeyboardInterrupt
-        return trace
-
     tier = DictTier(threads=1)
     with attached(tier, 4):
         assert tier.put([b"before"], [0]).wait(SECONDS) == [DONE]
         time.sleep(0.02)
-        before = sys.gettrace()
-        try:
-            sys.settrace(trace)
-            tier.put([b"interrupted"], [0])
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+        interrupt_in_line("notify", line, lambda: tier.put([b"interrupted"], [0]))
         time.sleep(0.02)  # until the thread waits again, else it finds the work without being woken
         assert tier.put([b"after"], [1]).wait(SECONDS) == [DONE]
