@@ -116,6 +116,8 @@ def test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have
         with serve(tmp_path, 8), raw(path, join=False) as other:
             for each in (a, b):
                 taken_over(each, 0, 1, 2, 3)
+                each.cache.acquire(keys_of([3])).release()  # a member says then, at the latest, that it is clean
+                assert each.hits(3)
             other.asked["fingerprint"] = a.layout.fingerprint.hex()
             other.join()
             for turn in range(10):
