@@ -4,6 +4,7 @@ do the mistakes of `mutations.py`."""
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from mutants import PACKAGE, Run, Site, mutated, run_mutant, wait_sites
@@ -46,7 +47,9 @@ class Mutants:
         options = ["-n", "0", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=line", "-W", "error", "--timeout=40"]
         options += ["--assert=plain", *(["-x"] if stop_early else [])]  # rewriting the tests' asserts would take time
         environment = {"KVOFFLOAD_ORDERING_SEEDS": str(seeds)}
-        return run_mutant([*mutant, *options, *tests], environment, self._folder / "output")
+        with TemporaryDirectory() as own:  # in the folder that pytests share, each also removes the folders of others
+            options.append(f"--basetemp={own}/t")
+            return run_mutant([*mutant, *options, *tests], environment, self._folder / "output")
 
 
 @pytest.fixture
