@@ -288,6 +288,25 @@ def test_large_arrays_are_computed_in_threads_of_jax(jax: Any, device: kvoffload
         assert block_of(jax, cache, 5) == [{4.0 + layer} for layer in range(8)]
 
 
+def test_on_the_cpu_the_address_of_an_array_is_read_when_it_is_computed(
+    jax: Any, device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX would wait for it with the GIL, which threads of its own may need before they can compute it."""
+    cache = OwnedCache(device, [PAGE] * 2, "float32", **PAGED)
+    read, computed = type(cache.arrays[0]).unsafe_buffer_pointer, []
+
+    def reading(array: Any) -> Any:
+        computed.append(array.is_ready())
+        return read(array)
+
+    monkeypatch.setattr(type(cache.arrays[0]), "unsafe_buffer_pointer", reading)
+    slow = jax.jit(lambda matrix: jax.lax.fori_loop(0, 20, lambda _, each: (each @ each) / 500, matrix)[0, 0])
+    for block in range(3):
+        cache.arrays = fill(jax)(cache.arrays, block, slow(jax.numpy.ones((500, 500))))
+    assert computed
+    assert all(computed)
+
+
 # what is refused
 
 
