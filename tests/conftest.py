@@ -27,6 +27,9 @@ from kvoffload.testing import SimulatedDriver, check_clean_close
 # a tenth of a second: a third of the time that importing the package takes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Read when JAX is imported, as some files do when they are collected. Tests of one device use the first.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
+
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
 settings.load_profile("kvoffload")
 

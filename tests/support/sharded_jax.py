@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +14,6 @@ import kvoffload
 from kvoffload import ShardedEngine
 from kvoffload.jax import OwnedCache
 from kvoffload.testing import SimulatedDriver, check_clean_close
-
-# Read when JAX is imported, which tests do when they run. Of its devices on the CPU, other tests use the first.
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 
 Spec = tuple[str | None, ...]
 FORMS = ["array", "tree", "adopted"]  # of a cache of planes: one array, a list with an array for each, JAX's own arrays
