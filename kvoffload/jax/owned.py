@@ -402,7 +402,8 @@ class OwnedCache:
             ) from None
         # 1. A quick look at arrays on one device, some 20 us for 64. On the CPU it could hang: see `address_of`.
         try:
-            where, types = [] if self._simulated else list(map(_address, arrays)), list(map(_type, arrays))
+            where = [] if self._simulated else list(map(_address, arrays))
+            types = list(map(_type, arrays))
         except Exception:  # noqa: BLE001  # no arrays, deleted ones, arrays on several devices
             where, types = [], []
         in_place = where == self._where and len(self.devices) == 1

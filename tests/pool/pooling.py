@@ -239,9 +239,11 @@ def held_by_a_thread(lock: Any) -> Iterator[None]:
     thread = threading.Thread(target=hold)
     thread.start()
     assert taken.wait(SECONDS)
-    yield
-    go.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        go.set()
+        thread.join()
 
 
 class Standing(LRU):
