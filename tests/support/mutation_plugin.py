@@ -10,6 +10,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -45,6 +46,13 @@ class Orders:
 
 
 _orders = Orders(os.environ[VARIABLE])
+
+if find_spec("xdist") is None:
+
+    @pytest.fixture(scope="session")
+    def worker_id() -> str:
+        """As xdist says it where it is installed, and starts no workers."""
+        return "master"
 
 
 def pytest_configure() -> None:
@@ -94,4 +102,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish() -> None:
     """Write what was recorded."""
     if _orders.tests is None:
+        if sys.version_info >= (3, 12):
+            sys.monitoring.free_tool_id(sys.monitoring.COVERAGE_ID)
         _orders.write(_orders.results)

@@ -1,20 +1,23 @@
 """Search for mistakes that no test notices.
 
-    python tests/support/mutation_search.py --folder FOLDER                      200 mistakes, drawn by seed 0
-    python tests/support/mutation_search.py --folder FOLDER --only-survivors     those again that lived
+    python tests/support/mutation_search.py --folder FOLDER                     200 mistakes, drawn by a seed
+    python tests/support/mutation_search.py --folder FOLDER --only-survivors    those again that lived
+    python tests/support/mutation_search.py --folder FOLDER --again FILE        those of an earlier search, in this code
 
 Each mistake (see `mutation_sites`) is made in a copy of the checkout. Then those tests run there that run its lines:
-tests of the same floor first, quick ones before slow ones, `--budget` seconds of them. A mistake is killed by a test
-that fails twice, or by one that does not end. Which test runs which lines is recorded first (with Python 3.12; older
-ones run the tests of the floor). FOLDER keeps what was recorded and found: the same command continues a search, and
-tries no mistake again that has a result.
+tests of its area first, quick ones before slow ones, `--budget` seconds of them. A mistake is killed by a test that
+fails twice, or by one that does not end. Which test runs which lines is recorded first (with Python 3.12; older ones
+run the tests of the area). FOLDER keeps what was recorded and found: the same command continues a search, and tries no
+mistake again that has a result. `results.tsv` there is what FILE can be, and `mutants_20261128.tsv` here is one: a
+mistake in each line, by file, function, operator and number. What lives rightly has the reason in its line.
 
-Tests with the markers `gpu` and `servers` are left out.
+Tests with the markers `gpu` and `servers` are left out, and pytest needs no plug-in but pytest-timeout.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import json
 import os
@@ -22,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,10 +35,12 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from mutation_sites import FLOORS, Mistake, draw
+from mutation_sites import AREAS, Mistake, draw, everything
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TESTED_BY = (*FLOORS, "layout", "device", "driver", "observability", "replay", "sharded", "tiering", "chaos")
+PACKAGE = ROOT / "kvoffload"
+SEED = 20261128
+HEAD = "result\tfile\tfunction\toperator\tnumber\twhy it may live, or what kills it"
 ALSO = ("tests/interrupts/test_interrupts_everywhere.py",)
 NOT_TESTED_BY = ("tests/engine/test_mutation.py",)  # it makes mistakes of its own
 _COPIED = ("kvoffload", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "*.md")
@@ -83,7 +89,17 @@ class Checkout:
         paths = [str(self._tree), *(f"{self._tree}/tests/{folder}" for folder in ("support", "interrupts")), *_PATHS]
         environment |= {"PYTHONPATH": os.pathsep.join(paths)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-        options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "mutation_plugin", "-m", "not gpu and not servers"]
+        options = ["-q", "-o", "addopts=--import-mode=importlib --strict-markers", "-p", "no:benchmark"]
+        options += [
+            "-p",
+            "no:valkey",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "mutation_plugin",
+            "-m",
+            "not gpu and not servers",
+        ]
         options += [f"--basetemp={temporary / 'pytest'}", "--tb=line", f"--timeout={_TEST_SECONDS}"]
         options += ["--assert=plain"] if tests is None else ["--assert=plain", "-x"]
         command = [sys.executable, "-m", "pytest", *options, *files]
@@ -143,8 +159,7 @@ def _files(tests: Iterable[str]) -> list[str]:
 
 class Search:
     """Attributes:
-    folder: what is found is kept here: `tests.json`, what was recorded; `results.json`, by the mistakes' names. A
-        result is killed (by a test), lives, not run (no test runs its lines), not tried (there was no time).
+    folder: what is found is kept here: `tests.json`, what was recorded; `results.tsv`, a verdict for each mistake.
     """
 
     def __init__(self, folder: Path, copies: Path, workers: int, until: float) -> None:
@@ -168,66 +183,110 @@ class Search:
         list(self._pool.map(in_a_checkout, items))
 
     def record(self, drawn: Sequence[Mistake]) -> dict[str, Any]:
-        """By test: whether it passes, its seconds, the files that it runs, and which of the mistakes' lines."""
-        paths = [path for floor in TESTED_BY for path in sorted((ROOT / "tests" / floor).glob("**/test_*.py"))]
+        """By test: whether it passes, its seconds, the files that it runs, and which of the mistakes' lines.
+
+        What was recorded of a file of tests is kept, also if there was no time for all.
+        """
+        folders = dict.fromkeys(folder for each in drawn for folder in _folders(each.file))
+        paths = [path for folder in folders for path in sorted((ROOT / "tests" / folder).glob("**/test_*.py"))]
         files = [str(path.relative_to(ROOT)) for path in paths if str(path.relative_to(ROOT)) not in NOT_TESTED_BY]
-        digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(ROOT.glob("kvoffload/**/*.py"))))
-        digest.update(b"".join((ROOT / file).read_bytes() for file in files))
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))))
         digest.update(" ".join(each.name for each in drawn).encode())
         kept = self.folder / "tests.json"
         known = json.loads(kept.read_text()) if kept.exists() else {}
-        if known.get("digest") == digest.hexdigest():
-            return dict(known["tests"])
+        known = known if known.get("digest") == digest.hexdigest() else {"digest": digest.hexdigest(), "files": {}}
+        by_file: dict[str, dict[str, Any]] = known["files"]
         wanted: dict[str, set[int]] = {}
         for mistake in drawn:
             wanted.setdefault(mistake.file, set()).update(range(mistake.first, mistake.last + 1))
-        tests: dict[str, Any] = {}
 
         def of_file(checkout: Checkout, file: str) -> None:
             ran = checkout.run([file], None, self._until - time.monotonic())
-            if ran.code not in (0, 1, 5, None):  # passed, failed, nothing chosen, no time
+            if ran.code is None:  # no time
+                return
+            if ran.code not in (0, 1, 5):  # passed, failed, nothing chosen
                 print(f"pytest exits with {ran.code} for {file}: {checkout.said()}", flush=True)
-            for test, each in ran.report.items():
+            for each in ran.report.values():
                 of_interest = wanted.keys() & each["lines"].keys()
-                lines = {name: sorted(wanted[name].intersection(each["lines"][name])) for name in of_interest}
-                tests[test] = each | {"lines": lines}
+                each["lines"] = {name: sorted(wanted[name].intersection(each["lines"][name])) for name in of_interest}
+            by_file[file] = {"text": _digest(file), "tests": ran.report}
 
-        self._each(of_file, sorted([*files, *ALSO], key=lambda file: -(ROOT / file).stat().st_size))
-        if not tests:
-            raise RuntimeError("no test was recorded, see above")
-        if time.monotonic() < self._until:
-            kept.write_text(json.dumps({"digest": digest.hexdigest(), "tests": tests}))
-        return tests
+        changed = [file for file in (*files, *ALSO) if by_file.get(file, {}).get("text") != _digest(file)]
+        self._each(of_file, sorted(changed, key=lambda file: -(ROOT / file).stat().st_size))
+        kept.write_text(json.dumps(known))
+        missing = {*files, *ALSO} - by_file.keys()
+        if missing:
+            print(f"{len(missing)} files of tests are not recorded yet: no mistake is tried", flush=True)
+        return {} if missing else {test: each for file in by_file.values() for test, each in file["tests"].items()}
 
-    def run(self, found: Sequence[Mistake], tests: dict[str, Any], budget: float, known: dict[str, Any]) -> None:
+    def run(self, found: Sequence[Mistake], tests: dict[str, Any], budget: float, known: Known) -> None:
         """Try each mistake, and put what came of it into `known`."""
         failing = [test for test, each in tests.items() if not each["passed"]]
-        print(f"{len(tests)} tests recorded; {len(failing)} fail or skip without a mistake", *failing[:20], sep="\n  ")
+        print(f"{len(tests)} tests recorded; {len(failing)} fail or skip without a mistake", *failing[:9], sep="\n  ")
 
         def of_mistake(checkout: Checkout, mistake: Mistake) -> None:
             result = checkout.tried(mistake, chosen(mistake, tests, budget), self._until - time.monotonic())
             if result["result"] != "not tried":
-                known[mistake.name] = result | {"mistake": str(mistake)}
+                known[mistake.name] = Verdict(result["result"], result.get("by", ""))
                 print(f"{result['result']:8}{mistake}", flush=True)
-                written = self.folder / "results.new"
-                written.write_text(json.dumps(dict(known), indent=1))
-                written.replace(self.folder / "results.json")
+                _write(self.folder, known)
 
         self._each(of_mistake, found)
+
+
+class Verdict(NamedTuple):
+    """Attributes:
+    result: killed (by a test), lives, not run (no test runs its lines), not tried (there was no time), or gone: the
+        code has no such place any more.
+    why: it may live, or the test that kills it.
+    """
+
+    result: str
+    why: str = ""
+
+    @property
+    def argued(self) -> bool:
+        return self.result in ("killed", "gone") or bool(self.why)
+
+
+Known = dict[str, Verdict]
+
+
+def _digest(file: str) -> str:
+    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+
+
+def _read(path: Path) -> Known:
+    """By the names of mistakes what a file of results says."""
+    rows = [line.split("\t") for line in path.read_text().splitlines()[1:]] if path.exists() else []
+    return {"\t".join(row[1:5]): Verdict(row[0], row[5]) for row in rows}
+
+
+def _write(folder: Path, known: Known) -> None:
+    rows = [f"{verdict.result}\t{name}\t{verdict.why}" for name, verdict in dict(known).items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / f"results.{threading.get_ident()}"
+    written.write_text("\n".join([HEAD, *sorted(rows, key=lambda row: row.split("\t")[1:])]) + "\n")
+    written.replace(folder / "results.tsv")
+
+
+def _folders(file: str) -> tuple[str, ...]:
+    """The folders of tests that look at a file of the package."""
+    return next(area.tests for area in AREAS.values() if any(Path(file).match(pattern) for pattern in area.files))
 
 
 def chosen(mistake: Mistake, tests: Mapping[str, Mapping[str, Any]], budget: float) -> dict[str, float]:
     """The tests for a mistake, in order, with their seconds. If none runs its lines (those of a class run when it is
     imported), tests that run its file."""
-    own = f"tests/{mistake.file.partition('/')[0]}/"
+    folders = {folder: place for place, folder in enumerate(_folders(mistake.file))}
     lines = set(range(mistake.first, mistake.last + 1))
     quick = {test: each for test, each in tests.items() if each["passed"] and each["seconds"] < _TEST_SECONDS / 5}
     of_file = [test for test, each in quick.items() if mistake.file in each["lines"]]
     of_lines = [test for test in of_file if lines.intersection(quick[test]["lines"][mistake.file])]
     recorded = any(each["lines"] for each in quick.values())
-    candidates = of_lines or (of_file if recorded else [test for test in quick if test.startswith(own)])
+    candidates = of_lines or (of_file if recorded else [test for test in quick if test.split("/")[1] in folders])
     found: dict[str, float] = {}
-    for test in sorted(candidates, key=lambda test: (not test.startswith(own), quick[test]["seconds"])):
+    for test in sorted(candidates, key=lambda test: (folders.get(test.split("/")[1], 99), quick[test]["seconds"])):
         budget -= quick[test]["seconds"]
         if budget < 0:
             break
@@ -235,47 +294,68 @@ def chosen(mistake: Mistake, tests: Mapping[str, Mapping[str, Any]], budget: flo
     return found
 
 
-def table(found: Sequence[Mistake], known: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each mistake, and a last one that counts them."""
-    rows, counts = [], Counter[str]()
-    for number, mistake in enumerate(found, 1):
-        result = known.get(mistake.name, {"result": "not tried"})
-        counts[result["result"]] += 1
-        rows.append(f"{number:4} {mistake.name} {result['result']:9} {mistake}")
-        rows += [f"          by {result['by']}"] if "by" in result else []
-    return "\n".join([*rows, ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))])
+def difference(mistake: Mistake) -> str:
+    """What a mistake changes, as a diff without its head."""
+    text = (PACKAGE / mistake.file).read_bytes()
+    before, after = (each.decode().splitlines() for each in (text, mistake.applied(text)))
+    return "\n".join(list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:])
+
+
+def summary(found: Sequence[Mistake], known: Known) -> str:
+    """Those that live without a reason, and counts."""
+    counts = Counter(verdict.result for verdict in known.values())
+    living = [each for each in found if known[each.name].result in ("lives", "not run") and not known[each.name].why]
+    rows = [f"{known[each.name].result}: {each.name}\n{difference(each)}" for each in living]
+    counted = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
+    return "\n".join([*rows, f"{counted}; {len(living)} live without a reason"])
 
 
 def main() -> int:
-    """Exits with 0 if each mistake is killed."""
+    """Exits with 0 if each mistake is killed, or has a reason to live."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where to keep what is found")
     parser.add_argument("--number", type=int, default=200, help="of mistakes (default: 200)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shard", default="1/1", help="I/N: each Nth mistake, from the Ith")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--area", action="append", choices=AREAS, help="may be repeated; all by default")
+    parser.add_argument("--again", type=Path, help="try those of this file of results, instead of drawing")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=1e9, help="end after so long; the same command continues")
-    parser.add_argument("--budget", type=float, default=60, help="seconds of tests for a mistake (default: 60)")
+    parser.add_argument("--budget", type=float, default=30, help="seconds of tests for a mistake (default: 30)")
     parser.add_argument("--only-survivors", action="store_true", help="also try those again that lived before")
     parser.add_argument("--list", action="store_true", help="only print the mistakes and what is known")
     given = parser.parse_args()
-    until = time.monotonic() + given.seconds
-    shard, shards = map(int, given.shard.split("/"))
-    every = draw(ROOT / "kvoffload", given.number, given.seed)
-    drawn = every[shard - 1 :: shards]
-    results = given.folder / "results.json"
-    known: dict[str, dict[str, Any]] = json.loads(results.read_text()) if results.exists() else {}
-    settled = {name for name, result in known.items() if result["result"] == "killed" or not given.only_survivors}
+    until = time.monotonic() + given.seconds - 5  # to end in
+    every = everything(PACKAGE, given.area or AREAS)
+    known = _read(given.folder / "results.tsv")
+    if given.again is None:
+        drawn = draw(every, given.number, given.seed)
+    else:
+        by_name, before = {each.name: each for area in every.values() for each in area}, _read(given.again)
+        drawn = [by_name[name] for name in before if name in by_name]
+        known |= {name: Verdict("gone") for name in before if name not in by_name}
+    known = {each.name: Verdict("not tried") for each in drawn} | known
+    if given.list:
+        print(*(f"{known[each.name].result:10}{each}" for each in drawn), sep="\n")
+    settled = {
+        name
+        for name, verdict in known.items()
+        if verdict.argued or (verdict.result != "not tried" and not given.only_survivors)
+    }
     missing = [each for each in drawn if each.name not in settled]
     if missing and not given.list:
         with TemporaryDirectory(prefix="mutants-") as copies:
             search = Search(given.folder, Path(copies), given.workers, until)
-            search.run(missing, search.record(every), given.budget, known)
-    text = table(drawn, known)
-    if not given.list:
-        (given.folder / "results.txt").write_text(text + "\n")
-    print(text)
-    return int(any(known.get(each.name, {}).get("result") != "killed" for each in drawn))
+            if tests := search.record(drawn):
+                search.run(missing, tests, given.budget, known)
+    if given.again is not None:  # a reason is the author's, and holds as long as it lives
+        known |= {
+            name: Verdict(each.result, before[name].why)
+            for name, each in known.items()
+            if name in before and each.result in ("lives", "not run") and before[name].result == each.result
+        }
+    _write(given.folder, known)
+    print(summary(drawn, known))
+    return int(not all(known[each.name].argued for each in drawn))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,29 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-FLOORS = ("engine", "cache", "planning", "copiers", "tiers")
+
+class Area(NamedTuple):
+    """Files of the package, as patterns, and the folders of the tests that look at them, the first ones first."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+_SESSIONS = ("cache", "tiering", "vllm")
+AREAS: Mapping[str, Area] = {
+    "pool": Area(("pool/*.py",), ("pool", "door", "observability", "chaos")),
+    "sessions": Area(("cache/sessions.py", "cache/policies/promised.py", "vllm/hints.py"), _SESSIONS),
+    "door": Area(("door.py",), ("door",)),
+    "pack": Area(("copiers/pack*.py",), ("copiers", "kernels", "engine")),
+    "coding": Area(("layout/coding.py", "kernels/coding.py"), ("layout", "kernels", "engine", "cache")),
+    "growth": Area(("device/growth.py",), ("cache", "engine", "device")),
+    "tiering": Area(("cache/tiering/*.py",), ("tiering", "cache", "door", "tiers")),
+}
 _LOOSER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 _OPPOSITE = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn}
 _COMPARED = _LOOSER | _OPPOSITE | {ast.NotIn: ast.In}
@@ -33,7 +51,7 @@ class Mistake(NamedTuple):
         first, last: lines of the text, from 1.
         begin, end: of the text: offsets in bytes.
         old, new: the text, normalized, and what stands in its place.
-        occurrence: which of the same texts of the function, from 0.
+        number: which place of this operator in the function, from 1.
     """
 
     file: str
@@ -45,13 +63,12 @@ class Mistake(NamedTuple):
     end: int
     old: str
     new: str
-    occurrence: int = 0
+    number: int = 1
 
     @property
     def name(self) -> str:
-        """The same as long as the function has this text, wherever else the file changes."""
-        parts = (self.file, self.function, self.operator, self.old, str(self.occurrence))
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+        """The same wherever else the file changes: it can be made again in later code."""
+        return "\t".join((self.file, self.function or "-", self.operator, str(self.number)))
 
     def applied(self, text: bytes) -> bytes:
         """The file with the mistake in it."""
@@ -61,16 +78,28 @@ class Mistake(NamedTuple):
         return f"{self.file}:{self.first} {self.function or '(module)'}: {self.operator}: {self.old} -> {self.new}"
 
 
-def draw(package: Path, number: int, seed: int, floors: Iterable[str] = FLOORS) -> list[Mistake]:
-    """Mistakes of these floors, in the order of a hash of their names and the seed: a change of the source elsewhere
-    changes none of them."""
-    found = [
-        mistake
-        for floor in floors
-        for path in sorted((package / floor).rglob("*.py"))
-        for mistake in mistakes(path.read_bytes(), str(path.relative_to(package)))
-    ]
-    return sorted(found, key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode()).digest())[:number]
+def everything(package: Path, areas: Collection[str] = AREAS) -> dict[str, list[Mistake]]:
+    """All mistakes that can be made in these areas, by area."""
+    return {
+        name: [
+            mistake
+            for pattern in area.files
+            for path in sorted(package.glob(pattern))
+            for mistake in mistakes(path.read_bytes(), str(path.relative_to(package)))
+        ]
+        for name, area in AREAS.items()
+        if name in areas
+    }
+
+
+def draw(found: Mapping[str, Sequence[Mistake]], number: int, seed: int) -> list[Mistake]:
+    """One of each area in turn, in the order of a hash of their names and the seed."""
+
+    def place(each: Mistake) -> bytes:
+        return hashlib.sha256(f"{seed} {each.name}".encode()).digest()
+
+    rounds = zip_longest(*(sorted(each, key=place) for each in found.values()))
+    return [each for each in chain.from_iterable(rounds) if each is not None][:number]
 
 
 def mistakes(text: bytes, file: str) -> list[Mistake]:
@@ -79,15 +108,15 @@ def mistakes(text: bytes, file: str) -> list[Mistake]:
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    seen: Counter[str] = Counter()
+    seen: Counter[tuple[str, ...]] = Counter()
     found = []
     for function, operator, node, new in _proposals(tree, ()):
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
         lines = node.lineno, node.end_lineno or node.lineno
-        each = Mistake(file, ".".join(function), operator, *lines, begin, end, ast.unparse(node), new)
-        seen[each.name] += 1
-        found.append(each._replace(occurrence=seen[each.name] - 1))
+        seen[*function, operator] += 1
+        number = seen[*function, operator]
+        found.append(Mistake(file, ".".join(function), operator, *lines, begin, end, ast.unparse(node), new, number))
     return found
 
 
