@@ -16,10 +16,10 @@ from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import DTypeLike
 from kvoffload.jax.imports import import_jax
-from kvoffload.layout.arrays import block_shape, is_jax_array, plane_of_view, planes_of_view
+from kvoffload.layout.arrays import is_jax_array, plane_of_view, planes_of_view
 from kvoffload.layout.dlpack import ArrayView, packed_strides
 from kvoffload.layout.dtypes import dtype_name, element_bytes
-from kvoffload.layout.layout import KVLayout, check_tokens
+from kvoffload.layout.layout import KVLayout, check_block
 from kvoffload.layout.planes import Plane, SlotOrder
 
 _ALIGNMENT = 256  # of each array in the memory of the cache, as cuMemAlloc aligns one
@@ -152,19 +152,17 @@ class Description(NamedTuple):
     def layout(self, leaves: Sequence[Leaf], parts: Sequence[Any]) -> KVLayout:
         """The layout of one device: each leaf's part there has an `address`, and a `buffer`, which its planes keep."""
         groups: list[list[Plane]] = [[] for _ in {leaf.group for leaf in leaves}]
-        blocks: list[tuple[int, ...]] = []
+        counting = [axis for axis in (self.plane_axis, self.block_axis) if axis is not None]
+        views: list[ArrayView] = []
         for leaf, part in zip(leaves, parts, strict=True):
             shape, itemsize, planes = leaf.shard_shape, element_bytes(leaf.dtype), groups[leaf.group]
             strides = packed_strides(shape, itemsize)
-            view = ArrayView(part.address, shape, strides, itemsize, read_only=False)
+            views.append(view := ArrayView(part.address, shape, strides, itemsize, read_only=False))
             try:
                 if self.plane_axis is None:
                     planes.append(plane_of_view(view, leaf.name, part.buffer, block_axis=self.block_axis))
-                    axis = operator.index(self.block_axis) % len(shape)
-                    blocks.append(shape[:axis] + shape[axis + 1 :])
                 else:
                     planes += planes_of_view(view, self.plane_axis, self.block_axis, part.buffer)
-                    blocks.append(block_shape(shape, self.plane_axis, self.block_axis))
             except LayoutError as error:
                 error.add_note(f"for {leaf.name} of shape {shape}")
                 raise
@@ -179,8 +177,8 @@ class Description(NamedTuple):
             slot_order=self.slot_order,
             block_axes=self.block_axes,
         )
-        for block in blocks:
-            check_tokens(layout, block)
+        for leaf, view in zip(leaves, views, strict=True):
+            check_block(layout, view, counting, leaf.name)
         return layout
 
 

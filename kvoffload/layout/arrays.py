@@ -61,10 +61,13 @@ def plane_of_view(view: ArrayView, name: str, owner: object, *, block_axis: Supp
     return _plane(view, _axis("block_axis", block_axis, view.shape), name, owner)
 
 
-def block_shape(shape: tuple[int, ...], plane_axis: SupportsIndex, block_axis: SupportsIndex) -> tuple[int, ...]:
-    """The extents of one block of one plane of an array with a plane axis and a block axis."""
-    named = checked_axes(shape, plane_axis, block_axis)
-    return tuple(extent for axis, extent in enumerate(shape) if axis not in named)
+def memory_order(view: ArrayView, axes: Sequence[int]) -> list[int]:
+    """`axes` in the order of memory, the slowest first. Axes of extent 1 keep their place: their strides mean nothing,
+    and each library has its own for them.
+    """
+    wide = [axis for axis in axes if view.shape[axis] > 1]
+    slowest_first = iter(sorted(wide, key=lambda axis: -view.strides[axis]))
+    return [next(slowest_first) if view.shape[axis] > 1 else axis for axis in axes]
 
 
 def planes_of_view(view: ArrayView, plane_axis: SupportsIndex, block_axis: SupportsIndex, owner: object) -> list[Plane]:

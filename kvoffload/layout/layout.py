@@ -13,6 +13,7 @@ sides, and adjacent blocks of a slot merge. A slot is one contiguous range for a
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -24,15 +25,16 @@ from kvoffload.internal.checks import flag, shown
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import DTypeLike, GpuArray
 from kvoffload.layout.arrays import (
-    block_shape,
     common_dtype,
     is_jax_array,
     leaves,
+    memory_order,
     plane_of_view,
     planes_of_view,
     view_of,
 )
 from kvoffload.layout.coding import CODECS, CodecName
+from kvoffload.layout.dlpack import ArrayView
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
 from kvoffload.layout.planes import Group, Plane, SlotOrder, positive, share_bytes
@@ -56,7 +58,7 @@ class KVLayout(HtmlRepresentation):
             group's device memory: "block-major" if a block of all planes is one range, as in an array
             `(blocks, planes, ...)`, else "plane-major". The other order works too, but is slower. Keys depend on it if
             `blocks_per_slot` is more than 1, so name one order if caches with different arrays share stored bytes.
-        block_axes: names for the axes of one block of one plane, the slowest first, such as
+        block_axes: names for the axes of one block of one plane, the slowest in memory first, such as
             `("tokens", "heads", "dim")`. Keys depend on them. Any names will do, if all programs that share stored
             bytes use the same.
         codec: "bf16-12": slots hold bf16 values in 12 bits each, without loss, so that there are nearly a third more of
@@ -69,7 +71,8 @@ class KVLayout(HtmlRepresentation):
         slot_bytes: the size of one host slot: the payload of the largest group, coded where it is, rounded up to a
             multiple of 4096.
         codecs: that of each group.
-        blocks_per_slot, dtype, tokens_per_block, on_default_stream, block_axes: as given.
+        blocks_per_slot, dtype, tokens_per_block, on_default_stream, block_axes: as given; `from_tree` puts block_axes
+            in the order of memory.
 
     Raises:
         LayoutError: there are no groups; planes of one group share bytes, or have different `num_blocks`; a number is
@@ -140,13 +143,16 @@ class KVLayout(HtmlRepresentation):
             arrays: arrays in GPU memory with `__cuda_array_interface__` or `__dlpack__`: CuPy, JAX, Numba, cuda.core,
                 PyTorch, or `DeviceArray`. Each has the shape `(num_blocks, ...)`, and a block is one contiguous range.
                 For a JAX array, the host waits until the array is computed.
-            blocks_per_slot, tokens_per_block, slot_order, block_axes: as for `KVLayout`.
+            blocks_per_slot, tokens_per_block, slot_order: as for `KVLayout`.
+            block_axes: as for `KVLayout`. The arrays must have a block's axes in the order of memory: if they are
+                transposed views, use `from_tree`.
             dtype: as for `KVLayout`. None takes the type of the arrays, if all have the same.
             on_default_stream: as for `KVLayout`. None means False if one of the arrays is JAX's, else True.
 
         Raises:
-            LayoutError: an array is not in GPU memory, is read-only or empty, or its blocks are not contiguous; or the
-                axis that `block_axes` names "tokens" does not have `tokens_per_block` elements; or as for `KVLayout`.
+            LayoutError: an array is not in GPU memory, is read-only or empty, or its blocks are not contiguous; or
+                `block_axes` is given and a block's axes have another order in memory; or the axis that it names
+                "tokens" does not have `tokens_per_block` elements; or as for `KVLayout`.
             ClosedError: the memory of a `DeviceArray` has been freed.
         """
         given = list(arrays)
@@ -161,8 +167,8 @@ class KVLayout(HtmlRepresentation):
             slot_order=slot_order,
             block_axes=block_axes,
         )
-        for view in views:
-            check_tokens(layout, view.shape[1:])
+        for view, name in zip(views, names, strict=True):
+            check_block(layout, view, [0], name)
         return layout
 
     @classmethod
@@ -206,7 +212,7 @@ class KVLayout(HtmlRepresentation):
             slot_order=slot_order,
             block_axes=block_axes,
         )
-        check_tokens(layout, block_shape(view.shape, plane_axis, block_axis))
+        check_block(layout, view, [plane_axis, block_axis], "array")
         return layout
 
     @classmethod
@@ -217,11 +223,15 @@ class KVLayout(HtmlRepresentation):
         Args:
             arrays: as for `from_arrays`. The order of a dict is that of its sorted keys, as in JAX.
             axes: what each axis of an array counts: "blocks", and where there are such axes "planes" (K and V, layers)
-                and "tokens". The others are axes of a block, and so is "tokens": name these as for `block_axes`.
+                and "tokens". The others are axes of a block, and so is "tokens": any names will do, if all programs
+                that share stored bytes use the same. Their order is that of the shape, and the layout's `block_axes`
+                that of memory: a transposed view has the keys of the array that it was made from, not those of a
+                contiguous array of its own shape. An axis of extent 1 keeps its place among them.
             blocks_per_slot: as for `KVLayout`.
 
         Raises:
-            LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array.
+            LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array; or two arrays have a
+                block's axes in different orders in memory.
             ClosedError: as for `from_arrays`.
         """
         names = tuple(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else ()
@@ -231,28 +241,39 @@ class KVLayout(HtmlRepresentation):
                 'axes must name each axis of an array once, "blocks" among them, such as ("planes", "blocks", '
                 f'"tokens", "heads", "dim"), got {shown(axes)}'
             )
-        planes, shapes, given = list[Plane](), list[tuple[int, ...]](), leaves(arrays, "arrays")
+        planes, views, given = list[Plane](), list[ArrayView](), leaves(arrays, "arrays")
         if not given:
             raise LayoutError(f"arrays must be an array in GPU memory, or a tree of them, got {shown(arrays)}")
         for name, array in given:
             view = view_of(array, name)
-            shapes.append(view.shape)
+            views.append(view)
             if len(view.shape) != len(names):
                 raise LayoutError(f"{name} has shape {view.shape}, and axes names {len(names)} axes: {names}")
             if "planes" in names:
                 planes += planes_of_view(view, names.index("planes"), names.index("blocks"), array)
             else:
                 planes.append(plane_of_view(view, name, array, block_axis=names.index("blocks")))
-        tokens = {shape[names.index("tokens")] for shape in shapes} if "tokens" in names else set()
+        tokens = {view.shape[names.index("tokens")] for view in views} if "tokens" in names else set()
         if len(tokens) > 1:
             raise LayoutError(f"a block of all arrays must hold as many tokens, got {sorted(tokens)} for axes {names}")
+        inner = [axis for axis, name in enumerate(names) if name not in ("blocks", "planes")]
+        orders = [memory_order(view, inner) for view in views]
+        # An array's axes of extent 1 fit any order, so another array may say where in memory they would be.
+        common = next((it for it in orders if all(memory_order(view, it) == it for view in views)), None)
+        if common is None:
+            other = next(at for at, view in enumerate(views) if memory_order(view, orders[0]) != orders[0])
+            first, differing = ([names[axis] for axis in orders[at]] for at in (0, other))
+            raise LayoutError(
+                f"{given[0][0]} has a block's axes in the order {first} in memory, and {given[other][0]} in the order "
+                f"{differing}. Keys name one order for all arrays: allocate them alike, or make a cache for each order"
+            )
         return cls(
             [planes],
             blocks_per_slot=blocks_per_slot,
             dtype=common_dtype([array for _, array in given]),
             tokens_per_block=min(tokens, default=None),
             on_default_stream=not any(is_jax_array(array) for _, array in given),
-            block_axes=[name for name in names if name not in ("blocks", "planes")] or None,
+            block_axes=[names[axis] for axis in common] or None,
         )
 
     def with_codec(self, codec: CodecName | Sequence[CodecName]) -> KVLayout:
@@ -314,13 +335,31 @@ class KVLayout(HtmlRepresentation):
         return f"KVLayout({describe_groups(self)}, slot_bytes={self.slot_bytes}; {folds} by address alone)"
 
 
-def check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
-    """Raise LayoutError if the axis named "tokens" does not have `tokens_per_block` elements.
+def check_block(layout: KVLayout, view: ArrayView, counting: Sequence[SupportsIndex], name: str) -> None:
+    """Raise LayoutError if `block_axes` does not say what lies where in a block of this array.
 
-    A key for more tokens than a block holds would give wrong bytes for a hit.
+    1. The block is permuted in memory. The names may be in the order of memory, as documented, or in that of the shape,
+       so sorting them would give those who obeyed the key of other bytes.
+    2. The axis named "tokens" does not have `tokens_per_block` elements. A key for more tokens than a block holds would
+       give wrong bytes for a hit.
+
+    Args:
+        counting: the axes that count blocks and planes. The others are those of a block.
     """
     names, tokens = layout.block_axes, layout.tokens_per_block
-    if names is None or tokens is None or len(names) != len(shape) or "tokens" not in names:
+    if names is None:
+        return
+    outer = {operator.index(axis) % len(view.shape) for axis in counting}
+    inner = [axis for axis in range(len(view.shape)) if axis not in outer]
+    if (order := memory_order(view, inner)) != inner:
+        raise LayoutError(
+            f"{name} of shape {view.shape} has the axes {inner} of a block in the order {order} in memory (strides of "
+            f"{view.strides} bytes), and block_axes={names} does not tell which order it is in: use "
+            "KVLayout.from_tree(..., axes=...), which takes a name for each axis of the shape and finds the order, or "
+            "pass the array transposed to the order of its memory"
+        )
+    shape = tuple(view.shape[axis] for axis in inner)
+    if tokens is None or len(names) != len(shape) or "tokens" not in names:
         return
     extent = shape[names.index("tokens")]
     if extent != tokens:
