@@ -10,13 +10,19 @@ from typing import Any
 
 import fake_vllm
 import pytest
+from tiering import SECONDS
 
 fake_vllm.install()
 
 import vllm.envs  # noqa: E402
+from vllm.v1.kv_offload.base import LookupResult  # noqa: E402
+from vllm_host import config, server, with_disk  # noqa: E402
+from vllm_parts import keys  # noqa: E402
 
-from kvoffload import CapabilityError  # noqa: E402
-from kvoffload.vllm.identity import identity_of  # noqa: E402
+import kvoffload  # noqa: E402
+from kvoffload import CapabilityError, LayoutError  # noqa: E402
+from kvoffload.pool import PoolOwner  # noqa: E402
+from kvoffload.vllm.identity import identity_of, layout_digest  # noqa: E402
 
 
 def identity(model: Any, *, cache: Path | None = None, revision: str | None = None, **changes: Any) -> str:
@@ -136,3 +142,43 @@ def test_weights_that_cannot_be_told_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(vllm.envs, "VLLM_USE_MODELSCOPE", True, raising=False)
     with pytest.raises(CapabilityError, match="model='someone/model'"):
         identity("someone/model", cache=tmp_path)
+
+
+# the order of heads and tokens in memory, which vLLM chooses by its attention backend, or an environment variable
+
+
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")  # vLLM 0.33's KVCacheLayout
+
+
+def test_every_memory_layout_of_vllms_has_a_digest_of_its_own() -> None:
+    digests = [layout_digest(config("engine", kv_cache_layout=order), ["a note"]) for order in ORDERS]
+    assert len(set(digests)) == len(ORDERS)
+    assert digests == [layout_digest(config("another", kv_cache_layout=order), ["a note"]) for order in ORDERS]
+
+
+def test_a_disk_is_refused_to_an_engine_with_another_memory_layout(device: kvoffload.Device, tmp_path: Path) -> None:
+    with server(device, f"{tmp_path} 1", kv_cache_layout="LBNHC", **with_disk(tmp_path)) as bench:
+        bench.store([1, 2])
+        assert bench.index.drain(SECONDS)
+    with (
+        pytest.raises(LayoutError, match=r"records\.0 has layout digest"),
+        server(device, f"{tmp_path} 2", kv_cache_layout="LBHNC", **with_disk(tmp_path)),
+    ):
+        pass
+    with server(device, f"{tmp_path} 3", kv_cache_layout="LBNHC", **with_disk(tmp_path)) as bench:
+        bench.check([1, 2])
+
+
+def test_a_pool_has_no_hits_for_an_engine_with_another_memory_layout(device: kvoffload.Device, tmp_path: Path) -> None:
+    pool: dict[str, Any] = {"kvoffload_pool": str(tmp_path / "pool"), "kvoffload_tier_identity": "a model"}
+    with (
+        PoolOwner(tmp_path / "pool", nbytes=1 << 20, region_bytes=1 << 18),
+        server(device, f"{tmp_path} 1", kv_cache_layout="LBNHC", **pool) as one,
+        server(device, f"{tmp_path} 2", kv_cache_layout="LBHNC", **pool) as other,
+        server(device, f"{tmp_path} 3", kv_cache_layout="LBNHC", **pool) as third,
+    ):
+        one.store([1, 2])
+        context = other.context(keys(1, 2))
+        assert other.look_up([1, 2], context) == [LookupResult.MISS] * 2
+        other.manager.on_request_finished(context)
+        third.check([1, 2])

@@ -117,12 +117,12 @@ class SimulatedSpec(KVOffloadSpec):
         return lambda: self.cache.stream
 
 
-def config(engine: str, **extra: Any) -> Any:
-    """What of vLLM's OffloadingConfig is read, of one group and one worker."""
+def config(engine: str, *, kv_cache_layout: str = "LBNHC", **extra: Any) -> Any:
+    """What of vLLM's OffloadingConfig is read, of one group and one worker. `extra`: kv_connector_extra_config."""
     group = SimpleNamespace(group_id=0, tokens_per_block=4, sliding_window_size_in_chunks=None)
     return SimpleNamespace(
         engine_id=engine,
-        extra_config={"cpu_bytes_to_use": CHUNKS * 4096, **extra},
+        extra_config=extra if "kvoffload_pool" in extra else {"cpu_bytes_to_use": CHUNKS * 4096, **extra},
         worker_kv_bytes_per_block=LAYERS * PAGE,
         cache=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=4),
         parallel=SimpleNamespace(
@@ -130,7 +130,7 @@ def config(engine: str, **extra: Any) -> Any:
         ),
         model=SimpleNamespace(max_model_len=100, dtype="auto"),
         groups=(group,),
-        kv_cache_layout="NHD",
+        kv_cache_layout=kv_cache_layout,
         enable_kv_cache_events=False,
     )
 
