@@ -136,6 +136,32 @@ def test_tensors_of_pytorch_as_strangers(gpu_device: kvoffload.Device) -> None:
     assert bool((cache[:, 1:3] == cache[:, 3:5]).all())
 
 
+def check_transposed(array: Any, stored: Any, device: kvoffload.Device) -> None:
+    """`array`: `(blocks, tokens, heads, dim)` over memory `(blocks, heads, tokens, dim)`. `stored`: its block 3."""
+    axes = ("blocks", "tokens", "heads", "dim")
+    layout = KVLayout.from_tree(array, axes=axes)
+    assert layout.block_axes == ("heads", "tokens", "dim")
+    with OffloadEngine(layout, device=device, num_slots=1) as engine:
+        engine.store([3], [0], after=NO_WAIT).wait(30)
+        slot = engine.slots[0, : layout.groups[0].bytes_per_block].view(np.float32).reshape(2, 4, 8)
+        assert (slot.transpose(1, 0, 2) == stored).all()
+    with pytest.raises(kvoffload.LayoutError, match=r"use KVLayout\.from_tree\("):
+        KVLayout.from_arrays([array], tokens_per_block=4, block_axes=axes[1:])
+
+
+def test_a_transposed_view_of_cupys_has_the_keys_of_its_memory(cupy: Any, gpu_device: kvoffload.Device) -> None:
+    view = cupy.random.random((8, 2, 4, 8), dtype=cupy.float32).transpose(0, 2, 1, 3)
+    stored = cupy.asnumpy(view[3])
+    check_transposed(view, stored, gpu_device)
+
+
+def test_a_transposed_view_of_pytorchs_has_the_keys_of_its_memory(gpu_device: kvoffload.Device) -> None:
+    torch = pytest.importorskip("torch")
+    view = torch.rand((8, 2, 4, 8), device=f"cuda:{gpu_device.index}").permute(0, 2, 1, 3)
+    stored = view[3].cpu().numpy()
+    check_transposed(view, stored, gpu_device)
+
+
 def test_arrays_of_numba(gpu_device: kvoffload.Device) -> None:
     cuda = pytest.importorskip("numba.cuda")
     content = np.random.default_rng(0).random(SHAPE, dtype=np.float32)

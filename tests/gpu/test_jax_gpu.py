@@ -59,6 +59,30 @@ def test_a_list_of_arrays_of_jax(jax: Any, gpu_device: kvoffload.Device) -> None
     assert all(bool((array[1:3] == array[3:5]).all()) for array in arrays)
 
 
+def test_an_array_of_jaxs_in_another_layout_has_the_keys_of_its_memory(jax: Any, gpu_device: kvoffload.Device) -> None:
+    """JAX lays its memory out as `Format` says; its shape does not show it, and its DLPack strides do."""
+    from jax.experimental.layout import Format, Layout
+
+    axes = ("blocks", "tokens", "heads", "dim")
+    straight = jax.device_put(jax.numpy.arange(8 * 4 * 2 * 8, dtype="float16").reshape(8, 4, 2, 8))
+    other = jax.device_put(straight, Format(Layout((0, 2, 1, 3)), straight.sharding))
+    assert KVLayout.from_tree(straight, axes=axes).block_axes == ("tokens", "heads", "dim")
+    layout = KVLayout.from_tree(other, axes=axes)
+    assert layout.block_axes == ("heads", "tokens", "dim")
+    with OffloadEngine(layout, device=gpu_device, num_slots=1) as engine:
+        engine.store([3], [0], after=other).wait(30)
+        slot = engine.slots[0, : layout.groups[0].bytes_per_block].view(np.float16).reshape(2, 4, 8)
+        assert (slot.transpose(1, 0, 2) == np.asarray(straight[3])).all()
+    for permuted in (other, [straight, other]):
+        arrays = permuted if isinstance(permuted, list) else [permuted]
+        with pytest.raises(kvoffload.LayoutError, match=r"use KVLayout\.from_tree\("):
+            KVLayout.from_arrays(arrays, tokens_per_block=4, block_axes=axes[1:])
+    with pytest.raises(kvoffload.LayoutError, match=r"arrays\[1\] in the order \['heads', 'tokens', 'dim'\]"):
+        KVLayout.from_tree([straight, other], axes=axes)
+    with pytest.raises(kvoffload.LayoutError, match="must be C-contiguous"):
+        OwnedCache(gpu_device, other, adopt=True, **PAGED)
+
+
 def test_after_none_is_refused_and_says_what_to_pass(jax: Any, gpu_device: kvoffload.Device) -> None:
     layout = KVLayout.from_stacked(jax.numpy.zeros(SHAPE), plane_axis=0, block_axis=1)
     with OffloadEngine(layout, device=gpu_device, num_slots=2) as engine:
