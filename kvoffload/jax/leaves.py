@@ -48,7 +48,8 @@ class Leaf(NamedTuple):
     nbytes: int
 
     def check_array(self, array: Any, remedy: str = "set it to the updated cache") -> None:
-        """Raise LayoutError unless `array` is a `jax.Array` with memory, and has this shape, dtype and sharding."""
+        """Raise LayoutError unless `array` is a `jax.Array` with memory, has this shape, dtype and sharding, and is
+        row-major in memory."""
         jax = import_jax()
         if not is_jax_array(array) or not isinstance(array, jax.Array):
             raise LayoutError(f"{self.name} must be a jax.Array, got {type(array).__name__}: {remedy}")
@@ -65,6 +66,12 @@ class Leaf(NamedTuple):
         if (tuple(array.shape), dtype_name(array.dtype)) != (self.shape, self.dtype):
             raise LayoutError(
                 f"{self.name} must be {self.dtype} of shape {self.shape}, got {array.dtype} of {array.shape}: {remedy}"
+            )
+        order = array.format.layout.major_to_minor
+        if order != tuple(range(len(self.shape))):
+            raise LayoutError(
+                f"{self.name} must have its axes in memory in the order of its shape, got the order {order}: leave "
+                "out_shardings=Format(...) out, since blocks would lie elsewhere, and keys would stand for other bytes"
             )
         if self.sharding is None:
             if len(array.sharding.device_set) > 1:

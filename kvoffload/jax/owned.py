@@ -41,6 +41,7 @@ from kvoffload.layout.planes import SlotOrder
 
 _is_deleted, _address = methodcaller("is_deleted"), methodcaller("unsafe_buffer_pointer")
 _form, _type, _start = attrgetter("shape", "dtype"), attrgetter("aval"), attrgetter("address")
+_order = attrgetter("format.layout")  # of the axes in memory, which `aval` does not tell
 
 
 class OwnedCache:
@@ -61,8 +62,9 @@ class OwnedCache:
     Your part:
 
     - Donate the cache to every update, and set `arrays` to the result. The setter checks on every device that the
-      result lies in the cache's memory. On several devices compute with `jax.shard_map`, or give `jax.jit` the cache's
-      shardings: `out_shardings=cache.sharding`.
+      result lies in the cache's memory, and has its axes there in the order of its shape: give the step's results no
+      `Format`. On several devices compute with `jax.shard_map`, or give `jax.jit` the cache's shardings:
+      `out_shardings=cache.sharding`.
     - Give transfers `after=cache`; without `after` they are refused. If other computations read the arrays since their
       last update, name their results, too: `after=cache.after(logits)`.
     - Keep no array across a transfer, except as `unordered` allows, and use none after a device is closed. A
@@ -192,6 +194,7 @@ class OwnedCache:
         self._replaced: Sequence[Any] = ()  # arrays that must be deleted
         self._latest = self._import([None] * len(self._leaves))
         self._followed, self._types = self._transfers(), list(map(_type, self._latest))
+        self._orders = list(map(_order, self._latest))
 
     @property
     def arrays(self) -> Any:
@@ -400,13 +403,14 @@ class OwnedCache:
             raise LayoutError(
                 f"arrays must be the tree {self._structure}, got {found}: set the updated cache"
             ) from None
-        # 1. A quick look at arrays on one device, some 20 us for 64. On the CPU it could hang: see `address_of`.
+        # 1. A quick look at arrays on one device, some 150 us for 64, most of it for the order of their axes in memory:
+        # XLA also gives donated memory to a result with another order. On the CPU it could hang: see `address_of`.
         try:
             where = [] if self._simulated else list(map(_address, arrays))
-            types = list(map(_type, arrays))
+            types, orders = list(map(_type, arrays)), [] if self._simulated else list(map(_order, arrays))
         except Exception:  # noqa: BLE001  # no arrays, deleted ones, arrays on several devices
-            where, types = [], []
-        in_place = where == self._where and len(self.devices) == 1
+            where, types, orders = [], [], []
+        in_place = where == self._where and orders == self._orders and len(self.devices) == 1
         # The results of one jitted function have the same objects for types each time.
         if in_place and (all(map(operator.is_, types, self._types)) or list(map(_form, arrays)) == self._forms):
             self._types = types

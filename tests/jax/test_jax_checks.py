@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,35 @@ def test_what_is_set_must_be_an_update(jax: Any, device: kvoffload.Device) -> No
     with pytest.raises(LayoutError, match=r"array must be a jax\.Array with memory, got .*Tracer.*: leave the jitted"):
         jax.jit(traced)(jnp.zeros(SHAPE))
     assert cache.arrays is before
+
+
+def in_order(jax: Any, order: tuple[int, ...], sharding: Any) -> Any:
+    """A step whose result has its axes in this order in memory. XLA may give it the donated memory all the same."""
+    layouts = importlib.import_module("jax.experimental.layout")
+    placed = layouts.Format(layouts.Layout(order), sharding)
+    return jax.jit(lambda array: array + 1, donate_argnums=0, out_shardings=placed)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 0, 2), (2, 1, 0)])
+def test_an_update_with_another_order_in_memory_is_refused(
+    jax: Any, device: kvoffload.Device, order: tuple[int, ...]
+) -> None:
+    cache = owned(device)
+    cache.arrays = in_order(jax, (0, 1, 2), cache.arrays.sharding)(cache.arrays)
+    other = in_order(jax, order, cache.arrays.sharding)(cache.arrays)
+    words = rf"array must have its axes in memory in the order of its shape, got the order \({order[0]}, {order[1]}"
+    with pytest.raises(LayoutError, match=words):
+        cache.arrays = other
+    with pytest.raises(LayoutError, match=words):
+        OwnedCache(device, other, adopt=True, **AXES)
+    with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
+        assert (np.asarray(cache.arrays) == 1).all()
+
+
+def test_a_sharded_update_with_another_order_in_memory_is_refused(two: JaxDevices) -> None:
+    cache = OwnedCache(two.devices, SHAPE, "float32", sharding=two.sharding("heads"), **AXES)
+    with pytest.raises(LayoutError, match=r"array must have its axes in memory .*, got the order \(2, 0, 1\)"):
+        cache.arrays = in_order(two.jax, (2, 0, 1), cache.sharding)(cache.arrays)
 
 
 def test_an_array_on_two_devices_cannot_be_set(two: JaxDevices) -> None:

@@ -31,7 +31,7 @@ class Exported:
     dtype = np.dtype("float16")
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int] | None, address: int = 1 << 20) -> None:
-        self.__cuda_array_interface__ = {
+        self.__cuda_array_interface__: dict[str, Any] = {
             "shape": tuple(shape),
             "strides": None if strides is None else tuple(strides),
             "data": (address, False),
@@ -263,7 +263,7 @@ def test_shards_of_mixed_orders_are_refused() -> None:
     ):
         ShardedLayout([straight, other])
     shards = ShardedLayout([other, third]).fingerprint
-    named = {"dtype": "float16", "tokens_per_block": 4, "block_axes": ("heads", "tokens", "dim")}
+    named: dict[str, Any] = {"dtype": "float16", "tokens_per_block": 4, "block_axes": ("heads", "tokens", "dim")}
     planes = [[[plane] for plane in layout.groups[0].planes] for layout in (other, third)]
     assert shards == ShardedLayout([KVLayout(each, **named) for each in planes]).fingerprint
 
@@ -285,7 +285,6 @@ class Capsule:
 
 
 def test_orders_of_arrays_with_dlpack() -> None:
-    """Numpy's are without strides where they are contiguous, for one, and cuda.core gives None then."""
     for memory in ORDERS:
         extents = {"tokens": 4, "heads": 2, "dim": 8, "half": 1}
         base = np.zeros((3, *(extents[name] for name in memory)), np.float16)
