@@ -9,10 +9,25 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import socket
 import sys
+import time
 from pathlib import Path
 
 from paged_decode.backend import ONE_ALGORITHM
+
+OF_ENGINE = {  # options, and the names that errors of the engine give them
+    "--device-blocks": "device_blocks",
+    "--context": "context_tokens",
+    "--chunk": "chunk_tokens",
+    "--batch": "batch",
+    "--pool-bytes": "pool_bytes",
+    "--codec": "codec",
+    "--disk": "disk",
+    "--disk-bytes": "disk_bytes",
+    "--share-generated": "share_generated",
+}
 
 
 def size(text: str) -> int:
@@ -40,49 +55,66 @@ def options() -> argparse.Namespace:
     add("--share-generated", action="store_true", help="share blocks of answers, too: see engine.py")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if (chosen.disk is None) != (chosen.disk_bytes == 0):
+        parser.error("--disk and --disk-bytes go together: where the file is, and its size")
+    if chosen.disk is not None and chosen.no_offload:
+        parser.error("--no-offload has nothing below the device: leave it out, or --disk")
+    return chosen
+
+
+def refuse(said: object) -> int:
+    print(f"chat_server: {said}", file=sys.stderr)
+    return 2
 
 
 def main() -> int:
-    chosen = options()
+    chosen, begun = options(), time.monotonic()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_ALGORITHM}"
-    try:
-        import uvicorn
 
-        from chat_server import llama, models
-        from chat_server.engine import Engine, EngineOptions
-        from chat_server.server import ChatServer
-        from chat_server.tokenizer import Tokenizer
+    def says(what: str) -> None:
+        print(f"{time.monotonic() - begun:5.1f} s: {what}", flush=True)
 
-        file = models.open_file()
-    except ImportError as error:
-        print(f"{error}: install what examples/chat_server/README.md says", file=sys.stderr)
-        return 2
-    if chosen.model not in llama.GEOMETRIES:
-        print(f"--model must be one of {list(llama.GEOMETRIES)}, got {chosen.model}", file=sys.stderr)
-        return 2
-    dtype = chosen.dtype or models.default_dtype(chosen.model)
-    model = models.load(chosen.model, dtype)
-    engine_options = EngineOptions(
-        identity=model.identity,
-        dtype=dtype,
-        device_blocks=chosen.device_blocks,
-        context_tokens=chosen.context,
-        chunk_tokens=chosen.chunk,
-        batch=chosen.batch,
-        offload=not chosen.no_offload,
-        pool_bytes=chosen.pool_bytes,
-        codec=chosen.codec,
-        disk=chosen.disk,
-        disk_bytes=chosen.disk_bytes,
-        share_generated=chosen.share_generated,
-    )
-    with Engine(model.size, model.weights, engine_options) as engine:
-        engine.warm_up()
-        print(f"{chosen.model} on http://{chosen.host}:{chosen.port}", flush=True)
-        app = ChatServer(engine, Tokenizer(file.metadata), chosen.model).app
-        limits = {"limit_concurrency": 1024, "timeout_graceful_shutdown": 5}
-        uvicorn.run(app, host=chosen.host, port=chosen.port, log_level="warning", **limits)
+    try:  # now, not after the model has been loaded; clients that come early wait
+        listening = socket.create_server((chosen.host, chosen.port))
+    except (OSError, OverflowError) as error:
+        return refuse(f"cannot listen on --host {chosen.host} --port {chosen.port}: {error}")
+    with listening:
+        says("import JAX")
+        try:
+            import uvicorn
+
+            from chat_server import llama, models
+            from chat_server.engine import Engine, EngineOptions
+            from chat_server.server import ChatServer
+            from chat_server.tokenizer import Tokenizer
+            from kvoffload import KVOffloadError
+
+            file = models.open_file()
+        except ImportError as error:
+            return refuse(f"{error}: install what examples/chat_server/README.md says")
+        if chosen.model not in llama.GEOMETRIES:
+            return refuse(f"--model must be one of {list(llama.GEOMETRIES)}, got {chosen.model}")
+        dtype = chosen.dtype or models.default_dtype(chosen.model)
+        says(f"load {chosen.model}")
+        model = models.load(chosen.model, dtype)
+        given = {name: getattr(chosen, option[2:].replace("-", "_")) for option, name in OF_ENGINE.items()}
+        try:
+            engine_options = EngineOptions(identity=model.identity, dtype=dtype, offload=not chosen.no_offload, **given)
+            engine = Engine(model.size, model.weights, engine_options)
+        except (KVOffloadError, ValueError, OSError) as error:
+            options_of = {name: option for option, name in OF_ENGINE.items()}
+            return refuse(re.sub(r"^\w+|\b\w+_\w+\b", lambda word: options_of.get(word[0], word[0]), str(error)))
+        with engine:
+            says("compile a step for prompts, and one for answers")
+            engine.warm_up()
+            says(f"{chosen.model} on http://{chosen.host}:{listening.getsockname()[1]}")
+            app = ChatServer(engine, Tokenizer(file.metadata), chosen.model).app
+            limits = {"limit_concurrency": 1024, "timeout_graceful_shutdown": 5}
+            try:
+                uvicorn.Server(uvicorn.Config(app, log_level="warning", **limits)).run([listening])
+            except KeyboardInterrupt:
+                pass
     return 0
 
 

@@ -157,6 +157,11 @@ class Engine:
 
     # for any thread -----------------------------------------------------------------------------------------------
 
+    @property
+    def serving(self) -> bool:
+        """True from `start` until `close`, or until an error has ended the thread."""
+        return self._thread is not None and self._thread.is_alive() and not self._closing
+
     def submit(self, prompt: Sequence[int], wanted: Wanted, deliver: Deliver | None = None) -> Request:
         """Queue a request.
 

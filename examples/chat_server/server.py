@@ -71,6 +71,7 @@ class ChatServer:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": models})),
             Route("/metrics", self._metrics),
+            Route("/health", self._health),
             Route("/", lambda _: HTMLResponse(page)),
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
@@ -86,6 +87,11 @@ class ChatServer:
     async def _metrics(self, _: HttpRequest) -> Response:
         text = await asyncio.to_thread(prometheus_client.generate_latest, self._registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def _health(self, _: HttpRequest) -> Response:
+        """200 while requests are answered; 503 once the engine has ended, and why."""
+        serving, error = self._engine.serving, self._engine.error
+        return JSONResponse({"serving": serving, "error": error and repr(error)}, 200 if serving else 503)
 
     async def _chat(self, http: HttpRequest) -> Response:
         try:
@@ -111,6 +117,9 @@ class ChatServer:
         return self._tokenizer.chat(texts)
 
     def _wanted(self, asked: dict[str, Any], prompt_tokens: int) -> Wanted:
+        if asked.get("model") not in (None, self._name):
+            said = f"there is no model {asked['model']!r:.80} here: leave model out, or write {self._name!r}"
+            raise RefusedError(said, 404, "model_not_found")
         for name, value in asked.items():
             if name not in {*USED, SESSION} and value is not None and value != NEUTRAL.get(name):
                 raise RefusedError(f"{name}={value!r:.80} is not supported here", code="unsupported")

