@@ -18,7 +18,7 @@ from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import Reservation
 from kvoffload.errors import CapabilityError, MissingKeyError
 from kvoffload.tiers.files import Buffer
-from kvoffload.tiers.format import Pairs, as_pairs, tenant_digest
+from kvoffload.tiers.format import MOST_SEQUENCE, Pairs, as_pairs, tenant_digest
 from kvoffload.tiers.member import ReadResult, SlotPut
 from kvoffload.tiers.slot_files import SlotFiles
 
@@ -57,7 +57,7 @@ class DiskIndex:
         self.index = CacheIndex(max(1, files.num_slots), policy=policy, tenants=tenants)
         self._lock = threading.RLock()  # what `remove` and `clear` say of the keys of open puts, with the index
         self._writing: dict[bytes, DiskPut] = {}  # keys that a put has reserved and `finish` has not seen
-        self._next_sequence = int(records.sequences[-1]) + 1 if records.keys else 0
+        self._next_sequence = min(int(records.sequences[-1]) + 1, MOST_SEQUENCE) if records.keys else 0
         self.index.restore(
             records.keys,
             records.slots,
@@ -94,7 +94,7 @@ class DiskIndex:
         with self._lock:
             reservation = self.index.reserve(keys, tenant=tenant)
             put = DiskPut(reservation, self._next_sequence)
-            self._next_sequence += 1
+            self._next_sequence = min(self._next_sequence + 1, MOST_SEQUENCE)
             self._writing.update(dict.fromkeys(put.slots, put))
         return put
 

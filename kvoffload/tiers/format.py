@@ -39,7 +39,8 @@ TABLE_OFFSET = 2 * PAGE
 HEADER_BYTES = 192
 MOST_KEY_BYTES = 64
 NO_CODEC = 0  # of the payload: as it is in the slot
-MOST_EPOCH = (1 << 64) - 1
+MOST_EPOCH = (1 << 64) - (1 << 32) - 1  # another one can follow it
+MOST_SEQUENCE = (1 << 64) - 1
 
 _MOST_TEXT = 256
 _digest = partial(blake2b, digest_size=DIGEST_BYTES)
@@ -62,6 +63,8 @@ HEADER_DTYPE = np.dtype(
         "itemsize": HEADER_BYTES,
     }
 )  # fmt: skip
+
+_EPOCH = slice(136, 144)  # of a header
 
 Pairs = npt.NDArray[np.uint64]  # (n, 2): n digests of 16 bytes
 
@@ -136,7 +139,7 @@ def unpack_superblock(data: bytes) -> Superblock | None:
     found = Superblock(
         slot_bytes, slots, member, members, epoch, algorithm, key_check, set_id, layout, identity, text[:length]
     )
-    return found if found.data_offset == offset else None
+    return found if found.data_offset == offset and found.epoch <= MOST_EPOCH else None
 
 
 def pack_header(
@@ -157,6 +160,16 @@ def pack_header(
         member_digest, digest, key, tenant, nbytes, epoch, sequence, slot, position, len(key), checksum.algorithm,
         NO_CODEC,
     )  # fmt: skip
+    return checksum.of_bytes(body) + body
+
+
+def is_whole(checksum: Checksum, header: bytes) -> bool:
+    return checksum.of_bytes(header[DIGEST_BYTES:]) == header[:DIGEST_BYTES]
+
+
+def renewed(checksum: Checksum, header: bytes, epoch: int) -> bytes:
+    """The same header in another epoch."""
+    body = header[DIGEST_BYTES : _EPOCH.start] + epoch.to_bytes(8, "little") + header[_EPOCH.stop :]
     return checksum.of_bytes(body) + body
 
 

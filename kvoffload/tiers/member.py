@@ -21,12 +21,15 @@ they were durable. So the first removal of a process writes the header table aga
 
 Headers go to the file when no record is being written, and at the latest 512 at a time: an ordinary write waits for all
 direct I/O on the file, and holds it up meanwhile. Until then they are in `_waiting`. A kill leaves the slot's older
-header, whose payload digest differs. A sync clears `_older`, so it writes the waiting headers first.
+header, whose payload digest differs. A header that cannot be written goes on waiting, in `_uncertain` too: its put may
+have ended, and its record is read. The next write and the next sync try again. A sync clears `_older`, so it writes the
+waiting headers first, and fails if one cannot be written.
 
 If a sync fails, or zeros cannot be written, the kernel may have dropped any write, and reports that once. Then another
-epoch begins: every header so far is invalid as soon as a superblock can be written; until then syncs fail. The upper
-half of an epoch counts. The lower half is random, because an epoch that could not be recorded must not begin again
-after a restart: headers in the file have it.
+epoch begins: every header so far is invalid as soon as a superblock can be written; until then syncs fail. After the
+superblock that sync writes the headers of the records that are known, with the new epoch. The upper half of an epoch
+counts. The lower half is random, because an epoch that could not be recorded must not begin again after a restart:
+headers in the file have it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from kvoffload.tiers.files import PAGE, Buffer, OpenFile, in_runs
 from kvoffload.tiers.format import (
     DIGEST_BYTES,
     HEADER_BYTES,
+    HEADER_DTYPE,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
     TABLE_OFFSET,
@@ -51,8 +55,10 @@ from kvoffload.tiers.format import (
     Headers,
     Pairs,
     Superblock,
+    is_whole,
     pack_header,
     parse_headers,
+    renewed,
     unpack_superblock,
 )
 
@@ -196,6 +202,9 @@ class Member:
                 self._writes -= len(puts)
                 if self._waiting and (self._writes == 0 or len(self._waiting) >= _MOST_WAITING):
                     failed = self._write_waiting()
+                    for slot in failed.keys() & set(slots):  # these are reported; others have been promised
+                        del self._waiting[slot]
+                        self.hashes[slot] = 0
         return [failed.get(slot, result) for slot, result in zip(slots, results, strict=True)]
 
     def _add(self, slot: int, put: SlotPut, tenant: bytes, digest: bytes, sequence: int) -> None:
@@ -297,6 +306,7 @@ class Member:
             OSError: a crash may bring some back.
         """
         with self._headers:
+            self._waiting = {}
             self._begin_epoch()
             self.hashes[:] = 0
         self.sync()
@@ -305,14 +315,15 @@ class Member:
         """Make all writes so far durable.
 
         Raises:
-            OSError: some may be lost. Another epoch has begun; see above.
+            OSError: a crash may lose some. The next call tries again.
         """
         with self._syncing:
             self._sync()
 
     def _sync(self, *, with_inherited: bool = False) -> None:
         with self._headers:
-            self._write_waiting()
+            if failed := self._write_waiting():
+                raise next(iter(failed.values()))
             self._older, self._any_older = set(), False
             try:
                 for slot in list(self._uncertain):
@@ -320,14 +331,16 @@ class Member:
             except OSError:
                 self._begin_epoch()
             epoch, unwritten = self._epoch, self._epoch_unwritten
+            renews = unwritten and bool(self.hashes.any())
         try:
             if unwritten:
                 write_superblocks(self.file, self.superblock._replace(epoch=epoch))
-            else:
-                for first, data in self._table() if with_inherited else ():
-                    with self._headers:  # written as it is read, for this sync to make it durable
-                        if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
-                            self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
+            for first, data in self._table() if with_inherited or renews else ():
+                with self._headers:  # written as it is read, or renewed, for this sync to make it durable
+                    if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
+                        self._renew(first, data)
+                        self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
+            if renews or not unwritten:
                 self.file.sync()
         except OSError:
             with self._headers:
@@ -347,8 +360,19 @@ class Member:
         self._any_older = False
         self._older = set()
         self._uncertain = set()
-        self._waiting = {}  # they are of the epoch before
+        self._waiting = {slot: renewed(self.checksum, each, self._epoch) for slot, each in self._waiting.items()}
         self._inherited = False
+
+    def _renew(self, first: int, data: memoryview) -> None:
+        """Give those of consecutive headers the epoch of now that an epoch before has made invalid: of known records."""
+        table = np.frombuffer(data, HEADER_DTYPE)
+        slots = slice(first, first + len(table))
+        same = (self.digests[slots] == table["digest"]).all(axis=1) & (table["epoch"] != np.uint64(self._epoch))
+        for at in np.flatnonzero(same).tolist():
+            header = data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+            key = table["key"][at, : table["key_bytes"][at]].tobytes()
+            if hash_of(key) == self.hashes[first + at] and is_whole(self.checksum, bytes(header)):
+                header[:] = renewed(self.checksum, bytes(header), self._epoch)
 
     def _erase(self, slot: int) -> None:
         try:
@@ -374,26 +398,19 @@ class Member:
                 self._older, self._any_older = set(), True
 
     def _write_waiting(self) -> dict[int, OSError]:
-        """Write the waiting headers, neighbours in one call. Returns the slots for which that failed, and why."""
-        waiting, self._waiting = self._waiting, {}
-        failed: dict[int, OSError] = {}
-        run: list[int] = []
-        for slot in [*sorted(waiting), -1]:
-            if run and slot != run[-1] + 1:
-                self._uncertain.update(run)
-                try:
-                    self._write_headers(run[0], [memoryview(waiting[each]) for each in run])
-                except OSError as error:
-                    self.hashes[run] = 0
-                    failed.update(dict.fromkeys(run, error))
-                run = []
-            run.append(slot)
+        """Write the waiting headers, neighbours in one call. Returns the slots whose headers wait on, and why."""
+        slots = sorted(self._waiting)
+        self._uncertain.update(slots)
+        results = in_runs(self._write_headers, slots, [[memoryview(self._waiting[slot])] for slot in slots])
+        failed = {slot: result for slot, result in zip(slots, results, strict=True) if isinstance(result, OSError)}
+        self._waiting = {slot: self._waiting[slot] for slot in failed}
         return failed
 
-    def _write_headers(self, first: int, headers: Sequence[memoryview]) -> None:
-        """Write headers of consecutive slots, and take these slots out of `_uncertain`."""
+    def _write_headers(self, first: int, headers: Sequence[memoryview]) -> bool:
+        """Write headers of consecutive slots, and take these slots out of `_uncertain`. Returns True."""
         self.file.write(headers, TABLE_OFFSET + first * HEADER_BYTES)
         self._uncertain.difference_update(range(first, first + len(headers)))
+        return True
 
     def _peek(self, slot: int) -> Peek | None:
         """A slot's header in the file now, for a read-only process; None if it is not valid."""

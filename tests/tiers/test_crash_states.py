@@ -260,3 +260,52 @@ def test_every_crash_state_of_a_creation_is_an_empty_set(tmp_path: Path, seed: i
     assert set(map(tuple, states)) == {()}
     files.before = lambda _: None
     slots.close()
+
+
+def test_what_was_durable_before_a_sync_failed_is_durable_again_after_the_next_one(tmp_path: Path) -> None:
+    """The failed sync begins another epoch, and its headers are written again."""
+    files = LosingFiles()
+    slots = open_set(tmp_path / "a.kv", operations=files)
+    for slot, key in enumerate((b"kept", b"removed", b"replaced")):
+        write_one(slots, slot, key, "", payload(slot), slot, 0)
+    slots.sync()
+    files.lose_sync = True
+    with pytest.raises(OSError, match="lost"):
+        slots.sync()
+    files.lose_sync = True
+    with pytest.raises(OSError, match="lost"):
+        slots.remove([b"removed"])
+    slots.remove([b"removed"])
+    write_one(slots, 2, b"new", "", payload(9), 4, 0)
+    slots.sync()
+    for choose in ("oldest", "newest"):
+        after = open_set(crashed(files, tmp_path, choose))
+        assert sorted(after.load().keys) == [b"kept", b"new"]
+        views = blank()
+        assert read_one(after, 0, b"kept", views)
+        assert same(views, payload(0))
+        after.close()
+    slots.close()
+
+
+def test_a_header_of_another_key_with_the_same_payload_is_not_renewed(tmp_path: Path) -> None:
+    files = LosingFiles()
+    slots = open_set(tmp_path / "a.kv", operations=files)
+    write_one(slots, 0, b"older", "", payload(1), 0, 0)
+    slots.remove([b"nothing"])
+    slots._members[0]._writes = 1  # as if another payload were being written: the next header waits
+    write_one(slots, 0, b"newer", "", payload(1), 1, 0)
+    files.failing["pwritev"] = errno.EIO
+    with pytest.raises(OSError, match="error"):
+        slots.remove([b"older"])
+    files.failing.clear()
+    files.lose_sync = True
+    with pytest.raises(OSError, match="lost"):
+        slots.remove([b"older"])
+    slots.remove([b"older"])
+    for choose in ("oldest", "newest"):
+        after = open_set(crashed(files, tmp_path, choose))
+        assert after.load().keys == [b"newer"]
+        after.close()
+    slots._members[0]._writes = 0
+    slots.close()

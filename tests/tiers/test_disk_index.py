@@ -14,6 +14,7 @@ from kvoffload.cache.policies import LRU
 from kvoffload.cache.pools import Tenant
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.tiers.disk_index import DiskIndex
+from kvoffload.tiers.format import MOST_SEQUENCE
 from kvoffload.tiers.slot_files import SlotFiles
 
 
@@ -208,6 +209,22 @@ def test_remove_and_clear_say_what_was_there(tmp_path: Path) -> None:
     disk.close()
     disk = opened(tmp_path / "a.kv")
     assert there(disk, KEYS) == [KEYS[5]]
+    disk.close()
+
+
+@pytest.mark.parametrize("highest", [(1 << 63) - 1, 1 << 63, MOST_SEQUENCE - 1, MOST_SEQUENCE])
+def test_records_can_be_put_behind_one_of_the_highest_sequence_number(tmp_path: Path, highest: int) -> None:
+    """Another program may have written it."""
+    files = open_set(tmp_path / "a.kv")
+    write_one(files, 0, KEYS[0], "", payload(KEYS[0][-1]), highest, 0)
+    files.close()
+    for new in (KEYS[1], KEYS[2]):
+        disk = opened(tmp_path / "a.kv")
+        put(disk, new)
+        disk.sync()
+        disk.close()
+    disk = opened(tmp_path / "a.kv")
+    assert there(disk, KEYS) == KEYS[:3]
     disk.close()
 
 

@@ -17,7 +17,7 @@ import pytest
 from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, read_one, same, write_one
 
 from kvoffload.errors import CapabilityError, CapacityError
-from kvoffload.tiers.format import make_checksum
+from kvoffload.tiers.format import MOST_EPOCH, make_checksum, unpack_superblock
 from kvoffload.tiers.slot_files import SlotFiles
 
 
@@ -342,6 +342,26 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         open_set(tmp_path / "pipe")
     with pytest.raises(OSError, match="missing"):
         open_set(tmp_path / "missing" / "a.kv")
+
+
+def test_a_superblock_whose_epoch_no_other_can_follow_is_damaged(tmp_path: Path) -> None:
+    """Another program may have written it; `clear` and a failed sync begin another epoch."""
+    path = tmp_path / "a.kv"
+    for epoch in (MOST_EPOCH, MOST_EPOCH + 1, (1 << 64) - 1):
+        keys_in(path, reset=True)
+        found = unpack_superblock(path.read_bytes()[:512])
+        assert found is not None
+        with path.open("r+b") as file:
+            for offset in (0, PAGE):
+                file.seek(offset)
+                file.write(found._replace(epoch=epoch).pack())
+        files = open_set(path)
+        assert files.load().keys == []
+        files.clear()
+        write_one(files, 0, b"key", "", payload(1), 0, 0)
+        assert read_one(files, 0, b"key", blank())
+        files.close()
+        assert keys_in(path) == ([] if epoch == MOST_EPOCH else [b"key"])
 
 
 # space ----------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import pytest
 from disk_sets import FaultyFiles, blank, open_set, payload, read_one, same, write_one
 
 from kvoffload.testing.tier_pools import TierPools
-from kvoffload.tiers import DiskTier, Outcome
+from kvoffload.tiers import DiskTier, Limits, Outcome
+from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 from kvoffload.tiers.member import _MOST_WAITING
 from kvoffload.tiers.slot_files import SlotFiles
 
@@ -159,47 +160,146 @@ def test_a_removal_of_the_key_before_it_writes_the_header_first(tmp_path: Path) 
     files.close()
 
 
-def test_where_headers_cannot_be_written_their_slots_hold_no_record(tmp_path: Path) -> None:
+def test_headers_that_cannot_be_written_go_on_waiting_and_a_sync_fails_until_they_are(tmp_path: Path) -> None:
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, slots=8, operations=operations)
     with a_payload_being_written(files, operations):
         write_one(files, 1, b"first", "", payload(1), 1, 0)
         write_one(files, 5, b"second", "", payload(5), 1, 1)
         operations.failing["pwritev"] = errno.EIO
-        with pytest.raises(OSError, match="error"):
-            files.sync()  # neither the headers nor zeros
+        for _ in range(2):
+            with pytest.raises(OSError, match="error"):
+                files.sync()
+        assert in_the_file(path) == set()
+        assert stored(files, 1, b"first", 1)
         operations.failing.clear()
-        assert not stored(files, 1, b"first", 1)
-        assert not stored(files, 5, b"second", 5)
+        files.sync()
+        assert in_the_file(path) == {b"first", b"second"}
+    assert stored(files, 5, b"second", 5)
     files.close()
-    assert in_the_file(path) == {b"held"}
 
 
-def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_a_write_is_refused_for_its_own_header_alone_and_the_next_one_tries_the_others_again(
+    tmp_path: Path, neighbours: bool
+) -> None:
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, slots=8, operations=operations)
+    waiting = {slot: b"%d" % slot for slot in ((1, 2) if neighbours else (2, 5))}
     with a_payload_being_written(files, operations) as release:
-        write_one(files, 2, b"first", "", payload(2), 1, 0)
-        write_one(files, 5, b"second", "", payload(5), 1, 1)
-        fails = iter((False, False, True, False))  # payload of slot 6; headers of slots 0, 2, and 5 to 6
+        for slot, key in waiting.items():
+            write_one(files, slot, key, "", payload(slot), 1, 0)
 
-        def before(_: str) -> None:
-            release()  # the payload of slot 6 is the last one
-            operations.failing.clear()
-            if next(fails):
+        def fail_all_headers(name: str) -> None:
+            release()  # the payload of slot 3 is the last one
+            if operations.calls.count(name) > 1:
                 operations.failing["pwritev"] = errno.EIO
 
-        operations.before = before
-        assert write_one(files, 6, b"third", "", payload(6), 1, 2)
-        assert list(fails) == []
+        operations.calls.clear()
+        operations.before = fail_all_headers
+        with pytest.raises(OSError, match="error"):
+            write_one(files, 3, b"refused", "", payload(3), 1, 1)
         operations.before = lambda _: None
         operations.failing.clear()
-        assert not stored(files, 2, b"first", 2)
-        assert stored(files, HELD, b"held", 0)
-        assert stored(files, 5, b"second", 5)
-        assert stored(files, 6, b"third", 6)
+    assert not stored(files, 3, b"refused", 3)
+    assert all(stored(files, slot, key, slot) for slot, key in waiting.items())
+    assert write_one(files, 6, b"next", "", payload(6), 2, 0)
+    files._members[0].file.close()  # killed, without a sync
+    assert in_the_file(path) == {b"held", b"next", *waiting.values()}
+
+
+def test_one_header_that_cannot_be_written_keeps_no_neighbour_waiting(tmp_path: Path) -> None:
+    """They are written in one call, and one by one if that fails."""
+
+    class BadSector(FaultyFiles):
+        broken = True
+
+        def pwritev(self, file: int, views: Sequence[memoryview], offset: int) -> int:
+            end = offset + sum(map(len, views))
+            if self.broken and len(views[0]) == HEADER_BYTES and offset <= TABLE_OFFSET + 2 * HEADER_BYTES < end:
+                raise OSError(errno.EIO, "bad sector")
+            return super().pwritev(file, views, offset)
+
+    path, operations = tmp_path / "a.kv", BadSector()
+    files = open_set(path, slots=8, operations=operations)
+    with a_payload_being_written(files, operations):
+        for slot in (1, 2, 3):
+            write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
+    assert in_the_file(path) == {b"held", b"1", b"3"}
+    with pytest.raises(OSError, match="bad sector"):
+        files.sync()
+    operations.broken = False
+    files.sync()
+    assert in_the_file(path) == {b"held", b"1", b"2", b"3"}
     files.close()
-    assert in_the_file(path) == {b"held", b"second", b"third"}
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_a_removal_while_a_header_cannot_be_written_is_not_undone_by_the_next_try(tmp_path: Path, call: str) -> None:
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    files = open_set(path, operations=operations)
+    write_one(files, 1, b"older", "", payload(9), 0, 0)
+    files.remove([b"nothing"])  # the first removal of a process syncs
+    with a_payload_being_written(files, operations):
+        write_one(files, 1, b"key", "", payload(1), 1, 0)
+        operations.failing["pwritev"] = errno.EIO
+        with pytest.raises(OSError, match="error"):
+            files.sync()
+        with pytest.raises(OSError, match="error"):  # the file still has its header
+            files.remove([b"older"])
+        operations.failing.clear()
+        if call == "remove":
+            files.remove([b"older", b"key"])
+        else:
+            files.clear()
+        assert not stored(files, 1, b"key", 1)
+        files.sync()
+        assert in_the_file(path) == set()
+    files.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_put_that_was_done_is_drained_and_found_after_a_restart_though_another_puts_headers_failed(
+    tmp_path: Path, number: int
+) -> None:
+    operations, memory = FaultyFiles(), TierPools(8, 4096, 1, seed=1)
+    hold = threading.Event()
+    tier = DiskTier(
+        tmp_path / "a.kv", nbytes=1 << 20, identity="model@1", operations=operations, limits=Limits(threads=2)
+    )
+    tier.attach(memory.arrays, memory.layout)
+    begun = threading.Event()
+
+    def hold_the_first(_: str) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert hold.wait(60)
+
+    operations.before = hold_the_first
+    other = tier.put([b"other"], [0])
+    assert begun.wait(60)
+    assert tier.put([b"a", b"b"], [1, 2]).wait(60) == [Outcome.DONE] * 2
+    payloads = operations.calls.count("pwritev")
+
+    def fail_headers(name: str) -> None:
+        if name == "pwritev" and operations.calls.count(name) > payloads:
+            operations.failing[name] = number
+
+    operations.before = fail_headers
+    hold.set()
+    assert other.wait(60) == [Outcome.FAILED if number == errno.EIO else Outcome.DECLINED]
+    assert tier.contains([b"a", b"b", b"other"]) == [True, True, False]
+    assert not tier.drain(60)
+    operations.before = lambda _: None
+    operations.failing.clear()
+    assert tier.get([b"a", b"b"], [6, 7]).wait(60) == [Outcome.DONE] * 2
+    assert tier.drain(60)
+    again = DiskTier(tmp_path / "a.kv", nbytes=1 << 20, identity="model@1", read_only=True)
+    again.attach(memory.arrays, memory.layout)
+    assert again.get([b"a", b"b"], [4, 5]).wait(60) == [Outcome.DONE] * 2
+    assert all((pool[[4, 5]] == pool[[1, 2]]).all() for pool in memory.arrays)
+    assert again.close(60)
+    assert tier.close(60)
 
 
 def test_a_record_over_one_whose_header_could_not_be_written_does_not_make_that_one_durably_gone(
