@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ class ObjectStoreTier(RemoteTier):
 
     The tier evicts nothing: let a lifecycle rule of the store delete old objects below `prefix`. `attach` makes no
     request. If the store cannot be reached, or refuses the credentials, keys are FAILED, and the logger "kvoffload"
-    warns.
+    warns. If it is full, puts are DECLINED. A process that is killed in a put to a folder may leave a file NAME#N with
+    a part of the record: `remove` of its key and `clear` delete it, and may make a put of another process fail that
+    goes on meanwhile.
 
     Args:
         store: the URL of an existing bucket or folder in one: "s3://bucket/folder", "gs://bucket", "az://container",
@@ -98,11 +101,13 @@ class ObjectStoreTier(RemoteTier):
     def delete_names(self, names: Sequence[str]) -> list[bool]:
         found = self.have_names(names)
         self._delete([name for name, there in zip(names, found, strict=True) if there])
+        self._delete_unfinished(self.format.folder, names)
         return found
 
     def delete_folder(self, folder: str) -> None:
         for listed in self._obstore.list(self._store, folder.rstrip("/"), chunk_size=_LISTED):
             self._delete([each["path"] for each in listed])
+        self._delete_unfinished(folder)
 
     # inner workings -----------------------------------------------------------------------------------------------
 
@@ -138,6 +143,15 @@ class ObjectStoreTier(RemoteTier):
         for part, fetched in zip(parts, np.split(content, ends[:-1]), strict=True):
             part[:] = fetched
         return Outcome.DONE
+
+    def _delete_unfinished(self, folder: str, names: Sequence[str] | None = None) -> None:
+        """In a folder of this machine, a process that was killed in a put leaves a file NAME#N with a part of the
+        record, which obstore neither lists nor deletes. Delete those of `names`, or all.
+        """
+        if isinstance(self._store, self._obstore.store.LocalStore):
+            for path in Path(self._store.prefix or "/", folder).glob("*#*"):
+                if names is None or folder + path.name.partition("#")[0] in names:
+                    path.unlink(missing_ok=True)
 
     def _delete(self, names: list[str]) -> None:
         if not names:

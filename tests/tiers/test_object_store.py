@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 from remote_sessions import RemoteSession
 from seeds import rest_long
 from servers import Process, need_module, s3_options, seaweed
 
 from kvoffload.testing import check_tier, fuzz_tier
+from kvoffload.testing.tier_pools import TierPools
 from kvoffload.tiers import ObjectStoreTier, Outcome
 
 DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
@@ -72,6 +74,67 @@ def test_objects_of_other_sizes_are_misses_that_are_deleted(obstore: Any) -> Non
         assert session.tier.statistics().corrupt == 4
         assert session.put(b"k", 3) is DONE
         assert session.get(b"k") == 3
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_what_a_killed_put_leaves_in_a_folder_is_removed_with_its_record(
+    tmp_path: Path, obstore: Any, call: str
+) -> None:
+    """A file NAME#N with the first bytes of the record."""
+    assert obstore
+    (tmp_path / "other folder#1").mkdir()
+    (tmp_path / "other folder#1" / "file#1").touch()
+    with RemoteSession(ObjectStoreTier(f"file://{tmp_path}", identity="x")) as session:
+        for key in (b"k", b"never there", b"other"):
+            assert session.put(key, 1) is DONE
+            (record,) = tmp_path.rglob(key.hex())
+            for number in (1, 3):
+                record.with_name(f"{key.hex()}#{number}").write_bytes(record.read_bytes()[:5000])
+            if key == b"never there":
+                record.unlink()
+        assert session.get(b"k") == 1
+        if call == "remove":
+            assert session.remove(b"k") is DONE
+            assert session.remove(b"never there") is MISSING
+            other = b"other".hex()
+            assert left(tmp_path) == sorted([other, f"{other}#1", f"{other}#3", "file#1"])
+        else:
+            assert session.tier.clear().wait(30) == [DONE]
+            assert left(tmp_path) == ["file#1"]
+
+
+@pytest.mark.long
+def test_a_killed_put_leaves_no_bytes_behind_a_clear(tmp_path: Path, obstore: Any) -> None:
+    assert obstore
+    program = f"""
+        import os
+        from kvoffload.testing.tier_pools import TierPools
+        from kvoffload.tiers import ObjectStoreTier
+        memory = TierPools(4, 8 << 20, 1, seed=1)
+        tier = ObjectStoreTier("file://{tmp_path}", identity="x")
+        tier.attach(memory.arrays, memory.layout)
+        job = tier.put([b"a", b"b", b"c", b"d"], range(4))
+        folder = {str(tmp_path)!r}
+        while not (job.done or any("#" in name for _, _, names in os.walk(folder) for name in names)):
+            pass
+        os.kill(os.getpid(), 9)
+    """
+    for _ in range(20):
+        run_program(program, exit_code=-9)
+        if any("#" in name for name in left(tmp_path)):
+            break
+    else:
+        pytest.fail("no put was killed in the middle")
+    memory = TierPools(4, 8 << 20, 1, seed=1)
+    tier = ObjectStoreTier(f"file://{tmp_path}", identity="x")
+    tier.attach(memory.arrays, memory.layout)
+    assert tier.clear().wait(30) == [DONE]
+    assert left(tmp_path) == []
+    assert tier.close(30)
 
 
 @pytest.mark.servers
