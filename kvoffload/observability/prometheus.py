@@ -136,9 +136,9 @@ _OF_AN_ENGINE = {
 _OF_A_TIER = {
     "tier_breaker": _Metric(
         "Gauge",
-        "0: the tier is used; 1: it is tried; 2: it is not used.",
+        "0: the tier is used; 1: it is tried; 2: it is not used; 3: it is read, and not written.",
         "tier",
-        lambda of: {of.name: _BREAKER[of.state]},
+        lambda of: {of.name: _BREAKER[of.state] or 3 * (of.puts is BreakerState.OPEN)},
     ),
     "tier_breaker_opened": _by_tier("Counter", "How often a tier was found failing or hung.", "opened"),
     "tier_records": _by_tier("Gauge", "Records in the tier, if it knows how many.", "tier.records"),

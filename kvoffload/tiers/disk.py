@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,14 +12,14 @@ from kvoffload.cache.pools import Tenant
 from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, flag, shown
+from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity, make_checksum
 from kvoffload.tiers.options import Limits
+from kvoffload.tiers.refusals import outcome_of
 from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskTier(ThreadedTier):
@@ -29,7 +28,8 @@ class DiskTier(ThreadedTier):
     Every read compares header, key and checksum, so anything that a crash, a torn write or a failing disk leaves is a
     miss. `remove` and `clear` are durable when their jobs are DONE, puts when `drain` has returned True; `close` syncs,
     too, and logs if that fails. docs/disk-format.md has the format. The default checksum is no signature, and prompts
-    lie on the disk unencrypted.
+    lie on the disk unencrypted. If a file is deleted or replaced while it is open, the next `drain` logs that and
+    returns False; from then on puts are DECLINED, and records are still read.
 
     Args:
         path: a file, or several, best on different disks, over which records are spread. Missing files are created with
@@ -105,6 +105,7 @@ class DiskTier(ThreadedTier):
             operations=operations,
         )
         self._disk: DiskIndex | None = None
+        self._unlinked = False  # a file: what is put now does not outlive the process
         self._puts: dict[TierJob, DiskPut] = {}
         self._lock = threading.RLock()
 
@@ -136,7 +137,7 @@ class DiskTier(ThreadedTier):
         self._here.close()
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> list[Outcome]:
-        if self.read_only:
+        if self.read_only or self._unlinked:
             return [Outcome.DECLINED] * len(keys)
         disk = self._here
         with self._lock:  # of a put, slots are reserved for all keys when the first of them is written
@@ -151,7 +152,7 @@ class DiskTier(ThreadedTier):
             result = results.get(key, there)
             if isinstance(result, OSError):
                 self.warn(result)
-                outcomes.append(Outcome.DECLINED if result.errno in _FULL else Outcome.FAILED)
+                outcomes.append(outcome_of(result))
             else:
                 outcomes.append(Outcome.DONE if result else Outcome.DECLINED)
         return outcomes
@@ -178,8 +179,15 @@ class DiskTier(ThreadedTier):
         self._here.clear()
 
     def flush(self) -> None:
-        if not self.read_only:
-            self._here.sync()
+        if self.read_only:
+            return
+        self._here.sync()
+        if not self._unlinked and (unlinked := self._here.files.unlinked):
+            self._unlinked = True
+            LOGGER.warning("%r: %s was deleted while it is open; it takes no more puts", self, ", ".join(unlinked))
+
+    def drain(self, timeout: float | None = None) -> bool:
+        return super().drain(timeout) and not self._unlinked
 
     def num_records(self) -> int | None:
         return None if self._disk is None else len(self._disk)

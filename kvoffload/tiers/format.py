@@ -64,8 +64,6 @@ HEADER_DTYPE = np.dtype(
     }
 )  # fmt: skip
 
-_EPOCH = slice(136, 144)  # of a header
-
 Pairs = npt.NDArray[np.uint64]  # (n, 2): n digests of 16 bytes
 
 
@@ -163,13 +161,9 @@ def pack_header(
     return checksum.of_bytes(body) + body
 
 
-def is_whole(checksum: Checksum, header: bytes) -> bool:
-    return checksum.of_bytes(header[DIGEST_BYTES:]) == header[:DIGEST_BYTES]
-
-
 def renewed(checksum: Checksum, header: bytes, epoch: int) -> bytes:
     """The same header in another epoch."""
-    body = header[DIGEST_BYTES : _EPOCH.start] + epoch.to_bytes(8, "little") + header[_EPOCH.stop :]
+    body = header[DIGEST_BYTES:136] + epoch.to_bytes(8, "little") + header[144:]
     return checksum.of_bytes(body) + body
 
 

@@ -55,7 +55,6 @@ from kvoffload.tiers.format import (
     Headers,
     Pairs,
     Superblock,
-    is_whole,
     pack_header,
     parse_headers,
     renewed,
@@ -364,15 +363,16 @@ class Member:
         self._inherited = False
 
     def _renew(self, first: int, data: memoryview) -> None:
-        """Give those of consecutive headers the epoch of now that an epoch before has made invalid: of known records."""
+        """Give headers of earlier epochs the epoch of now, if `hashes` and `digests` have their records. In memory."""
         table = np.frombuffer(data, HEADER_DTYPE)
         slots = slice(first, first + len(table))
         same = (self.digests[slots] == table["digest"]).all(axis=1) & (table["epoch"] != np.uint64(self._epoch))
         for at in np.flatnonzero(same).tolist():
-            header = data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+            header = bytes(data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])
             key = table["key"][at, : table["key_bytes"][at]].tobytes()
-            if hash_of(key) == self.hashes[first + at] and is_whole(self.checksum, bytes(header)):
-                header[:] = renewed(self.checksum, bytes(header), self._epoch)
+            whole = self.checksum.of_bytes(header[DIGEST_BYTES:]) == header[:DIGEST_BYTES]
+            if whole and hash_of(key) == self.hashes[first + at]:
+                data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES] = renewed(self.checksum, header, self._epoch)
 
     def _erase(self, slot: int) -> None:
         try:

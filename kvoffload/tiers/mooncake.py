@@ -24,12 +24,13 @@ from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.options import Limits, given_or_default
+from kvoffload.tiers.refusals import MOONCAKE_NO_ROOM
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
 
 Protocol = Literal["tcp", "rdma"]
 _MOST_REGISTERED = 64 << 30  # bytes, by one call: drivers refuse to register a pool of 512 GiB at once
 _STARTING = 10.0  # seconds that a child process may take besides `timeout`, on a busy machine
-_STORED = {0: Outcome.DONE, -200: Outcome.DECLINED}  # -200: no room
+_STORED = dict.fromkeys(MOONCAKE_NO_ROOM, Outcome.DECLINED) | {0: Outcome.DONE}
 # Not found, being written, lease over before the bytes were there, no replica, replica gone.
 _MISSES = frozenset({-704, -703, -707, -710, -712})
 _NOT_FETCHED = dict.fromkeys(_MISSES, Outcome.MISSING)

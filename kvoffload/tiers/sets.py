@@ -40,9 +40,9 @@ from kvoffload.tiers.format import (
     Superblock,
 )
 from kvoffload.tiers.member import read_superblocks, write_superblocks
+from kvoffload.tiers.refusals import NO_ROOM
 
 _RESET = "give another path, or reset=True to lose what the files hold"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAMES = {
     "layout_digest": "layout digest",
     "slot_bytes": "slot bytes",
@@ -288,7 +288,7 @@ def _allocate(file: OpenFile, nbytes: int) -> None:
     try:
         file.operations.fallocate(file.descriptor, nbytes)
     except OSError as error:
-        if error.errno not in _NO_SPACE:
+        if error.errno not in NO_ROOM:
             raise
         raise CapacityError(
             f"{file.path} needs {nbytes} bytes, which cannot be allocated ({error.strerror}); lower nbytes, or free "

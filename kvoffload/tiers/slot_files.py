@@ -129,6 +129,12 @@ class SlotFiles:
     def direct(self) -> tuple[bool, ...]:
         return tuple(member.file.direct for member in self._members)
 
+    @property
+    def unlinked(self) -> list[str]:
+        """The paths of open files that have no name any more: they end with this process."""
+        files = [member.file for member in self._members]
+        return [file.path for file in files if file.operations.fstat(file.descriptor).st_nlink == 0]
+
     # records ------------------------------------------------------------------------------------------------------
 
     def load(self) -> Records:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from kvoffload.cache.tiering.tier import (
     Notify,
@@ -29,11 +30,13 @@ from kvoffload.internal.nesting import in_call
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiers.options import Limits, given_or_default
+from kvoffload.tiers.refusals import outcome_of
 from kvoffload.tiers.workers import Removal, Work, Workers, Write
 
 Rows = list[UInt8Array]
 """The ranges of one record: a row of each pool, uint8, (bytes,)."""
 
+_R = TypeVar("_R")
 _METHODS = (("read_record", "read_records"), ("write_record", "write_records"), ("has_record", "have_records"))
 _WHOLE_TIER = (b"",)  # the key of jobs that concern all records
 
@@ -62,8 +65,9 @@ class ThreadedTier(Tier):
     The tier's threads call the methods, several at a time. Two calls never write one key at a time, and none writes a
     key while another removes it; a read of it may run beside either. Removals come first, then reads, then writes, but
     a write follows 16 reads. If a method for keys raises, or its result has a wrong length, or an outcome of a wrong
-    type, its keys are FAILED; the thread goes on. (Any value counts as a bool: None is False.) A method that never
-    returns blocks its thread and leaves its keys without an outcome.
+    type, its keys are FAILED; the thread goes on. But if a write raises because there is no room (OSError with ENOSPC
+    or EDQUOT, and what `kvoffload.tiers.refusals` lists), its keys are DECLINED. (Any value counts as a bool: None is
+    False.) A method that never returns blocks its thread and leaves its keys without an outcome.
 
     Args:
         limits: threads and queue; None: `Limits()`.
@@ -111,7 +115,8 @@ class ThreadedTier(Tier):
         raise NotImplementedError(f"{type(self).__name__} must have read_record, or read_records")
 
     def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
-        """Copy the rows to a record. Return DONE, DECLINED or FAILED; DONE without a copy if the key has a record.
+        """Copy the rows to a record. Return DONE, DECLINED (no room) or FAILED; DONE without a copy if the key has a
+        record.
 
         `rows`: one uint8 array, one-dimensional, for each of `pools`. Do not write to them, nor read them after
         returning. `origin` has the tenant. A read must not return DONE for a half written record.
@@ -131,13 +136,15 @@ class ThreadedTier(Tier):
         """`read_record` for several keys of one `get`. Return a list of their outcomes, in order. Override this one
         instead if your medium reads several at once.
         """
-        return [self._guarded(partial(self.read_record, *each)) for each in zip(keys, rows, strict=True)]
+        calls = [partial(self.read_record, *each) for each in zip(keys, rows, strict=True)]
+        return [self._guarded(call, lambda _: Outcome.FAILED) for call in calls]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
         """`write_record` for several keys of one `put`. Return a list of their outcomes, in order. Override this one
         instead if your medium writes several at once.
         """
-        return [self._guarded(partial(self.write_record, *each, origin)) for each in zip(keys, rows, strict=True)]
+        calls = [partial(self.write_record, *each, origin) for each in zip(keys, rows, strict=True)]
+        return [self._guarded(call, outcome_of) for call in calls]
 
     def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """`has_record` for several keys: return a list of bools, in order. Override this one instead if your medium
@@ -235,7 +242,8 @@ class ThreadedTier(Tier):
         origin = Origin(tenant, job)
 
         def write(positions: Sequence[int]) -> Sequence[Outcome]:
-            outcomes = self.write_records([job.keys[at] for at in positions], self._rows(job, positions), origin)
+            call = partial(self.write_records, [job.keys[at] for at in positions], self._rows(job, positions), origin)
+            outcomes = self._guarded(call, lambda error: [outcome_of(error)] * len(positions))
             written = outcomes.count(Outcome.DONE)
             self._workers.count(written=written, bytes_written=written * self.record_bytes)
             return outcomes
@@ -274,7 +282,7 @@ class ThreadedTier(Tier):
                 self._workers.warn(error)
                 if type(self).has_record is ThreadedTier.has_record:
                     return [Outcome.FAILED] * len(wanted)
-                return [self._guarded(partial(has, key)) for key in wanted]
+                return [self._guarded(partial(has, key), lambda _: Outcome.FAILED) for key in wanted]
             return [Outcome.DONE if each else Outcome.MISSING for each in found]
 
         return self._queue(job, [Work(job, each, ask) for each in self._calls(job, bounded=False)])
@@ -413,13 +421,13 @@ class ThreadedTier(Tier):
     def _rows(self, job: TierJob, positions: Sequence[int]) -> list[Rows]:
         return [[pool[job.entries[at]] for pool in self.pools] for at in positions]
 
-    def _guarded(self, call: Callable[[], Outcome]) -> Outcome:
-        """FAILED if the call for one key raises; the others go on."""
+    def _guarded(self, call: Callable[[], _R], judge: Callable[[Exception], _R]) -> _R:
+        """If the call for one key raises, what `judge` says of the error; the others go on."""
         try:
             return call()
         except Exception as error:  # noqa: BLE001  # a medium may raise anything
             self._workers.warn(error)
-            return Outcome.FAILED
+            return judge(error)
 
     @staticmethod
     def _run_all(run: Callable[[], None], _positions: Sequence[int]) -> list[Outcome]:

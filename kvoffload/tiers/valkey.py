@@ -12,6 +12,7 @@ from typing import Any
 from kvoffload.cache.tiering.tier import Outcome
 from kvoffload.internal.checks import flag, seconds, shown
 from kvoffload.tiers.options import Limits, given_or_default, import_package
+from kvoffload.tiers.refusals import outcome_of
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
 
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
@@ -323,9 +324,9 @@ class ValkeyTier(RemoteTier):
             try:
                 answer = client.exec(batch, True)
             except glide.RequestError as error:
-                if "OOM" in str(error):  # `maxmemory` is reached, and the server evicts nothing
-                    return Outcome.DECLINED
-                raise
+                if outcome_of(error) is Outcome.FAILED:
+                    raise
+                return Outcome.DECLINED  # and the connection is kept
             if not isinstance(answer, list) or set(answer) != {"OK"}:
                 raise _OutOfStepError(f"OK expected of each value, got {shown(answer)}")
         return Outcome.DONE

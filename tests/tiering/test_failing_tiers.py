@@ -18,13 +18,17 @@ from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.testing import FaultyTier, TierFaults
-from kvoffload.tiers import Limits, Outcome, TierJob, TierStatistics
+from kvoffload.tiers import Limits, Origin, Outcome, TierJob, TierStatistics
 
 METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")
 
 
 def _has_begun(tier: GatedTier, before: int) -> bool:
     return len(tier.begun) > before
+
+
+def _has_queued(tier: GatedTier, writes: int) -> bool:
+    return tier.statistics().queued_writes == writes and tier.statistics().in_calls == 1
 
 
 def settled(bench: Bench) -> None:
@@ -232,6 +236,107 @@ def test_a_record_that_is_not_there_ends_a_row_of_failures() -> None:
                 assert bench.cache.promote(keys([number])).wait(SECONDS) == 0
         assert answers == [], "it was asked each time"
         assert bench.cache.tier_statistics()[0].opened == 0
+
+
+class Refusing(DictTier):
+    """A store that refuses all puts while `refuses` is set, as for a login without the right to write."""
+
+    refuses = False
+
+    def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
+        return Outcome.FAILED if self.refuses else super().write_record(key, rows, origin)
+
+
+def test_a_store_that_refuses_puts_is_read_and_written_again_when_it_takes_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = Refusing()
+    with tiered(tier, write="through") as bench:
+        bench.written(range(4))
+        tier.refuses = True
+        for first in range(10, 50, 4):
+            bench.store(range(first, first + 4))
+            bench.cache.drain(SECONDS)
+            bench.cache.clear(below=False)
+            assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 4
+            bench.check_loaded(range(4))
+            bench.cache.clear(below=False)
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.state, figures.puts, figures.opened) == (BreakerState.CLOSED, BreakerState.OPEN, 1)
+        assert figures.promoted == 40
+        assert 5 <= figures.not_written < 40
+        assert [record.getMessage() for record in caplog.records if "takes no puts" in record.getMessage()] == [
+            "tier dict takes no puts; it is only read for a while"
+        ]
+        bench.store(range(50, 54))  # while the breaker is open
+        tier.refuses = False
+
+        numbers = iter(range(60, 100_000))
+
+        def all_written() -> bool:
+            bench.cache.touch(keys(range(50, 54)))  # they stay in slots
+            bench.store([next(numbers)])  # this is the try
+            settled(bench)
+            return all(tier.contains(keys(range(50, 54))))
+
+        until(all_written)
+        until(lambda: bench.cache.tier_statistics()[0].puts is BreakerState.CLOSED)
+
+
+def test_puts_that_wait_give_their_slots_back_when_puts_are_refused() -> None:
+    class Slow(GatedTier):
+        def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
+            super().write_record(key, rows, origin)
+            return Outcome.FAILED
+
+    tier = Slow(threads=1)
+    with tiered(tier, capacity=64) as bench:
+        for number in range(13):  # a job each
+            bench.store([number])
+            until(partial(_has_queued, tier, number))
+        tier.permit(5)
+        until(lambda: bench.cache.tier_statistics()[0].puts is BreakerState.OPEN)
+        until(lambda: tier.statistics().queued_writes == 0)
+        assert tier.statistics().cancelled >= 7
+        tier.permit()
+        until(lambda: bench.manager._writer.leased == 0)
+
+
+def test_a_put_that_fails_as_the_try_leaves_the_next_try_to_a_promotion() -> None:
+    """The tier failed, and comes back read-only: its puts fail, and do not keep it from being read."""
+    tier = FaultyTier()
+    with tiered(tier, write="through") as bench:
+        bench.written(range(4))
+        tier.fail_all()
+        while bench.cache.tier_statistics()[0].state is not BreakerState.OPEN:
+            bench.cache.promote(keys(range(4))).wait(SECONDS)
+        tier.heal()
+        tier.write_record = lambda *_: Outcome.FAILED  # type: ignore[method-assign]
+        numbers = iter(range(8, 100_000))
+
+        def refused() -> bool:
+            bench.store([next(numbers)])
+            settled(bench)
+            return bench.cache.tier_statistics()[0].not_written > 0
+
+        until(refused)
+        until(lambda: bench.cache.promote(keys(range(4))).wait(SECONDS) == 4)
+        assert bench.cache.tier_statistics()[0].state is BreakerState.CLOSED
+
+
+def test_a_store_whose_puts_work_opens_its_breaker_when_its_gets_fail() -> None:
+    """Puts that go well between them say nothing of its gets."""
+    tier = DictTier()
+    with tiered(tier, write="through") as bench:
+        bench.written(range(4))
+        tier.read_record = lambda *_: Outcome.FAILED  # type: ignore[method-assign]
+        for number in range(5):
+            assert bench.cache.promote(keys([number % 4])).wait(SECONDS) == 0
+            bench.store([10 + number])
+            assert bench.cache.drain(SECONDS)
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.state, figures.puts) == (BreakerState.OPEN, BreakerState.CLOSED)
+        assert figures.written == 8
 
 
 def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() -> None:

@@ -17,6 +17,18 @@ from kvoffload.internal.log import LOGGER
 _SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
 
 
+class BreakerState(enum.Enum):
+    """Whether a cache uses a tier.
+
+    CLOSED: it does. OPEN: it does not, for 1 to 60 seconds after 5 failures in a row or a failed try, or while a call
+    hangs. TRYING: then one job is given to the tier, and its outcome closes the breaker or opens it again.
+    """
+
+    CLOSED = "closed"
+    OPEN = "open"
+    TRYING = "trying"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheTierStatistics:
     """A cache's counts for one of its tiers, since the cache was created.
@@ -24,17 +36,18 @@ class CacheTierStatistics:
     Attributes:
         name: of the tier.
         state: of its breaker: whether it is used.
-        opened: how often the breaker has opened.
+        opened: how often this breaker, and that of `puts`, have opened.
         promoted: keys that it brought.
         not_found: keys that it was asked for and did not bring.
         slower: keys that it was not asked for, since computing them was expected to take less time.
         written: keys that it wrote, or had already when it came to them.
         not_written: the other keys that the cache gave to it: its own queue was full, it failed, or had no room.
-        dropped: keys worth writing that the cache did not give to it: too many keys waited in the cache, its breaker
-            was open, the key had been evicted, or is longer than 64 bytes.
+        dropped: keys worth writing that the cache did not give to it: too many keys waited in the cache, a breaker of
+            its was open, the key had been evicted, or is longer than 64 bytes.
         seconds_per_record: a fetch's seconds from beginning to end, waiting included, divided by its keys answered: a
             running mean. None if none was measured in the last 30 seconds.
         tier: the tier's own statistics.
+        puts: of the breaker of its puts: whether it is written, if it is used. A store that refuses puts is read.
     """
 
     name: str
@@ -48,20 +61,26 @@ class CacheTierStatistics:
     dropped: int
     seconds_per_record: float | None
     tier: TierStatistics
+    puts: BreakerState = BreakerState.CLOSED
 
 
 class TierBelow:
     """One tier of a cache. Changed under the manager's lock. No method lets an Exception of the tier out.
 
+    It has two breakers. A get that fails, or a call that hangs, opens the tier's: then it gets neither gets nor puts. A
+    put that fails opens that of its puts, so a read-only store goes on being read. A put may be the try of both;
+    if it fails, that says nothing of the gets, and the next job is the try of the tier.
+
     Attributes:
         local_index: whether it knows at once which keys it has.
+        breaker, puts: of the tier, and of its puts.
     """
 
     def __init__(self, tier: Tier, hung: float) -> None:
         self.tier = tier
         self.local_index = tier.capabilities.local_index
         self.hung = hung
-        self.breaker = Breaker(hung)
+        self.breaker, self.puts = Breaker(hung), Breaker(hung)
         self.speed = TierSpeed()
         self.promoted = self.not_found = self.slower = self.written = self.not_written = self.dropped = 0
         self._warned = -_SECONDS_BETWEEN_WARNINGS
@@ -81,8 +100,13 @@ class TierBelow:
         return usable
 
     @property
+    def takes_puts(self) -> bool:
+        return self.usable and self.puts.usable(time.monotonic(), 0.0)
+
+    @property
     def left_alone(self) -> bool:
-        return not self.usable and self.breaker.state is BreakerState.OPEN
+        """Whether puts that it has not begun are of no use."""
+        return (not self.usable and self.breaker.state is BreakerState.OPEN) or self.puts.pauses(time.monotonic())
 
     def may_be_asked(self, key: bytes) -> bool:
         """Whether it may have a key, and is not left alone. Changes nothing; for any thread."""
@@ -118,7 +142,7 @@ class TierBelow:
         return CacheTierStatistics(
             self.tier.name,
             self.breaker.state,
-            self.breaker.opened,
+            self.breaker.opened + self.puts.opened,
             self.promoted,
             self.not_found,
             self.slower,
@@ -127,6 +151,7 @@ class TierBelow:
             self.dropped,
             self.speed.expected(1, time.monotonic()),
             self._tier_statistics(),
+            self.puts.state,
         )
 
     def _tier_statistics(self) -> TierStatistics:
@@ -144,6 +169,7 @@ class TierBelow:
 
     def put(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, notify: Notify) -> TierJob:
         """`Tier.put`; if it raises, all keys are FAILED."""
+        self.puts.given(time.monotonic())
         return self._given(lambda: self.tier.put(keys, entries, tenant=tenant, notify=notify), keys, entries)
 
     def _given(self, call: Callable[[], TierJob], keys: Sequence[bytes], entries: Sequence[int]) -> TierJob:
@@ -163,9 +189,9 @@ class TierBelow:
             self._warned = now
             LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, reason(error))
 
-    def answered(self, outcomes: Sequence[Outcome | None]) -> None:
+    def answered(self, outcomes: Sequence[Outcome | None], *, of_put: bool = False) -> None:
         """Judge the tier's health by outcomes of one job, in order; None says nothing."""
-        known = self._corrupt
+        breaker, known = self.puts if of_put else self.breaker, self._corrupt
         if Outcome.MISSING in outcomes:  # each corrupt record is one of these, and was counted before
             known = self._tier_statistics().corrupt
         well = False
@@ -174,13 +200,15 @@ class TierBelow:
             self._corrupt += corrupt
             before, well = well, False
             if outcome is Outcome.FAILED or corrupt:
-                self._failed()
+                self._failed(breaker)
             elif outcome in (Outcome.DONE, Outcome.MISSING):
                 well = True
                 if not before:  # a second one in a row says nothing new
-                    self.breaker.succeeded()
+                    breaker.succeeded()
             elif outcome is not None:
-                self.breaker.undecided(time.monotonic())
+                breaker.undecided(time.monotonic())
+        if of_put and self.breaker.state is BreakerState.TRYING:  # by this job, perhaps
+            self.answered([Outcome.DONE if Outcome.DONE in outcomes else Outcome.DECLINED])
 
     def late(self, *, begun: bool) -> None:
         """A promotion's deadline passed. `begun`: the tier was working on one of its keys; else other calls kept it
@@ -188,13 +216,14 @@ class TierBelow:
         """
         self.breaker.late(time.monotonic())
         if begun:
-            self._failed()
+            self._failed(self.breaker)
 
-    def _failed(self) -> None:
-        before = self.breaker.opened
-        self.breaker.failed(time.monotonic())
-        if self.breaker.opened > before:
-            LOGGER.warning("tier %s fails; it is left alone for a while", self.tier.name)
+    def _failed(self, breaker: Breaker) -> None:
+        before = breaker.opened
+        breaker.failed(time.monotonic())
+        if breaker.opened > before:
+            what = "fails; it is left alone" if breaker is self.breaker else "takes no puts; it is only read"
+            LOGGER.warning("tier %s %s for a while", self.tier.name, what)
 
 
 def fits(key: bytes) -> bool:
@@ -207,18 +236,6 @@ _FIRST_PAUSE = 1.0  # seconds
 _LOOK = 0.05  # seconds between looks at calls that do not return
 _LONGEST_PAUSE = 60.0
 _HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one that does not return
-
-
-class BreakerState(enum.Enum):
-    """Whether a cache uses a tier.
-
-    CLOSED: it does. OPEN: it does not, for 1 to 60 seconds after 5 failures in a row or a failed try, or while a call
-    hangs. TRYING: then one job is given to the tier, and its outcome closes the breaker or opens it again.
-    """
-
-    CLOSED = "closed"
-    OPEN = "open"
-    TRYING = "trying"
 
 
 class Breaker:

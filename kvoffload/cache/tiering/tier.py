@@ -43,7 +43,7 @@ class Outcome(enum.Enum):
     - DONE. `put`: the record is readable. `get`: the entry holds the bytes that were put, verified. `exists`: there is
       a record, probably. `remove`, `clear`: gone for good.
     - MISSING: there is no record, or, for `get`, a corrupt one.
-    - DECLINED: the tier's queue is full, or it does not want the record of a `put`.
+    - DECLINED: the tier's queue is full, or it has no room for the record of a `put`, or does not want it.
     - FAILED: an error of the medium.
     - EXPIRED: the tier had not begun when the deadline passed.
     - CANCELLED: nor when the job was cancelled, the tier closed, or the key of a waiting `put` removed.
@@ -323,8 +323,8 @@ class Tier(ABC):
         """Copy one entry of the pool into a record for each key, later. Returns at once.
 
         Outcomes: DONE: there is a record; one that the tier had already stays as it is. FAILED: there may be a record
-        or none. DECLINED: the queue is full, or the tier does not want the record. CANCELLED: before a thread began
-        with the key, the job was cancelled, the key removed, or the tier closed. EXPIRED: see `deadline`.
+        or none. DECLINED: the queue or the tier is full, or it does not want the record. CANCELLED: before a thread
+        began with the key, the job was cancelled, the key removed, or the tier closed. EXPIRED: see `deadline`.
 
         Args:
             keys: 1 to 64 bytes each, no repeats, in the order of a request: a record is of use only with all before it.

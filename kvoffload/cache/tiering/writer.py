@@ -62,8 +62,8 @@ class Writer:
         return sum(len(put.lease.keys) for put in self.going_on)
 
     def add(self, keys: Sequence[bytes], tenant: str) -> None:
-        """These keys are worth writing. They are dropped if no tier is used now."""
-        used = any(below.usable for below in self._tiers)
+        """These keys are worth writing. They are dropped if no tier takes puts now."""
+        used = any(below.takes_puts for below in self._tiers)
         room = max(0, self._records.most_entries - len(self._waiting)) if used else 0
         self._waiting.extend((key, tenant) for key in keys[:room])
         for below in self._tiers:
@@ -97,7 +97,7 @@ class Writer:
         fitting = [key for key in there if fits(key)]
         lacking: dict[TierBelow, set[bytes]] = {}
         for below in self._tiers:
-            given = fitting if fitting and below.usable else []
+            given = fitting if fitting and below.takes_puts else []
             below.dropped += len(keys) - len(given)
             lacking[below] = (
                 {key for key, has in zip(given, below.has(given), strict=True) if not has} if given else set()
@@ -128,7 +128,7 @@ class Writer:
             taken = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
             below.written += len(taken)
             below.not_written += len(job.keys) - len(taken)
-            below.answered(job.outcomes)
+            below.answered(job.outcomes, of_put=True)
             self._choice.written(taken)
             self.taken.update(taken)
             left.difference_update(taken)
