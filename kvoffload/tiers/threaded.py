@@ -65,9 +65,9 @@ class ThreadedTier(Tier):
     The tier's threads call the methods, several at a time. Two calls never write one key at a time, and none writes a
     key while another removes it; a read of it may run beside either. Removals come first, then reads, then writes, but
     a write follows 16 reads. If a method for keys raises, or its result has a wrong length, or an outcome of a wrong
-    type, its keys are FAILED; the thread goes on. But if a write raises because there is no room (OSError with ENOSPC
-    or EDQUOT, and what `kvoffload.tiers.refusals` lists), its keys are DECLINED. (Any value counts as a bool: None is
-    False.) A method that never returns blocks its thread and leaves its keys without an outcome.
+    type, its keys are FAILED; the thread goes on. If a write raises since there is no room (OSError with ENOSPC, EDQUOT
+    or EFBIG, or what obstore and glide say then), its keys are DECLINED. (Any value counts as a bool: None is False.) A
+    method that never returns blocks its thread and leaves its keys without an outcome.
 
     Args:
         limits: threads and queue; None: `Limits()`.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+from tier_classes import DictTier
 
-from kvoffload.cache.tiering.below import Breaker, BreakerState, TierSpeed
+from kvoffload.cache.tiering.below import Breaker, BreakerState, TierBelow, TierSpeed
+from kvoffload.tiers import Outcome
 
+DONE, FAILED, DECLINED = Outcome.DONE, Outcome.FAILED, Outcome.DECLINED
 CLOSED, OPEN, TRYING = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.TRYING
 PAUSE, HUNG = 1.0, 30.0
 
@@ -125,6 +130,66 @@ def test_a_try_that_is_never_answered_is_followed_by_another_one() -> None:
     breaker = in_state(TRYING)
     assert not breaker.usable(HUNG - 0.01, 0.0)
     assert breaker.usable(HUNG, 0.0)
+
+
+def below_that_may_try(gets: bool, puts: bool) -> TierBelow:
+    """A tier whose breakers are open as given, and whose pauses are over."""
+    below, before = TierBelow(DictTier(), HUNG), time.monotonic() - 2 * PAUSE
+    for breaker in [below.breaker] * gets + [below.puts] * puts:
+        for _ in range(5):
+            breaker.failed(before)
+    return below
+
+
+def states(below: TierBelow) -> tuple[BreakerState, BreakerState]:
+    return below.breaker.state, below.puts.state
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "then", "usable"),
+    [
+        ([DONE], (CLOSED, CLOSED), (True, True)),
+        ([FAILED, DONE], (CLOSED, OPEN), (True, False)),
+        ([FAILED], (TRYING, OPEN), (True, False)),  # it says nothing of gets
+        ([DECLINED], (TRYING, TRYING), (True, True)),
+    ],
+)
+def test_a_put_tries_both_breakers(
+    outcomes: list[Outcome], then: tuple[BreakerState, BreakerState], usable: tuple[bool, bool]
+) -> None:
+    below = below_that_may_try(gets=True, puts=True)
+    assert below.takes_puts
+    below.put([b"key"], [0], "", lambda: None)
+    assert states(below) == (TRYING, TRYING)
+    assert not below.usable
+    below.answered(outcomes, of_put=True)
+    assert states(below) == then
+    assert (below.usable, below.takes_puts) == usable
+
+
+@pytest.mark.parametrize(
+    ("outcome", "then"), [(DONE, (CLOSED, OPEN)), (FAILED, (OPEN, OPEN)), (DECLINED, (TRYING, OPEN))]
+)
+def test_a_get_tries_the_breaker_of_the_tier_alone(outcome: Outcome, then: tuple[BreakerState, BreakerState]) -> None:
+    below = below_that_may_try(gets=True, puts=True)
+    below.get([b"key"], [0], None, lambda: None)
+    assert not below.takes_puts
+    below.answered([outcome])
+    assert states(below) == then
+
+
+def test_puts_that_fail_leave_the_tier_to_its_gets_and_gets_leave_no_puts() -> None:
+    below = below_that_may_try(gets=False, puts=False)
+    below.answered([FAILED] * 5, of_put=True)
+    assert states(below) == (CLOSED, OPEN)
+    assert (below.usable, below.takes_puts, below.left_alone) == (True, False, True)
+    assert below.statistics().opened == 1
+    below = below_that_may_try(gets=False, puts=False)
+    below.answered([FAILED] * 4)
+    below.answered([DONE], of_put=True)
+    below.answered([FAILED])
+    assert states(below) == (OPEN, CLOSED)
+    assert (below.usable, below.takes_puts, below.left_alone) == (False, False, True)
 
 
 def test_speed_is_a_moving_mean_of_recent_jobs() -> None:
