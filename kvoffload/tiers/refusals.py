@@ -27,7 +27,7 @@ _TEXTS = {  # of exceptions without a number, by the package that has their clas
         rf"\(os error ({'|'.join(map(str, sorted(NO_ROOM)))})\)|\b507 Insufficient Storage\b"
         r"|<Code>(XMinioStorageFull|XMinioAdminBucketQuotaExceeded|QuotaExceeded)</Code>"
     ),
-    "glide_shared": re.compile("OOM"),
+    "glide_shared": re.compile(r"\bOOM:? command not allowed"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from faulty_proxy import FaultyProxy, ProxyFaults
 from remote_sessions import RemoteSession
-from servers import Process, ValkeyCluster, ask, certificates, need_module, valkey
+from servers import Process, ValkeyCluster, ask, certificates, need_module, valkey, wait_until
 
 from kvoffload.testing import check_tier, fuzz_tier
 from kvoffload.tiers import Limits, Outcome, ValkeyConnection, ValkeyTier
@@ -224,6 +224,29 @@ def test_a_value_that_is_too_long_or_no_string_is_a_miss_and_spoils_no_neighbour
         spoil(valkey_server.port)
         assert session.put(keys[1], 6) is DONE, "a put writes over it, too"
         assert session.get(keys[1]) == 6
+
+
+def test_mirrors_that_are_only_read(tmp_path: Path) -> None:
+    """A login without the right to write, and a replica alone: puts fail, and records are read."""
+    identity = "mirror"
+    with one(tmp_path / "server") as server:
+        rights = "~{kvoffload/1/* +mget +strlen +info +client +ping"
+        assert ask(server.port, f"ACL SETUSER reader on >secret {rights}") == "+OK\r\n"
+        with RemoteSession(ValkeyTier(server.address, identity=identity, timeout=PATIENT)) as session:
+            assert session.put(b"k", 1) is DONE
+        replica = one(tmp_path / "replica", "--replicaof", server.address.replace(":", " "))
+        login = ValkeyConnection(username="reader", password="secret")
+        alone = ValkeyConnection(options={"read_only": True})
+        with replica:
+            wait_until(lambda: bool(names(replica.port)), "the replica has the record")
+            for address, connection in ((server.address, login), (replica.address, alone)):
+                tier = ValkeyTier(address, identity=identity, connection=connection, timeout=PATIENT)
+                with RemoteSession(tier) as session:
+                    for _ in range(2):
+                        assert session.put(b"new", 2) is FAILED
+                        assert session.get(b"k") == 1
+                        assert session.get(b"new") is MISSING
+                    assert session.remove(b"k") is FAILED
 
 
 def test_a_full_server_that_evicts_nothing_declines(tmp_path: Path) -> None:
