@@ -14,6 +14,7 @@ from kvoffload.internal.checks import masked, reason, seconds, shown
 from kvoffload.tiers.options import Limits, import_package
 from kvoffload.tiers.remote import Parts, RemoteTier
 
+_UNFINISHED = range(1, 9)  # of as many processes that put one key at the same time
 _LISTED = 1000  # names that one request lists
 _NETWORK = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")  # schemes with a client
 
@@ -146,12 +147,14 @@ class ObjectStoreTier(RemoteTier):
 
     def _delete_unfinished(self, folder: str, names: Sequence[str] | None = None) -> None:
         """In a folder of this machine, a process that was killed in a put leaves a file NAME#N with a part of the
-        record, which obstore neither lists nor deletes. Delete those of `names`, or all.
+        record, which obstore neither lists nor deletes; N counts from 1. Delete those of `names`, or all.
         """
-        if isinstance(self._store, self._obstore.store.LocalStore):
-            for path in Path(self._store.prefix or "/", folder).glob("*#*"):
-                if names is None or folder + path.name.partition("#")[0] in names:
-                    path.unlink(missing_ok=True)
+        if not isinstance(self._store, self._obstore.store.LocalStore):
+            return
+        root = Path(self._store.prefix or "/")
+        some = (root / f"{name}#{number}" for name in names or () for number in _UNFINISHED)
+        for path in (root / folder).glob("*#*") if names is None else some:
+            path.unlink(missing_ok=True)
 
     def _delete(self, names: list[str]) -> None:
         if not names:
