@@ -6,7 +6,8 @@ driver's lock held), touch and register 0.17 s with huge pages, 0.35 s without; 
 engine closes, the memory is unregistered, and stays ordinary memory as long as a numpy array over it lives. A pool that
 grows (`growth`) is the same memory: its constructor pins the first range, and a thread pins the others.
 
-Or the caller brings the memory, `HostMemory`: shared memory of several processes, a mapped file, a numpy array.
+Or the caller brings the memory, `HostMemory`: shared memory of several processes or a numpy array. A mapped
+file on a disk cannot be registered (driver 580, ext4).
 
     |slot 0 of ours|others' bytes|slot 1 of ours|others' bytes| ...
     address                      address + slot_stride
@@ -99,7 +100,9 @@ class RegisteredMemory:
             _still_registered.remove(self)
 
     def keep(self) -> None:
-        """Keep the memory mapped while it is registered: a later mapping at its address could not be registered."""
+        """Keep the memory mapped while it is registered: a later mapping at its address could not be registered, and
+        copies from there would bring the old bytes.
+        """
         if self._registered and self not in _still_registered:
             _still_registered.append(self)
 
@@ -283,7 +286,9 @@ class HostMemory:
     Slot `s` is the `layout.slot_bytes` bytes at `address + s * slot_stride`. The bytes between slots may belong to
     others, such as engines of other processes: the engine registers them, too, but never reads or writes them.
 
-    Keep the memory mapped until the engine is closed and you use no array over its `slots`. The engine never frees it.
+    Keep the memory mapped until the engine is closed and you use no array over its `slots`. (If you map other memory
+    there while it is registered, the GPU goes on with the old pages, without an error.) The engine never frees it. The
+    driver registers no mapping of a file on a disk.
 
     Args:
         address: address of slot 0, a multiple of 4096.
@@ -427,11 +432,20 @@ class CallerMemory(RegisteredMemory):
                     f"host_memory: registered=True, but slot {number} at {slot:#x} is not registered with this driver "
                     f"({error.name}); register it in this process, or give registered=False"
                 ) from error
-            if end - there != slot_bytes - 1:
+            if end - there != slot_bytes - 1 or self._base(slot) != self._base(slot + slot_bytes - 1):
                 raise ValueError(
                     f"host_memory: slot {number} at {slot:#x} lies in two registered ranges; a copy must not leave its "
                     "range: register whole slots"
                 )
+
+    def _base(self, address: int) -> int:
+        """Where the registered range of an address begins; 0 if the driver does not say. Ranges that are side by side
+        are so for the GPU, too, and yet no copy crosses from one to the other.
+        """
+        try:
+            return self._driver.address_range(address)[0]
+        except DriverError:
+            return 0
 
     def release(self) -> None:
         """As `RegisteredMemory.release`; then drop the reference to the caller's memory."""
@@ -464,4 +478,7 @@ def _explained(error: DriverError, memory: HostMemory, nbytes: int, done: int) -
             f"host_memory: the driver cannot pin {nbytes} bytes more (pinned before: {done}, given back): {error}; "
             "give fewer slots, or free memory"
         )
-    return ValueError(f"host_memory: {memory} cannot be registered: {error}; is all of it mapped in this process?")
+    return ValueError(
+        f"host_memory: {memory} cannot be registered: {error}; is all of it mapped in this process, and "
+        "none of it from a file on a disk? Memory of a memfd or in /dev/shm can be"
+    )

@@ -68,6 +68,7 @@ MEMORY_UNIFIED = int(cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED)
 
 
 Spans = tuple[Indices, Indices]  # where each begins and ends
+Columns = Sequence[NDArray[Any]]  # those of Descriptors, as the caller gave them
 
 
 class Sides(NamedTuple):
@@ -120,7 +121,7 @@ def cuMemcpy2DAsync(driver: SimulatedDriver, pCopy: Any, hStream: Any) -> Any:
             kind == MEMORY_DEVICE and region is None
         ):
             return INVALID_VALUE
-    _submit_batch(driver, stream, descriptors, np.array([STREAM], np.int64))
+    _submit_checked(driver, stream, descriptors, np.array([STREAM], np.int64), staged=True)
     return None
 
 
@@ -161,7 +162,7 @@ def cuMemcpyBatchAsync(
     stream = _batch_stream(driver, hStream, "cuMemcpyBatchAsync")
     given = [order_at(int(each.getPtr())) for each in attributes[:attribute_count]]
     orders = access_orders(given, indices[:attribute_count], number)
-    _submit_batch(driver, stream, flat_copies(targets, sources, widths, number), orders)
+    _submit_batch(driver, stream, flat_columns(targets, sources, widths, number), orders)
     return driver.fail_index
 
 
@@ -174,7 +175,7 @@ def cuMemcpy3DBatchAsync(driver: SimulatedDriver, numOps: int, opList: Any, flag
     if size(flags) != 0:
         return INVALID_VALUE
     rows = structures(addresses, OPERATION_DTYPE)
-    _submit_batch(driver, stream, strided_copies(rows), rows["order"].astype(np.int64))
+    _submit_batch(driver, stream, strided_columns(rows), rows["order"].astype(np.int64))
     return driver.fail_index
 
 
@@ -195,7 +196,7 @@ def memcpy_batch_async_v2(
     given = [order_at(attrs + k * ATTRIBUTES_BYTES) for k in range(num_attrs)]
     starts = space.view(indices, 8 * num_attrs).view(np.uint64).tolist()
     orders = access_orders(given, starts, count)
-    _submit_batch(driver, queue, flat_copies(targets, sources, widths, count), orders)
+    _submit_batch(driver, queue, flat_columns(targets, sources, widths, count), orders)
 
 
 @raw_call
@@ -205,7 +206,7 @@ def memcpy_3d_batch_async_v2(driver: SimulatedDriver, num_ops: int, op_list: int
     if flags != 0 or num_ops < 1:
         return INVALID_VALUE
     rows = space.view(op_list, OPERATION_DTYPE.itemsize * num_ops).view(OPERATION_DTYPE).copy()
-    _submit_batch(driver, queue, strided_copies(rows), rows["order"].astype(np.int64))
+    _submit_batch(driver, queue, strided_columns(rows), rows["order"].astype(np.int64))
     return None
 
 
@@ -221,8 +222,9 @@ def _batch_stream(driver: SimulatedDriver, handle: Any, function: str) -> Stream
     if number in (0, LEGACY):
         raise RefusedError(INVALID_VALUE)
     stream = driver.submission_stream(handle)
-    if stream.capture is not None:
-        stream.capture.refuse(UNSUPPORTED)
+    if stream.capture is not None:  # unlike others that a capture cannot contain, these calls do not end it
+        stream.capture.check()
+        raise RefusedError(UNSUPPORTED)
     return stream
 
 
@@ -254,11 +256,31 @@ def _submit_linear(driver: SimulatedDriver, stream: Stream, target: int, source:
     if into is out_of and abs(target - source) < nbytes:
         driver.violate(f"source and target overlap: {nbytes} bytes from {source:#x} to {target:#x}")
     sides = Sides([each for each in (out_of, into) if each is not None], out_of is None, into is None)
-    return _submit_copies(driver, stream, [LinearCopy(target, source, nbytes)], [STREAM], sides)
+    if any(region.pages is not None for region in sides.regions):
+        target, source = driver.memory.physical(np.array([target, source])).tolist()
+    return _submit_copies(driver, stream, [LinearCopy(target, source, nbytes)], [STREAM], sides, staged=True)
 
 
-def _submit_batch(driver: SimulatedDriver, stream: Stream, columns: Descriptors, orders: Indices) -> None:
-    """Check all copies of a call against memory before anything is queued. `orders`: each copy's access order."""
+def _submit_batch(driver: SimulatedDriver, stream: Stream, columns: Columns, orders: Indices) -> None:
+    """Queue the copies of a batch call. If it fails, some of those before the first wrong one are queued all the same,
+    as driver 580 was seen to do. `orders`: each copy's access order.
+    """
+    try:
+        if driver.cut:
+            driver.cut = False
+            raise RefusedError(INVALID_VALUE)
+        _submit_checked(driver, stream, _checked(*columns), orders)
+    except RefusedError:
+        some = driver.scheduler.chance.randrange(max(1, len(orders)))
+        if some:
+            _submit_batch(driver, stream, [column[:some] for column in columns], orders[:some])
+        raise
+
+
+def _submit_checked(
+    driver: SimulatedDriver, stream: Stream, columns: Descriptors, orders: Indices, staged: bool = False
+) -> None:
+    """Check all copies against memory before anything is queued."""
     source = columns.source, columns.source_pitch, columns
     target = columns.target, columns.target_pitch, columns
     targets = _spans(*target)
@@ -270,25 +292,29 @@ def _submit_batch(driver: SimulatedDriver, stream: Stream, columns: Descriptors,
     one_region = set(map(id, source_regions)) & set(map(id, target_regions))
     if one_region and _any_meets(_row_spans(*source), _row_spans(*target)):
         driver.violate("a target is also a source within one batch of copies")
+    if any(region.pages is not None for region in source_regions + target_regions):
+        physical = driver.memory.physical
+        columns = columns._replace(source=physical(columns.source), target=physical(columns.target))
     distinct = np.unique(orders).tolist()
     groups = [columns] if len(distinct) == 1 else [columns.select(np.flatnonzero(orders == o)) for o in distinct]
     copies = [BatchCopy(group, driver.scheduler.chance) for group in groups]
     sides = Sides(source_regions + target_regions, pageable_source, pageable_target)
-    _submit_copies(driver, stream, copies, distinct, sides)
+    _submit_copies(driver, stream, copies, distinct, sides, staged)
     driver.scheduler.drift()
 
 
 def _submit_copies(
-    driver: SimulatedDriver, stream: Stream, copies: Sequence[Copy], orders: Sequence[int], sides: Sides
+    driver: SimulatedDriver, stream: Stream, copies: Sequence[Copy], orders: Sequence[int], sides: Sides, staged: bool
 ) -> int:
-    """Queue one operation of these copies, each with its source access order. Returns its number in the stream."""
+    """Queue one operation of these copies, each with its source access order. Returns its number in the stream.
+
+    `staged`: a pageable source is read before the call returns. The batch calls do not do that.
+    """
     driver.pageable_copies += sides.pageable_source or sides.pageable_target
     serial = driver.submit(stream, CopyOperation(copies, sides.regions))
     if serial:
-        for copy, order in zip(
-            copies, orders, strict=True
-        ):  # pageable sources are staged: read before the call returns
-            driver.scheduler.read_source(copy, DURING_API_CALL if sides.pageable_source else order)
+        for copy, order in zip(copies, orders, strict=True):
+            driver.scheduler.read_source(copy, DURING_API_CALL if staged and sides.pageable_source else order)
         if sides.pageable_target:
             driver.finish(stream, serial, "a copy to pageable memory")
     return serial
@@ -336,9 +362,9 @@ def require_list(values: Any, kind: type, argument: str, count: int) -> Sequence
     return values  # type: ignore[no-any-return]
 
 
-def flat_copies(targets: Any, sources: Any, sizes: Any, count: int) -> Descriptors:
+def flat_columns(targets: Any, sources: Any, sizes: Any, count: int) -> Columns:
     width = _unsigned(sizes, count)
-    return _checked(_unsigned(targets, count), _unsigned(sources, count), width, np.ones(count, np.int64), width, width)
+    return _unsigned(targets, count), _unsigned(sources, count), width, np.ones(count, np.int64), width, width
 
 
 def access_orders(orders: Sequence[int], first_indices: Sequence[int], count: int) -> Indices:
@@ -368,7 +394,7 @@ def structures(addresses: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
     return packed.reshape(-1).view(dtype)
 
 
-def strided_copies(operations: NDArray[Any]) -> Descriptors:
+def strided_columns(operations: NDArray[Any]) -> Columns:
     wrong = (operations["src_type"] != _POINTER_OPERAND) | (operations["dst_type"] != _POINTER_OPERAND)
     wrong |= ~np.isin(operations["order"], (STREAM, DURING_API_CALL, ANY)) | (operations["depth"] == 0)
     for side in ("src", "dst"):
@@ -379,7 +405,7 @@ def strided_copies(operations: NDArray[Any]) -> Descriptors:
     if (operations["depth"] > 1).any():
         raise SimulatorError("copies of more than one layer are not simulated")
     names = ("dst_ptr", "src_ptr", "width", "height", "dst_row_length", "src_row_length")
-    return _checked(*(operations[name] for name in names))
+    return [operations[name] for name in names]
 
 
 def rectangle(address: int) -> tuple[Descriptors, int, int]:

@@ -291,7 +291,7 @@ def cuMemHostRegister(driver: SimulatedDriver, p: Any, bytesize: int, Flags: int
         return INVALID_VALUE
     if driver.memory.overlapping(address, nbytes):
         return ALREADY_REGISTERED
-    if not driver.memory.mapped(address, nbytes):
+    if not driver.memory.can_be_pinned(address, nbytes):
         return INVALID_VALUE
     _require_pinnable(driver, nbytes)
     driver.memory.register(address, nbytes, driver.context())

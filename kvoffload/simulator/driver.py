@@ -40,6 +40,7 @@ Body = Callable[..., Any]
 Item = TypeVar("Item", Stream, Event)
 
 RAW_FUNCTIONS: dict[str, Body] = {}  # of `SimulatedDriver.raw`; `raw_call` puts them here
+_BATCHES = ("cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync", "memcpy_batch_async_v2", "memcpy_3d_batch_async_v2")
 FAIL_INDEX = -1  # `values` of the batch calls: a fail index with some bindings, and nothing with others
 
 _FIRST_POOL = 0xA_0000_0000
@@ -52,6 +53,7 @@ _DEVICE_ATTRIBUTES = {  # as of a PCIe Gen5 data-center GPU; all others read as 
     _A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: 1024,
     _A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232_448,
     _A.CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: 3,
+    _A.CU_DEVICE_ATTRIBUTE_MAX_PITCH: (1 << 31) - 1,  # the copy calls take larger pitches all the same
     _A.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: 1,
     # Stream memory operations: driver 580 on an H200 answers 0 to the attributes of the first version (92 to 94).
     _A.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: 1,
@@ -78,12 +80,13 @@ def _answering(body: Body, values: int, needs: Needs) -> Body:
             driver.faults.sleep(name)
             with driver.lock:
                 fault = driver.faults.next_call(name, args)
+                driver.cut = fault is not None and driver.faults.partial and name in _BATCHES
                 if fault is not None:
                     status = fault.error
                     if fault.sticky and (lost := driver.current_context()) is not None:
                         driver.scheduler.fail_context(lost, status)
                         fault = None  # the call itself says so
-                if fault is None or fault.after:
+                if fault is None or fault.after or driver.cut:
                     try:
                         context = driver.require(needs)
                         driver.captures.refuse_unsafe(name)
@@ -207,6 +210,8 @@ class SimulatedDriver:
 
     simulated = True
 
+    cut = False  # the batch call under way fails on demand, and copies a part first
+
     def __init__(
         self,
         *,
@@ -247,7 +252,7 @@ class SimulatedDriver:
         self.pageable_copies = 0
         self.blocked_submissions = 0
         self.left_in_contexts: dict[str, int] = {}
-        self.faults = Faults()
+        self.faults = Faults(partial=seed % 4 == 1)
         self.process = os.getpid()
         self.initialized = False
         self.lock = threading.RLock()
@@ -319,6 +324,18 @@ class SimulatedDriver:
         memory, 0xDE, never another allocation's bytes.
         """
         return space.held_view(int(address), nbytes, (owner, self._holding(address, nbytes).storage))
+
+    def unmap(self, address: int) -> None:
+        """Call it right before you unmap memory that is registered, to see what a GPU then does: copies go on with the
+        old pages, whatever is mapped at these addresses later, until the memory is unregistered and registered again.
+        (They read the bytes of this moment, and what they write is lost. Kernels use the new mapping.)
+
+        Args:
+            address: of any registered byte; its whole range is meant.
+        """
+        with self.lock:
+            region = self._holding(address, 1)
+            region.pages = space.view(region.base, region.nbytes).copy()
 
     def _holding(self, address: Any, nbytes: int) -> Region:
         with self.lock:
@@ -541,6 +558,8 @@ class SimulatedDriver:
     def free_region(self, region: Region) -> None:
         if region.pending:
             self.violate(f"freed while a queued copy uses it: {region.nbytes} bytes at {region.base:#x}")
+            if region.kind is Kind.REGISTERED:  # as driver 580 does; its documentation does not promise it
+                self._wait(lambda: not region.pending, "cuMemHostUnregister under copies that are queued")
         self.check_guards_of(region)
         self.memory.remove(region)
 

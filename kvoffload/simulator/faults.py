@@ -30,20 +30,23 @@ class Faults:
     and never apply. A count below 1 is a ValueError, but `fail_operation(0)` cancels.
 
     Attributes:
+        partial: a batch call (cuMemcpyBatchAsync, cuMemcpy3DBatchAsync) that is planned to fail copies some of its
+            entries first, as the driver may. True for one seed of four: 1, 5, 9 and so on.
         call_count: calls so far, failed ones included, by the driver function's name.
         total_calls: calls so far, of all names.
         calls: None; set it to a list, and every call appends (name, arguments).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, partial: bool = False) -> None:
+        self.partial = partial
         self.call_count: Counter[str] = Counter()
         self.total_calls = 0
         self.calls: list[tuple[str, tuple[Any, ...]]] | None = None
         self.clear()
 
     def fail_call(self, name: str, nth: int = 1, *, error: Any = None, after: bool = False) -> None:
-        """Make the nth call of `name` from now on return `error` without doing its work; with `after=True`, after doing
-        it.
+        """Make the nth call of `name` from now on return `error` without doing its work (but see `partial`); with
+        `after=True`, after doing it.
 
         If several failures fall on one call, the one that was planned first happens, and the others are dropped.
 

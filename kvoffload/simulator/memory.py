@@ -46,7 +46,8 @@ class Region:
     """A known range `[base, end)`; a copy must not leave it. `pending` counts the queued operations that refer to it.
 
     Mapped virtual memory without a gap is one region: copies may cross from handle to handle. Then each handle maps
-    `handle_bytes`, the last one the rest; for other memory `handle_bytes` is 0.
+    `handle_bytes`, the last one the rest; for other memory `handle_bytes` is 0. `pages`: the bytes of a registered
+    range that the process has unmapped.
     """
 
     kind: Kind
@@ -58,6 +59,7 @@ class Region:
     storage: space.Bytes | None = field(default=None, repr=False)
     pending: int = 0
     handle_bytes: int = 0
+    pages: space.Bytes | None = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -193,6 +195,15 @@ class MemoryTable:
             self._require_pageable(low, high - low)
         return regions, len(hit) < len(first)
 
+    def physical(self, addresses: Indices) -> Indices:
+        """Where the bytes at these addresses are: elsewhere if registered memory was unmapped."""
+        moved = addresses.copy()
+        for region in self.live():
+            if region.pages is not None:
+                inside = (region.base <= addresses) & (addresses < region.end)
+                moved[inside] += space.address_of(region.pages) - region.base
+        return moved
+
     def reachable(self, addresses: Indices, nbytes: int, device: int) -> bool:
         """Whether a kernel on a device may touch `nbytes` at each address: its own memory, or pinned host memory."""
         region = self.at(int(addresses.min()))  # mostly all are in one region, or each row is: their ends show it
@@ -232,6 +243,9 @@ class MemoryTable:
 
     def mapped(self, address: int, nbytes: int) -> bool:
         return 0 < address < space.ADDRESS_LIMIT - nbytes and (address, nbytes) in self._mapped
+
+    def can_be_pinned(self, address: int, nbytes: int) -> bool:
+        return 0 < address < space.ADDRESS_LIMIT - nbytes and self._mapped.can_be_pinned(address, nbytes)
 
     def _zone(self, address: int) -> Region | None:
         index = bisect_right(self._starts, address) - 1

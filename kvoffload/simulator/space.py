@@ -97,6 +97,10 @@ def can_be_read(address: int, nbytes: int) -> bool:
         return False
 
 
+# how the names of memory that is of no disk begin; most of it has none
+_PINNABLE = (b"[", b"/memfd:", b"/dev/zero", b"/dev/shm/", b"/SYSV")
+
+
 class MappedPages:
     """Which addresses the process may touch at all, so that a wild pointer becomes an error and not a crash.
 
@@ -108,21 +112,28 @@ class MappedPages:
 
     def __contains__(self, span: tuple[int, int]) -> bool:
         """Whether `span`, an (address, nbytes) pair, lies in mapped readable memory."""
-        if self._known(*span) or can_be_read(*span):
-            return True
+        return self._known(*span) or can_be_read(*span) or self._listed(*span)
+
+    def can_be_pinned(self, address: int, nbytes: int) -> bool:
+        """Whether a span is mapped, and not from a file on a disk: driver 580 registers none of those (ext4)."""
+        return self._listed(address, nbytes, _PINNABLE)
+
+    def _listed(self, address: int, nbytes: int, names: tuple[bytes, ...] = (b"",)) -> bool:
         try:
             self._lines = Path("/proc/self/maps").read_bytes().splitlines()
         except OSError:
             return True
-        return self._known(*span)
+        return self._known(address, nbytes, names)
 
-    def _known(self, address: int, nbytes: int) -> bool:
+    def _known(self, address: int, nbytes: int, names: tuple[bytes, ...] = (b"",)) -> bool:
         end = address + nbytes
         begun = bisect_right(self._lines, address, key=lambda line: int(line[: line.index(b"-")], 16))
         for line in islice(self._lines, max(begun - 1, 0), None):
-            pages, rights, _ = line.split(maxsplit=2)
+            pages, rights, *_, name = (line + b" ").split(b" ", maxsplit=5)
             first, last = (int(each, 16) for each in pages.split(b"-"))
             if not first <= address < last or not rights.startswith(b"r"):
+                return False
+            if not (name.strip() or b"[").startswith(names):
                 return False
             if end <= last:
                 return True

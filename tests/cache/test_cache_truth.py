@@ -12,7 +12,7 @@ import pytest
 from caching import caches, store
 from helpers import Rig, all_are, cache_state, keys, rig, simulated
 from interrupts import Inside, count_points, interrupt, interrupt_at
-from seeds import rest_long
+from seeds import rest_long, seeds
 
 from kvoffload import (
     NO_WAIT,
@@ -26,6 +26,9 @@ from kvoffload import (
     TransferError,
 )
 from kvoffload.cache.policies import LRU, POLICIES, Policy
+
+# with which the simulated driver copies a part of a batch that fails
+PARTIAL_SEEDS = [number for number in seeds(24) if number % 4 == 1]
 
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -464,6 +467,51 @@ def test_a_prompt_longer_than_the_cache_stores_its_beginning(policy: Any) -> Non
             cache.store(request, list(range(10)), after=NO_WAIT, all_or_nothing=True)
         assert cache_state(cache) == before
         assert len(bench.engine.poll()) == 0
+
+
+@every_policy
+def test_pitfall_69_no_key_is_a_hit_over_the_bytes_of_a_batch_that_failed_halfway(policy: Any) -> None:
+    """Neither a key that was evicted for the store, whose slot has other bytes now, nor one that was to be stored."""
+    overwritten = 0
+    for seed in PARTIAL_SEEDS:
+        with caches(capacity=8, seed=seed, policy=policy) as (bench, cache):
+            simulator: Any = bench.device.simulator
+            cache.store(keys(*range(8)), list(range(8)), after=NO_WAIT).wait(10)
+            cache.touch(keys(*range(8)))
+            before = bench.engine.slots.copy()
+            simulator.faults.fail_call("cuMemcpy3DBatchAsync")
+            job = cache.store(keys(*range(8, 14)), [8, 11, 10, 13, 9, 12], after=NO_WAIT)
+            with pytest.raises(TransferError):
+                job.wait(10)
+            overwritten += int((bench.engine.slots != before).any(axis=1).sum())
+            assert [cache.lookup([name]) for name in keys(*range(8, 14))] == [0] * 6
+            hits = [number for number in range(8) if cache.lookup(keys(number))]
+            assert len(hits) == 8 - len(job.keys)
+            cache.check()
+            targets = range(20, 20 + len(hits))
+            cache.load(keys(*hits), targets, after=NO_WAIT).wait(10)
+            assert [set(bench.block(target).tolist()) for target in targets] == [{number + 1} for number in hits]
+    assert overwritten
+
+
+def test_pitfall_69_a_fetch_that_fails_halfway_changes_blocks_and_no_key() -> None:
+    overwritten = 0
+    for seed in PARTIAL_SEEDS:
+        with caches(capacity=8, seed=seed) as (bench, cache):
+            simulator: Any = bench.device.simulator
+            cache.store(keys(*range(8)), list(range(8)), after=NO_WAIT).wait(10)
+            simulator.faults.fail_call("cuMemcpy3DBatchAsync")
+            targets = [20, 27, 23, 25, 30, 21, 29, 18]
+            job = cache.fetch(keys(*range(8)), targets, after=NO_WAIT)
+            with pytest.raises(TransferError):
+                job.wait(10)
+            overwritten += sum(set(bench.block(target).tolist()) != {target + 1} for target in targets)
+            cache.check()
+            again = cache.fetch(keys(*range(8)), targets, after=NO_WAIT)
+            again.wait(10)
+            assert again.hits == 8
+            assert [set(bench.block(target).tolist()) for target in targets] == [{number + 1} for number in range(8)]
+    assert overwritten
 
 
 # who may write

@@ -133,7 +133,7 @@ def test_a_prelude_or_a_first_chunk_that_fails_fails_the_load(device: kvoffload.
         device.simulator.faults.fail_call(call)
         with pytest.raises(TransferError, match=f"{call} returned CUDA_ERROR_UNKNOWN"):
             bench.engine.load(range(4), range(4), copier="batch").wait(10)
-        assert (bench.block(1) == 2).all()
+        assert set(bench.block(1).tolist()) <= {2, 101}
         bench.engine.load(range(4), range(4), copier="batch").wait(10)
         assert (bench.block(1) == 101).all()
 

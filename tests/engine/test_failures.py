@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 from helpers import COPY_ENGINE_ONLY, LEVELS, STAGING, leaks_of, make_and_close, no_leaks, rig, simulated, whole
+from seeds import seeds
 from workload import program, several_streams
 
 import kvoffload
@@ -220,6 +221,44 @@ def test_a_failed_job_keeps_its_slots_until_nothing_of_it_is_left() -> None:
         with pytest.raises(TransferError):
             job.wait(10)
         whole(bench.engine)
+
+
+# what a failed call may have copied
+
+# with which the simulated driver copies a part of a batch that fails
+PARTIAL_SEEDS = [number for number in seeds(40) if number % 4 == 1]
+BATCHES: dict[CopierName, str] = {"strided": "cuMemcpy3DBatchAsync", "batch": "cuMemcpyBatchAsync"}
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("copier", BATCHES)
+def test_pitfall_69_a_batch_that_fails_may_have_copied_some_rows_and_nothing_else(
+    copier: CopierName, direction: str
+) -> None:
+    slots, blocks, copied = np.array([9, 3, 12, 5, 0, 7, 14, 2]), np.array([5, 11, 2, 8, 15, 1, 6, 12]), set()
+    targets, sources = (slots, blocks) if direction == "store" else (blocks, slots)
+    for seed in PARTIAL_SEEDS:
+        with simulated(seed) as device, rig(device) as bench:
+            assert device.simulator is not None
+            transfer = partial(getattr(bench.engine, direction), sources, targets, copier=copier)
+            look, before, after = (bench.slot, 100, 1) if direction == "store" else (bench.block, 1, 100)
+            expected = np.arange(16) + before
+            device.simulator.faults.fail_call(BATCHES[copier])
+            with pytest.raises(TransferError, match=f"{BATCHES[copier]} returned CUDA_ERROR_UNKNOWN"):
+                transfer().wait(10)
+            assert device.simulator.pending_operations() == 0, "it has ended, so nothing is written any more"
+            rows = np.stack([look(target).reshape(4, 64) for target in range(16)])
+            new = np.zeros((16, 4), bool)
+            new[targets] = rows[targets, :, 0] == (sources + after)[:, np.newaxis]
+            copied.add(int(new.sum()))
+            others = np.where(new, 0, expected[:, np.newaxis])
+            others[targets] += np.where(new[targets], (sources + after)[:, np.newaxis], 0)
+            assert (rows == others[:, :, np.newaxis]).all()
+            transfer().wait(10)
+            expected[targets] = sources + after
+            assert [int(look(target)[0]) for target in range(16)] == expected.tolist()
+            whole(bench.engine)
+    assert copied - {0}
 
 
 # making and closing things

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -341,7 +342,7 @@ def test_memory_that_is_not_what_is_said_of_it_is_refused(each_device: kvoffload
 
 
 def test_a_slot_in_two_registered_ranges_is_refused(device: kvoffload.Device, layout: KVLayout) -> None:
-    """The driver shows the GPU each range somewhere else."""
+    """Where a driver shows the GPU each range somewhere else."""
     memory = mapped(2 * PAGE)
     start, half = address_of(memory), address_of(memory) + PAGE + PAGE // 2
 
@@ -359,6 +360,36 @@ def test_a_slot_in_two_registered_ranges_is_refused(device: kvoffload.Device, la
         with leak_check(device), pytest.raises(ValueError, match=r"slot 1 at .* lies in two registered ranges"):
             OffloadEngine(layout, device=device, host_memory=given, **COPY_ENGINE_ONLY)
         device.driver.host_unregister(start)
+
+
+def test_a_slot_in_two_ranges_side_by_side_is_refused_though_the_gpu_sees_one(each_device: kvoffload.Device) -> None:
+    planes = each_device.allocate_planes(2, block_bytes=PAGE, num_blocks=4)
+    memory, layout = mapped(4 * PAGE), KVLayout([planes])
+    assert layout.slot_bytes == 2 * PAGE
+    start, driver = address_of(memory), each_device.driver
+    given = HostMemory.of_buffer(memory, num_slots=2, slot_stride=2 * PAGE, registered=True)
+    for first, fits in ((3, False), (2, True)):
+        with each_device.current():
+            driver.host_register(start, first * PAGE)
+            driver.host_register(start + first * PAGE, (4 - first) * PAGE)
+        if fits:
+            with OffloadEngine(layout, device=each_device, host_memory=given, **COPY_ENGINE_ONLY) as engine:
+                engine.store([0, 3], [1, 0]).wait(10)
+        else:
+            with pytest.raises(ValueError, match=r"slot 1 at .* lies in two registered ranges"):
+                OffloadEngine(layout, device=each_device, host_memory=given, **COPY_ENGINE_ONLY)
+        with each_device.current():
+            driver.host_unregister(start)
+            driver.host_unregister(start + first * PAGE)
+
+
+def test_a_mapped_file_is_refused_with_what_to_do(device: kvoffload.Device, layout: KVLayout, tmp_path: Path) -> None:
+    path = tmp_path / "slots"
+    path.write_bytes(bytes(2 * PAGE))
+    with path.open("r+b") as file:
+        memory = HostMemory.of_buffer(mmap.mmap(file.fileno(), 2 * PAGE), num_slots=2, slot_stride=PAGE)
+    with leak_check(device), pytest.raises(ValueError, match=r"none of it from a file on a disk\? Memory of a memfd"):
+        OffloadEngine(layout, device=device, host_memory=memory, **COPY_ENGINE_ONLY)
 
 
 def test_what_was_registered_is_given_back_when_the_rest_cannot_be(

@@ -87,13 +87,11 @@ def test_a_stream_that_is_not_blocking_leaves_the_legacy_stream_alone(program: P
 def illegal_calls(program: Program, captured: Any) -> dict[str, tuple[Callable[[], Any], Any]]:
     """Calls that cannot be part of a capture, and what they return; in whatever mode."""
     event, outside, free = program.event(), program.event(), program.stream()
-    source, target = program.host(8, 1), program.device(8, 0)
     program.ok("cuEventRecord", outside, free)
     program.ok("cuStreamBeginCapture", captured, RELAXED)
     program.ok("cuEventRecord", event, captured)
     unsupported = R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
     return {
-        "batch": (lambda: program.batch([(target, source, 8)], captured), unsupported),
         "query": (lambda: program.status("cuStreamQuery", captured), unsupported),
         "synchronize": (lambda: program.status("cuStreamSynchronize", captured), unsupported),
         "event query": (lambda: program.status("cuEventQuery", event), R.CUDA_ERROR_CAPTURED_EVENT),
@@ -105,7 +103,7 @@ def illegal_calls(program: Program, captured: Any) -> dict[str, tuple[Callable[[
     }
 
 
-@pytest.mark.parametrize("name", ["batch", "query", "synchronize", "event query", "event wait", "isolation"])
+@pytest.mark.parametrize("name", ["query", "synchronize", "event query", "event wait", "isolation"])
 def test_an_illegal_call_invalidates_the_capture(program: Program, name: str) -> None:
     stream, event = program.stream(), program.event()
     call, status = illegal_calls(program, stream)[name]

@@ -7,12 +7,14 @@ import time
 from typing import Any
 
 import pytest
+from seeds import seeds
 from simulator_program import (
     ANY,
     ILLEGAL_ADDRESS,
     Program,
     R,
     program_fixture,  # noqa: F401
+    strided_operation,
 )
 
 from kvoffload.simulator import space
@@ -32,6 +34,44 @@ def test_a_planned_call_can_fail_after_its_work(program: Program) -> None:
     program.sim.faults.fail_call("cuMemFree", after=True)
     assert program.status("cuMemFree", pointer) == R.CUDA_ERROR_UNKNOWN
     assert program.sim.leaks()["device_allocations"] == 0
+
+
+def batch_that_fails(program: Program, blocks: int = 8) -> list[int]:
+    """Which of the blocks of a batch that fails on demand are copied."""
+    source, target, stream = program.host(64 * blocks, 1), program.device(64 * blocks, 0), program.stream()
+    program.sim.faults.fail_call("cuMemcpyBatchAsync", error=R.CUDA_ERROR_OUT_OF_MEMORY)
+    triples = [(int(target) + 64 * at, source + 64 * at, 64) for at in range(blocks)]
+    assert program.batch(triples, stream) == R.CUDA_ERROR_OUT_OF_MEMORY
+    program.ok("cuStreamSynchronize", stream)
+    rows = program.bytes(target, 64 * blocks).reshape(blocks, 64).copy()
+    assert (rows == rows[:, :1]).all()
+    assert program.batch(triples, stream) == R.CUDA_SUCCESS
+    program.ok("cuStreamSynchronize", stream)
+    return [at for at in range(blocks) if rows[at, 0]]
+
+
+def test_with_one_seed_of_four_a_batch_that_fails_has_copied_a_part() -> None:
+    copied = {seed: batch_that_fails(Program(seed=seed)) for seed in seeds(64)}
+    assert all(entries == list(range(len(entries))) for entries in copied.values())
+    some = {seed: len(entries) for seed, entries in copied.items() if entries}
+    assert {seed % 4 for seed in some} == {1}
+    assert len(set(some.values())) > 4
+
+
+def test_a_partial_copy_can_be_asked_for_and_happens_in_every_kind_of_batch(seed: int) -> None:
+    program = Program(seed=seed, bindings_version=(13, 5))
+    faults = program.sim.faults
+    faults.partial = True
+    source, target, stream = program.host(64, 1), program.device(64, 0), program.stream()
+    for _ in range(8):
+        faults.fail_call("cuMemcpy3DBatchAsync")
+        operations = [strided_operation(int(target) + 8 * at, source + 8 * at, 4, 2, 4, 4) for at in range(8)]
+        assert program.strided(operations, stream) == R.CUDA_ERROR_UNKNOWN
+    program.ok("cuStreamSynchronize", stream)
+    copied = program.bytes(target, 64).reshape(8, 8).all(axis=1).tolist()
+    assert copied == sorted(copied, reverse=True)
+    assert copied[0]
+    assert not copied[7]
 
 
 def test_any_nth_call_fails_and_calls_can_be_logged(program: Program) -> None:

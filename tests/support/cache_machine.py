@@ -112,8 +112,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(nth=st.integers(1, 3))
     def fail_a_copy_soon(self, nth: int) -> None:
         self.simulator.faults.clear()
-        self.simulator.faults.fail_call("cuMemcpyAsync", nth=nth)
-        self.simulator.faults.fail_call("cuMemcpy2DAsync", nth=nth)
+        for name in ("cuMemcpyAsync", "cuMemcpy2DAsync", "cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"):
+            self.simulator.faults.fail_call(name, nth=nth)
 
     @rule()
     def no_more_failures(self) -> None:
