@@ -49,7 +49,8 @@ class ClosedError(KVOffloadError):
 
 
 class TransferError(KVOffloadError):
-    """A transfer failed, or cannot begin. If it failed, its target may hold any bytes: do not use it.
+    """A transfer failed, or cannot begin. If it failed, its target may hold any bytes (a driver call that fails may
+    have copied a part): do not use it.
 
     Other transfers are not affected, unless the CUDA context is lost. Then all in flight fail, with the driver's error
     in the message, and each later submission raises a TransferError that says "the CUDA context is lost".

@@ -93,6 +93,19 @@ class Caller:
         counts = list(map(int, sizes)), len(triples), orders, list(starts), len(starts)
         return self.status("cuMemcpyBatchAsync", *pointers, *counts, queue)
 
+    def strided(self, triples: list[tuple[int, int, int]]) -> str:
+        """The status of one strided batch of (target, source, nbytes), each in one row."""
+        operations = []
+        for target, source, nbytes in triples:
+            made = cuda.CUDA_MEMCPY3D_BATCH_OP()
+            for operand, address in ((made.src, source), (made.dst, target)):
+                operand.type = cuda.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+                operand.op.ptr.ptr, operand.op.ptr.rowLength = address, nbytes
+            made.extent.width, made.extent.height, made.extent.depth = nbytes, 1, 1
+            made.srcAccessOrder = STREAM
+            operations.append(made)
+        return self.status("cuMemcpy3DBatchAsync", len(operations), operations, 0, self.main)
+
     def copy(self, target: int, source: int, nbytes: int) -> str:
         return self.status("cuMemcpyAsync", target, source, nbytes, self.main)
 
@@ -162,12 +175,12 @@ WRONG: dict[str, Callable[[int, int], tuple[int, int, int]]] = {
 }
 
 
-def copied_of_three(caller: Caller, wrong: str) -> list[bool]:
+def copied_of_three(caller: Caller, call: str, wrong: str) -> list[bool]:
     """Which entries of a batch are copied whose middle entry is wrong. The context goes on."""
     target, source = caller.memory(3 * PAGE), caller.pinned(3 * PAGE).ctypes.data
     triples = [(target + at, source + at, PAGE) for at in range(0, 3 * PAGE, PAGE)]
     triples[1] = WRONG[wrong](*triples[1][:2])
-    assert caller.batch(triples) == "CUDA_ERROR_INVALID_VALUE"
+    assert getattr(caller, call)(triples) == "CUDA_ERROR_INVALID_VALUE"
     caller.finish()
     found = [value == NEW for value in caller.values(target, 3)]
     assert caller.copy(target, source, 3 * PAGE) == "CUDA_SUCCESS"
@@ -176,18 +189,25 @@ def copied_of_three(caller: Caller, wrong: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_batch_that_is_refused_may_have_copied_what_stands_before_its_wrong_entry(caller: Caller, wrong: str) -> None:
-    first, middle, last = copied_of_three(caller, wrong)
+three_batches = pytest.mark.parametrize(
+    ("call", "wrong"), [("batch", "of no bytes"), ("batch", "past the end"), ("strided", "past the end")]
+)
+
+
+@three_batches
+def test_a_batch_that_is_refused_may_have_copied_what_stands_before_its_wrong_entry(
+    caller: Caller, call: str, wrong: str
+) -> None:
+    first, middle, last = copied_of_three(caller, call, wrong)
     assert not middle
     assert not last
     if caller.simulator is None and wrong == "of no bytes":
         assert first
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_the_simulated_driver_copies_that_with_some_seeds_only(wrong: str) -> None:
-    assert {copied_of_three(simulated(seed), wrong)[0] for seed in seeds(16)} == {True, False}
+@three_batches
+def test_the_simulated_driver_copies_that_with_some_seeds_only(call: str, wrong: str) -> None:
+    assert {copied_of_three(simulated(seed), call, wrong)[0] for seed in seeds(16)} == {True, False}
 
 
 def test_a_batch_without_entries_or_with_wrong_attributes_is_refused(caller: Caller) -> None:
@@ -210,12 +230,13 @@ def test_the_legacy_stream_takes_no_batch_and_the_stream_of_the_thread_does(call
     assert caller.values(target, 1) == [NEW]
 
 
-def test_a_stream_that_refuses_a_batch_goes_on_capturing(caller: Caller) -> None:
+@pytest.mark.parametrize("call", ["batch", "strided"])
+def test_a_stream_that_refuses_a_batch_goes_on_capturing(caller: Caller, call: str) -> None:
     target, source = caller.memory(4 * PAGE), caller.pinned(4 * PAGE).ctypes.data
     triples = [(target + at, source + at, PAGE) for at in range(0, 4 * PAGE, PAGE)]
     for entries in (triples[:1], triples):
         caller.ok("cuStreamBeginCapture", caller.main, RELAXED)
-        assert caller.batch(entries) == "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+        assert getattr(caller, call)(entries) == "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
         capturing = caller.ok("cuStreamIsCapturing", caller.main)
         assert capturing == cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         graph = caller.ok("cuStreamEndCapture", caller.main)
