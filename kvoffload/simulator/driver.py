@@ -252,7 +252,8 @@ class SimulatedDriver:
         self.pageable_copies = 0
         self.blocked_submissions = 0
         self.left_in_contexts: dict[str, int] = {}
-        self.faults = Faults(partial=seed % 4 == 1)
+        self.faults = Faults()
+        self.faults.partial = operator.index(seed) % 4 == 1
         self.process = os.getpid()
         self.initialized = False
         self.lock = threading.RLock()

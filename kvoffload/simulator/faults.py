@@ -31,14 +31,14 @@ class Faults:
 
     Attributes:
         partial: a batch call (cuMemcpyBatchAsync, cuMemcpy3DBatchAsync) that is planned to fail copies some of its
-            entries first, as the driver may. True for one seed of four: 1, 5, 9 and so on.
+            entries first, as the driver may. The driver sets it for one seed of four: 1, 5, 9 and so on.
         call_count: calls so far, failed ones included, by the driver function's name.
         total_calls: calls so far, of all names.
         calls: None; set it to a list, and every call appends (name, arguments).
     """
 
-    def __init__(self, *, partial: bool = False) -> None:
-        self.partial = partial
+    def __init__(self) -> None:
+        self.partial = False
         self.call_count: Counter[str] = Counter()
         self.total_calls = 0
         self.calls: list[tuple[str, tuple[Any, ...]]] | None = None

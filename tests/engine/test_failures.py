@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import traceback
 import weakref
 from collections import Counter
@@ -17,6 +18,7 @@ from workload import program, several_streams
 
 import kvoffload
 from kvoffload import (
+    NO_WAIT,
     CapacityError,
     ClosedError,
     DriverError,
@@ -259,6 +261,36 @@ def test_pitfall_69_a_batch_that_fails_may_have_copied_some_rows_and_nothing_els
             assert [int(look(target)[0]) for target in range(16)] == expected.tolist()
             whole(bench.engine)
     assert copied - {0}
+
+
+@pytest.mark.parametrize("copier", BATCHES)
+def test_pitfall_69_later_transfers_follow_what_a_failed_batch_has_queued(copier: CopierName) -> None:
+    """Its part is still queued when it has failed: the next store and load of these slots come behind it."""
+    slots, queued = [9, 3, 12, 5], [0, 0]
+    for seed, copies_a_part in itertools.product(PARTIAL_SEEDS, (False, True)):
+        with simulated(seed) as device, rig(device) as bench:
+            assert device.simulator is not None
+            device.simulator.faults.partial = copies_a_part
+            device.simulator.scheduler.drift_probability = 0
+            held = bench.stream()
+            gate = bench.gate(held)
+            device.simulator.faults.fail_call(BATCHES[copier])
+            failed = bench.engine.store([5, 11, 2, 8], slots, after=held, copier=copier)
+            queued[copies_a_part] += device.simulator.pending_operations()
+            stored = bench.engine.store([1, 6, 15, 10], slots, after=NO_WAIT)
+            loaded = bench.engine.load(slots, [0, 7, 3, 4], after=NO_WAIT)
+            bench.settle()
+            assert failed.error is not None
+            assert [job.done for job in (failed, stored, loaded)] == [False] * 3
+            gate.open()
+            loaded.wait(10)
+            assert [int(bench.slot(slot)[0]) for slot in slots] == [2, 7, 16, 11]
+            assert [set(bench.block(block).tolist()) for block in (0, 7, 3, 4)] == [{2}, {7}, {16}, {11}]
+            with pytest.raises(TransferError):
+                failed.wait(10)
+            stored.wait(10)
+            whole(bench.engine)
+    assert queued[True] > queued[False]
 
 
 # making and closing things
