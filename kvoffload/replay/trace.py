@@ -1,18 +1,26 @@
-"""Reads a trace: JSON lines, each with `hash_ids`, one id per prefix block of a request."""
+"""Reads a trace: JSON lines, each with `hash_ids`, one id per prefix block of a request; also compressed by gzip."""
 
 from __future__ import annotations
 
+import gzip
 import json
-import math
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvoffload.internal.checks import shown
 from kvoffload.terminal.console import CommandError
 
 KEY_BYTES = 16  # a hash id as a cache key: signed, big-endian
+WANTED = (  # what errors end with
+    'each line of a trace is a request such as {"hash_ids": [1, 2, 3], "timestamp": 0, "session": "a"}, with an id for '
+    "each block of its prompt (docs/guides/what-would-it-save.md says how to make one from other logs)"
+)
+_GZIP = b"\x1f\x8b"
+_MOST_MILLISECONDS = 1e300  # differences of larger numbers may be infinite
 
 Request = tuple[bytes, ...]
 
@@ -56,7 +64,8 @@ def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
     requests: list[Request] = []
     stamps: list[Any] = []
     named: list[str] = []
-    with _refused(path), path.open("rb") as lines:
+    with _refused(path), path.open("rb") as file:
+        lines = gzip.open(file) if file.peek(2)[:2] == _GZIP else file
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(requests) >= limit:
                 break
@@ -67,8 +76,8 @@ def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
                 named += [] if session is None else [session]
     sessions = named if len(named) == len(requests) else None
     numbers = [stamp for stamp in stamps if isinstance(stamp, int | float) and not isinstance(stamp, bool)]
-    timed = numbers == stamps and all(map(math.isfinite, numbers)) and numbers == sorted(numbers)
-    if not timed or not numbers or numbers[0] == numbers[-1]:
+    timed = len(numbers) == len(stamps) and all(-_MOST_MILLISECONDS < stamp < _MOST_MILLISECONDS for stamp in numbers)
+    if not timed or numbers != sorted(numbers) or numbers[:1] == numbers[-1:]:
         return Trace(requests, None, sessions)
     return Trace(requests, [(stamp - numbers[0]) / 1000 for stamp in numbers], sessions)
 
@@ -79,6 +88,8 @@ def _refused(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommandError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise CommandError(f"cannot read the trace {path}: its gzip data is damaged or cut off: {error}") from error
 
 
 def _parse(line: bytes, where: str) -> tuple[Request, Any, str | None]:
@@ -86,29 +97,24 @@ def _parse(line: bytes, where: str) -> tuple[Request, Any, str | None]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{where}: not a JSON object: {error}") from error
+        raise CommandError(f"{where}: not a JSON object ({error}), got {shown(line[:60], 60)}; {WANTED}") from error
     if not isinstance(record, dict):
-        raise CommandError(f"{where}: must be a JSON object, got {_shown(record)}")
+        raise CommandError(f"{where}: must be a JSON object, got {shown(record, 60)}; {WANTED}")
     if "hash_ids" not in record:
-        raise CommandError(f'{where}: has no "hash_ids"')
+        raise CommandError(f'{where}: has no "hash_ids", but {shown(", ".join(record), 60)}; {WANTED}')
     ids = record["hash_ids"]
     if not isinstance(ids, list):
-        raise CommandError(f'{where}: "hash_ids" must be a list of integers, got {_shown(ids)}')
+        raise CommandError(f'{where}: "hash_ids" must be a list of integers, got {shown(ids, 60)}')
     keys = list[bytes]()
     for position, each in enumerate(ids):
         if not isinstance(each, int) or isinstance(each, bool):
-            raise CommandError(f'{where}: "hash_ids"[{position}] must be an integer, got {_shown(each)}')
+            raise CommandError(f'{where}: "hash_ids"[{position}] must be an integer, got {shown(each, 60)}')
         try:
             keys.append(each.to_bytes(KEY_BYTES, "big", signed=True))
         except OverflowError:
             fits = f"must fit into {8 * KEY_BYTES} bits"
-            raise CommandError(f'{where}: "hash_ids"[{position}] {fits}, got {_shown(each)}') from None
+            raise CommandError(f'{where}: "hash_ids"[{position}] {fits}, got {shown(each, 60)}') from None
     session = record.get("session")
     if session is not None and (not isinstance(session, str | int) or isinstance(session, bool)):
-        raise CommandError(f'{where}: "session" must be a string or an integer, got {_shown(session)}')
+        raise CommandError(f'{where}: "session" must be a string or an integer, got {shown(session, 60)}')
     return tuple(keys), record.get("timestamp"), None if session is None else str(session)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

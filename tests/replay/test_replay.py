@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT
 from replay_oracles import (
     KNOWN_LRU_HITS,
     REAL_BLOCKS,
@@ -24,6 +27,7 @@ import kvoffload
 from kvoffload.commands import main
 from kvoffload.replay.trace import read_timed_trace, read_trace
 from kvoffload.replay.verified import VerifiedCache
+from kvoffload.terminal.console import CommandError
 
 
 @pytest.mark.parametrize(
@@ -157,6 +161,60 @@ def test_a_broken_line_is_named_by_its_number(
     assert said in captured.err
 
 
+NUMBERS = ("NaN", "-Infinity", "1e999", "-1e999", "1" + "0" * 400, "-1" + "0" * 400, "1" * 5000, "-1e308", "[" * 2000)
+
+
+@pytest.mark.parametrize("field", ["hash_ids", "timestamp", "session"])
+@pytest.mark.parametrize("options", [[], ["--hints", "all"], ["--json"]])
+def test_a_number_that_no_float_holds_is_no_traceback(tmp_path: Path, field: str, options: list[str]) -> None:
+    """Python's JSON reads them: NaN, infinities, integers of any length, lists of any depth."""
+    path = tmp_path / "trace.jsonl"
+    for number in NUMBERS:
+        for value in (number, f"[{number}]"):
+            given = {"hash_ids": "[1]", "timestamp": "1", "session": '"a"'} | {field: value}
+            line = "{" + ", ".join(f'"{name}": {text}' for name, text in given.items()) + "}"
+            path.write_text(f'{{"hash_ids": [1], "timestamp": 0, "session": "a"}}\n{line}\n')
+            assert main(["replay", str(path), "--metadata-only", "--slots", "2", *options]) in (0, 2)
+
+
+def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"hash_ids": [1, 2]}\n\n{"hash_ids": [1]}\n'))
+    assert read_trace(path) == [keys_of([1, 2]), keys_of([1])]
+    whole = path.read_bytes()
+    broken = whole[:10] + b"\x07" + whole[11:]  # there is no third kind of block
+    for content, said in ((whole[:-12], "cut off"), (whole[:3], "cut off"), (broken, "damaged")):
+        path.write_bytes(content)
+        with pytest.raises(CommandError, match=said):
+            read_trace(path)
+
+
+FORMATS = {  # what other programs log: its first line
+    "vLLM's events": '{"ts": 1.5, "events": [{"type": "BlockStored", "block_hashes": [1], "token_ids": [5, 6]}]}',
+    "vLLM's events in msgpack": b"\x93\xcb?\xf8\x00\x00\x91\xabBlockStored",
+    "ShareGPT": '[{"id": "QWJhYvA_0", "conversations": [{"from": "human", "value": "Hello"}]}]',
+    "ShareGPT in several lines": '[\n  {\n    "id": "QWJhYvA_0"\n  }\n]',
+    "Azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44",
+    "a log of an API": '{"messages": [{"role": "user", "content": "Hello"}], "model": "llama"}',
+    "compressed by something else": b"\x28\xb5\x2f\xfd\x04\x00",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_another_format_is_told_the_line_that_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path, content = tmp_path / "trace", FORMATS[name]
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["replay", str(path), "--metadata-only"]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}, line 1: " in said
+    assert '{"hash_ids": [1, 2, 3], "timestamp": 0, "session": "a"}' in said
+    guide = re.search(r"docs/[\w/.-]+\.md", said)
+    assert guide is not None
+    assert (ROOT / guide[0]).exists()
+
+
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path / "missing.jsonl", tmp_path):
         assert main(["replay", str(path), "--model", "llama-3.1-8b", "--backend", "simulated", "--json"]) == 2
@@ -270,6 +328,12 @@ def test_2000_requests_of_the_real_trace_on_a_gpu(
         ([False, True, True], None),
         ([0, 1, float("inf")], None),
         ([0, float("nan"), 2], None),
+        ([0, 1, 10**400], None),
+        ([-(10**400), 0, 1], None),
+        ([-1e308, 0, 1e308], None),
+        ([-1e308, 1, 1e308], None),
+        ([-1e299, 0, 1e299], [0.0, 1e296, 2e296]),
+        ([1_764_000_000_123_456_789, 1_764_000_000_123_456_790, 1_764_000_000_123_457_789], [0.0, 0.001, 1.0]),
     ],
 )
 def test_timestamps_of_a_trace(tmp_path: Path, stamps: list[Any], seconds: list[float] | None) -> None:
