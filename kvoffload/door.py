@@ -24,6 +24,7 @@ Only what you name is made: a device that you pass, or that an array or `OwnedCa
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ from kvoffload.device.growth import Growing
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.sharded import ShardedEngine
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import shown, size
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout, ShardedLayout
 
@@ -57,13 +58,13 @@ class CacheOptions(TypedDict, total=False):
 def open_cache(
     arrays: Any,
     *,
-    pool_bytes: int | Growing | None = None,
+    pool_bytes: int | str | Growing | None = None,
     pool: str | Path | SharedPool | None = None,
     axes: Sequence[str] | None = None,
     blocks_per_slot: SupportsIndex = 1,
     device: Device | Sequence[Device] | int | None = None,
     disk: str | Path | Sequence[str | Path] | None = None,
-    disk_bytes: int = 0,
+    disk_bytes: int | str = 0,
     identity: str | None = None,
     tiers: Sequence[Tier] = (),
     **options: Unpack[CacheOptions],
@@ -78,20 +79,22 @@ def open_cache(
             Numba, PyTorch, `DeviceArray`). All share one block table. Or a `KVLayout` or `ShardedLayout`, with as many
             groups as you like; or an object that has a `layout` and `devices`, such as `kvoffload.jax.OwnedCache`. The
             memory must stay where it is until the cache is closed.
-        pool_bytes: bytes of pinned host memory, on all devices together. A key takes a slot for each group: see
-            `layout.slot_bytes`. `Growing(nbytes)`: this call returns once the first of them are pinned, and the cache
-            has more entries as the rest is. Give this, or `pool`.
-        pool: instead, a pool that engines of this host share, each over one device: the path of its owner's socket (see
-            `kvoffload pool serve`), with `identity`; or a `SharedPool` attached to this layout, which you close after
-            the cache. Policy, tenants and tiers are the owner's: give none of them here.
+        pool_bytes: bytes of pinned host memory, on all devices together, as a number or as text such as "64GiB". A key
+            takes a slot for each group: see `layout.slot_bytes`. `Growing(nbytes)`: this call returns once the first of
+            them are pinned, and the cache has more entries as the rest is. Give this, or `pool`.
+        pool: instead, a pool that engines of this host share, each over one device: the path of its owner's socket,
+            with `identity` (start the owner first: `kvoffload pool serve`); or a `SharedPool` attached to this layout,
+            which you close after the cache. Policy, tenants and tiers are the owner's: give none of them here.
         axes: for arrays, what each axis counts: "blocks", and where there are such axes "planes" (K and V, layers) and
             "tokens". The others are the axes of a block; call them what you like, but the same in all programs that
             share stored bytes: `("planes", "blocks", "tokens", "heads", "dim")`. Keys need "tokens".
         blocks_per_slot: for arrays, how many blocks a key stands for.
         device: the open device of the arrays, or a list of devices; it stays yours. A number: that GPU is opened. None:
             the device that the arrays say they are on.
-        disk: a file, or several on different disks, see `DiskTier`; created if missing. It needs the next two.
-        disk_bytes: size of all files together.
+        disk: a file, or several on different disks, see `DiskTier`; created if missing. For a folder, which must exist,
+            the file `kvoffload` in it. It needs the next two. To begin anew with another layout, size or identity,
+            delete the files.
+        disk_bytes: size of all files together, as a number or as text such as "1TiB".
         identity: a text for everything but the layout that the bytes depend on, such as model and revision. A disk with
             another identity is refused; in a shared pool each identity has keys and memory of its own.
         tiers: more tiers, below the disk. The cache closes them; if this call raises, close them yourself.
@@ -105,6 +108,7 @@ def open_cache(
         LayoutError: an array is not in GPU memory, or does not have these axes; or as for `KVLayout` and `DiskTier`.
         CapacityError: `pool_bytes` holds no key, or cannot be pinned; or there is too little disk.
         ValueError, TypeError: an argument.
+        FileNotFoundError: there is no socket at `pool`, or no folder for `disk`.
         The others of `open_device`, `OffloadEngine`, `DiskTier`, `SharedPool.attach`, `BlockCache`. Nothing stays open.
     """
     layout = arrays if isinstance(arrays, KVLayout | ShardedLayout) else getattr(arrays, "layout", None)
@@ -120,7 +124,7 @@ def _make(
     layout: KVLayout | ShardedLayout,
     devices: tuple[Device, ...] | int,
     memory: tuple[Any, Any],
-    files: tuple[Any, int, Any],
+    files: tuple[Any, Any, Any],
     *,
     tiers: Sequence[Tier],
     **options: Any,
@@ -128,18 +132,19 @@ def _make(
     if unknown := options.keys() - CacheOptions.__annotations__.keys():
         raise TypeError(f"open_cache() got an unexpected keyword argument {min(unknown)!r}")
     (pool_bytes, pool), (disk, disk_bytes, identity) = memory, files
+    disk_bytes = size("disk_bytes", disk_bytes, 0)
     opened = list[Callable[..., Any]]()  # the `close` of each
     if pool is not None:
         given = {"pool_bytes": pool_bytes, "disk": disk, "disk_bytes": disk_bytes, "tiers": tiers, **options}
         _check_shared(pool, layout, identity, given)
-    elif (disk is None) == bool(at_least("disk_bytes", disk_bytes, 0)) or (disk is None) != (identity is None):
+    elif (disk is None) != (disk_bytes == 0) or (disk is None) != (identity is None):
         raise ValueError(
             "disk needs disk_bytes, the size of its files, and identity, which names the model, and these need disk, "
             f'a path: disk_bytes=1 << 40, identity="llama-3.1-8b@0e9e39f"; got disk={shown(disk)}, '
             f"disk_bytes={shown(disk_bytes)}, identity={shown(identity)}"
         )
     elif not isinstance(pool_bytes, Growing):
-        at_least("pool_bytes", pool_bytes, 0)
+        size("pool_bytes", pool_bytes, 0)
     if disk is not None:
         from kvoffload.tiers.disk import DiskTier
 
@@ -148,9 +153,13 @@ def _make(
     try:
         slots = {"pool_bytes": pool_bytes}
         if pool is not None:
+            from kvoffload.pool.messages import socket_path
             from kvoffload.pool.shared_pool import SharedPool
 
             if not isinstance(pool, SharedPool):
+                if not Path(socket_path(pool)).is_socket():
+                    start = f"there is no socket; start its owner first: `kvoffload pool serve {pool} --bytes 64GiB`"
+                    raise FileNotFoundError(errno.ENOENT, start, str(pool))
                 pool = SharedPool.attach(pool, cast(KVLayout, layout), identity=identity)
                 opened.append(lambda *_: pool.close())
             options["pool"] = pool
@@ -199,8 +208,8 @@ def _devices_of(arrays: Any, layout: KVLayout | ShardedLayout, device: Any) -> t
             device = int(owner.__dlpack_device__()[1]) if hasattr(owner, "__dlpack_device__") else 0
     if isinstance(layout, KVLayout) and isinstance(device, int) and not isinstance(device, bool):
         return device
-    devices = checked_devices((device,) if isinstance(device, Device) else device)
+    devices = checked_devices((device,) if isinstance(device, Device) else device, "device")
     wanted = len(layout.layouts) if isinstance(layout, ShardedLayout) else 1
     if len(devices) != wanted:
-        raise ValueError(f"device must be {wanted} open devices, as the layout is over so many, got {shown(device)}")
+        raise ValueError(f"device must be the open devices of the layout, {wanted} of them, got {shown(device)}")
     return devices

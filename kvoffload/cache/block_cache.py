@@ -137,13 +137,13 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
             below = TierPlan.of(tiers, write, hung, seconds_per_key(engine.layout, prefill_tokens_per_second))
             if below is not None and engine.num_slots == 0:
-                raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
+                raise CapacityError("tiers need slots, and this engine has none; raise pool_bytes, or num_slots")
         self.engine = engine
         self._groups = engine.layout.num_groups
         capacity = engine.num_slots // self._groups
         if capacity == 0 < engine.num_slots:
             raise CapacityError(
-                f"{engine.num_slots} slots hold no key of {self._groups} groups; raise num_slots, or pool_bytes"
+                f"{engine.num_slots} slots hold no key of {self._groups} groups; raise pool_bytes, or num_slots"
             )
         if self._groups > engine.max_in_flight:
             raise CapacityError(
@@ -506,10 +506,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             name = "blocks" if self._groups == 1 else f"blocks[{group}]"
             array = as_ids(name, ids, layout.groups[group].num_blocks)
             if len(array) != num_keys * layout.blocks_per_slot:
-                raise LayoutError(
-                    f"{name} must hold {layout.blocks_per_slot} ids per key, {num_keys * layout.blocks_per_slot} for "
-                    f"{num_keys} keys, got {len(array)}"
-                )
+                each = "one id" if layout.blocks_per_slot == 1 else f"{layout.blocks_per_slot} ids"
+                wanted = num_keys * layout.blocks_per_slot
+                raise LayoutError(f"{name} must hold {each} for each key, here {wanted}, got {len(array)}")
             if targets and (distinct or self._groups > 1) and len(np.unique(array)) < len(array):
                 raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
             per_group.append(array.reshape(num_keys, layout.blocks_per_slot))

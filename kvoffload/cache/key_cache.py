@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
 
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
+_AGAIN = "make an engine and a cache, or call open_cache again"
 _HOST, _WAITS, _MISSING = "host", "pending", "missing"
 
 
@@ -73,7 +74,7 @@ class KeyCache:
         self.capacity = at_least("capacity", capacity, 0)
         if self.capacity > 1 << 32:
             raise ValueError(
-                f"capacity must be at most {1 << 32}, got {capacity}; lower it, or num_slots of the engine"
+                f"capacity must be at most {1 << 32}, got {capacity}; lower it, or the engine's pool_bytes or num_slots"
             )
         self._most_hits = None if max_load_blocks is None else at_least("max_load_blocks", max_load_blocks, 1)
         if below is not None:
@@ -501,7 +502,7 @@ class KeyCache:
     def _look(self) -> None:
         assert self._asks is not None, "else the caller does not call this"
         if self._asks.closed:
-            raise ClosedError("the engine of the cache is closed, so nothing can be loaded: make an engine and a cache")
+            raise ClosedError(f"the engine of the cache is closed, so nothing can be loaded: {_AGAIN}")
         self._asks.advance()
 
     def _check_open(self) -> None:
@@ -512,6 +513,4 @@ class KeyCache:
             return
         self._asks.check_process()
         if closed or self._asks.closed:
-            raise ClosedError(
-                f"the {'cache' if closed else 'engine of the cache'} is closed: make an engine and a cache"
-            )
+            raise ClosedError(f"the {'cache' if closed else 'engine of the cache'} is closed: {_AGAIN}")

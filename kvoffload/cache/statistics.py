@@ -187,7 +187,7 @@ class StatisticsRecorder:
         except (MemoryError, ValueError) as error:
             raise CapacityError(
                 f"capacity={capacity} keys need {16 * capacity} bytes for their statistics, which cannot be allocated "
-                f"({error}); lower capacity, or num_slots of the engine"
+                f"({error}); lower capacity, or pool_bytes or num_slots of the engine"
             ) from None
         self._stored_at_each: Any = self._stored_at.data  # the same numbers, see `Tally`
         self._touched_at_each = self._touched_at.data

@@ -143,7 +143,7 @@ def of_limits(fields: Fields) -> Iterator[Finding]:
     available = memory["available_bytes"]
     small = available is not None and available < _SMALL_MEMORY_BYTES
     text = f"{size('available_bytes', 'unknown')} available of {size('total_bytes', 'unknown')}"
-    remedy = "pinned memory is part of this: choose a small num_slots" if small else ""
+    remedy = "pinned memory is part of this: choose a small pool_bytes" if small else ""
     yield Finding("warn" if small else "ok", "host memory", text, remedy)
     limit = memory["cgroup_limit_bytes"]
     used = "no limit" if limit is None else f"{mib(memory['cgroup_usage_bytes'])} used of {mib(limit)}"
@@ -180,7 +180,7 @@ def of_folders(fields: Fields) -> Iterator[Finding]:
             remedy = "give a folder on a local disk: locks and syncs are only as good as the server's"
             yield Finding("warn", name, f"{kind} is a network file system", remedy)
         if each["free_bytes"] < _SMALL_DISK_BYTES:
-            yield Finding("warn", name, "little space is free", "free some, or choose a small nbytes")
+            yield Finding("warn", name, "little space is free", "free some, or choose a small disk_bytes")
     if fields["folders"] and fields["extras"]["xxhash"] is None:
         yield Finding("fail", "xxhash", "disk tiers need it", "pip install 'kvoffload[disk]'")
 

@@ -74,8 +74,8 @@ def open_device(
     _release_garbage()
     driver = _load_driver(backend)
     count = int(driver.call("cuDeviceGetCount"))
-    if at_least("index", index, 0) >= count:
-        raise ValueError(f"index must name one of the {count} devices, 0 to {count - 1}, got {index}")
+    if at_least("the device's index", index, 0) >= count:
+        raise ValueError(f"the device's index must name one of the {count} devices, 0 to {count - 1}, got {index}")
     try:
         handle = None if context is None else -1 if isinstance(context, bool | str | bytes) else int(context)
     except (TypeError, ValueError, OverflowError):
@@ -536,10 +536,10 @@ def _release_garbage() -> None:
     warn_unreleased(texts)
 
 
-def checked_devices(devices: Any) -> tuple[Device, ...]:
+def checked_devices(devices: Any, name: str = "devices") -> tuple[Device, ...]:
     """`devices`, if they are a list or tuple of open_device()'s; else TypeError."""
     if not isinstance(devices, Sequence) or not all(isinstance(each, Device) for each in devices):
-        raise TypeError(f"devices must be a list of devices from open_device(), got {shown(devices)}")
+        raise TypeError(f"{name} must be a list of devices from open_device(), got {shown(devices)}")
     return tuple(devices)
 
 

@@ -210,7 +210,7 @@ class PinnedMemory(RegisteredMemory):
 
     def _explain(self, reason: str) -> str:
         kept = "kept" if self._grows and self.ready_bytes else "given back"
-        return _explain(self.nbytes, reason, f"{_gib(self.ready_bytes)} ({kept})")
+        return why_not_pinned(self.nbytes, reason, f"{_gib(self.ready_bytes)} ({kept})")
 
 
 def whole_units(range_bytes: int, unit_bytes: int) -> int:
@@ -224,7 +224,7 @@ def _map(nbytes: int) -> UInt8Array:
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
-        raise CapacityError(_explain(nbytes, f"Linux would not map it: {error}", "nothing")) from error
+        raise CapacityError(why_not_pinned(nbytes, f"Linux would not map it: {error}")) from error
     # Huge pages: 2.4 times as fast to touch and register. Not every kernel has them.
     # DONTFORK: a child that shares the pages would make the parent copy them on write, away from what the GPU sees.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
@@ -260,7 +260,8 @@ def _gib(value: int | None) -> str:
     return "unknown" if value is None else f"{value / (1 << 30):.2f} GiB"
 
 
-def _explain(nbytes: int, reason: str, done: str) -> str:
+def why_not_pinned(nbytes: int, reason: str, done: str = "nothing") -> str:
+    """The message of a CapacityError: what was asked for, and the memory that this host has."""
     cgroup = hostinfo.tightest_cgroup()
     limit = ", no cgroup limit"
     if cgroup is not None:
@@ -268,7 +269,7 @@ def _explain(nbytes: int, reason: str, done: str) -> str:
     return (
         f"cannot pin {_gib(nbytes)} ({nbytes} bytes) of host memory: {reason}. "
         f"Pinned before that: {done}; available now {_gib(hostinfo.available_bytes())} of "
-        f"{_gib(hostinfo.total_bytes())}{limit}. Ask for less (num_slots, pool_bytes), or free memory"
+        f"{_gib(hostinfo.total_bytes())}{limit}. Ask for less (pool_bytes, num_slots), or free memory"
     )
 
 

@@ -55,8 +55,9 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         device: the device that holds the planes.
         num_slots: how many slots the pinned pool has, `layout.slot_bytes` bytes each. None: 1024. With 0 slots the
             engine pins nothing and refuses every slot id.
-        pool_bytes: instead of `num_slots`: as many slots as fit into so many bytes. `Growing(nbytes)`: the constructor
-            returns once the first of them are pinned, and a thread pins the rest while you use the engine.
+        pool_bytes: instead of `num_slots`: as many slots as fit into so many bytes; also as text, "64GiB".
+            `Growing(nbytes)`: the constructor returns once the first of them are pinned, and a thread pins the rest
+            while you use the engine.
         host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots` and `pool_bytes`.
         staging_bytes: device memory for each direction through which the copier "pack" carries blocks whose planes are
             apart: a kernel, for some microseconds on all multiprocessors, packs them there. Allocated when that copier
@@ -103,7 +104,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         *,
         device: Device,
         num_slots: int | None = None,
-        pool_bytes: int | Growing | None = None,
+        pool_bytes: int | str | Growing | None = None,
         host_memory: HostMemory | None = None,
         staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",

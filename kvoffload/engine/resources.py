@@ -16,7 +16,7 @@ from kvoffload.engine.tracker import Tracker
 from kvoffload.engine.wait_streams import WaitStreams
 from kvoffload.errors import CapacityError
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import at_least, shown, size
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import UInt8Array, UInt64Array
 from kvoffload.layout.layout import KVLayout
@@ -157,7 +157,7 @@ def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> tu
     if isinstance(pool_bytes, Growing):
         pool_bytes, piece_bytes = int(pool_bytes.nbytes), int(pool_bytes.piece_bytes)  # of numpy's integers, too
     slot_bytes = sum(layout.slot_bytes for layout in layouts)
-    if 0 < at_least("pool_bytes", pool_bytes, 0) < slot_bytes:
+    if 0 < (pool_bytes := size("pool_bytes", pool_bytes, 0)) < slot_bytes:
         raise CapacityError(f"pool_bytes={pool_bytes} holds no slot of {slot_bytes} bytes; raise it")
     if pool_bytes > _MOST_POOL_BYTES:
         raise CapacityError(f"pool_bytes must be at most {_MOST_POOL_BYTES}, got {shown(pool_bytes)}; lower it")

@@ -99,7 +99,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         *,
         devices: Sequence[Device],
         num_slots: int | None = None,
-        pool_bytes: int | Growing | None = None,
+        pool_bytes: int | str | Growing | None = None,
         staging_bytes: int = STAGING_BYTES,
         prefer: Prefer = "overlap",
         profile: Profile | None = None,

@@ -9,6 +9,7 @@ import re
 import threading
 from typing import Any
 
+_SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,19})?) ?(?:([KMGT])(i?)B|B)?")
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
 _MASKED = 10_000  # characters of a repr in which logins are looked for, so that no part of one is left where it is cut
 _REASON = 500  # characters: addresses and names of records come before what is wrong
@@ -21,15 +22,30 @@ _FIELD = re.compile(
 )
 
 
-def at_least(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int."""
+def at_least(name: str, value: Any, minimum: int, also: str = "") -> int:
+    """`value` as an int; `also` says in the error what else would be right."""
     try:
         number = operator.index(value)
     except TypeError:
         number = minimum - 1
     if isinstance(value, bool) or number < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {shown(value)}")
+        raise ValueError(f"{name} must be an integer of at least {minimum}{also}, got {shown(value)}")
     return number
+
+
+def size(name: str, value: Any, minimum: int) -> int:
+    """`value` as a number of bytes, which may also be text such as "64GiB"; see `parsed_size`."""
+    number = parsed_size(value) if isinstance(value, str) else None
+    return at_least(name, value if number is None else number, minimum, ', or text such as "64GiB"')
+
+
+def parsed_size(text: str) -> int | None:
+    """Bytes, from text such as "64GiB" (64 << 30), "1.5TiB", "64GB" (64 * 10**9) or "65536"; None for any other."""
+    found = _SIZE.fullmatch(text)
+    if found is None or ("." in found[1] and found[2] is None):
+        return None
+    factor = 1 if found[2] is None else (1024 if found[3] else 1000) ** " KMGT".index(found[2])
+    return int(float(found[1]) * factor) if "." in found[1] else int(found[1]) * factor
 
 
 def seconds(name: str, value: Any, minimum: float = 0.001) -> float:

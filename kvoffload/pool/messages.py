@@ -83,14 +83,16 @@ class Operation(IntEnum):
 
 
 def socket_path(path: str | Path) -> str:
-    """The absolute path. Raises TypeError; ValueError: it is empty, has a NUL, or is too long."""
+    """The absolute path; `~` is your home. Raises TypeError; ValueError: it is empty, has a NUL, or is too long."""
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path must be a string or a Path, got {shown(path)}")
+        raise TypeError(f"the pool's path must be a string or a Path, got {shown(path)}")
     if not str(path) or "\0" in str(path):
-        raise ValueError(f"path must name a socket, got {shown(path)}")
-    absolute = os.path.abspath(path)
+        raise ValueError(f"the pool's path must name a socket, got {shown(path)}")
+    absolute = os.path.abspath(os.path.expanduser(path))
     if (length := len(os.fsencode(absolute))) > 107:
-        raise ValueError(f"path must have at most 107 bytes, as every socket's, got {length}: {shown(absolute, 120)}")
+        raise ValueError(
+            f"the pool's path must have at most 107 bytes, as every socket's, got {length}: {shown(absolute)}"
+        )
     return absolute
 
 

@@ -197,7 +197,8 @@ class SharedPool:
         try:
             while not self._connect(max(0.001, end - time.monotonic())):
                 if time.monotonic() >= end:
-                    raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; waited {timeout:g} seconds")
+                    waited = f"waited {timeout:g} seconds; start one with `kvoffload pool serve`"
+                    raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; {waited}")
                 time.sleep(0.02)
             arguments = weakref.ref(self), os.dup(self._wakeup[0])
             thread = threading.Thread(target=watch, args=arguments, name="kvoffload-pool", daemon=True)
@@ -217,6 +218,7 @@ class SharedPool:
     def host_memory(self) -> HostMemory:
         """The value for `OffloadEngine(host_memory=)`. Give it to one engine, which pins the memory."""
         self.check_usable()
+        self._check_free()
         assert self._memory is not None
         rows, parts = self._memory.rows, self.num_groups
         flat, slots, stride = rows.reshape(-1), len(rows), rows.shape[1]
@@ -267,9 +269,7 @@ class SharedPool:
         from kvoffload.pool.records import PooledState, PoolRecords
 
         self.check_usable()
-        before = self._records()
-        if before is not None and before._state.busy:
-            raise CapacityError(f"pool={self!r} has a cache already: delete it, end what it holds, or attach again")
+        self._check_free()
         slots, layout = self.capacity * self.num_groups, None if engine is None else cast(Any, engine.layout)
         if engine is not None and engine.num_slots != slots:
             raise CapacityError(
@@ -277,8 +277,8 @@ class SharedPool:
             )
         if layout is not None and layout.fingerprint.hex() != self._asked["fingerprint"]:
             raise LayoutError(
-                "engine must be over one device and the layout that the pool was attached with; its layout is another "
-                f"than that: {shown(layout)}"
+                "a cache over a pool must have one device and the layout that the pool was attached with, got another: "
+                f"{shown(layout)}"
             )
         assert self._memory is not None
         if engine is not None and not np.may_share_memory(cast(Any, engine).slots, self._memory.rows):
@@ -289,6 +289,11 @@ class SharedPool:
         records = PoolRecords(state, self.check_usable if engine is None else engine.check_process, engine)
         self._calls, self._records = state.lock, weakref.ref(records)
         return state, records
+
+    def _check_free(self) -> None:
+        before = self._records()
+        if before is not None and before._state.busy:
+            raise CapacityError(f"pool={self!r} has a cache already: delete it, end what it holds, or attach again")
 
     def check_usable(self) -> None:
         """Raise ClosedError in a forked child, and after `close`. Takes no lock, which a child may never get."""

@@ -19,7 +19,6 @@ WANTED = (  # what errors end with
     'each line of a trace is a request such as {"hash_ids": [1, 2, 3], "timestamp": 0, "session": "a"}, with an id for '
     "each block of its prompt (docs/guides/what-would-it-save.md says how to make one from other logs)"
 )
-_GZIP = b"\x1f\x8b"
 _MOST_MILLISECONDS = 1e300  # differences of larger numbers may be infinite
 
 Request = tuple[bytes, ...]
@@ -64,8 +63,11 @@ def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
     requests: list[Request] = []
     stamps: list[Any] = []
     named: list[str] = []
-    with _refused(path), path.open("rb") as file:
-        lines = gzip.open(file) if file.peek(2)[:2] == _GZIP else file
+    with (
+        _refused(path),
+        path.open("rb") as file,
+        gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file as lines,
+    ):
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(requests) >= limit:
                 break

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from kvoffload.internal.checks import parsed_size
 from kvoffload.internal.models import MODELS, ModelGeometry, find_model
 from kvoffload.terminal.console import WIDTH, wrap
 
@@ -92,15 +93,13 @@ def whole(minimum: int, maximum: int = LARGEST) -> Callable[[str], int]:
 
 
 def size(text: str) -> int:
-    """An argparse type: bytes, such as 64GiB, 1.5TiB or 4096; at least 1."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB|B)?", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be bytes, such as 64GiB, 1.5TiB or 65536, got {text!r:.80}")
-    number, unit = found.groups()
-    nbytes = float(number) * 1024 ** " KMGT".index(unit[0]) if unit not in (None, "B") else whole(0, 1 << 60)(number)
+    """An argparse type: bytes, such as 64GiB, 1.5TiB, 64GB or 4096; at least 1."""
+    nbytes = parsed_size(text)
+    if nbytes is None:
+        raise argparse.ArgumentTypeError(f"must be bytes, such as 64GiB, 64GB (10**9 each) or 65536, got {text!r:.80}")
     if not 1 <= nbytes <= 1 << 60:
         raise argparse.ArgumentTypeError(f"must be 1 byte to 2**60, got {text!r:.80}")
-    return int(nbytes)
+    return nbytes
 
 
 def scale(text: str) -> float:

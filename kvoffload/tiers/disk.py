@@ -18,6 +18,7 @@ from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity, make_checksum
 from kvoffload.tiers.options import Limits
 from kvoffload.tiers.refusals import outcome_of
+from kvoffload.tiers.sets import file_at
 from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 
@@ -32,11 +33,11 @@ class DiskTier(ThreadedTier):
     returns False; from then on puts are DECLINED, and records are still read.
 
     Args:
-        path: a file, or several, best on different disks, over which records are spread. Missing files are created with
-            mode 0600, unless others of the set exist: then it is another set. The folder must exist, and must not be
-            writable by every user, unless it has the sticky bit, as `/tmp` has, which the system may clean. If one file
-            is blank, damaged or of another version of the format, `attach` empties all (with `read_only` it finds no
-            records), and logs that.
+        path: a file, or several, best on different disks, over which records are spread. For a folder, the file
+            `kvoffload` in it. `~` is your home. Missing files are created with mode 0600, unless others of the set
+            exist: then it is another set. The folder must exist, and must not be writable by every user, unless it has
+            the sticky bit, as `/tmp` has, which the system may clean. If one file is blank, damaged or of another
+            version of the format, `attach` empties all (with `read_only` it finds no records), and logs that.
         nbytes: size of all files together, allocated by `attach`. Required, unless `read_only`.
         identity: a text for everything but the layout that the bytes depend on: model and revision, adapter,
             quantisation, positions, shard. Files of another identity are refused.
@@ -82,9 +83,12 @@ class DiskTier(ThreadedTier):
         self.read_only = flag("read_only", read_only)
         super().__init__(limits=limits)
         self.io_threads, self.threads = self.threads, self.threads + 1
-        self.paths = [path] if isinstance(path, str | Path) else [*path] if isinstance(path, Sequence) else []
-        if not self.paths or not all(isinstance(each, str | Path) for each in self.paths):
+        paths = [path] if isinstance(path, str | Path) else [*path] if isinstance(path, Sequence) else []
+        if not paths or not all(isinstance(each, str | Path) for each in paths):
             raise TypeError(f"path (disk of open_cache) must be a path, or a list of paths, got {shown(path)}")
+        if any(not str(each) or "\0" in str(each) for each in paths):
+            raise ValueError(f"path (disk of open_cache) must name a file or a folder, got {shown(path)}")
+        self.paths = [file_at(each) for each in paths]
         self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
         make_checksum(key)
         self.name = name

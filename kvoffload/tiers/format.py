@@ -90,6 +90,11 @@ class Superblock(NamedTuple):
     def file_bytes(self) -> int:
         return self.data_offset + self.slots * self.slot_bytes
 
+    @property
+    def set_bytes(self) -> int:
+        """Of all files together: a size that gives as many slots."""
+        return self.members * self.file_bytes
+
     def pack(self) -> bytes:
         text = self.identity_text
         body = _SUPERBLOCK.pack(

@@ -25,6 +25,7 @@ import secrets
 import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 from kvoffload.errors import CapacityError
@@ -42,12 +43,11 @@ from kvoffload.tiers.format import (
 from kvoffload.tiers.member import read_superblocks, write_superblocks
 from kvoffload.tiers.refusals import NO_ROOM
 
-_RESET = "give another path, or reset=True to lose what the files hold"
 _NAMES = {
-    "layout_digest": "layout digest",
-    "slot_bytes": "slot bytes",
-    "members": "number of files in its set",
-    "slots": "number of slots (which follows from nbytes)",
+    "layout_digest": "the digest of the layout (dtype, axes, bytes of planes)",
+    "slot_bytes": "the size of a record, in bytes,",
+    "members": "the number of files in its set",
+    "set_bytes": "the size of all files together, in bytes,",
 }
 
 Opened = list[tuple[OpenFile, Superblock]]  # by number of the member
@@ -71,26 +71,34 @@ class Found(NamedTuple):
     superblock: Superblock | None
 
 
+def file_at(path: str | Path) -> str:
+    """The path of a file, with `~` expanded; for a folder that of the file `kvoffload` in it."""
+    expanded = os.path.expanduser(path)
+    return os.path.join(expanded, "kvoffload") if os.path.isdir(expanded) or expanded.endswith("/") else expanded
+
+
 def check_paths(paths: Sequence[str]) -> None:
     """Raise unless these are different files in folders that other users cannot change.
 
     Raises:
         ValueError: two paths are the same file.
-        PermissionError: a folder is a symbolic link, or every user may write it and remove other users' files.
-        OSError: there is no such folder.
+        PermissionError: a folder or file is a symbolic link, or every user may write it and remove other users' files.
+        FileNotFoundError, OSError: there is no such folder.
     """
     real = [os.path.realpath(path) for path in paths]
     for place, path in enumerate(real):
         if path in real[:place]:
-            raise ValueError(f"paths[{place}] must be a file of its own, got {paths[place]!r}, which was given before")
+            raise ValueError(f"each file of a disk must be another one, got {paths[place]!r} twice")
     for path in paths:
         folder = os.path.dirname(os.path.abspath(path))
-        status = os.lstat(folder)
-        if stat.S_ISLNK(status.st_mode):
+        try:
+            status = os.lstat(folder)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, f"there is no such folder: mkdir -p {folder}", folder) from None
+        for link in filter(os.path.islink, (folder, path)):
             raise PermissionError(
-                errno.EPERM, f"the folder is a symbolic link; give the path it leads to, {os.path.realpath(folder)}",
-                folder,
-            )  # fmt: skip
+                errno.EPERM, f"it is a symbolic link; give the path it leads to, {os.path.realpath(link)}", link
+            )
         sticky = status.st_mode & stat.S_ISVTX and status.st_uid in (os.geteuid(), 0)
         if status.st_mode & stat.S_IWOTH and not sticky:
             raise PermissionError(
@@ -124,7 +132,8 @@ def open_set(
             raise ValueError(f"{each.path} is not a file of a disk tier; give another path, or delete it yourself")
     differs = _difference(found, wanted, any_size=read_only)
     if differs and (read_only or not reset):
-        raise ValueError(f"{differs}; {_RESET}")
+        anew = f", or begin anew: delete {', '.join(paths)}, or give tiers=[DiskTier(..., reset=True)]"
+        raise ValueError(f"{differs}: give the same as then, or another path{'' if read_only else anew}")
     members = [(each.file, each.superblock) for each in found if each.file and each.superblock]
     if not differs and len(members) == len(found):
         if not read_only:
@@ -148,18 +157,18 @@ def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -
     members = [(each.path, each.superblock) for each in found if each.superblock is not None]
     for path, superblock in members:
         if (superblock.algorithm, superblock.key_check) != (wanted.algorithm, wanted.key_check):
-            return f"{path} was written with another checksum key, or without one; give that key"
+            return f"{path} was written with another checksum key, or without one"
         if superblock.identity_digest != wanted.identity_digest:
             theirs, ours = (repr(each.identity_text.decode("utf-8", "replace")) for each in (superblock, wanted))
             return f"{path} was written for identity {theirs}, and this call wants {ours}"
         for name, shown in _NAMES.items():
             there, here = getattr(superblock, name), getattr(wanted, name)
-            if there != here and not (any_size and name == "slots"):
+            if there != here and not (any_size and name == "set_bytes"):
                 there, here = (each.hex() if isinstance(each, bytes) else each for each in (there, here))
-                return f"{path} has {shown} {there}, and this call wants {here}"
+                return f"{path}: {shown} was {there}, and this call wants {here}"
     for each in found:
         if each.state is State.MISSING and members:
-            return f"{each.path} is missing, and other files of its set are there; bring it back"
+            return f"{each.path} is missing, and other files of its set are there"
     if len(members) == len(found):
         numbers = set[int]()
         for path, superblock in members:
@@ -182,7 +191,7 @@ def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: 
     try:
         status = operations.fstat(file.descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"path must be a regular file, or must not exist yet, got {path!r}")
+            raise ValueError(f"{path} is no regular file: give another path")
         everyone = os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH
         theirs = status.st_uid not in ((os.geteuid(),) if everyone else (os.geteuid(), 0))
         if theirs or stat.S_IMODE(status.st_mode) & 0o077 or (everyone and status.st_nlink != 1):
@@ -209,7 +218,7 @@ def _lock(file: OpenFile) -> None:
         raise BlockingIOError(
             error.errno,
             "another process, or another object of this one, has the file open for writing; close that first, give "
-            "another path, or use read_only=True",
+            "another path, or only read it: tiers=[DiskTier(..., read_only=True)]",
             file.path,
         ) from None
 
@@ -291,8 +300,8 @@ def _allocate(file: OpenFile, nbytes: int) -> None:
         if error.errno not in NO_ROOM:
             raise
         raise CapacityError(
-            f"{file.path} needs {nbytes} bytes, which cannot be allocated ({error.strerror}); lower nbytes, or free "
-            "space"
+            f"{file.path} needs {nbytes} bytes, which cannot be allocated ({error.strerror}): make the disk "
+            "smaller, or free space"
         ) from None
     if file.nbytes > nbytes:
         file.operations.ftruncate(file.descriptor, nbytes)

@@ -277,7 +277,9 @@ def _slots_of(nbytes: int, members: int, slot_bytes: int) -> int:
     if slots > 0 and -(-slots * HEADER_BYTES // PAGE) * PAGE + slots * slot_bytes > space:
         slots -= 1  # the header table ends with a page
     if slots <= 0:
-        raise CapacityError(f"nbytes={nbytes} has no room for a slot of {slot_bytes} bytes in each of {members} files")
+        least = members * (TABLE_OFFSET + PAGE + slot_bytes)
+        each = f"a disk of {nbytes} bytes has no room for a record of {slot_bytes} bytes in each file"
+        raise CapacityError(f"{each}: give it {least} or more")
     if nbytes >= 1 << 60:
-        raise CapacityError(f"nbytes={shown(nbytes)} is more than a disk has; lower it")
+        raise CapacityError(f"a disk of {shown(nbytes)} bytes is larger than any: give it less")
     return slots

@@ -135,7 +135,7 @@ def test_bad_arguments_change_nothing(pair: tuple[Rig, BlockCache]) -> None:
     before = cache_state(cache)
     bad: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: cache.store(keys(2, 2), [1, 2]), LayoutError, "repeats"),
-        (lambda: cache.store(keys(2), [1, 2]), LayoutError, "1 ids per key"),
+        (lambda: cache.store(keys(2), [1, 2]), LayoutError, "blocks must hold one id for each key, here"),
         (lambda: cache.store(keys(2), [99]), LayoutError, "99"),
         (lambda: cache.store(["text"], [1]), LayoutError, "bytes"),  # type: ignore[list-item]
         (lambda: cache.load(keys(0), [99]), LayoutError, "99"),

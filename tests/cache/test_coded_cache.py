@@ -173,7 +173,7 @@ def test_records_of_a_disk_are_coded_slots(tmp_path: Path) -> None:
             job.wait(30)
             assert cache.statistics().promoted == 2
             assert (read_blocks(device, planes, [3, 4]) == values[[0, 1]]).all()
-        with pytest.raises(LayoutError, match="has layout digest"):
+        with pytest.raises(LayoutError, match="the digest of the layout"):
             open_cache(KVLayout([planes], **OF_LAYOUT), **options)
 
 

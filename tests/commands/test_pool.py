@@ -151,7 +151,7 @@ def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_pa
     ("options", "said"),
     [
         ((), "the following arguments are required: --bytes"),
-        (("--bytes", "8GB"), "argument --bytes: must be bytes, such as 64GiB, 1.5TiB or 65536, got '8GB'"),
+        (("--bytes", "8G"), "argument --bytes: must be bytes, such as 64GiB, 64GB (10**9 each) or 65536, got '8G'"),
         (("--bytes", "0"), "argument --bytes: must be 1 byte to 2**60, got '0'"),
         (("--bytes", "1"), "--bytes and --region-bytes must be at least 12288"),
         (("--bytes", "1MiB", "--region-bytes", "1"), "--bytes and --region-bytes must be at least 12288"),
@@ -215,6 +215,9 @@ def test_pool_alone_shows_its_actions(capsys: pytest.CaptureFixture[str]) -> Non
         ("1.5 MiB", 3 << 19),
         ("64GiB", 64 << 30),
         ("2TiB", 2 << 40),
+        ("64GB", 64 * 10**9),
+        ("1.5 TB", 15 * 10**11),
+        ("1152921504606846976", 1 << 60),
     ],
 )
 def test_sizes_in_units(text: str, nbytes: int) -> None:

@@ -123,7 +123,7 @@ def test_several_devices() -> None:
             job.order_before([first, second])
         assert job.hits == 4
         job.wait(SECONDS)
-    with pytest.raises(ValueError, match="device must be 2 open devices"):
+    with pytest.raises(ValueError, match="device must be the open devices of the layout, 2 of them"):
         kvoffload.open_cache(layout, device=devices[:1], pool_bytes=1 << 20)
     for device in devices:
         device.close()
@@ -353,10 +353,10 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host], dict[str, Any]]]
         lambda _: {"disk": "x", "disk_bytes": 1 << 20},
     ),
     "a size without disk": (ValueError, "these need disk, a path.* got disk=None", lambda _: {"disk_bytes": 1}),
-    "no device": (TypeError, "devices must be .* got", lambda _: {"device": "cuda"}),
+    "no device": (TypeError, "device must be a list of devices from .* got", lambda _: {"device": "cuda"}),
     "two devices": (
         ValueError,
-        "device must be 1 open devices",
+        "device must be the open devices of the layout, 1 of them",
         lambda there: {"device": [there.device, there.device]},
     ),
     "no policy": (ValueError, "policy", lambda _: {"policy": "none such"}),
@@ -378,7 +378,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host], dict[str, Any]]]
     ),
     "a disk of more than there is": (
         CapacityError,
-        "nbytes=.* is more than a disk has; lower it",
+        "a disk of .* bytes is larger than any: give it less",
         lambda _: {"disk": "x", "disk_bytes": 10**30, "identity": "m"},
     ),
     "no tenants": (TypeError, "tenants", lambda _: {"tenants": 3}),
@@ -445,7 +445,7 @@ def test_pools_of_engines_in_bytes() -> None:
             make(pool_bytes=4096, num_slots=1)
         with pytest.raises(CapacityError, match="pool_bytes=4095 holds no slot of"):
             make(pool_bytes=4095)
-        for number in (-1, 1.5, "1 GiB", True):
+        for number in (-1, 1.5, "1 gig", True):
             with pytest.raises(ValueError, match=rf"pool_bytes must be .* got {number!r}"):
                 make(pool_bytes=number)
         with pytest.raises(CapacityError, match="pool_bytes must be at most"):

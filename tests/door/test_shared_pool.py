@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +19,7 @@ from tier_classes import DictTier
 from tiering import until
 
 import kvoffload
-from kvoffload import NO_WAIT, KVLayout, LayoutError, Tenant, door
+from kvoffload import NO_WAIT, CapacityError, KVLayout, LayoutError, Tenant, door
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.testing import SimulatedDriver, leak_check
 
@@ -41,7 +42,8 @@ def owner(tmp_path: Path) -> Iterator[PoolOwner]:
 
 
 def joined(there: Host, owner: PoolOwner, **more: Any) -> Any:
-    return kvoffload.open_cache(there.arrays, axes=AXES, **{"pool": owner.path, "identity": "model@1"} | more)
+    given = {"arrays": there.arrays, "axes": AXES, "pool": owner.path, "identity": "model@1"}
+    return kvoffload.open_cache(**given | more)
 
 
 def keep(there: Host, cache: Any, number: int) -> None:
@@ -228,8 +230,43 @@ def test_an_engine_over_several_devices_has_no_shared_pool(owner: PoolOwner) -> 
         device.close()
 
 
-def test_no_owner_at_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attach = partial(SharedPool.attach, timeout=0.05)
-    monkeypatch.setattr(SharedPool, "attach", attach)
-    with host() as there, leak_check(there.device), pytest.raises(TimeoutError, match=r"no owner answers at .*pool"):
+def test_a_path_without_a_socket_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not after the time that an owner is waited for, which may be starting."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(SharedPool, "attach", None)
+    with host() as there:
+        for path in (tmp_path / "pool", str(tmp_path / "none" / "pool"), tmp_path, tmp_path / "file"):
+            with (
+                leak_check(there.device),
+                pytest.raises(FileNotFoundError, match=f"kvoffload pool serve {path} --bytes"),
+            ):
+                kvoffload.open_cache(there.arrays, axes=AXES, pool=path, identity="model@1")
+
+
+def test_no_owner_at_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedPool, "attach", partial(SharedPool.attach, timeout=0.05))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left_behind:
+        left_behind.bind(str(tmp_path / "pool"))
+    said = "no owner answers at .*pool.*waited 0.05 seconds.*`kvoffload pool serve`"
+    with host() as there, leak_check(there.device), pytest.raises(TimeoutError, match=said):
         kvoffload.open_cache(there.arrays, axes=AXES, pool=tmp_path / "pool", identity="model@1")
+
+
+def test_the_home_of_a_user_is_found(owner: PoolOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with host() as there, joined(there, owner, pool="~/pool") as cache:
+        assert cache.capacity == owner.statistics()[0]["capacity"]
+
+
+def test_a_pool_with_a_cache_is_refused_by_its_name(owner: PoolOwner) -> None:
+    with host() as there:
+        layout = KVLayout.from_tree(there.arrays, axes=AXES)
+        with SharedPool.attach(owner.path, layout, identity="model@1") as pool:
+            with joined(there, owner, pool=pool, identity=None) as cache:
+                with pytest.raises(CapacityError, match=r"^pool=SharedPool.* has a cache already: delete it"):
+                    joined(there, owner, pool=pool, identity=None)
+                keep(there, cache, 1)
+                assert fetched(there, cache, 1) == 4
+            del cache
+            with leak_check(there.device), pytest.raises(LayoutError, match=r"the layout that the pool was attached"):
+                joined(there, owner, pool=pool, identity=None, arrays=there.each[:1])

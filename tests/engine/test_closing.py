@@ -271,7 +271,7 @@ def test_an_engine_closes_while_another_thread_keeps_submitting(seed: int) -> No
 
     (error,) = in_threads([submit, close])
     assert isinstance(error, ClosedError)
-    assert str(error) in ("the engine is being closed", "the engine is closed")
+    assert str(error).partition(":")[0] in ("the engine is being closed", "the engine is closed")
     assert all(job.done and job.error is None for job in submitted)
     assert left(device.simulator) == {"device_allocations": 1, "primary_retains": 1}
     check_clean_close(device)

@@ -189,7 +189,7 @@ def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
             read_trace(path)
 
 
-FORMATS = {  # what other programs log: its first line
+FORMATS: dict[str, str | bytes] = {  # what other programs log: its first line
     "vLLM's events": '{"ts": 1.5, "events": [{"type": "BlockStored", "block_hashes": [1], "token_ids": [5, 6]}]}',
     "vLLM's events in msgpack": b"\x93\xcb?\xf8\x00\x00\x91\xabBlockStored",
     "ShareGPT": '[{"id": "QWJhYvA_0", "conversations": [{"from": "human", "value": "Hello"}]}]',

@@ -58,7 +58,9 @@ class TierPlan:
         names = [tier.name for tier in self.tiers]
         for name in names:
             if name in _PLACES or names.count(name) > 1:
-                raise ValueError(f"tiers must have names of their own, other than {', '.join(_PLACES)}: {names}")
+                raise ValueError(
+                    f"tiers (and disk) need names of their own, not {', '.join(_PLACES)}: {names}; give name="
+                )
         self._manager: Callable[[], TierManager | None] = lambda: None
 
     @classmethod
