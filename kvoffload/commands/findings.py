@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -162,7 +164,10 @@ def of_limits(fields: Fields) -> Iterator[Finding]:
 def of_folders(fields: Fields) -> Iterator[Finding]:
     for each in fields["folders"]:
         if each["problem"] is not None:
-            remedy = "give this user's own folder, no symbolic link, that other users cannot write"
+            remedies = {os.strerror(errno.ENOENT): f"make it: mkdir -p {each['folder']}"}
+            remedies[os.strerror(errno.ENOTDIR)] = "give the folder of the file"
+            other = "give this user's own folder, no symbolic link, that other users cannot write"
+            remedy = remedies.get(each["problem"], other)
             yield Finding("fail", each["folder"], f"cannot be used: {each['problem']}", remedy)
             continue
         name, kind = each["folder"], each["file_system"]

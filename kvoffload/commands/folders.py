@@ -30,6 +30,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 def probe(folder: Path) -> dict[str, Any]:
     """Findings on a folder; `problem` says why a disk tier cannot use it, or is None."""
+    folder = Path(os.path.expanduser(folder))
     fields: dict[str, Any] = {
         "folder": str(folder), "problem": None, "file_system": None, "mode": None, "free_bytes": None,
         "direct_io": None, "probe_bytes": 0, "write_gb_per_s": None, "read_gb_per_s": None,

@@ -9,8 +9,8 @@ from kvoffload.errors import CapabilityError, DriverError
 
 _INSTALL = "install it: pip install 'cuda-bindings>=12.9'"
 _REMEDY = (
-    "no usable NVIDIA GPU here. On a machine with one, install its driver and check `nvidia-smi`; "
-    'without one, open_device(backend="simulated") runs everything on a simulated device'
+    "no usable NVIDIA GPU here. On a machine with one, install its driver; check `nvidia-smi` and `kvoffload doctor`. "
+    'Without one, everything runs on a simulated device: open_device(backend="simulated"), or --backend simulated'
 )
 
 

@@ -218,15 +218,29 @@ LOADER = (  # what cuda.load and the bindings say on a machine without a driver
 )
 
 
+class NoLibrary:
+    """A `Driver` on a machine without one."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def init(self) -> None:
+        raise kvoffload.CapabilityError(LOADER)
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each != ("doctor",)], ids=lambda each: each[0])
+def test_backend_cuda_without_a_gpu_says_what_this_command_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("kvoffload.driver.cuda.Driver", NoLibrary)
+    assert main([*command, "--backend", "cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "`kvoffload doctor`" in said
+    assert "--backend simulated" in said
+
+
 def test_doctor_without_a_gpu_says_the_remedy_once_and_no_versions_of_the_simulator(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class NoLibrary:
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def init(self) -> None:
-            raise kvoffload.CapabilityError(LOADER)
-
     monkeypatch.setattr("kvoffload.driver.cuda.Driver", NoLibrary)
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()

@@ -65,7 +65,19 @@ def test_a_folder_that_a_tier_refuses_fails(capsys: pytest.CaptureFixture[str], 
     assert said[kind] in text
     assert status == "fail"
     assert f"{path}: {remedy}" in fields["advice"]
+    remedies = {"missing": f"make it: mkdir -p {path}", "file": "give the folder of the file"}
+    assert remedy == remedies.get(kind, "give this user's own folder, no symbolic link, that other users cannot write")
     assert fields["folders"][0]["write_gb_per_s"] is None
+
+
+def test_a_folder_in_the_home_of_a_user_is_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A shell expands neither `--path=~/disk` nor a path in quotes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "disk").mkdir()
+    (folder,) = run_json(capsys, *DOCTOR, "--path=~/disk")["folders"]
+    assert (folder["folder"], folder["problem"]) == (str(tmp_path / "disk"), None)
 
 
 def test_drawbacks_are_warnings_with_remedies(

@@ -241,7 +241,7 @@ def test_a_missing_library_and_a_missing_device_come_with_a_remedy(
         return answer
 
     monkeypatch.setattr(bindings, "cuInit", init)
-    with pytest.raises(kind, match=r'nvidia-smi.*open_device\(backend="simulated"\)'):
+    with pytest.raises(kind, match=r'nvidia-smi.* doctor.*open_device\(backend="simulated"\), .*--backend sim'):
         cuda.load()
     with kvoffload.open_device(backend="auto") as device:
         assert device.simulated
