@@ -120,13 +120,26 @@ FOUND = {  # what somebody types: the page that comes first, and the heading of 
     "RAM": "guides/size-a-pool",
     "asyncio": "guides/asyncio",
     "await": "guides/asyncio",
-    "cgroup": "guides/size-a-pool#pinned-memory",
+    "cgroup": "guides/size-a-pool",
     "container": "faq#how-do-i-run-it-in-a-container-docker-kubernetes",
     "Ctrl-C": "how/interrupts",
     "CUDA graphs": "limits",
     "corruption": "faq#can-a-hit-return-wrong-kv-data-or-bytes-how-do-i-notice-corruption",
     "crash": "faq#what-happens-to-stored-blocks-if-the-process-crashes-or-is-killed-kill--9",
     "CuPy": "start/cupy",
+    "LMCache": "faq#how-does-it-compare-with-lmcache-hicache-or-mooncake",
+    "ShareGPT": "guides/what-would-it-save",
+    "TransferError": "how/interrupts",
+    "cancel": "guides/asyncio",
+    "codec": "guides/a-third-more-memory",
+    "can I share a cache with my other engine": "guides/several-engines",
+    "compression": "guides/a-third-more-memory",
+    "How many bytes": "guides/size-a-pool",
+    "how many bytes": "guides/size-a-pool",
+    "how do I add a disk": "guides/add-a-disk",
+    "share a cache": "guides/several-engines",
+    "share a cache between processes": "guides/several-engines",
+    "tenants": "guides/tenants-and-quotas",
     "delete": "security",
     "disk": "guides/add-a-disk",
     "docker": "faq#how-do-i-run-it-in-a-container-docker-kubernetes",
@@ -205,7 +218,7 @@ class Search:
         self._index: Any = builder.build()
 
     def first(self, query: str) -> str:
-        words = self._separator.split(query.lower())
+        words = [word for word in self._separator.split(query.lower()) if word]
         scores = []
         for found in self._index.search(" ".join(f"{word}*" for word in words)):
             terms, place = found["match_data"].metadata, found["ref"]
