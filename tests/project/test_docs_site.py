@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,30 @@ def test_signatures_of_the_reference_are_broken_into_lines(site: Path) -> None:
     text = re.sub(r"<[^>]*>", "", (site / "reference" / "engine.html").read_text())
     signature = text[text.index("OffloadEngine(\n") :].partition(")\n")[0]
     assert "\n    device: Device,\n    num_slots: int | None = None,\n" in signature
+
+
+CUT = """<script>addEventListener("load", () => {
+    const cut = [...document.querySelectorAll("pre > code")].filter(each => each.scrollWidth > each.clientWidth + 1)
+    document.title = "cut: " + JSON.stringify(cut.map(each => each.textContent.split("\\n")[0]))
+})</script></body>"""
+
+
+@pytest.mark.parametrize("width", [1280, 1366])
+def test_code_of_guides_is_not_cut(site: Path, width: int) -> None:
+    """Measured by a browser: the code of all pages in one, beside both columns."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium to measure with")
+    pages = sorted(path for folder in ("guides", "start") for path in (site / folder).glob("*.html"))
+    found = [block for page in pages for block in re.findall(r"<pre.*?</pre>", page.read_text(), re.DOTALL)]
+    assert len(found) > 50
+    first, end, rest = (site / "guides" / "one-call.html").read_text().partition("</article>")
+    (site / "guides" / "all.html").write_text(first + "".join(found) + end + rest.replace("</body>", CUT))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--window-size={width},900"]
+    command = [browser, *flags, f"file://{site}/guides/all.html"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (site / "guides" / "all.html").unlink()
+    assert re.search(r"<title>cut: (.*?)</title>", done.stdout)[1] == "[]"  # type: ignore[index]
 
 
 # the search -----------------------------------------------------------------------------------------------------------
