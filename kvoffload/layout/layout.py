@@ -309,7 +309,8 @@ class KVLayout(HtmlRepresentation):
             verb, what = ("is", "it") if len(missing) == 1 else ("are", "them")
             raise LayoutError(
                 f"{' and '.join(missing)} of the layout {verb} None, and keys depend on {what}: give the layout (or "
-                'OwnedCache) for example dtype="bfloat16", tokens_per_block=16, block_axes=("tokens", "heads", "dim")'
+                'OwnedCache) for example dtype="bfloat16", tokens_per_block=16, block_axes=("tokens", "heads", "dim"); '
+                'for arrays in open_cache, name "tokens" in axes'
             )
         assert self.block_axes is not None
         message = struct.pack("<Q", FINGERPRINT_VERSION) + _with_length(dtype_name(self.dtype))

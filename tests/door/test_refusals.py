@@ -195,6 +195,16 @@ def test_a_refusal_names_what_this_call_takes(there: Host, tmp_path: Path, case:
     check_words(str(caught.value))
 
 
+def test_what_needs_tokens_says_to_name_them_in_axes(there: Host, tmp_path: Path) -> None:
+    without = ("planes", "blocks", "row", "head")
+    for more in ({}, {"disk": None, "disk_bytes": 0, "identity": None, "prefill_tokens_per_second": 1.0}):
+        with leak_check(there.device), pytest.raises(LayoutError, match='"tokens" in axes'):
+            kvoffload.open_cache(**given(there, tmp_path, axes=without, **more))
+    cache = kvoffload.open_cache(there.arrays, axes=without, pool_bytes=1 << 16)
+    with cache, pytest.raises(LayoutError, match='name "tokens" in axes'):
+        cache.keys(tokens(1), salt="")
+
+
 def test_a_disk_that_is_open_elsewhere(there: Host, tmp_path: Path) -> None:
     with kvoffload.open_cache(**given(there, tmp_path)):
         with pytest.raises(

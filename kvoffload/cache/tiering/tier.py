@@ -443,8 +443,8 @@ def check_layout(layout: bytes | None, capabilities: TierCapabilities) -> None:
     """Raise LayoutError unless it is 16 bytes; None will do if records neither outlive the process nor are shared."""
     if layout is None and (capabilities.durable or capabilities.shared):
         raise LayoutError(
-            "layout must not be None: the tier outlives this process or is shared, and the KVLayout does not say what "
-            "its bytes mean; give it dtype, block_axes and tokens_per_block"
+            "layout must not be None: the tier outlives this process or is shared, and it does not say what its bytes "
+            'mean; give it dtype, block_axes and tokens_per_block (for arrays in open_cache, name "tokens" in axes)'
         )
     if layout is not None and (not isinstance(layout, bytes) or len(layout) != LAYOUT_BYTES):
         raise LayoutError(f"layout must be {LAYOUT_BYTES} bytes, as of KVLayout.fingerprint, got {shown(layout)}")
