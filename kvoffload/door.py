@@ -79,9 +79,9 @@ def open_cache(
             Numba, PyTorch, `DeviceArray`). All share one block table. Or a `KVLayout` or `ShardedLayout`, with as many
             groups as you like; or an object that has a `layout` and `devices`, such as `kvoffload.jax.OwnedCache`. The
             memory must stay where it is until the cache is closed.
-        pool_bytes: bytes of pinned host memory, on all devices together, as a number or as text such as "64GiB". A key
-            takes a slot for each group: see `layout.slot_bytes`. `Growing(nbytes)`: this call returns once the first of
-            them are pinned, and the cache has more entries as the rest is. Give this, or `pool`.
+        pool_bytes: bytes of pinned host memory, on all devices together; also as text, "64GiB". A key takes a slot for
+            each group: see `layout.slot_bytes`. `Growing(nbytes)`: this call returns once the first of them are pinned,
+            and the cache has more entries as the rest is. Give this, or `pool`.
         pool: instead, a pool that engines of this host share, each over one device: the path of its owner's socket,
             with `identity` (start the owner first: `kvoffload pool serve`); or a `SharedPool` attached to this layout,
             which you close after the cache. Policy, tenants and tiers are the owner's: give none of them here.
@@ -89,12 +89,10 @@ def open_cache(
             "tokens". The others are the axes of a block; call them what you like, but the same in all programs that
             share stored bytes: `("planes", "blocks", "tokens", "heads", "dim")`. Keys need "tokens".
         blocks_per_slot: for arrays, how many blocks a key stands for.
-        device: the open device of the arrays, or a list of devices; it stays yours. A number: that GPU is opened. None:
-            the device that the arrays say they are on.
-        disk: a file, or several on different disks, see `DiskTier`; created if missing. For a folder, which must exist,
-            the file `kvoffload` in it. It needs the next two. To begin anew with another layout, size or identity,
-            delete the files.
-        disk_bytes: size of all files together, as a number or as text such as "1TiB".
+        device: the open device of the arrays, or a list; it stays yours. A number: that GPU is opened. None: theirs.
+        disk: a file, or a folder that exists (then the file `kvoffload` in it), or several on different disks, see
+            `DiskTier`; created if missing. It needs the next two. To begin anew, delete the files.
+        disk_bytes: size of all files together; also as text, "1TiB".
         identity: a text for everything but the layout that the bytes depend on, such as model and revision. A disk with
             another identity is refused; in a shared pool each identity has keys and memory of its own.
         tiers: more tiers, below the disk. The cache closes them; if this call raises, close them yourself.
@@ -107,8 +105,7 @@ def open_cache(
     Raises:
         LayoutError: an array is not in GPU memory, or does not have these axes; or as for `KVLayout` and `DiskTier`.
         CapacityError: `pool_bytes` holds no key, or cannot be pinned; or there is too little disk.
-        ValueError, TypeError: an argument.
-        FileNotFoundError: there is no socket at `pool`, or no folder for `disk`.
+        ValueError, TypeError, FileNotFoundError: an argument, such as a `pool` without a socket.
         The others of `open_device`, `OffloadEngine`, `DiskTier`, `SharedPool.attach`, `BlockCache`. Nothing stays open.
     """
     layout = arrays if isinstance(arrays, KVLayout | ShardedLayout) else getattr(arrays, "layout", None)

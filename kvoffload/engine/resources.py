@@ -9,7 +9,7 @@ from typing import Any
 from kvoffload.copiers import CopierSet
 from kvoffload.device.device import Device
 from kvoffload.device.growth import Growing
-from kvoffload.device.pinned import CallerMemory, HostMemory, PinnedMemory, Progress, RegisteredMemory
+from kvoffload.device.pinned import CallerMemory, HostMemory, PinnedMemory, Progress, RegisteredMemory, why_not_pinned
 from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, Reports
 from kvoffload.engine.tracker import Tracker
@@ -23,6 +23,7 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import addresses_of_slots
 
 _MOST_POOL_BYTES = 1 << 50
+_MOST_HOSTS = 64  # of this one's memory, in a pool: tables of a larger one may not fit, however it is pinned
 _USUAL_SLOTS = 1024
 
 
@@ -178,9 +179,12 @@ def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayo
     if num_slots is None:
         return _USUAL_SLOTS
     count = at_least("num_slots", num_slots, 0)
-    if count * layout.slot_bytes > _MOST_POOL_BYTES:
+    nbytes = count * layout.slot_bytes
+    if nbytes > _MOST_POOL_BYTES:
         raise CapacityError(
-            f"num_slots={count} of {layout.slot_bytes} bytes are {count * layout.slot_bytes} bytes of host memory, "
+            f"num_slots={count} of {layout.slot_bytes} bytes are {nbytes} bytes of host memory, "
             f"more than any machine has; ask for at most {_MOST_POOL_BYTES // layout.slot_bytes}"
         )
+    if nbytes > _MOST_HOSTS * (hostinfo.total_bytes() or _MOST_POOL_BYTES):
+        raise CapacityError(why_not_pinned(nbytes, f"{_MOST_HOSTS} hosts like this have less"))
     return count

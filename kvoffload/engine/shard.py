@@ -23,7 +23,7 @@ from kvoffload.copiers import CopierSet, Share, checked_staging, shape_of, share
 from kvoffload.copiers.observed import Forecast
 from kvoffload.copiers.selection import check_prefer, rank
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import HostMemory, Progress, why_not_pinned
+from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder, make_current
 from kvoffload.engine.hazards import HazardTable
@@ -124,12 +124,9 @@ class Shard:
         self.driver, self.context = device.driver, device.context
         self.reports = Reports(shared.notices, most_reports)
         self._following: set[object] = set()  # a token for each call that asks arrays for their producers
+        self._hazards = HazardTable(layout, self.num_slots)
         longest = max(self.num_slots, *(group.num_blocks for group in layout.groups))
-        try:
-            self._hazards = HazardTable(layout, self.num_slots)
-            self._scratch: Int64Array = np.empty(longest, dtype=np.int64)
-        except MemoryError as error:
-            raise CapacityError(why_not_pinned(self.num_slots * layout.slot_bytes, f"its tables: {error}")) from error
+        self._scratch: Int64Array = np.empty(longest, dtype=np.int64)
         with device.lifecycle, device.current():
             self.folds = Folds(layout, device.allocations(layout))
             in_flight = InFlight(device.driver, max_in_flight, self._hazards, most_bytes)
@@ -444,8 +441,7 @@ class Shard:
     def check_usable(self) -> None:
         """Raise ClosedError or TransferError unless transfers can be submitted."""
         if self.closed or self._closing:
-            again = "make a new one, and a cache over it, or call open_cache again"
-            raise ClosedError(f"the engine is closed: {again}" if self.closed else "the engine is being closed")
+            raise ClosedError(f"the engine is {'closed: open_cache makes another' if self.closed else 'being closed'}")
         if self.parts.in_flight.lost is not None:
             self.parts.tracker.check_alive()
 

@@ -419,7 +419,9 @@ def test_what_is_no_token_is_refused_by_name(token_ids: Any, culprit: str) -> No
 
 @pytest.mark.parametrize("missing", ["dtype", "block_axes", "tokens_per_block"])
 def test_a_layout_that_says_too_little_has_no_keys(missing: str) -> None:
-    remedy = rf"^{missing} of the layout is None, .*: give the layout \(or OwnedCache\) .* dtype=.*block_axes=.*\)$"
+    remedy = (
+        rf"^{missing} of the layout is None, .*: give the layout \(or OwnedCache\) .* dtype=.*block_axes=.*\); for .*$"
+    )
     changes: dict[str, Any] = {missing: None}
     made = layout(**changes)
     with pytest.raises(LayoutError, match=remedy):

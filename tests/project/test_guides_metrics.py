@@ -24,6 +24,7 @@ FLOWS: dict[str, list[tuple[int, dict[str, int]]]] = {
     "metrics": [(6, {"host": 4})],
     "pieces": [(21, {"host": 10})],
     "tenants": [(9, {"host": 7})],
+    "tenants in one call": [(12, {"host": 8})],
     "ranks in processes": [(6, {"host": 6})],
     "interrupts": [(4, {"host": 4})],
     "jax keys": [(3, {"host": 3})],
