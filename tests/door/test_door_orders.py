@@ -99,9 +99,9 @@ def test_a_disk_is_refused_to_a_view_of_other_memory(count: int, tmp_path: Path)
     with engine(MEMORY, MEMORY, count=count) as contiguous:
         assert contiguous.turn(**on_disk) == 0
         assert contiguous.turn(**on_disk) == 1
-    with engine(AXES, AXES, count=count) as other, pytest.raises(LayoutError, match="layout digest"):
+    with engine(AXES, AXES, count=count) as other, pytest.raises(LayoutError, match="digest of the layout"):
         other.turn(**on_disk)
-    with engine(AXES, MEMORY, count=count) as other, pytest.raises(LayoutError, match="layout digest"):
+    with engine(AXES, MEMORY, count=count) as other, pytest.raises(LayoutError, match="digest of the layout"):
         other.turn(**on_disk)
     with engine(MEMORY, AXES, count=count) as view:
         assert view.turn(**on_disk) == 1, "the same memory, seen in another order"
