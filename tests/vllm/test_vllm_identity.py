@@ -161,7 +161,7 @@ def test_a_disk_is_refused_to_an_engine_with_another_memory_layout(device: kvoff
         bench.store([1, 2])
         assert bench.index.drain(SECONDS)
     with (
-        pytest.raises(LayoutError, match=r"records\.0 has layout digest"),
+        pytest.raises(LayoutError, match=r"records\.0: the digest of the layout"),
         server(device, f"{tmp_path} 2", kv_cache_layout="LBHNC", **with_disk(tmp_path)),
     ):
         pass
