@@ -6,6 +6,8 @@ import gc
 import threading
 import warnings
 import weakref
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -261,6 +263,25 @@ def test_the_lifecycle_lock_is_waited_for_with_a_limit(device: kvoffload.Device)
     again.start()
     assert taken.wait(30)
     again.join(30)
+
+
+class BindingPartial(partial[Any]):
+    """A `functools.partial` as Python 3.14 has it: an attribute of a class is bound to the instance."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+
+def test_the_lifecycle_lock_is_waited_for_on_every_python(
+    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.13 warns where a `partial` is called as a method; from 3.14 on it gets the instance."""
+    monkeypatch.setattr("kvoffload.device.device.partial", BindingPartial)
+    device.wait_lifecycle(0.01)
+    with device.lifecycle:
+        device.wait_lifecycle(0.01)
+    device.close(timeout=5.0)
+    assert device.closed
 
 
 # use after free

@@ -97,9 +97,11 @@ class Signals:
         self._files = frozenset(files)
         self._known: dict[str, bool] = {}
         self._resumptions: dict[CodeType, frozenset[int]] = {}
+        self._throws = False
 
     def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
-        del argument
+        # `throw` enters a generator as its next event. From Python 3.13 on its frame does not tell: it is at a RESUME.
+        thrown, self._throws = self._throws, event == "c_call" and argument.__name__ == "throw"
         code, caller = frame.f_code, frame.f_back
         if event == "c_return":
             return "c_return" if self._is_ours(frame) else None
@@ -108,7 +110,7 @@ class Signals:
                 caller is None or code.co_filename.startswith(SIMULATOR) or not self._inside(caller.f_code.co_filename)
             ):
                 return None
-            return "call" if self._at_resumption(frame) else None
+            return "call" if not thrown and self._at_resumption(frame) else None
         if event == "return" and code.co_filename.startswith(SIMULATOR):
             returned = "RETURN" in dis.opname[code.co_code[frame.f_lasti]]  # else an exception leaves, or a yield
             called = caller is not None and self._inside(caller.f_code.co_filename)
