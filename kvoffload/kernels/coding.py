@@ -146,7 +146,7 @@ def encode(
     inside, above = inside_of(exponents, base)
     escapes = (exponents + 0x7FFF7FFF) & ~inside & -0x7FFF8000
     coded = ((above + 0x10001) & (((inside >> 15) & 0x10001) * 15)) | (((escapes >> 15) & 0x10001) * 15)
-    codes = tl.multiple_of((record + VALUES).to(tl.pointer_type(tl.int8)), 4)[:, None] + word[None, :]
+    codes = tl.multiple_of(record.to(tl.pointer_type(tl.int8)), 4)[:, None] + (VALUES + word)[None, :]
     tl.store(codes, (coded | (coded >> 12)).to(tl.int8))
     # 3. The base, and zeros behind the last escape: no byte is stored twice.
     rest = (record + VALUES // 2 * 3).to(tl.pointer_type(tl.int8))
@@ -188,7 +188,7 @@ def decode(
     base = tl.load(rest).to(tl.int32) & 0xFF
     source = tl.multiple_of(record.to(tl.pointer_type(tl.int16)), 8)[:, None] + word[None, :]
     mantissas = tl.load(source).to(tl.int32) & 0xFFFF
-    codes = tl.multiple_of((record + VALUES).to(tl.pointer_type(tl.int8)), 4)[:, None] + word[None, :]
+    codes = tl.multiple_of(record.to(tl.pointer_type(tl.int8)), 4)[:, None] + (VALUES + word)[None, :]
     both = tl.load(codes).to(tl.int32)
     both = (both & 15) | ((both & 0xF0) << 12)
     used = ((both + 0x7FFF7FFF) >> 15) & 0x10001
