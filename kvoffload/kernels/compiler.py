@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import os
 import re
 import struct
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvoffload.errors import CapabilityError
@@ -21,7 +22,8 @@ _FORMATS = {"i64": "q", "i32": "i4x"}  # each in 8 bytes, where a launch finds i
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 _DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-nightly")
-_INSTALL = "install it: pip install 'triton>=3.2'"
+_INSTALL = "install it: pip install 'triton>=3.3'"
+_NEWER_PTXAS = "TRITON_PTXAS_BLACKWELL_PATH"  # as of Triton 3.6; in 3.9 also for GPUs before Blackwell
 
 
 class KernelSpec(NamedTuple):
@@ -82,11 +84,17 @@ class Compiled(NamedTuple):
     threads: int
 
 
-def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled:
+def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cuda: int = 13) -> Compiled:
     """Compile a kernel, in about a second. No other thread may use Triton meanwhile.
 
     Standard output of the whole process goes to standard error while it compiles, whichever thread writes it with
     `print` or `sys.stdout`: Triton prints whole programs there.
+
+    Args:
+        spec: names the kernel.
+        compute_capability: of the GPU, for example `(9, 0)`.
+        cuda: major version of the driver that will load it. A driver of CUDA 12 need not load what a ptxas of CUDA 13
+            assembles, so it gets the older one that Triton brings, unless TRITON_PTXAS_BLACKWELL_PATH names another.
 
     Raises:
         CapabilityError: Triton is missing, or cannot compile this.
@@ -96,22 +104,8 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Com
     with LOCK, contextlib.redirect_stdout(sys.stderr):  # Triton prints to stdout when it fails
         try:
             require_triton()
-            try:
-                built = _build(spec, compute_capability)
-            except OSError:  # Triton keeps compiled kernels in a folder under the home directory; that may be read-only
-                import tempfile
-
-                variable = "TRITON_CACHE_DIR"
-                before = os.environ.get(variable)
-                with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
-                    os.environ[variable] = folder
-                    try:
-                        built = _build(spec, compute_capability)
-                    finally:
-                        os.environ.pop(variable)
-                        if before is not None:
-                            os.environ[variable] = before
-            return _describe(built)
+            with _environment(cuda):
+                return _describe(_build(spec, compute_capability))
         except CapabilityError:
             raise
         except Exception as error:
@@ -119,6 +113,33 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Com
                 f"Triton {triton_version()} cannot compile {spec} for compute capability "
                 f"{compute_capability[0]}.{compute_capability[1]}: {_essence(error)}"
             ) from error
+
+
+@contextlib.contextmanager
+def _environment(cuda: int) -> Iterator[None]:
+    """What Triton reads from the environment while it compiles.
+
+    A cache folder of its own: the user's may be read-only, or hold this kernel without its PTX or by another ptxas. And
+    it keeps the PTX, which says how many parameters the machine code has.
+    """
+    import tempfile
+
+    import triton
+
+    with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
+        settings = {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "0"}
+        if cuda < 13 and _NEWER_PTXAS not in os.environ:
+            older = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "ptxas"
+            settings[_NEWER_PTXAS] = os.environ.get("TRITON_PTXAS_PATH", str(older))
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def triton_version() -> str | None:
@@ -134,13 +155,15 @@ def triton_version() -> str | None:
 
 
 def require_triton() -> None:
-    """Import Triton; CapabilityError if that fails."""
+    """Import Triton; CapabilityError if that fails, or it is older than 3.3, whose interpreter gave wrong results."""
     try:
-        import triton  # noqa: F401
+        import triton
     except Exception as error:  # a Triton for another Python or machine raises more than ImportError
         raise CapabilityError(
             f"kernels need Triton, which cannot be imported ({_essence(error)}); {_INSTALL}"
         ) from error
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
+        raise CapabilityError(f"kernels need Triton 3.3 or newer, and {triton.__version__} is installed; {_INSTALL}")
 
 
 def no_triton() -> str:
@@ -157,11 +180,8 @@ def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
     if not isinstance(function, JITFunction):  # TRITON_INTERPRET is set
         function = JITFunction(function.fn)
     signature, constants = dict(spec.parameters), dict(spec.constants)
-    if "constexprs" in inspect.signature(ASTSource).parameters:
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(function, signature=signature, constexprs=constants)
-    else:  # Triton 3.2
-        source = ASTSource(function, signature=signature, constants=constants)
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(function, signature=signature, constexprs=constants)
     target = GPUTarget("cuda", 10 * compute_capability[0] + compute_capability[1], THREADS_PER_WARP)
     options = {"num_warps": spec.warps, **OPTIONS, **({"maxnreg": spec.registers} if spec.registers else {})}
     return triton.compile(source, target=target, options=options)

@@ -1,7 +1,7 @@
 """Loads kernels into a context and launches them. Compiled ones are kept in the cache folder.
 
-There is a file for each kernel, compute capability and version of Triton. It is checked before it is used: a kernel is
-compiled again if its file is damaged, of another kernel, or if another user owns it or may write it.
+There is a file for each kernel, compute capability, version of Triton and ptxas. It is checked before it is used: a
+kernel is compiled again if its file is damaged, of another kernel, or if another user owns it or may write it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,12 @@ def load_kernel(
                 driver.destroy("cuModuleUnload", loaded)
         if not isinstance(error, DriverError) or error.sticky or error.out_of_memory:
             raise
-        raise CapabilityError(f"{spec} cannot be loaded into this GPU: {error}") from error
+        version = ".".join(map(str, capabilities.driver_version))
+        raise CapabilityError(
+            f"{spec} cannot be loaded into this GPU: {error}. If the ptxas of Triton {triton_version()} is too new for "
+            f"this driver of CUDA {version}, update it, or let TRITON_PTXAS_PATH and "
+            f"TRITON_PTXAS_BLACKWELL_PATH name a ptxas of CUDA {version} or older"
+        ) from error
 
 
 def machine_code(
@@ -88,7 +94,7 @@ def machine_code(
 ) -> Compiled:
     """A kernel as this driver loads it. For the simulated driver that is its name: Triton's interpreter runs it."""
     if not driver.simulated:
-        return compiled_kernel(spec, capabilities.compute_capability, cache_folder)
+        return compiled_kernel(spec, capabilities.compute_capability, cache_folder, cuda=capabilities.driver_version[0])
     from kvoffload.simulator.kernels import IMAGE_SHARED_BYTES, pack
 
     require_triton()
@@ -156,34 +162,47 @@ _FORMAT = 2
 _MOST_PARAMETERS = 4096  # of 8 bytes each; CUDA takes fewer
 
 
-def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None) -> Compiled:
+def compiled_kernel(
+    spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None, *, cuda: int = 13
+) -> Compiled:
     """A kernel from the cache folder, or compiled and then written there.
 
     Args:
+        spec, compute_capability, cuda: as for `compile_kernel`.
         folder: instead of `cachefiles.cache_folder()`.
 
     Raises:
         CapabilityError: no Triton is installed, or the kernel is not in the cache folder and Triton cannot compile it.
     """
-    path = kernel_path(spec, compute_capability, folder)
+    path = kernel_path(spec, compute_capability, folder, cuda=cuda)
     content = cachefiles.read_own(path)
     kept = None if content is None else _unpack(content, path, spec)
     if kept is not None:
         return kept
-    compiled = compile_kernel(spec, compute_capability)
+    compiled = compile_kernel(spec, compute_capability, cuda=cuda)
     cachefiles.write(path, _pack(compiled, path))
     return compiled
 
 
-def kernel_path(spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None) -> Path:
+def kernel_path(
+    spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None, *, cuda: int = 13
+) -> Path:
     """The file of a kernel, named after all that the machine code depends on; found without importing Triton."""
     version = triton_version()
     if version is None:
         raise CapabilityError(no_triton())
-    parts = [_FORMAT, _source(spec.module), version, compute_capability, spec, OPTIONS]
+    parts = [_FORMAT, _source(spec.module), version, compute_capability, spec, OPTIONS, cuda < 13, _assemblers()]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     base = cachefiles.cache_folder() if folder is None else folder
     return base / "kernels" / f"{digest}.json"
+
+
+def _assemblers() -> list[tuple[str, str, float]]:
+    """The variables by which Triton takes another ptxas, PTX version or LLVM option; of a file, when it changed, too.
+    Without them the version of Triton says which ptxas it uses.
+    """
+    chosen = sorted(each for each in os.environ.items() if "PTX" in each[0] or "LLVM" in each[0])
+    return [(name, value, os.path.getmtime(value) if os.path.isfile(value) else 0) for name, value in chosen]
 
 
 def _source(module: str) -> str:

@@ -116,7 +116,7 @@ def test_a_triton_that_is_not_installed_is_named_before_anything_is_loaded(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.2'"
+    reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.3'"
     assert why_not(device.capabilities)["pack"] == reason
     assert why_not(device.capabilities)["strided"] is None
     check_no_kernels(device, reason, warned=False)  # an extra that is left out is meant so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -94,7 +95,8 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     """What is compiled, by something quicker than Triton."""
     seen: list[KernelSpec] = []
 
-    def pretend(spec: KernelSpec, _: tuple[int, int]) -> Compiled:
+    def pretend(spec: KernelSpec, _: tuple[int, int], *, cuda: int) -> Compiled:
+        assert cuda == 13, "the simulated driver's, and the default"
         seen.append(spec)
         return Compiled(b"\x7fELF" + bytes(range(256)), "// ptx", spec.function, 65_536, 5, spec.threads)
 
@@ -107,8 +109,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
 @pytest.mark.parametrize("compute_capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_kernels_are_compiled_without_a_gpu(compute_capability: tuple[int, int]) -> None:
-    if compute_capability >= (10, 0) and metadata.version("triton").startswith("3.2"):
-        pytest.skip("the ptxas in Triton 3.2 is older than these GPUs")
     made = compile_kernel(COPY_ROWS, compute_capability)
     assert made.cubin.startswith(b"\x7fELF")
     assert f".target sm_{compute_capability[0]}{compute_capability[1]}" in made.ptx
@@ -155,7 +155,7 @@ def test_a_triton_that_breaks_while_it_is_imported_is_named(tmp_path: Path) -> N
     )
     assert run(program) == (
         "kernels need Triton, which cannot be imported (lines, and no such symbol); "
-        "install it: pip install 'triton>=3.2'"
+        "install it: pip install 'triton>=3.3'"
     )
 
 
@@ -164,6 +164,44 @@ def test_triton_needs_no_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "below"))
     assert compile_kernel(READ_WORD, (9, 0)).cubin
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "file" / "below")
+
+
+def test_a_users_choice_to_store_binaries_alone_takes_no_kernel_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert ".entry read_word(" in compile_kernel(READ_WORD, (9, 0)).ptx
+    assert os.environ["TRITON_STORE_BINARY_ONLY"] == "1"
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "Triton's folder may hold this kernel by another ptxas"
+
+
+@pytest.mark.parametrize("compute_capability", [(9, 0), (10, 0)])
+def test_a_driver_of_cuda_12_gets_machine_code_of_cuda_12(
+    compute_capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    made = compile_kernel(READ_WORD, compute_capability, cuda=12)
+    assert re.search(r"^\.version 8\.", made.ptx, re.MULTILINE), "9 begins with CUDA 13"
+    assert "TRITON_PTXAS_BLACKWELL_PATH" not in os.environ
+
+
+def test_a_ptxas_that_the_user_names_assembles_for_every_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some releases read one of the variables, some the other."""
+    if metadata.version("triton").startswith("3.3."):
+        pytest.skip("Triton 3.3 looks for ptxas once in a process")
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9'\n[ $# = 1 ] || exit 77\n")
+    ptxas.chmod(0o700)
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.setenv(name, str(ptxas))
+    for cuda in (12, 13):
+        with pytest.raises(CapabilityError, match="77"):
+            compile_kernel(READ_WORD, (9, 0), cuda=cuda)
 
 
 def run(program: str, **environment: str) -> str:
@@ -194,13 +232,25 @@ NO_TRITON = "import sys; sys.modules['triton'] = None; from test_kernels import 
 
 def test_without_triton_there_is_a_reason_and_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    remedy = r"kernels need Triton, which cannot be imported \(.*\); install it: pip install 'triton>=3\.2'"
+    remedy = r"kernels need Triton, which cannot be imported \(.*\); install it: pip install 'triton>=3\.3'"
     with pytest.raises(CapabilityError, match=remedy):
         compile_kernel(READ_WORD, (9, 0))
     with device_with({}) as device, device.current():
         with pytest.raises(CapabilityError, match=remedy):
             load_kernel(device.driver, device.capabilities, READ_WORD, cache_folder=tmp_path)
         assert device.simulator.leaks()["modules"] == 0
+
+
+def test_a_triton_whose_interpreter_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """3.2 reports chunks that do not fit as fit. A GPU gets no kernels by it either, so that both take the same."""
+    monkeypatch.setattr("triton.__version__", "3.2.0")
+    refused = r"kernels need Triton 3\.3 or newer, and 3\.2\.0 is installed; install it: pip install 'triton>=3\.3'"
+    with pytest.raises(CapabilityError, match=refused):
+        compile_kernel(READ_WORD, (9, 0))
+    with device_with({}) as device, device.current(), pytest.raises(CapabilityError, match=refused):
+        load_kernel(device.driver, device.capabilities, READ_WORD, cache_folder=tmp_path)
+    monkeypatch.setattr("triton.__version__", "3.10.0+git1")
+    assert compile_kernel(READ_WORD, (9, 0)).name == "read_word"
 
 
 def test_a_triton_that_is_not_installed_is_seen_without_importing_it(
@@ -212,7 +262,7 @@ def test_a_triton_that_is_not_installed_is_seen_without_importing_it(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.2'"
+    reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.3'"
     assert why_not(capabilities) == reason
     with pytest.raises(CapabilityError) as caught:
         loader.compiled_kernel(READ_WORD, (9, 0), tmp_path)
@@ -234,7 +284,8 @@ def test_a_kernel_from_the_cache_is_loaded_without_triton(tmp_path: Path, capabi
     load_kernel(driver, capabilities, READ_WORD, cache_folder=tmp_path)
     program = (
         f"{NO_TRITON}import types, pickle\n"
-        "capabilities = types.SimpleNamespace(kernels=True, compute_capability=(9, 0), max_shared_bytes=232448)\n"
+        "capabilities = types.SimpleNamespace(kernels=True, compute_capability=(9, 0), driver_version=(13, 0))\n"
+        "capabilities.max_shared_bytes = 232448\n"
         "driver = Loads()\n"
         "kernel = load_kernel(driver, capabilities, READ_WORD)\n"
         "kernel.launch(1, 4, (2, 3))\n"
@@ -271,6 +322,48 @@ def test_every_input_of_the_compilation_has_a_file_of_its_own(tmp_path: Path, mo
     paths.append(loader.kernel_path(spec, (9, 0), tmp_path))
     assert len(set(paths)) == len(paths) == 8
     assert "kernel_in_a_folder" not in sys.modules
+
+
+def test_another_ptxas_has_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: Any
+) -> None:
+    """It is named by variables, or chosen by the version of the driver."""
+    ptxas = tmp_path / "ptxas"
+    ptxas.touch()
+    paths = [loader.kernel_path(READ_WORD, (9, 0), tmp_path, cuda=cuda) for cuda in (12, 13)]
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH", "PTXAS_OPTIONS", "DISABLE_LLVM_OPT"):
+        monkeypatch.setenv(name, str(ptxas))
+        paths.append(loader.kernel_path(READ_WORD, (9, 0), tmp_path))
+    os.utime(ptxas, (1, 1))  # another ptxas takes its place
+    paths.append(loader.kernel_path(READ_WORD, (9, 0), tmp_path))
+    assert len(set(paths)) == len(paths) == 7
+    asked: list[int] = []
+
+    def pretend(spec: KernelSpec, _: tuple[int, int], *, cuda: int) -> Compiled:
+        asked.append(cuda)
+        return Compiled(b"", "", spec.function, 0, 5, spec.threads)
+
+    monkeypatch.setattr(loader, "compile_kernel", pretend)
+    older = capabilities.__class__(**{**_fields(capabilities), "driver_version": (12, 9)})
+    driver: Any = Loads()
+    for can in (capabilities, older, capabilities, older):
+        load_kernel(driver, can, READ_WORD, cache_folder=tmp_path)
+    assert asked == [13, 12]
+
+
+def test_a_kernel_that_a_driver_refuses_is_named_with_a_remedy(tmp_path: Path, capabilities: Any) -> None:
+    class Refuses(Loads):
+        def create(self, name: str, _: list[int], image: bytes) -> None:
+            raise DriverError(name, "CUDA_ERROR_INVALID_IMAGE", 200, f"{len(image)} bytes")
+
+        def destroy(self, _: str, handles: list[int]) -> None:
+            assert handles == []
+
+    driver: Any = Refuses()
+    older = capabilities.__class__(**{**_fields(capabilities), "driver_version": (12, 9)})
+    remedy = r"INVALID_IMAGE.* this driver of CUDA 12\.9, update it, or let TRITON_PTXAS_PATH .* CUDA 12\.9 or older"
+    with pytest.raises(CapabilityError, match=remedy):
+        load_kernel(driver, older, READ_WORD, cache_folder=tmp_path)
 
 
 def test_a_kernel_without_source_is_refused(tmp_path: Path) -> None:
