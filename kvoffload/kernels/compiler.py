@@ -8,7 +8,6 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,8 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 _DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-nightly")
 _INSTALL = "install it: pip install 'triton>=3.3'"
+_FOLDER = "TRITON_CACHE_DIR"
+_BINARY_ONLY = "TRITON_STORE_BINARY_ONLY"
 _NEWER_PTXAS = "TRITON_PTXAS_BLACKWELL_PATH"  # as of Triton 3.6; in 3.9 also for GPUs before Blackwell
 
 
@@ -99,13 +100,21 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cud
     Raises:
         CapabilityError: Triton is missing, or cannot compile this.
     """
+    import tempfile
+
     from kvoffload.simulator.interpreter import LOCK  # a simulated launch alters triton.language
 
     with LOCK, contextlib.redirect_stdout(sys.stderr):  # Triton prints to stdout when it fails
+        before = {name: os.environ.get(name) for name in (_FOLDER, _BINARY_ONLY, _NEWER_PTXAS)}
         try:
-            require_triton()
-            with _environment(cuda):
-                return _describe(_build(spec, compute_capability))
+            older = Path(require_triton().__file__).with_name("backends") / "nvidia" / "bin" / "ptxas"
+            with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
+                # A cache folder of its own: the user's may be read-only, or hold this kernel by another ptxas, or
+                # without its PTX, which says how many parameters the machine code has.
+                os.environ.update({_FOLDER: folder, _BINARY_ONLY: "0"})
+                if cuda < 13:
+                    os.environ.setdefault(_NEWER_PTXAS, os.environ.get("TRITON_PTXAS_PATH", str(older)))
+                return _build(spec, compute_capability)
         except CapabilityError:
             raise
         except Exception as error:
@@ -113,31 +122,9 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cud
                 f"Triton {triton_version()} cannot compile {spec} for compute capability "
                 f"{compute_capability[0]}.{compute_capability[1]}: {_essence(error)}"
             ) from error
-
-
-@contextlib.contextmanager
-def _environment(cuda: int) -> Iterator[None]:
-    """What Triton reads from the environment while it compiles.
-
-    A cache folder of its own: the user's may be read-only, or hold this kernel without its PTX or by another ptxas. And
-    it keeps the PTX, which says how many parameters the machine code has.
-    """
-    import tempfile
-
-    import triton
-
-    with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
-        settings = {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "0"}
-        if cuda < 13 and _NEWER_PTXAS not in os.environ:
-            older = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "ptxas"
-            settings[_NEWER_PTXAS] = os.environ.get("TRITON_PTXAS_PATH", str(older))
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-        try:
-            yield
         finally:
             for name, value in before.items():
-                os.environ.pop(name)
+                os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
 
@@ -154,8 +141,8 @@ def triton_version() -> str | None:
     return None
 
 
-def require_triton() -> None:
-    """Import Triton; CapabilityError if that fails, or it is older than 3.3, whose interpreter gave wrong results."""
+def require_triton() -> Any:
+    """Triton, imported; CapabilityError if that fails. Before 3.3 its interpreter gave wrong results: refused."""
     try:
         import triton
     except Exception as error:  # a Triton for another Python or machine raises more than ImportError
@@ -164,13 +151,14 @@ def require_triton() -> None:
         ) from error
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
         raise CapabilityError(f"kernels need Triton 3.3 or newer, and {triton.__version__} is installed; {_INSTALL}")
+    return triton
 
 
 def no_triton() -> str:
     return f"kernels need Triton, which is not installed; {_INSTALL}"
 
 
-def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
+def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -184,10 +172,7 @@ def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
     source = ASTSource(function, signature=signature, constexprs=constants)
     target = GPUTarget("cuda", 10 * compute_capability[0] + compute_capability[1], THREADS_PER_WARP)
     options = {"num_warps": spec.warps, **OPTIONS, **({"maxnreg": spec.registers} if spec.registers else {})}
-    return triton.compile(source, target=target, options=options)
-
-
-def _describe(built: Any) -> Compiled:
+    built: Any = triton.compile(source, target=target, options=options)
     ptx, facts = built.asm["ptx"], built.metadata
     assert not getattr(facts, "global_scratch_size", 0), (
         "the kernel needs scratch memory, which kvoffload does not allocate"

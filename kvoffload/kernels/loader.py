@@ -191,18 +191,14 @@ def kernel_path(
     version = triton_version()
     if version is None:
         raise CapabilityError(no_triton())
-    parts = [_FORMAT, _source(spec.module), version, compute_capability, spec, OPTIONS, cuda < 13, _assemblers()]
+    # Triton's version says which ptxas it uses, unless a variable names one: its file may be replaced, too.
+    named = sorted(each for each in os.environ.items() if "PTX" in each[0] or "LLVM" in each[0])
+    changed = [os.path.getmtime(value) for _, value in named if os.path.isfile(value)]
+    assembler = [cuda < 13, named, changed]
+    parts = [_FORMAT, _source(spec.module), version, compute_capability, spec, OPTIONS, assembler]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     base = cachefiles.cache_folder() if folder is None else folder
     return base / "kernels" / f"{digest}.json"
-
-
-def _assemblers() -> list[tuple[str, str, float]]:
-    """The variables by which Triton takes another ptxas, PTX version or LLVM option; of a file, when it changed, too.
-    Without them the version of Triton says which ptxas it uses.
-    """
-    chosen = sorted(each for each in os.environ.items() if "PTX" in each[0] or "LLVM" in each[0])
-    return [(name, value, os.path.getmtime(value) if os.path.isfile(value) else 0) for name, value in chosen]
 
 
 def _source(module: str) -> str:
