@@ -22,8 +22,8 @@ COUNTS = re.compile(r"^(.+): (\d+) blocks evicted, (\d+) stored \(.*\), (\d+) lo
 VERDICTS = re.compile(r"^(.+): (\d+) of (\d+) tokens have the bits of the first run: (.+)$", re.MULTILINE)
 TIMES = re.compile(r"tokens/s|TTFT|\d m?s\b|seconds")
 FITS, PREFETCHED, ON_DEMAND = "cache that fits", "offload, prefetched", "offload, on demand"
-# XLA for the CPU: what LLVM optimises, and what XLA emits for fusions, takes longer to compile than to run.
-QUICK_XLA = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# XLA for the CPU: what LLVM optimises takes longer to compile than to run.
+QUICK_XLA = "--xla_backend_optimization_level=0"
 LAYER_WISE, RECOMPUTED = "offload, layer-wise", "recomputation"
 
 

@@ -6,6 +6,7 @@ commit's text what it brings for that, and changes the reason here if that has c
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,10 +70,12 @@ CHANGES = {
 }
 
 
-def check(name: str, figure: float, limit: Limit, details: object = "") -> None:
+def check(name: str, figure: float, limit: Limit, details: object = "", lowers: bool = True) -> None:
     assert figure <= limit.most, f"{name}: {figure:g}, at most {limit.most} ({limit.reason}) {details}"
     lowest = limit.most * (1 - SLACK) - 1
-    assert figure >= lowest, f"{name}: {figure:g} is well below {limit.most}: lower the limit, so that it stays there"
+    assert figure >= lowest or not lowers, (
+        f"{name}: {figure:g} is well below {limit.most}: lower the limit, so that it stays there"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +97,10 @@ def test_every_figure_has_a_limit(weight: dict[str, float]) -> None:
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_warm_call_takes_no_more_calls_through_no_more_files(name: str) -> None:
     """Counts, not times: every call costs the host about as much as another."""
-    calls = MEASURED[name]()
-    check(f"calls of {name}", calls.total, CALLS[name], calls)
-    check(f"files of {name}", len(calls.files), FILES[name], calls)
-    check(f"changes of file of {name}", calls.changes, CHANGES[name], calls)
+    calls, lowers = MEASURED[name](), sys.version_info < (3, 12)  # from then on a comprehension is no call
+    check(f"calls of {name}", calls.total, CALLS[name], calls, lowers)
+    check(f"files of {name}", len(calls.files), FILES[name], calls, lowers)
+    check(f"changes of file of {name}", calls.changes, CHANGES[name], calls, lowers)
 
 
 @pytest.mark.parametrize("figure", [95, 101])
