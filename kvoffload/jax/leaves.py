@@ -246,6 +246,14 @@ def meshes_of(leaves: Sequence[Leaf]) -> list[Mesh]:
     return meshes
 
 
+def how_to_donate() -> str:
+    """The remedy for an update that made a copy. In one release of JAX the copy may be JAX's fault."""
+    remedy = "Donate the cache to it (jax.jit(..., donate_argnums=...))"
+    if import_jax().__version__ == "0.11.2":
+        remedy += ", and install another JAX: 0.11.2 does not donate a sharded array that np.asarray has read"
+    return remedy
+
+
 def shards_of(array: Any) -> dict[Any, Any]:
     """The shard of a `jax.Array` on each of its devices, as an array there. Does not wait."""
     return {shard.device: shard.data for shard in array.addressable_shards}

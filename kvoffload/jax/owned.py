@@ -34,7 +34,7 @@ from kvoffload.errors import KVOffloadWarning, LayoutError, TransferError
 from kvoffload.internal.checks import flag, shown
 from kvoffload.internal.types import DTypeLike
 from kvoffload.jax.imports import Adopted, address_of, follow, import_jax, import_memory, wait_for_computations, zeroed
-from kvoffload.jax.leaves import Description, as_leaves, jax_devices, meshes_of, shards_of
+from kvoffload.jax.leaves import Description, as_leaves, how_to_donate, jax_devices, meshes_of, shards_of
 from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.layout import ShardedLayout
 from kvoffload.layout.planes import SlotOrder
@@ -424,14 +424,14 @@ class OwnedCache:
             if self._simulated and not present.is_deleted() and where != self._addresses(present):
                 raise LayoutError(
                     f"{leaf.name} is no update in place: the cache's array was not donated to it, which makes a copy "
-                    "on a GPU. Donate the cache to it (jax.jit(..., donate_argnums=...))"
+                    f"on a GPU. {how_to_donate()}"
                 )
             for device, part, found in zip(self.devices, parts, where, strict=True):
                 if found != part.address and not self._simulated:
                     raise LayoutError(
                         f"{leaf.name} lies at {found:#x} on device {device.index}, and the cache at "
-                        f"{part.address:#x}: the update made a copy. Donate the cache to it (jax.jit(..., "
-                        "donate_argnums=...)), and use the array for nothing else meanwhile"
+                        f"{part.address:#x}: the update made a copy. Use the array for nothing else meanwhile. "
+                        f"{how_to_donate()}"
                     )
         return arrays
 

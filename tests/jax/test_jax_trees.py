@@ -326,6 +326,20 @@ def test_what_is_set_must_be_the_tree(jax: Any, device: kvoffload.Device) -> Non
     assert [now is then for now, then in zip(cache.arrays, before, strict=True)] == [True, True]
 
 
+def test_a_copy_that_a_release_of_jax_makes_is_not_the_users_fault(
+    jax: Any, device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX 0.11.2 says nothing when it does not donate. pip leaves it out, but it may be installed."""
+    cache = OwnedCache(device, [PAGE], "float32", **PAGED)
+    for version, said in (
+        ("0.11.2", ", and install another JAX: 0.11.2 does not donate a sharded array that np.asarray has read"),
+        ("1.0", ""),
+    ):
+        monkeypatch.setattr(jax, "__version__", version)
+        with pytest.raises(LayoutError, match=rf"arrays\[0\] is no update in place.*Donate the cache.*\){said}$"):
+            cache.arrays = [jax.numpy.ones(PAGE, "float32")]
+
+
 @pytest.mark.usefixtures("jax")
 @pytest.mark.parametrize(
     ("shapes", "options", "error", "said"),
