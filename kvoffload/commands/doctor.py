@@ -21,11 +21,11 @@ from kvoffload.terminal.stores import add_store_option
 from kvoffload.tuning import profile_for
 
 _T = TypeVar("_T")
-_PACKAGES = ("kvoffload", "numpy", "cuda-bindings", "cuda-core", "platformdirs", "triton")
+_PACKAGES = ("kvoffload", "numpy", "cuda-bindings", "cuda-core", "platformdirs", "xxhash", "triton")
 _INDENT = " " * len("  warn  ")
 _WITHOUT_A_GPU = "without a GPU, `kvoffload demo` and `kvoffload replay TRACE --scale 0.01` use the simulated device"
 _EXTRAS = (
-    "rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash", "mooncake-transfer-engine-non-cuda",
+    "rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "mooncake-transfer-engine-non-cuda",
     "valkey-glide-sync", "obstore",
 )  # fmt: skip
 

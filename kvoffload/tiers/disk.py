@@ -55,7 +55,6 @@ class DiskTier(ThreadedTier):
         operations: the system calls, for tests.
 
     Raises:
-        CapabilityError: xxhash is missing (`pip install 'kvoffload[disk]'`), and there is no `key`.
         TypeError, ValueError: an argument.
         From `attach`, which opens the files: LayoutError, they have another layout, identity, size, key or set, or are
         no disk tier's. CapacityError, too little space. BlockingIOError, they are open for writing elsewhere.

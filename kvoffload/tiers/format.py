@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
 from kvoffload.tiers.files import PAGE, Buffer
-from kvoffload.tiers.options import import_package
 
 DIGEST_BYTES = 16
 XXH3_128, BLAKE2B = 1, 2  # algorithm ids of the format
@@ -274,14 +273,13 @@ def make_checksum(key: bytes | None = None) -> Checksum:
     """xxh3_128; with a key of 16 to 64 secret bytes, blake2b.
 
     Raises:
-        CapabilityError: there is no key, and xxhash cannot be imported.
         TypeError, ValueError: `key`. The message does not show it.
     """
     begin: Callable[[], Any]
     of_bytes: Callable[[Buffer | bytes], bytes]
     if key is None:
-        needs = "a durable or shared tier needs the package xxhash for its checksums"
-        xxhash = import_package("xxhash", needs=needs, extra="disk")
+        import xxhash
+
         begin, of_bytes = xxhash.xxh3_128, xxhash.xxh3_128_digest
         algorithm, check = XXH3_128, bytes(DIGEST_BYTES)
     else:

@@ -104,7 +104,7 @@ class MooncakeTier(RemoteTier):
 
     Raises:
         CapabilityError: missing are the package (`pip install 'kvoffload[mooncake]'`), its library `libibverbs1`,
-            for "rdma" an active device, or without a `key` xxhash. From `attach`: the pool cannot be registered.
+            or for "rdma" an active device. From `attach`: the pool cannot be registered.
         TypeError, ValueError: an argument; `master` without a port, say.
     """
 

@@ -40,7 +40,7 @@ class ObjectStoreTier(RemoteTier):
         timeout: seconds for a request, which is not retried. Ignored in the same cases.
 
     Raises:
-        CapabilityError: obstore is missing, or, without a `key`, xxhash (`pip install 'kvoffload[objectstore]'`).
+        CapabilityError: obstore is missing (`pip install 'kvoffload[objectstore]'`).
         TypeError, ValueError, obstore.exceptions.BaseError: a bad argument, or the folder does not exist.
     """
 

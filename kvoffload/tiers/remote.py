@@ -170,7 +170,6 @@ class RemoteTier(ThreadedTier):
         format: makes names and headers; set by `attach`, before it calls `connect`.
 
     Raises:
-        CapabilityError: xxhash is missing, and there is no `key`.
         TypeError, ValueError: an argument.
     """
 

@@ -78,7 +78,7 @@ class ValkeyTier(RemoteTier):
         timeout: seconds for a command, at least 0.002: one half to connect, the other half until the answer is there.
 
     Raises:
-        CapabilityError: valkey-glide-sync is missing, or, without a `key`, xxhash (`pip install 'kvoffload[valkey]'`).
+        CapabilityError: valkey-glide-sync is missing (`pip install 'kvoffload[valkey]'`).
         TypeError, ValueError: a bad argument. From `attach`: errors of the connection's `options` and files.
     """
 

@@ -20,10 +20,9 @@ def small_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "MOST_BYTES", 32 << 20)
 
 
-def found(folder: dict[str, Any], xxhash: str | None = "4.1.0") -> dict[str, tuple[str, str]]:
+def found(folder: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Texts, with status and remedy."""
-    fields = {"folders": [folder], "extras": {"xxhash": xxhash}}
-    return {each.text: (each.status, each.remedy) for each in findings.of_folders(fields)}
+    return {each.text: (each.status, each.remedy) for each in findings.of_folders({"folders": [folder]})}
 
 
 def test_a_folder_is_tried_and_left_as_it_was(
@@ -99,7 +98,6 @@ def test_drawbacks_are_warnings_with_remedies(
         assert (text, status) == (said, "warn")
         assert remedy
         assert first.startswith(str(change.get("file_system", "ext4")))
-    assert found(good, xxhash=None)["disk tiers need it"] == ("fail", "pip install 'kvoffload[disk]'")
     capsys.readouterr()
 
 

@@ -121,7 +121,6 @@ def stored_by(folder: Path, tenant: str) -> int:
 
 
 def test_each_region_has_a_file_in_the_folder_and_the_next_owner_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("xxhash")
     disk = ("--disk", str(tmp_path), "--disk-bytes", "1MiB", "--json")
     with serving(tmp_path, "--bytes", "1MiB", *disk) as process:
         with member(tmp_path) as cache:

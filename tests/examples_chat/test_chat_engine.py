@@ -68,7 +68,6 @@ def test_without_offload_a_small_device_computes_more(unbounded: list[list[int]]
 
 
 def test_another_process_goes_on_from_the_disk(unbounded: list[list[int]], tmp_path: Path) -> None:
-    pytest.importorskip("xxhash")
     disk = {"disk": tmp_path / "kv", "disk_bytes": 8 << 20, "pool_bytes": 100 * BLOCK_BYTES}
     for run_number in range(2):
         with engine_of(device_blocks=60, **disk) as engine:

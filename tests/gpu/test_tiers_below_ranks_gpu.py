@@ -20,7 +20,6 @@ from kvoffload.testing import poison
 from kvoffload.tiers import DiskTier
 
 pytestmark = pytest.mark.timeout(300)
-pytest.importorskip("xxhash", reason="xxhash is not installed")
 
 CAPACITY, NUM_BLOCKS = 8, 16
 

@@ -134,13 +134,32 @@ def test_direct_dependencies_are_those_that_are_imported() -> None:
     """`cuda-python` is a meta package; the library imports `cuda.bindings` and, for arrays of others, `cuda.core`."""
     settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[<>=;\[ ]", each, maxsplit=1)[0] for each in settings["dependencies"]}
-    assert needed == {"numpy", "cuda-bindings", "cuda-core", "platformdirs"}
+    assert needed == {"numpy", "cuda-bindings", "cuda-core", "platformdirs", "xxhash"}
     extras = settings["optional-dependencies"]
     assert set(extras) >= {"cli", "kernels", "plot", "notebook", "cupy", "cupy12", "jax", "jax12", "nvtx", "prometheus"}
     assert extras["cupy12"][0].startswith("cupy-cuda12x")
     assert extras["jax12"][0].startswith("jax[cuda12]")
     assert extras["kernels"][0].startswith("triton")
     assert "kernels" in extras["test"][0], "else tests of kernels are skipped"
+
+
+@pytest.mark.parametrize(
+    ("extra", "taken", "left_out"),
+    [
+        ("jax", "jax[cuda13]", ["0.7.2", "0.11.2"]),  # a warning at every cache; no donation after np.asarray
+        ("jax12", "jax[cuda12]", ["0.7.2", "0.11.2"]),
+        ("kernels", "triton", ["3.2.0"]),  # its interpreter is wrong
+        (None, "xxhash", ["3.4.0"]),  # was withdrawn
+    ],
+)
+def test_releases_that_do_not_work_are_left_out(extra: str | None, taken: str, left_out: list[str]) -> None:
+    requirements = pytest.importorskip("packaging.requirements")
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    named = settings["dependencies"] if extra is None else settings["optional-dependencies"][extra]
+    (found,) = [requirements.Requirement(each) for each in named if each.startswith(taken)]
+    lowest = next(each.version for each in found.specifier if each.operator == ">=")
+    assert found.specifier.contains(lowest)
+    assert [each for each in left_out if found.specifier.contains(each)] == []
 
 
 MOST_WHEEL_BYTES = 710_000  # shared pools have 54,000, door and trees 21,000, the codec and growth 9,000 each

@@ -24,7 +24,6 @@ MakeTier = Callable[[], Tier]
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeTier:
     if request.param == "dict":
         return DictTier
-    pytest.importorskip("xxhash", reason="xxhash is not installed")
     tmp_path.chmod(0o700)
     return lambda: DiskTier(tmp_path / "records", nbytes=1 << 20, identity="one model")
 

@@ -181,7 +181,6 @@ def test_an_index_that_is_garbage_closes_its_tiers() -> None:
 
 
 def test_a_second_index_finds_what_the_first_has_written(tmp_path: Path) -> None:
-    pytest.importorskip("xxhash", reason="xxhash is not installed")
     tmp_path.chmod(0o700)
 
     def disk() -> DiskTier:

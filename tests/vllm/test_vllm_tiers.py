@@ -64,7 +64,6 @@ def test_what_the_model_reads_is_what_it_has_written(name: str, tmp_path: Path) 
 
 
 def disk(folder: Path) -> Setting:
-    pytest.importorskip("xxhash", reason="xxhash is not installed")
     tier = {"kind": "disk", "path": str(folder / "records.{dp}"), "nbytes": 1 << 23}
     return Setting(ONE, chunks=40, reset=0, extra=with_tiers(tier))
 
@@ -118,7 +117,6 @@ def test_arguments_of_a_tier_that_are_wrong(tier: dict[str, Any], tmp_path: Path
 
 
 def test_tiers_of_a_model_whose_weights_are_not_found_need_an_identity(tmp_path: Path) -> None:
-    pytest.importorskip("xxhash", reason="xxhash is not installed")
     tmp_path.chmod(0o700)
     [(_, [tier]), *_] = disk(tmp_path).extra
     named = with_tiers({**tier, "identity": "a model"})

@@ -239,7 +239,6 @@ def server(device: kvoffload.Device, engine: str, **extra: Any) -> Iterator[Serv
 
 
 def with_disk(folder: Path) -> dict[str, Any]:
-    pytest.importorskip("xxhash", reason="xxhash is not installed")
     folder.chmod(0o700)
     tier = {"kind": "disk", "path": str(folder / "records.{dp}"), "nbytes": 1 << 23}
     return {
