@@ -704,6 +704,17 @@ def test_a_kernel_copies_rows_on_the_gpu(gpu_device: kvoffload.Device, count: in
         copy_some_rows(gpu_device, count, grid, tmp_path)
 
 
+@pytest.mark.gpu
+def test_a_kernel_that_the_older_ptxas_assembled_is_loaded_by_the_gpu(
+    gpu_device: kvoffload.Device, tmp_path: Path
+) -> None:
+    """As a driver of CUDA 12 gets it; drivers of CUDA 13 load both."""
+    older = gpu_device.capabilities.__class__(**{**_fields(gpu_device.capabilities), "driver_version": (12, 9)})
+    for can in (older, gpu_device.capabilities):
+        with gpu_device.current():
+            load_kernel(gpu_device.driver, can, COPY_ROWS, cache_folder=tmp_path).close()
+
+
 def test_a_launch_is_one_driver_call_with_its_arguments_in_place(tmp_path: Path, capabilities: Any) -> None:
     driver: Any = Loads()
     kernel = load_kernel(driver, capabilities, COPY_ROWS, cache_folder=tmp_path)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -78,6 +81,17 @@ def test_calls_of_the_same_versions_are_one_row(tmp_path: Path) -> None:
         ["3.9.18", "2.10.0", "12.9.1", "none", "none", "7"],
         [*ours, "1,234"],
     ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("test", "passed"), [("test_calls_are_counted", 1), ("no_such_test", None)])
+def test_a_call_of_pytest_that_passes_notes_itself(tmp_path: Path, test: str, passed: int | None) -> None:
+    file = tmp_path / "ran"
+    chosen = [str(ROOT / "tests" / "project" / "test_call_counts.py"), "-k", test]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "", "-p", "no:cacheprovider", *chosen]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "KVOFFLOAD_RAN": str(file)}, capture_output=True, timeout=100)
+    found = [json.loads(line)[-1] for line in file.read_text().splitlines()] if file.exists() else None
+    assert found == (None if passed is None else [passed])
 
 
 def test_a_table_is_written_in_the_place_of_the_former_one() -> None:
