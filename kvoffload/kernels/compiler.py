@@ -124,8 +124,9 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cud
             ) from error
         finally:
             for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
                     os.environ[name] = value
 
 
