@@ -6,7 +6,7 @@
 # CUDA_ERROR_INVALID_VALUE; two copies work. Who registers a large pool in pieces must cut every copy at their
 # borders.
 #
-# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H100:
+# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H200:
 #   device addresses follow: True; one copy over both CUDA_ERROR_INVALID_VALUE, two copies CUDA_SUCCESS
 # Needs a GPU. FINDINGS_PYTHON: a Python that has these packages, for a machine that can install none.
 # Exit status: 0 if it is still so, 1 if not, 77 without a GPU.

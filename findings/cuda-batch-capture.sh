@@ -6,7 +6,7 @@
 # nothing else: the stream goes on capturing, cuStreamEndCapture succeeds, and its graph lacks the copies. A program
 # that ignores the status of the copy replays a graph that copies nothing.
 #
-# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H100:
+# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H200:
 #   batch CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, then ACTIVE, end CUDA_SUCCESS
 # Needs a GPU. FINDINGS_PYTHON: a Python that has these packages, for a machine that can install none.
 # Exit status: 0 if it is still so, 1 if not, 77 without a GPU.

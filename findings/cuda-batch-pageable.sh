@@ -5,8 +5,8 @@
 # batch call, with the access order STREAM, returns at once, and reads the memory later. What the program writes there
 # in between is what arrives.
 #
-# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H100:
-#   64 MiB overwritten after the call: cuMemcpyAsync sent 0 MiB of the later bytes, the batch 46 (or more, up to 50)
+# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H200:
+#   64 MiB overwritten after the call: cuMemcpyAsync sent 0 MiB of the later bytes, the batch 45 (46 to 50 on an H100)
 # Needs a GPU. FINDINGS_PYTHON: a Python that has these packages, for a machine that can install none.
 # Exit status: 0 if it is still so, 1 if not, 77 without a GPU.
 set -euo pipefail

@@ -5,7 +5,7 @@
 # for one that did nothing, but the first entry has been copied. The third has not. So after an error the targets hold
 # any mix of old and new bytes, and the stream has work in it that must end before they are used again.
 #
-# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H100:
+# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H200:
 #   CUDA_ERROR_INVALID_VALUE; copied: first True, middle False, last False
 # Needs a GPU. FINDINGS_PYTHON: a Python that has these packages, for a machine that can install none.
 # Exit status: 0 if it is still so, 1 if not, 77 without a GPU.

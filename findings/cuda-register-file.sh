@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# cuMemHostRegister does not take a mapped file on ext4, and takes a memfd.
+# cuMemHostRegister does not take a shared mapping of a file on ext4, and takes a private one and a memfd.
 #
-# Shared or private, writable, flags 0: CUDA_ERROR_INVALID_VALUE, the status of a wrong argument, for a mapping that
-# the process reads and writes like any other. A memfd and anonymous memory register. So a pool of slots in a file on
-# a disk cannot be pinned.
+# Writable, flags 0: CUDA_ERROR_INVALID_VALUE, the status of a wrong argument, for a mapping that the process reads and
+# writes like any other. A private mapping, whose pages are then copies of the process's own, a memfd and anonymous
+# memory register. So a pool of slots that is to be a file on a disk cannot be pinned.
 #
-# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H100:
-#   ext4 shared CUDA_ERROR_INVALID_VALUE, ext4 private CUDA_ERROR_INVALID_VALUE, memfd CUDA_SUCCESS
+# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H200:
+#   ext4 shared CUDA_ERROR_INVALID_VALUE, ext4 private CUDA_SUCCESS, memfd CUDA_SUCCESS
 # Needs a temporary folder on ext4 (TMPDIR), else 77.
 # Needs a GPU. FINDINGS_PYTHON: a Python that has these packages, for a machine that can install none.
 # Exit status: 0 if it is still so, 1 if not, 77 without a GPU.
@@ -63,6 +63,6 @@ for name, file in files.items():
 text = ", ".join(found)
 print(f"  driver {ok(cu.cuDriverGetVersion())}: {text}")
 refused = "CUDA_ERROR_INVALID_VALUE"
-sys.exit(text != f"ext4 shared {refused}, ext4 private {refused}, memfd CUDA_SUCCESS")
+sys.exit(text != f"ext4 shared {refused}, ext4 private CUDA_SUCCESS, memfd CUDA_SUCCESS")
 PYTHON
 "$python" "$folder/see.py" "$folder"

@@ -5,7 +5,7 @@
 # does by itself. cuMemcpyAsync from there succeeds, and copies what the first memory held: the driver keeps its
 # pages. After cuMemHostUnregister and cuMemHostRegister, the new bytes arrive.
 #
-# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H100:
+# Seen with driver 580.159 (CUDA 13.0) and cuda-bindings 13.3 on an H200:
 #   copied the old bytes, CUDA_SUCCESS; registered again, the new bytes
 # Needs a GPU. FINDINGS_PYTHON: a Python that has these packages, for a machine that can install none.
 # Exit status: 0 if it is still so, 1 if not, 77 without a GPU.

@@ -6,8 +6,8 @@ driver's lock held), touch and register 0.17 s with huge pages, 0.35 s without; 
 engine closes, the memory is unregistered, and stays ordinary memory as long as a numpy array over it lives. A pool that
 grows (`growth`) is the same memory: its constructor pins the first range, and a thread pins the others.
 
-Or the caller brings the memory, `HostMemory`: shared memory of several processes or a numpy array. A mapped
-file on a disk cannot be registered (driver 580, ext4).
+Or the caller brings the memory, `HostMemory`: shared memory of several processes or a numpy array. A shared
+mapping of a file on a disk cannot be registered (driver 580, ext4).
 
     |slot 0 of ours|others' bytes|slot 1 of ours|others' bytes| ...
     address                      address + slot_stride
@@ -289,7 +289,7 @@ class HostMemory:
 
     Keep the memory mapped until the engine is closed and you use no array over its `slots`. (If you map other memory
     there while it is registered, the GPU goes on with the old pages, without an error.) The engine never frees it. The
-    driver registers no mapping of a file on a disk.
+    driver registers no shared mapping of a file on a disk.
 
     Args:
         address: address of slot 0, a multiple of 4096.
@@ -481,5 +481,5 @@ def _explained(error: DriverError, memory: HostMemory, nbytes: int, done: int) -
         )
     return ValueError(
         f"host_memory: {memory} cannot be registered: {error}; is all of it mapped in this process, and "
-        "none of it from a file on a disk? Memory of a memfd or in /dev/shm can be"
+        "none of it shared with a file on a disk? Memory of a memfd or in /dev/shm can be"
     )

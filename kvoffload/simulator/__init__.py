@@ -9,8 +9,8 @@ driver runs on a machine without a GPU. It is lazy, seeded and strict:
 - Memory is exact, guarded and poisoned. Wrong addresses get the driver's error; what CUDA leaves undefined (overlapping
   targets in a batch, a buffer freed under a queued copy, a wait that can never end) is a `SimulatorError`.
 - It shares what driver 580 was seen to do where one would guess otherwise (tests/driver/test_manners.py, which runs on
-  a GPU, too): a batch that fails may have copied a part, one from pageable memory reads late, a mapped file cannot be
-  registered.
+  a GPU, too): a batch that fails may have copied a part, one from pageable memory reads late, a shared mapping of a
+  file cannot be registered.
 - Tests set the versions of driver and bindings, limits, failures and delays.
 
 `SimulatedDriver` is in driver.py, and the driver functions, which take it as their first argument, in the files named

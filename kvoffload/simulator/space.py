@@ -115,7 +115,7 @@ class MappedPages:
         return self._known(*span) or can_be_read(*span) or self._listed(*span)
 
     def can_be_pinned(self, address: int, nbytes: int) -> bool:
-        """Whether a span is mapped, and not from a file on a disk: driver 580 registers none of those (ext4)."""
+        """Whether a span is mapped, and not shared with a file on a disk: driver 580 registers none of those (ext4)."""
         return self._listed(address, nbytes, _PINNABLE)
 
     def _listed(self, address: int, nbytes: int, names: tuple[bytes, ...] = (b"",)) -> bool:
@@ -133,7 +133,7 @@ class MappedPages:
             first, last = (int(each, 16) for each in pages.split(b"-"))
             if not first <= address < last or not rights.startswith(b"r"):
                 return False
-            if not (name.strip() or b"[").startswith(names):
+            if rights.endswith(b"s") and not (name.strip() or b"[").startswith(names):
                 return False
             if end <= last:
                 return True

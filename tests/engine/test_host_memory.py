@@ -390,7 +390,7 @@ def test_a_mapped_file_is_refused_with_what_to_do(device: kvoffload.Device, layo
     path.write_bytes(bytes(2 * PAGE))
     with path.open("r+b") as file:
         memory = HostMemory.of_buffer(mmap.mmap(file.fileno(), 2 * PAGE), num_slots=2, slot_stride=PAGE)
-    with leak_check(device), pytest.raises(ValueError, match=r"none of it from a file on a disk\? Memory of a memfd"):
+    with leak_check(device), pytest.raises(ValueError, match=r"none of it shared with a file on a disk\? Memory of a"):
         OffloadEngine(layout, device=device, host_memory=memory, **COPY_ENGINE_ONLY)
 
 
