@@ -225,8 +225,9 @@ class CacheJob(Waitable[list[TransferResult]]):
     a stream after `order_before`.
 
     Once `wait` has returned, or `done` was True, the cache knows of the end: a store's keys are hits, or missing if it
-    failed; the event "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. If you drop
-    the job, its transfers go on, and a later call of the cache finds their end.
+    failed; the event "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. (Nothing is
+    reported of keys that were removed meanwhile.) If you drop the job, its transfers go on, and a later call of the
+    cache finds their end.
 
     Attributes:
         keys: the keys whose blocks are copied: of a store, without keys that were present, pending or declined.

@@ -368,8 +368,7 @@ class CacheState:
         for pool, keys in self.pools.split(mine, self.table.pool_numbers(mine)):
             self.consistent = False
             self._unlink(pool, keys)
-            for key in keys:
-                self.table.pending.pop(key, None)
+            self._note_removed(keys)
             self.recorder.note_unfit(keys, "" if isinstance(record, LeaseRecord) else record.tenant)
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
@@ -502,14 +501,16 @@ class CacheState:
     def remove(self, keys: list[bytes]) -> None:
         """Resident keys, no repeats, lose their entries; their reservations go on without them."""
         gone = self.table.originals(keys)
-        pending = self.table.pending
         for pool, mine in self.pools.split(gone, self.table.pool_numbers(gone)):
             self.consistent = False
             self._unlink(pool, mine)
-        for key in gone:
-            pending.pop(key, None)
-        self.recorder.note("removed", gone)
+        self._note_removed(gone)
         self.consistent = True
+
+    def _note_removed(self, keys: list[bytes]) -> None:
+        """These keys have lost their entries. Those that were pending had never been announced."""
+        pending = self.table.pending
+        self.recorder.note("removed", [key for key in keys if pending.pop(key, None) is None])
 
     # for the engine -----------------------------------------------------------------------------------------------
 

@@ -76,7 +76,9 @@ class CacheStatistics:
         declined: blocks not stored because they were worth less than the blocks they would have displaced, were not
             looked up often enough, were over a tenant's quota, found too few entries free or evictable, or did not fit
             the layout's codec.
-        removed: keys taken out by `remove` and `clear`.
+        removed: keys that could be loaded, and were taken out: by `remove` or `clear`, or because a load found that
+            their blocks do not fit the layout's codec. With these, `stored + promoted - evicted - removed` is
+            `resident`, except in a shared pool, whose counts are of one member.
         residency_seconds: how long evicted keys had been in the cache.
         reuse_distance_blocks: blocks that were touched, repeats included, between two touches of a key that stayed in
             the cache.
@@ -130,7 +132,9 @@ class CacheEvent:
         kind: "hit": the leading keys of a request that `lookup`, `status_of` or a promotion found; "miss": all its
             other keys, even present ones; "stored": can be loaded from now on; "promoted": the same, but a tier brought
             it; "evicted": made room for others; "declined": not worth storing, no room, or (after its transfer) more
-            than the layout's codec holds; "failed": its store failed or was aborted; "removed": by `remove` or `clear`.
+            than the layout's codec holds; "failed": its store failed or was aborted; "removed": could be loaded, and
+            was taken out by `remove` or `clear`. A key that is removed while it is stored was never announced, so
+            nothing is told of it.
         keys: the keys concerned: in the order of the request; evicted ones in the order in which they went.
         tenant: for "stored", "promoted", "declined" and "failed", the tenant of the call or its request; else "".
     """

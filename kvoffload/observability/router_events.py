@@ -19,11 +19,12 @@ from kvoffload.cache.statistics import CacheEvent
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.nesting import refuse_nested
 
-Medium = Literal["GPU", "CPU", "DISK", "EXTERNAL"]
-Form = Literal["array", "map"]
+Medium = Literal["GPU", "CPU", "DISK", "STORAGE", "EXTERNAL"]
+Form = Literal["map", "array"]
 
 _HASH_BYTES = 8
 _STORED, _REMOVED = ("stored", "promoted"), ("evicted", "removed")
+_LOCAL = ("GPU", "CPU", "DISK")  # a "STORAGE" or "EXTERNAL" may be of this host or of many
 
 
 class Batch(NamedTuple):
@@ -31,11 +32,12 @@ class Batch(NamedTuple):
 
     Attributes:
         sequence: the number of the batch, from 0 on. A missing number stands for messages that were lost.
-        payload: for msgpack: lists, tuples, dicts, strings, numbers and None. With the form "array" it is
-            `(ts, events, data_parallel_rank)`, with "map" a dict with these names; `ts` is in seconds since the epoch.
-            An event is `("BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium,
-            lora_name)`, `("BlockRemoved", block_hashes, medium)` or `("AllBlocksCleared",)`; as a dict its name is
-            `type`.
+        payload: for msgpack: lists, tuples, dicts, strings, numbers and None. It is
+            `(ts, events, data_parallel_rank)`; `ts` is in seconds since the epoch. With the form "map" an event is a
+            dict: its name is `type`, the other keys are the fields that vLLM's has, without those that would have
+            their default value. With "array" it is `("BlockStored", block_hashes, parent_block_hash, token_ids,
+            block_size, lora_id, medium, lora_name)`, `("BlockRemoved", block_hashes, medium)` or
+            `("AllBlocksCleared",)`.
     """
 
     sequence: int
@@ -72,8 +74,8 @@ class RouterEvents:
             with the same block size.
         medium: the name that routers are given for the slots of the cache.
         rank: the data-parallel rank of this server.
-        form: "array": messages are arrays without names of fields, as vLLM has always sent them; "map": dicts, as later
-            versions of vLLM send them. Dynamo's router reads both.
+        form: of each message. "map": a dict, as vLLM 0.24 and newer send it; "array": without names of fields, as vLLM
+            0.23 and older did. Choose "array" only for a router that does not read maps yet.
         remembered: the number of keys whose tokens are kept, those described last.
         most_pending: the number of messages that are kept for `take`; one more, and all of these are lost.
         most_batches: the number of batches that are kept for `since`.
@@ -95,7 +97,7 @@ class RouterEvents:
         *,
         medium: Medium = "CPU",
         rank: int = 0,
-        form: Form = "array",
+        form: Form = "map",
         remembered: int = 1 << 16,
         most_pending: int = 100_000,
         most_batches: int = 10_000,
@@ -103,8 +105,8 @@ class RouterEvents:
     ) -> None:
         self.tokens_per_key = at_least("tokens_per_key", tokens_per_key, 1)
         self.rank = at_least("rank", rank, 0)
-        if form not in ("array", "map"):
-            raise ValueError(f"form must be array or map, got {form!r:.80}")
+        if form not in ("map", "array"):
+            raise ValueError(f"form must be map or array, got {form!r:.80}")
         if medium not in get_args(Medium):
             raise ValueError(f"medium must be one of {', '.join(get_args(Medium))}, got {medium!r:.80}")
         self.medium: Medium = medium
@@ -186,7 +188,7 @@ class RouterEvents:
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
         """These keys can no longer be loaded from that medium. For the slots, the cache reports this itself, by
-        `on_event`.
+        `on_event`. Keys that were not reported as stored there are left out.
         """
         refuse_nested(self._lock, "removed")
         with self._lock:
@@ -199,11 +201,13 @@ class RouterEvents:
                     if not siblings:
                         del self._waiting[parent]
                     continue
-                gone.append(key)
                 media = self._present.get(key, set())
-                media.discard(medium)
+                if medium not in media:  # it was not described, or never stored there: routers do not know it
+                    continue
+                gone.append(key)
+                media.remove(medium)
                 if not media:
-                    self._present.pop(key, None)
+                    del self._present[key]
             if gone:
                 self._add(self._message("BlockRemoved", block_hashes=list(map(_hash_of, gone)), medium=medium))
 
@@ -228,8 +232,7 @@ class RouterEvents:
             if not self._pending:
                 return None
             events = list(self._pending)
-            fields = {"ts": self._clock(), "events": events, "data_parallel_rank": self.rank}
-            batch = Batch(self._next, fields if self.form == "map" else tuple(fields.values()))
+            batch = Batch(self._next, (self._clock(), events, self.rank))
             self._batches.append(batch)
             self._pending.clear()
             self._next += 1
@@ -281,7 +284,10 @@ class RouterEvents:
         )
 
     def _message(self, kind: str, **fields: Any) -> Any:
-        return {"type": kind, **fields} if self.form == "map" else (kind, *fields.values())
+        if self.form == "array":
+            return (kind, *fields.values())
+        where = {"locality": "LOCAL"} if fields.get("medium") in _LOCAL else {}
+        return {"type": kind, **fields, **where}
 
     def _add(self, message: Any) -> None:
         if len(self._pending) >= self._most_pending:

@@ -55,6 +55,21 @@ def test_a_key_whose_copy_has_ended_is_stored_before_it_is_removed(watched: Watc
     assert watched.kinds() == ["stored", "removed"]
 
 
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_a_key_that_goes_while_it_is_stored_was_never_announced(watched: Watched, call: str) -> None:
+    cache, stream = watched.cache, watched.bench.stream()
+    gate = watched.bench.gate(stream)
+    job = cache.store(keys(0), [3], after=stream)
+    assert (cache.remove(keys(0)) if call == "remove" else cache.clear()) == 1
+    gate.open()
+    job.wait(10)
+    reservation = cache.reserve(keys(1))
+    assert (cache.remove(keys(1)) if call == "remove" else cache.clear()) == 1
+    reservation.abort()
+    found = cache.statistics()
+    assert (watched.events, found.stored, found.removed) == ([], 0, 0)
+
+
 def test_done_calls_the_hook_in_the_thread_that_asks() -> None:
     threads: list[int] = []
     asking: list[int] = []

@@ -299,7 +299,7 @@ def test_a_removed_key_is_not_resident(state: str) -> None:
         assert before.resident + before.pending == 2
         assert cache.remove(keys(1, 9)) == 1
         after = cache.statistics()
-        assert (after.resident, after.pending, after.removed) == (1, 0, 1)
+        assert (after.resident, after.pending, after.removed) == (1, 0, int(state in ("ready", "leased")))
         assert len(cache) == 1
         assert cache.remove(keys(1)) == 0
         for each in kept:

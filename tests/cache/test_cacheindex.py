@@ -358,7 +358,7 @@ def test_pitfall_25_what_is_removed_while_being_stored_goes_nowhere(index: Cache
     statistics = index.statistics()
     assert statistics.stored == 2 + (call == "remove" and end == "commit")
     assert statistics.failed == int(call == "remove" and end == "abort"), "what was removed has not failed as well"
-    assert statistics.removed == removed
+    assert statistics.removed == (call == "clear"), "of key 0, which alone was announced"
 
 
 @pytest.mark.parametrize("call", ["remove", "clear"])
@@ -397,7 +397,7 @@ def test_a_key_removed_and_reserved_three_times(index: CacheIndex) -> None:
     latest.commit()
     assert (index.status(keys(0)), free_entries(index)) == ([HIT], 3)
     statistics = index.statistics()
-    assert (statistics.stored, statistics.failed, statistics.removed) == (1, 0, 3)
+    assert (statistics.stored, statistics.failed, statistics.removed) == (1, 0, 0)
 
 
 def test_removing_nothing(index: CacheIndex) -> None:
@@ -532,7 +532,7 @@ def test_events_in_their_order() -> None:
     index.remove(keys(0, 7))
     index.clear()
     reservation.commit()
-    assert new() == [told("miss", 3), told("removed", 0), told("removed", 3)], "nothing for no keys"
+    assert new() == [told("miss", 3), told("removed", 0)], "nothing for no keys, nor for one that was not announced"
 
 
 def test_a_refused_call_tells_nothing() -> None:
@@ -761,7 +761,7 @@ def test_a_promotion_that_ends_without_bytes_is_no_failed_store() -> None:
     reservation = index.reserve(keys(2))
     index.remove(keys(2))
     reservation.abort()
-    assert ([event.kind for event in events], index.statistics().failed) == (["removed"], 0)
+    assert (events, index.statistics().failed) == ([], 0)
     index.check()
 
 

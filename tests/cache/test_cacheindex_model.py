@@ -145,8 +145,8 @@ class Books:
                 del self.here[name]
 
     def remove(self, names: Sequence[bytes]) -> int:
-        gone = [name for name in set(names) if self.here.pop(name, None)]
-        self.counts["removed"] += len(gone)
+        gone = [self.here.pop(name) for name in set(names) if name in self.here]
+        self.counts["removed"] += sum(place.fill is None for place in gone)  # the others were never announced
         return len(gone)
 
     def let_go(self, indices: Any) -> None:
@@ -164,6 +164,7 @@ class Books:
         assert {kind: getattr(found, kind) for kind in self.counts} == dict(self.counts)
         pending = sum(place.fill is not None for place in self.here.values())
         assert (found.pending, found.resident) == (pending, len(self.here) - pending)
+        assert found.stored - found.evicted - found.removed == found.resident
 
 
 class Mirror:
@@ -178,10 +179,8 @@ class Mirror:
         if event.kind == "stored":
             self.wrong += [event] if self.keys & mine else []
             self.keys |= mine
-        elif event.kind == "evicted":
+        elif event.kind in ("evicted", "removed"):
             self.wrong += [] if self.keys >= mine else [event]
-            self.keys -= mine
-        elif event.kind == "removed":  # also what was on its way
             self.keys -= mine
 
 

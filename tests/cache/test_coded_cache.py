@@ -96,7 +96,8 @@ def test_reservations(with_jobs: bool) -> None:
     """Committed without its jobs, a key is found out by its first load."""
     with coded() as (engine, planes, blocks):
         spoil(engine, planes, blocks, 1)
-        with BlockCache(engine) as cache:
+        told: list[CacheEvent] = []
+        with BlockCache(engine, on_event=told.append) as cache:
             reservation = cache.reserve(KEYS[:2])
             job = engine.store([0, 1], reservation.slots(), after=NO_WAIT)
             if with_jobs:
@@ -110,7 +111,10 @@ def test_reservations(with_jobs: bool) -> None:
                     cache.load(KEYS[:2], [5, 6], after=NO_WAIT).wait(30)
             assert cache.lookup(KEYS[:2]) == 1
             cache.check()
-            assert cache.statistics().unfit == 1
+            found = cache.statistics()
+            assert (found.unfit, found.stored - found.removed, found.resident) == (1, 1, 1)
+            gone = [event.kind for event in told if KEYS[1] in event.keys and event.kind not in ("hit", "miss")]
+            assert gone == (["declined"] if with_jobs else ["stored", "removed", "declined"])
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -11,7 +11,7 @@ import pytest
 import kvoffload
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.observability.router_events import Batch, RouterEvents
+from kvoffload.observability.router_events import Batch, Medium, RouterEvents
 
 AXES = ("tokens", "heads", "dim")
 
@@ -25,7 +25,7 @@ def key(number: int) -> bytes:
 
 
 class Router:
-    """Follows messages in the array form: token sequences by medium, from the hashes and tokens alone."""
+    """Follows messages: token sequences by medium, from the hashes and tokens alone."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -38,27 +38,36 @@ class Router:
         self.expected += 1
         _, events, rank = json.loads(json.dumps(batch.payload))  # plain data alone
         assert rank == 3
-        for kind, *fields in events:
-            getattr(self, kind)(*fields)
+        for event in events:
+            getattr(self, event.pop("type"))(**event)
 
     def BlockStored(  # noqa: N802
-        self, hashes: list[int], parent: int | None, tokens: list[int], size: int, lora: None, medium: str, name: None
+        self,
+        block_hashes: list[int],
+        parent_block_hash: int | None,
+        token_ids: list[int],
+        block_size: int,
+        medium: str,
+        **others: Any,
     ) -> None:
-        assert (size, lora, name) == (self.block_size, None, None)
-        assert len(tokens) == size * len(hashes)
+        size, parent = block_size, parent_block_hash
+        assert (size, others) == (self.block_size, {"lora_id": None, "lora_name": None, "locality": "LOCAL"})
+        assert len(token_ids) == size * len(block_hashes)
         before = () if parent is None else self.prefixes[parent]
         assert parent is None or self.knows(parent), "routers skip blocks whose parent they do not know"
-        for place, each in enumerate(hashes):
-            before += tuple(tokens[size * place : size * (place + 1)])
+        for place, each in enumerate(block_hashes):
+            before += tuple(token_ids[size * place : size * (place + 1)])
             assert self.prefixes.setdefault(each, before) == before
-            self.held.setdefault(medium, set()).add(each)
+            assert each not in self.held.setdefault(medium, set()), "once"
+            self.held[medium].add(each)
 
     def knows(self, block: int) -> bool:
         return any(block in blocks for blocks in self.held.values())
 
-    def BlockRemoved(self, hashes: list[int], medium: str) -> None:  # noqa: N802
-        assert self.held[medium].issuperset(hashes)
-        self.held[medium].difference_update(hashes)
+    def BlockRemoved(self, block_hashes: list[int], medium: str, locality: str) -> None:  # noqa: N802
+        assert locality == "LOCAL"
+        assert self.held[medium].issuperset(block_hashes), "routers were told of them"
+        self.held[medium].difference_update(block_hashes)
 
     def AllBlocksCleared(self) -> None:  # noqa: N802
         self.held.clear()
@@ -92,8 +101,8 @@ def test_a_router_knows_what_the_cache_holds(device: kvoffload.Device, seed: int
     assert (events.lost, events.not_described) == (0, 0)
 
 
-def test_the_messages_are_those_of_vllm() -> None:
-    events = RouterEvents(2, rank=1, clock=lambda: 12.5)
+def test_messages_as_arrays() -> None:
+    events = RouterEvents(2, rank=1, form="array", clock=lambda: 12.5)
     events.describe([key(1), key(2), key(3)], [5, 6, 7, 8, 9, 10, 11])
     events(CacheEvent("stored", (key(1), key(2))))
     events(CacheEvent("evicted", (key(2), key(1))))
@@ -116,10 +125,13 @@ def test_the_messages_are_those_of_vllm() -> None:
 
 
 def test_messages_as_maps() -> None:
-    events = RouterEvents(1, form="map", medium="GPU", clock=lambda: 1.0)
+    """The default."""
+    events = RouterEvents(1, medium="GPU", clock=lambda: 1.0)
+    assert events.form == "map"
     events.describe([key(1)], [5], parent=key(9), lora_name="chat")
     events(CacheEvent("promoted", (key(1),)))
-    events.removed([key(1)], "DISK")
+    events(CacheEvent("evicted", (key(1),)))
+    events.cleared()
     stored = {
         "type": "BlockStored",
         "block_hashes": [hash_of(key(1))],
@@ -129,9 +141,38 @@ def test_messages_as_maps() -> None:
         "lora_id": None,
         "medium": "GPU",
         "lora_name": "chat",
+        "locality": "LOCAL",
     }
-    removed = {"type": "BlockRemoved", "block_hashes": [hash_of(key(1))], "medium": "DISK"}
-    assert events.take() == Batch(0, {"ts": 1.0, "events": [stored, removed], "data_parallel_rank": 0})
+    removed = {"type": "BlockRemoved", "block_hashes": [hash_of(key(1))], "medium": "GPU", "locality": "LOCAL"}
+    assert events.take() == Batch(0, (1.0, [stored, removed, {"type": "AllBlocksCleared"}], 0))
+
+
+@pytest.mark.parametrize("medium", ["STORAGE", "EXTERNAL"])
+def test_where_a_store_is_stays_unsaid(medium: Medium) -> None:
+    events = RouterEvents(1)
+    events.describe([key(1)], [5])
+    events.stored([key(1)], medium)
+    events.removed([key(1)], medium)
+    batch = events.take()
+    assert batch is not None
+    assert [(event["medium"], "locality" in event) for event in batch.payload[1]] == [(medium, False)] * 2
+
+
+def test_keys_that_routers_were_not_told_of_are_not_reported_as_removed() -> None:
+    events = RouterEvents(1)
+    events.describe([key(1), key(2), key(3)], [1, 2, 3])
+    events.stored([key(1), key(3), key(9)], "CPU")  # 3 waits for its parent, 9 was not described
+    events.removed([key(1), key(2), key(3), key(9)], "CPU")
+    events.removed([key(1)], "DISK")
+    events.removed([key(1)], "CPU")
+    batch = events.take()
+    assert batch is not None
+    gone = [event for event in batch.payload[1] if event["type"] == "BlockRemoved"]
+    assert [(event["block_hashes"], event["medium"]) for event in gone] == [([hash_of(key(1))], "CPU")]
+
+
+def shown(batch: Batch) -> list[tuple[int, int | None, list[int]]]:
+    return [(len(event["block_hashes"]), event["parent_block_hash"], event["token_ids"]) for event in batch.payload[1]]
 
 
 def test_a_message_names_keys_that_follow_each_other() -> None:
@@ -141,13 +182,11 @@ def test_a_message_names_keys_that_follow_each_other() -> None:
     events.stored([key(0), key(1), key(3), key(4), key(7)], "DISK")
     batch = events.take()
     assert batch is not None
-    shown = [(len(hashes), parent, tokens) for _, hashes, parent, tokens, *_ in batch.payload[1]]
-    assert shown == [(2, None, [0, 1])], "the others wait for key 2"
+    assert shown(batch) == [(2, None, [0, 1])], "the others wait for key 2"
     events.stored([key(2)], "CPU")
     batch = events.take()
     assert batch is not None
-    shown = [(len(hashes), parent, tokens) for _, hashes, parent, tokens, *_ in batch.payload[1]]
-    assert shown == [(1, hash_of(key(1)), [2]), (2, hash_of(key(2)), [3, 4]), (1, hash_of(key(4)), [7])]
+    assert shown(batch) == [(1, hash_of(key(1)), [2]), (2, hash_of(key(2)), [3, 4]), (1, hash_of(key(4)), [7])]
 
 
 def test_keys_that_come_in_any_order_are_reported_behind_their_parents(seed: int) -> None:
@@ -172,7 +211,7 @@ def test_keys_that_come_in_any_order_are_reported_behind_their_parents(seed: int
     events(CacheEvent("promoted", (key(5),)))
     batch = events.take()
     assert batch is not None
-    assert [kind for kind, *_ in batch.payload[1]] == ["AllBlocksCleared"], seed
+    assert batch.payload[1] == [{"type": "AllBlocksCleared"}], seed
 
 
 def test_what_was_not_described_is_counted_and_left_out() -> None:
@@ -184,15 +223,15 @@ def test_what_was_not_described_is_counted_and_left_out() -> None:
         events(CacheEvent(kind, (key(1),)))
     batch = events.take()
     assert batch is not None
-    assert [message[1] for message in batch.payload[1]] == [[hash_of(key(1))]]
+    assert [event["block_hashes"] for event in batch.payload[1]] == [[hash_of(key(1))]]
     assert events.not_described == 3
 
 
 def test_batches_are_kept_for_those_that_missed_them() -> None:
     events = RouterEvents(1, most_batches=3)
     taken: list[Any] = []
-    for number in range(5):
-        events.removed([key(number)], "CPU")
+    for _ in range(5):
+        events.cleared()
         taken.append(events.take())
     assert [batch.sequence for batch in taken] == [0, 1, 2, 3, 4]
     assert events.since(3) == taken[3:]
@@ -201,8 +240,8 @@ def test_batches_are_kept_for_those_that_missed_them() -> None:
 
 def test_lost_events_leave_a_gap_in_the_sequence() -> None:
     events = RouterEvents(1, most_pending=3, remembered=2)
-    for number in range(4):
-        events.removed([key(number)], "CPU")
+    for _ in range(4):
+        events.cleared()
     batch = events.take()
     assert batch is not None
     assert (batch.sequence, len(batch.payload[1]), events.lost) == (1, 1, 3)
@@ -216,9 +255,9 @@ def test_bad_arguments_are_refused() -> None:
         RouterEvents(0)
     with pytest.raises(ValueError, match="rank"):
         RouterEvents(1, rank=-1)
-    with pytest.raises(ValueError, match="form must be array or map, got 'xml'"):
+    with pytest.raises(ValueError, match="form must be map or array, got 'xml'"):
         RouterEvents(1, form="xml")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="medium must be one of GPU, CPU, DISK, EXTERNAL, got 'cpu'"):
+    with pytest.raises(ValueError, match="medium must be one of GPU, CPU, DISK, STORAGE, EXTERNAL, got 'cpu'"):
         RouterEvents(1, medium="cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="token_ids"):
         RouterEvents(1).describe([key(1)], [1.5])
