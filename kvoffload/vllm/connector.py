@@ -44,9 +44,9 @@ class KVOffloadConnector(OffloadingConnector):
         TypeError: from `register_kv_caches`, if the configured spec is not `KVOffloadSpec`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with making_connector(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]):
-            super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with making_connector(vllm_config, kv_cache_config):
+            super().__init__(vllm_config, role, kv_cache_config)
         self._loads: dict[str, int] = {}  # the load of each request that has one
 
     # a worker's side

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
 import vllm.envs
@@ -17,48 +17,80 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvoffload.cache.tiering.tier import LAYOUT_BYTES
 from kvoffload.errors import CapabilityError
 from kvoffload.layout.layout import KVLayout
+from kvoffload.vllm.releases import release_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Files of weights, as vLLM loads them; they are too long to be read once more.
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-_MAKING: ContextVar[VllmConfig | None] = ContextVar("_MAKING", default=None)
+# Dtypes of caches that vLLM puts in place of what was configured, and those that it replaces, where it builds a model.
+_REPLACED = frozenset({"auto", "fp8", "fp8_e4m3", "fp8_ds_mla"})
+
+
+class Connector(NamedTuple):
+    """What vLLM makes a KVOffloadConnector of."""
+
+    config: VllmConfig
+    cache: KVCacheConfig
+
+
+_MAKING: ContextVar[Connector | None] = ContextVar("_MAKING", default=None)
 
 
 @contextmanager
-def making_connector(config: VllmConfig) -> Iterator[None]:
+def making_connector(config: VllmConfig, cache: KVCacheConfig) -> Iterator[None]:
     """Keep the configuration while a KVOffloadConnector is made, for its spec, to which vLLM gives less."""
-    token = _MAKING.set(config)
+    token = _MAKING.set(Connector(config, cache))
     try:
         yield
     finally:
         _MAKING.reset(token)
 
 
-def config_of_connector() -> VllmConfig | None:
-    """The configuration of the KVOffloadConnector in the making; None if vLLM makes its own connector."""
+def connector_in_the_making() -> Connector | None:
+    """None if vLLM makes its own connector."""
     return _MAKING.get()
 
 
-def identity_of(config: VllmConfig, offloading: OffloadingConfig) -> str:
+def identity_of(connector: Connector, offloading: OffloadingConfig) -> str:
     """The model and its draft model, with their weights; dtypes, and vLLM's release.
 
-    Adapters are left out: vLLM's keys depend on their names.
+    Adapters are left out: vLLM's keys depend on their names and paths.
 
     Raises:
         CapabilityError: nothing tells which weights a model has.
     """
+    config = connector.config
     draft: Any = config.speculative_config
     drafts: Any = None if draft is None else draft.draft_model_config
     return json.dumps(
         {
             **_identity_of_model(config.model_config, config.load_config),
-            "cache dtype": offloading.model.dtype,
-            "vllm": str(getattr(vllm, "__version__", "unknown")).partition("+")[0],
+            "cache dtype": cache_dtypes(connector, offloading),
+            "vllm": release_of(str(getattr(vllm, "__version__", "unknown"))),
             "draft": None if drafts is None else [draft.method, _identity_of_model(drafts, config.load_config)],
         }
     )
+
+
+def cache_dtypes(connector: Connector, offloading: OffloadingConfig) -> str:
+    """What the layers' caches hold, as their specs say.
+
+    vLLM may write another dtype over the configured one where it builds the model. The scheduler's process sees that
+    under the `uni` executor, and not under `mp`, so the configured one counts only where specs cannot tell it.
+    """
+    said = set()
+    for group in connector.cache.kv_cache_groups:
+        spec: Any = group.kv_cache_spec
+        for layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
+            mode, dtypes = getattr(layer, "kv_quant_mode", None), getattr(layer, "dtypes", None)
+            words = [*(dtypes or [getattr(layer, "dtype", "")]), getattr(layer, "cache_dtype_str", None) or "auto"]
+            words += [mode.name] if mode else []
+            said.add(" ".join(dict.fromkeys(str(word).removeprefix("torch.") for word in words if word != "auto")))
+    model = str(connector.config.model_config.dtype).removeprefix("torch.")
+    return ", ".join(sorted(said | {offloading.model.dtype} - _REPLACED - {model}))
 
 
 def _identity_of_model(model: Any, load: Any) -> dict[str, Any]:

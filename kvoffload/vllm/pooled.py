@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -23,10 +23,7 @@ from kvoffload.errors import CapabilityError
 from kvoffload.layout.layout import KVLayout
 from kvoffload.pool.records import PoolRecords
 from kvoffload.pool.shared_pool import SharedPool
-from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest, note_of
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from kvoffload.vllm.identity import Connector, connector_in_the_making, identity_of, layout_digest, note_of
 
 _LONGEST_WAIT = 300.0  # seconds for the owner, which may have to allocate the memory first
 _REPORT_SECONDS = 1.0  # between questions for the pool's gauges
@@ -52,14 +49,14 @@ class PoolOfEngine:
     def __init__(
         self, path: str, config: OffloadingConfig, identity: str | None, *, wait: float = _LONGEST_WAIT
     ) -> None:
-        connector = config_of_connector()
+        connector = connector_in_the_making()
         if connector is None:
             raise CapabilityError(
                 'kvoffload_pool needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
                 "with vLLM's own connector other engines would load the bytes of a store that failed"
             )
         self._path, self._config, self._identity, self._wait = path, config, identity, wait
-        self._connector: VllmConfig = connector
+        self._connector: Connector = connector
         self._pool: SharedPool | None = None
 
     def attach(self, layout: KVLayout) -> SharedPool:

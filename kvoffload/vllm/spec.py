@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -27,16 +27,20 @@ from kvoffload.layout.coding import CHUNK_PARTS, RECORD_PART
 from kvoffload.layout.layout import KVLayout
 from kvoffload.pool.shared_pool import SharedPool
 from kvoffload.tiers.loading import load_tier
-from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest, note_of
+from kvoffload.vllm.identity import (
+    Connector,
+    cache_dtypes,
+    connector_in_the_making,
+    identity_of,
+    layout_digest,
+    note_of,
+)
 from kvoffload.vllm.manager import KVOffloadManager
 from kvoffload.vllm.metrics import definitions, tier_definitions
 from kvoffload.vllm.options import Options
 from kvoffload.vllm.pooled import PoolOfEngine
 from kvoffload.vllm.promotions import Promotions
 from kvoffload.vllm.worker import KVOffloadWorker
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _ALIGNMENT = 4096  # of slots
 _ENGINE_OPTIONS = ("prefer", "staging_bytes", "max_in_flight", "most_queued_bytes")
@@ -169,14 +173,13 @@ class KVOffloadSpec(OffloadingSpec):
 
 def check_codec(config: OffloadingConfig) -> None:
     """Raise CapabilityError if slots cannot be coded."""
-    connector = config_of_connector()
+    connector = connector_in_the_making()
     if connector is None:
         raise CapabilityError(
             'kvoffload_codec needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
             "vLLM's own connector cannot say that a block which the codec does not hold was not stored"
         )
-    dtype = str(config.model.dtype)
-    dtype = str(connector.model_config.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+    dtype = cache_dtypes(connector, config)
     if dtype != "bfloat16":
         raise CapabilityError(
             f"kvoffload_codec is for a KV cache of bfloat16, and this one is of {dtype}: leave it out"
@@ -195,7 +198,7 @@ class TiersOfWorkers:
     def __init__(
         self, config: OffloadingConfig, options: Options, num_chunks: int, *, wait: float = _LONGEST_WAIT
     ) -> None:
-        connector = config_of_connector()
+        connector = connector_in_the_making()
         if connector is None:
             raise CapabilityError(
                 'kvoffload_tiers needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
@@ -207,7 +210,7 @@ class TiersOfWorkers:
                 "than a chunk of all workers; raise it"
             )
         self._config, self._options, self._num_chunks = config, options, num_chunks
-        self._connector: VllmConfig = connector
+        self._connector: Connector = connector
         self._wait = wait
 
     def name_of(self, rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,34 @@ from vllm_parts import keys  # noqa: E402
 import kvoffload  # noqa: E402
 from kvoffload import CapabilityError, LayoutError  # noqa: E402
 from kvoffload.pool import PoolOwner  # noqa: E402
-from kvoffload.vllm.identity import identity_of, layout_digest  # noqa: E402
+from kvoffload.vllm.identity import Connector, identity_of, layout_digest  # noqa: E402
 
 
-def identity(model: Any, *, cache: Path | None = None, revision: str | None = None, **changes: Any) -> str:
-    """Of a model by that name, with vLLM's configuration changed: of the model, of loading, the draft, the cache."""
+class QuantMode(IntEnum):
+    """vLLM's KVQuantMode."""
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+
+
+PLAIN = SimpleNamespace(dtype="torch.bfloat16", kv_quant_mode=QuantMode.NONE)
+FP8 = SimpleNamespace(dtype="torch.uint8", kv_quant_mode=QuantMode.FP8_PER_TENSOR)
+SPARSE_MLA = SimpleNamespace(**{**vars(FP8), "cache_dtype_str": "fp8_ds_mla"})
+PLAIN_MLA = SimpleNamespace(**{**vars(PLAIN), "cache_dtype_str": "auto"})
+INDEXER = SimpleNamespace(dtype="torch.uint8", kv_quant_mode=QuantMode.NONE, cache_dtype_str=None)
+STATES = SimpleNamespace(dtypes=("torch.float32", "torch.bfloat16"))
+
+
+def layers(*specs: Any) -> SimpleNamespace:
+    """vLLM's UniformTypeKVCacheSpecs."""
+    return SimpleNamespace(kv_cache_specs={f"layers.{number}": spec for number, spec in enumerate(specs)})
+
+
+def identity(model: Any, *specs: Any, cache: Path | None = None, revision: str | None = None, **changes: Any) -> str:
+    """Of a model by that name, a group for each of these specs, and with vLLM's configuration changed: of the model, of
+    loading, the draft, the cache.
+    """
     cache_dtype, draft = changes.pop("cache_dtype", "bfloat16"), changes.pop("draft", None)
     load = SimpleNamespace(
         load_format=changes.pop("load_format", "auto"),
@@ -44,7 +68,9 @@ def identity(model: Any, *, cache: Path | None = None, revision: str | None = No
         speculative_config=draft and SimpleNamespace(method="eagle", draft_model_config=described(draft)),
     )
     offloading: Any = SimpleNamespace(model=SimpleNamespace(dtype=cache_dtype))
-    return identity_of(config, offloading)
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs or (PLAIN,)]
+    caches: Any = SimpleNamespace(kv_cache_groups=groups)
+    return identity_of(Connector(config, caches), offloading)
 
 
 def folder_of(parent: Path, name: str = "model") -> Path:
@@ -94,7 +120,7 @@ def test_weights_of_the_draft_model_replaced_in_place_have_another_identity(tmp_
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "the cache's dtype": {"cache_dtype": "fp8_e4m3"},
+    "the cache's dtype, which its specs do not tell": {"cache_dtype": "fp8_e5m2"},
     "dtype": {"dtype": "torch.float16"},
     "quantisation": {"quantization": "fp8"},
     "overrides": {"hf_overrides": {"rope_theta": 20000}},
@@ -108,6 +134,38 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_what_else_bytes_depend_on(change: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     assert identity(folder) != identity(folder, **CHANGES[change])
+
+
+# The cache's dtype as vLLM's scheduler sees it under `mp`, and under `uni`, where vLLM has built the model by then.
+REWRITTEN: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "sparse MLA": ("fp8", "fp8_ds_mla", (layers(SPARSE_MLA, INDEXER),)),
+    "sparse MLA, unset": ("bfloat16", "fp8_ds_mla", (layers(SPARSE_MLA, INDEXER),)),
+    "sparse MLA of another name": ("fp8_e4m3", "fp8_ds_mla", (SPARSE_MLA, FP8)),
+    "a checkpoint's": ("bfloat16", "fp8", (FP8,)),
+}
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_a_dtype_that_is_rewritten_where_the_model_is_built_has_one_identity(case: str, tmp_path: Path) -> None:
+    under_mp, under_uni, specs = REWRITTEN[case]
+    folder = folder_of(tmp_path)
+    assert identity(folder, *specs, cache_dtype=under_mp) == identity(folder, *specs, cache_dtype=under_uni)
+
+
+def test_a_post_release_has_the_identity_of_its_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found = folder_of(tmp_path), []
+    for version in ("0.33.0", "0.33.0+cu130", "0.33.0.post1", "0.33.1"):
+        monkeypatch.setattr(vllm, "__version__", version, raising=False)
+        found.append(identity(folder))
+    assert found[0] == found[1] == found[2] != found[3]
+
+
+def test_other_specs_have_another_identity(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    int8 = SimpleNamespace(dtype="torch.int8", kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD)
+    caches = ((PLAIN,), (FP8,), (SPARSE_MLA,), (int8,), (layers(PLAIN_MLA, INDEXER),), (PLAIN, FP8), (STATES,))
+    assert len({identity(folder, *specs) for specs in caches}) == len(caches)
+    assert identity(folder, PLAIN, PLAIN_MLA) == identity(folder, PLAIN), "both hold the model's dtype"
 
 
 def snapshot(cache: Path, commit: str, *, ref: str = "main") -> None:

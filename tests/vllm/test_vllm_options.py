@@ -194,8 +194,12 @@ def test_the_size_that_is_reported_is_of_all_workers() -> None:
 def test_the_release_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
-    monkeypatch.setattr(vllm, "__version__", f"{TESTED[-1]}+cu130", raising=False)
-    check_release({})
+    for build in ("+cu130", ".post1", ".post12+cu130"):
+        monkeypatch.setattr(vllm, "__version__", f"{TESTED[-1]}{build}", raising=False)
+        check_release({})
+    monkeypatch.setattr(vllm, "__version__", f"{TESTED[-1]}.post1.dev3+g1a2b3c4")
+    with pytest.raises(kvoffload.CapabilityError, match=r"this is 0\.33\.0\.post1\.dev3"):
+        check_release({})
     monkeypatch.setattr(vllm, "__version__", "0.12.3")
     with pytest.raises(kvoffload.CapabilityError, match=r"0\.33\.0, and this is 0.12.3.*KVOFFLOAD_VLLM_UNTESTED"):
         check_release({})
@@ -224,10 +228,12 @@ def test_a_codec_makes_chunks_smaller_and_needs_the_connector() -> None:
     given.model.dtype = "auto"
     with pytest.raises(CapabilityError, match='kvoffload_codec needs kv_connector="KVOffloadConnector"'):
         KVOffloadSpec(given)
-    with making_connector(of_vllm):
+    layer = SimpleNamespace(dtype="torch.bfloat16", kv_quant_mode=0)
+    caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=layer)])
+    with making_connector(of_vllm, caches):
         assert KVOffloadSpec(given).num_chunks == 8  # of 13 pages; raw ones have 16
-        given.model.dtype = "fp8"
-        with pytest.raises(CapabilityError, match="for a KV cache of bfloat16, and this one is of fp8"):
+        layer.dtype = "torch.uint8"
+        with pytest.raises(CapabilityError, match="for a KV cache of bfloat16, and this one is of uint8"):
             KVOffloadSpec(given)
     raw = config(chunk_bytes=64 << 10)
     raw.extra_config["cpu_bytes_to_use"] = 26 << 14

@@ -50,8 +50,8 @@ def batches_of_installed_vllm() -> Any:
         pytest.skip("vLLM is not installed")
     tree = ast.parse(Path(found.origin).with_name("distributed").joinpath("kv_events.py").read_text())
     names = ("EventBatch", "KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")
-    body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names]
-    assert [node.name for node in body] == list(names)
+    body = [node for node in tree.body if getattr(node, "name", "") in names]
+    assert [getattr(node, "name", "") for node in body] == list(names)
     space: dict[str, Any] = {"msgspec": msgspec, "Any": Any, "ExternalBlockHash": bytes | int, "__name__": __name__}
     exec(compile(ast.Module(body, []), "kv_events.py", "exec", dont_inherit=True), space)
     return space["KVEventBatch"]

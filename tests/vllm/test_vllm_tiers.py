@@ -139,7 +139,7 @@ def test_workers_on_another_machine(tmp_path: Path) -> None:
     with World(SETTINGS["memory"], 0, tmp_path) as world:
         config = config_of(world)
         far = replace(config, parallel=replace(config.parallel, world_size=2))
-        with making_connector(world.scheduler.vllm_config):
+        with making_connector(world.scheduler.vllm_config, world.scheduler.kv_cache_config):
             tiers = TiersOfWorkers(far, Options.read(config.extra_config), 4, wait=0.05)
         assert not tiers.workers_are_there()
         with pytest.raises(CapabilityError, match="worker 1 has offered no memory"):
@@ -149,7 +149,7 @@ def test_workers_on_another_machine(tmp_path: Path) -> None:
 def test_errors_of_tiers_come_at_the_start_if_the_workers_are_there(tmp_path: Path) -> None:
     with World(SETTINGS["memory"], 0, tmp_path) as world:
         config = config_of(world)
-        with making_connector(world.scheduler.vllm_config):
+        with making_connector(world.scheduler.vllm_config, world.scheduler.kv_cache_config):
             manager = WorkerSpec(config).get_manager()
             wrong = replace(config, extra_config={**config.extra_config, "kvoffload_tiers": [{"kind": "tape"}]})
             with pytest.raises(ValueError, match="tape"):

@@ -225,7 +225,7 @@ def server(device: kvoffload.Device, engine: str, **extra: Any) -> Iterator[Serv
             [CanonicalKVCacheTensor(tensor, PAGE) for tensor in cache.tensors],
             [[CanonicalKVCacheRef(layer, PAGE) for layer in range(LAYERS)]],
         )
-        with making_connector(SimpleNamespace()):
+        with making_connector(SimpleNamespace(), SimpleNamespace()):
             spec = (SimulatedSpec if device.simulated else KVOffloadSpec)(config(engine, **extra))
         if isinstance(spec, SimulatedSpec):
             spec.cache = cache
