@@ -32,6 +32,7 @@ from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES, HostMemory, touch
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown, to_wait
+from kvoffload.internal.descriptors import close_last, opened, received
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
@@ -69,18 +70,18 @@ class SharedSlots:
         at_least("num_slots", num_slots, 1)
         if at_least("slot_bytes", slot_bytes, 1) % SLOT_ALIGNMENT:
             raise ValueError(f"slot_bytes must be a multiple of {SLOT_ALIGNMENT}, got {slot_bytes}")
-        descriptor = allocate_memory("kvoffload-slots", num_slots * slot_bytes)
+        self._files: list[int] = []  # empty once it is closed
         try:
-            self._map(descriptor, num_slots, slot_bytes, "")
+            allocate_memory(self._files, "kvoffload-slots", num_slots * slot_bytes)
+            self._map(num_slots, slot_bytes, "")
         except BaseException:
-            os.close(descriptor)
+            close_last(self._files, len(self._files))
             raise
 
-    def _map(self, descriptor: int, num_slots: int, slot_bytes: int, note: str) -> None:
-        mapped = mmap.mmap(descriptor, num_slots * slot_bytes)
+    def _map(self, num_slots: int, slot_bytes: int, note: str) -> None:
+        mapped = mmap.mmap(self._files[0], num_slots * slot_bytes)
         self.array: UInt8Array = np.frombuffer(mapped, dtype=np.uint8).reshape(num_slots, slot_bytes)
         self.note = note
-        self._descriptor: int | None = descriptor
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
@@ -106,7 +107,7 @@ class SharedSlots:
             ValueError: the name is offered already; the note is too long; or this object is closed, or has an offer.
             TypeError: the name or the note is no string.
         """
-        if self._listener is not None or self._descriptor is None:
+        if self._listener is not None or not self._files:
             raise ValueError("an offer has been made already, or the slots are closed")
         if not isinstance(note, str):
             raise TypeError(f"note must be a string, got {shown(note)}")
@@ -128,7 +129,7 @@ class SharedSlots:
         CLOSED_IN_CHILDREN.add(listener)
         self._listener = listener
         self._thread = threading.Thread(
-            target=_serve, args=(listener, self._descriptor, message), name="kvoffload-offer", daemon=True
+            target=_serve, args=(listener, self._files[0], message), name="kvoffload-offer", daemon=True
         )
         self._thread.start()
 
@@ -153,35 +154,36 @@ class SharedSlots:
             TypeError: `name` is no string.
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(ANSWER_SECONDS)
-            busy = time.monotonic() + ANSWER_SECONDS
-            while True:
-                try:
-                    connection.connect(address)
-                    break
-                except ConnectionRefusedError:
-                    if time.monotonic() >= end:
-                        text = f"no process of this machine offers {name!r:.80}; waited {timeout:g} seconds"
-                        raise TimeoutError(text) from None
-                except BlockingIOError:  # as many as it keeps waiting are waiting
-                    if time.monotonic() >= busy:
-                        raise TimeoutError(f"the process that offers {name!r:.80} answers nobody") from None
-                time.sleep(_BETWEEN_ATTEMPTS)
-            if peer_of(connection)[1] != os.getuid():
-                raise PermissionError(f"{name!r:.80} is offered by user {peer_of(connection)[1]}, not by this one")
-            message, descriptors, _, _ = socket.recv_fds(connection, 2 * _LONGEST_NOTE, 1, socket.MSG_CMSG_CLOEXEC)
-        if not descriptors:
-            raise PermissionError(f"the process that offers {name!r:.80} did not hand over its memory: another user's?")
+        slots = cls.__new__(cls)
+        slots._files = files = list[int]()
         try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.settimeout(ANSWER_SECONDS)
+                busy = time.monotonic() + ANSWER_SECONDS
+                while True:
+                    try:
+                        connection.connect(address)
+                        break
+                    except ConnectionRefusedError:
+                        if time.monotonic() >= end:
+                            text = f"no process of this machine offers {name!r:.80}; waited {timeout:g} seconds"
+                            raise TimeoutError(text) from None
+                    except BlockingIOError:  # as many as it keeps waiting are waiting
+                        if time.monotonic() >= busy:
+                            raise TimeoutError(f"the process that offers {name!r:.80} answers nobody") from None
+                    time.sleep(_BETWEEN_ATTEMPTS)
+                if (user := peer_of(connection)[1]) != os.getuid():
+                    raise PermissionError(f"{name!r:.80} is offered by user {user}, not by this one")
+                message = received(files, connection, 2 * _LONGEST_NOTE)
+            if not files:
+                raise PermissionError(f"the process that offers {name!r:.80} did not hand over memory: another user's?")
             said: dict[str, Any] = json.loads(message)
             num_slots, slot_bytes = int(said["num_slots"]), int(said["slot_bytes"])
-            if num_slots * slot_bytes != os.fstat(descriptors[0]).st_size:
+            if num_slots * slot_bytes != os.fstat(files[0]).st_size:
                 raise ValueError(f"{name!r:.80} has other than {num_slots} slots of {slot_bytes} bytes")
-            slots = cls.__new__(cls)
-            slots._map(descriptors[0], num_slots, slot_bytes, str(said["note"]))
+            slots._map(num_slots, slot_bytes, str(said["note"]))
         except BaseException:
-            os.close(descriptors[0])
+            close_last(files, len(files))
             raise
         return slots
 
@@ -199,9 +201,7 @@ class SharedSlots:
             self._thread.join()
             self._listener.close()
             self._listener = self._thread = None
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        close_last(self._files, len(self._files))
 
     def __enter__(self) -> SharedSlots:
         return self
@@ -210,13 +210,13 @@ class SharedSlots:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._descriptor is None else "offered" if self._listener is not None else "mapped"
+        state = "closed" if not self._files else "offered" if self._listener is not None else "mapped"
         return f"SharedSlots({len(self.array)} slots of {self.array.shape[1]} bytes, {state})"
 
 
-def allocate_memory(name: str, nbytes: int) -> int:
-    """The descriptor of a memfd of so many bytes, which nobody can resize. All pages are allocated: a missing one would
-    later end the process. In steps, since others allocate, too.
+def allocate_memory(files: list[int], name: str, nbytes: int) -> int:
+    """The descriptor of a memfd of so many bytes, which nobody can resize; the list `files`, empty before, has it, too.
+    All pages are allocated: a missing one would later end the process. In steps, since others allocate, too.
 
     Raises:
         CapacityError: the machine has too little memory, or the process's limits allow too little.
@@ -224,8 +224,8 @@ def allocate_memory(name: str, nbytes: int) -> int:
     """
     if not hasattr(os, "memfd_create"):
         raise CapabilityError("memory is shared through a memfd, which this system does not have; use Linux")
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        descriptor = opened(files, os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, nbytes)
         for start in range(0, nbytes, RANGE_BYTES):
             available = hostinfo.available_bytes()
@@ -237,7 +237,7 @@ def allocate_memory(name: str, nbytes: int) -> int:
             os.posix_fallocate(descriptor, start, min(RANGE_BYTES, nbytes - start))
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     except BaseException as error:
-        os.close(descriptor)
+        close_last(files, len(files))
         if isinstance(error, OSError | OverflowError):
             text = f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots"
             raise CapacityError(text) from error
@@ -267,7 +267,7 @@ def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
 
 CLOSED_IN_CHILDREN = weakref.WeakSet[socket.socket]()
 # a forked child has no thread to answer, and must not keep the name, nor an end of a connection that seems to live on
-os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(CLOSED_IN_CHILDREN))))
+os.register_at_fork(after_in_child=lambda: list(map(socket.SocketType.close, list(CLOSED_IN_CHILDREN))))
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int, int]:

@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.device.shared_slots import SEALS, allocate_memory
+from kvoffload.internal.descriptors import close_last, opened, received
 from kvoffload.internal.types import UInt8Array
 from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_KEY_BYTES
 
@@ -129,7 +130,7 @@ class PoolMemory:
     """A memfd of a region, mapped here.
 
     Args:
-        descriptor: of the memfd; it belongs to this object from now on, also if this raises.
+        files: has the descriptor of the memfd. The list belongs to this object from now on, also if this raises.
         meaning: what it must hold.
         headers: map the headers, too: the owner does.
 
@@ -138,11 +139,11 @@ class PoolMemory:
         headers: uint8, (capacity * 128,): a `HEADER` for each entry; empty unless mapped.
     """
 
-    def __init__(self, descriptor: int, meaning: Meaning, *, headers: bool) -> None:
+    def __init__(self, files: list[int], meaning: Meaning, *, headers: bool) -> None:
         self.meaning = meaning
-        self._files = [descriptor]  # and of an open file of our own, which holds our lock
+        self._files = files  # later also that of an open file of our own, which holds our lock
         try:
-            mapped = mmap.mmap(descriptor, meaning.nbytes if headers else meaning.slot_bytes)
+            mapped = mmap.mmap(files[0], meaning.nbytes if headers else meaning.slot_bytes)
             weakref.finalize(mapped, close_files, self._files).atexit = False
         except BaseException:
             close_files(self._files)
@@ -155,7 +156,9 @@ class PoolMemory:
     @classmethod
     def create(cls, meaning: Meaning) -> PoolMemory:
         """Raises CapacityError, CapabilityError."""
-        memory = cls(allocate_memory("kvoffload-pool", meaning.nbytes), meaning, headers=True)
+        files = list[int]()
+        allocate_memory(files, "kvoffload-pool", meaning.nbytes)
+        memory = cls(files, meaning, headers=True)
         os.pwrite(memory.descriptor, meaning.pack(), meaning.slot_bytes)
         return memory
 
@@ -174,7 +177,7 @@ class PoolMemory:
             raise ValueError(
                 f"a member's memory is no region of {meaning.nbytes} bytes with the superblock that it says"
             )
-        return cls(os.dup(descriptor), meaning, headers=True)
+        return cls([os.dup(descriptor)], meaning, headers=True)
 
     @property
     def descriptor(self) -> int:
@@ -188,7 +191,7 @@ class PoolMemory:
         Raises BlockingIOError: the number is `OWNER`, and another owner has the memory.
         """
         if not self.holds_lock:
-            self._files.append(os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC))
+            opened(self._files, os.open, f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         kind = fcntl.F_RDLCK
         if number == OWNER:
             kind = fcntl.F_WRLCK
@@ -276,23 +279,18 @@ class PoolMemory:
 
 def close_files(files: list[int]) -> None:
     """Close descriptors, the last one first, and take each out of the list."""
-    while files:
-        number = files[-1]
-        del files[-1]  # before it is closed: an interrupt comes after
-        _OWNED.discard(number)
-        os.close(number)
+    _OWNED.difference_update(files)
+    close_last(files, len(files))
 
 
 def receive(connection: socket.socket, files: list[int] | None) -> bytes:
-    """The next datagram. A descriptor that comes along is put into `files`, where one is enough; None: the kernel drops
+    """The next datagram. A descriptor that comes along is put into `files`, unless that has one; None: the kernel drops
     it.
     """
     if files is None:
         return connection.recv(DATAGRAM_BYTES + 1)
-    datagram, passed, *_ = socket.recv_fds(connection, DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if passed:
-        close_files(files)
-    files += passed
+    datagram = received(files, connection, DATAGRAM_BYTES + 1)
+    close_last(files, len(files) - 1)
     return datagram
 
 

@@ -41,12 +41,13 @@ from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, seconds, shown
+from kvoffload.internal.descriptors import opened
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, refuse_nested
 from kvoffload.pool import messages, watching
 from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files, receive
 from kvoffload.pool.messages import Operation
-from kvoffload.pool.watching import SETTLE_SECONDS, forget, wake, watch
+from kvoffload.pool.watching import SETTLE_SECONDS, forget, hang_up, wake, watch
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -65,7 +66,8 @@ class SharedPool:
     """Made by `attach`. Usable from any thread; a context manager.
 
     Close it after the engine over its memory: until then it tells owners that this process may touch the memory, and
-    holds what a cache over it held when that was forgotten.
+    holds what a cache over it held when that was forgotten. If you forget it, or an interrupt loses it, it leaves the
+    pool when it is collected.
 
     Attributes:
         path: of the owner's socket.
@@ -91,7 +93,7 @@ class SharedPool:
         self._answer_seconds = min(_MOST_SECONDS, seconds("answer_seconds", answer_seconds))
         self._lock = threading.RLock()
         self.next_number = itertools.count(1).__next__  # of a message
-        self._socket: socket.socket | None = None
+        self._connections: list[socket.socket] = []  # at most one
         self._incoming = select.poll()  # of the socket
         self._assembler = messages.Assembler()
         self._unsent: deque[tuple[Operation, bytes]] = deque()
@@ -109,8 +111,9 @@ class SharedPool:
         self.has_tiers = False
         self._records: Callable[[], PoolRecords | None] = lambda: None
         self._calls = self._lock  # the lock of the cache's calls
-        self._wakeup = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)]  # empty once it is closed
-        weakref.finalize(self, forget, self._wakeup).atexit = False
+        self._wakeup: list[int] = []  # empty once it is closed
+        weakref.finalize(self, forget, self._wakeup, self._connections).atexit = False
+        opened(self._wakeup, os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._woken = False  # the thread is going to look at what is in flight
         self._closed = False
@@ -193,18 +196,19 @@ class SharedPool:
 
     def _joining(self, timeout: float, whom: str) -> SharedPool:
         timeout = min(_MOST_SECONDS, seconds("timeout", timeout))
-        end = time.monotonic() + timeout
+        end, files = time.monotonic() + timeout, list[int]()
         try:
             while not self._connect(max(0.001, end - time.monotonic())):
                 if time.monotonic() >= end:
                     waited = f"waited {timeout:g} seconds; start one with `kvoffload pool serve`"
                     raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; {waited}")
                 time.sleep(0.02)
-            arguments = weakref.ref(self), os.dup(self._wakeup[0])
-            thread = threading.Thread(target=watch, args=arguments, name="kvoffload-pool", daemon=True)
+            opened(files, os.dup, self._wakeup[0])
+            thread = threading.Thread(target=watch, args=(weakref.ref(self), files), name="kvoffload-pool", daemon=True)
             thread.start()
         except BaseException:
             self.close()
+            close_files(files)  # unless the thread has it
             raise
         self._thread = thread
         return self
@@ -404,7 +408,9 @@ class SharedPool:
         self._drop()
         self._next_try, number = time.monotonic() + watching.RETRY_SECONDS, self.next_number()
         try:
-            self._socket = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._connections.append(socket.socket.__new__(socket.socket))
+            (connection,) = self._connections
+            socket.socket.__init__(connection, socket.AF_UNIX, socket.SOCK_SEQPACKET)
             CLOSED_IN_CHILDREN.add(connection)
             connection.settimeout(None)
             timeout = struct.pack("ll", *divmod(int(1e6 * self._answer_seconds), 1_000_000))
@@ -448,9 +454,9 @@ class SharedPool:
             meaning = Meaning(said["capacity"], self._asked["row_bytes"], b"", b"")
             if not self._passed:
                 raise CapacityError("the pool's memory has not come along: this process has no file descriptor left")
-            memory = PoolMemory(self._passed.pop(), meaning, headers=False)
+            memory = PoolMemory(self._passed, meaning, headers=False)
             memory.lock(said["number"])
-            self.capacity, self._memory, self._left = meaning.capacity, memory, said["left"]
+            self._memory, self._passed, self.capacity, self._left = memory, [], meaning.capacity, said["left"]
         self.has_tiers = bool(said["tiers"])
         self._joined = True
         self._warned.clear()
@@ -528,11 +534,14 @@ class SharedPool:
         self._drop()
 
     def _drop(self) -> None:
-        connection, self._socket, self._joined, self._late = self._socket, None, False, None
+        self._joined, self._late = False, None
         self._unsent.clear()
         close_files(self._passed)
-        if connection is not None:
-            connection.close()
+        hang_up(self._connections)
+
+    @property
+    def _socket(self) -> socket.socket | None:
+        return self._connections[0] if self._connections else None
 
     @property
     def _owes(self) -> bool:

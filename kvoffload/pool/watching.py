@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import time
 import weakref
 from typing import Any
@@ -24,19 +25,30 @@ def wake(wakeup: list[int]) -> None:
         os.eventfd_write(descriptor, 1)
 
 
-def forget(wakeup: list[int]) -> None:
-    """End the thread of a member that is garbage."""
+def forget(wakeup: list[int], connections: list[socket.socket]) -> None:
+    """End the thread of a member that is garbage, and its connection: an interrupt may have lost it."""
     wake(wakeup)
     close_files(wakeup)
+    hang_up(connections)
 
 
-def watch(pool: weakref.ref[Any], wakeup: int) -> None:
+def hang_up(connections: list[socket.socket]) -> None:
+    """Close them, also those that an interrupt has left half made, and empty the list."""
+    for connection in connections:
+        socket.SocketType.close(connection)
+    connections.clear()
+
+
+def watch(pool: weakref.ref[Any], files: list[int]) -> None:
     """The thread of a member: sleeps until transfers are in flight, or the owner has ended, or it is forgotten.
 
     Args:
-        wakeup: a descriptor of its own, which it closes.
+        files: a wakeup of its own, which it takes out and closes; empty if the thread's start was interrupted.
     """
     busy, quiet = False, _LINGERS
+    if not files:
+        return
+    wakeup = files.pop()
     while True:
         member = pool()
         if member is None or member._closed:

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from kvoffload.internal.descriptors import close_last, opened
+
 Buffer: TypeAlias = memoryview  # of bytes, one-dimensional and contiguous: `row.data` of a numpy row
 Transfer: TypeAlias = Callable[[int, Sequence[Buffer], int], int]  # preadv or pwritev
 
@@ -19,7 +21,7 @@ _MOST_RANGES = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one call of preadv or p
 class FileOperations:
     """The calls of `os`, one method each, so that a test can record them or make them fail."""
 
-    # no Python around these: see `OpenFile._open`
+    # no Python around these: see `descriptors.opened`
     open: Callable[[str, int, int], int] = staticmethod(os.open)
     close: Callable[[int], None] = staticmethod(os.close)
 
@@ -63,26 +65,25 @@ class OpenFile:
         direct: whether payloads bypass the page cache.
     """
 
+    _files: list[int] = []  # noqa: RUF012  # what `__del__` finds if an interrupt came before `__init__`
+
     def __init__(self, path: str, operations: FileOperations, flags: int) -> None:
         self.path = path
         self.operations = operations
         self._writes = flags & os.O_ACCMODE != os.O_RDONLY
-        self._files = list[int]()
+        self._files = []
         self._buffered = self._open(flags)
         self._direct: int | None = None
 
     def _open(self, flags: int) -> int:
-        """Open the file, and return the descriptor. No interrupt comes between the system call and the list."""
-        self._files.extend(map(self.operations.open, (self.path,), (flags | os.O_CLOEXEC,), (0o600,)))
-        return self._files[-1]
+        return opened(self._files, self.operations.open, self.path, flags | os.O_CLOEXEC, 0o600)
 
     def _close(self, count: int) -> None:
-        """Close the last ones. No interrupt comes between taking one from the list and the system call."""
-        for _ in map(self.operations.close, map(self._files.pop, [-1] * count)):
-            pass
+        close_last(self._files, count, self.operations.close)
 
     def __del__(self) -> None:  # whoever opened it was interrupted
-        self._close(len(self._files))
+        if self._files:
+            self._close(len(self._files))
 
     @property
     def direct(self) -> bool:

@@ -112,8 +112,11 @@ class KVOffloadSpec(OffloadingSpec):
             info={**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
             promotions=None if below is None else below.promotions(),
         )
-        if there:
-            manager.index.check()  # errors of tiers, and of the pool, come at the start
+        with ExitStack() as undo:
+            undo.callback(manager.shutdown)
+            if there:
+                manager.index.check()  # errors of tiers, and of the pool, come at the start
+            undo.pop_all()
         self._manager = manager
         return manager
 

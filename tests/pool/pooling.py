@@ -319,7 +319,7 @@ class RawMember:
         self.place = said["number"]
         if memory is None:
             meaning = Meaning(said["capacity"], asked["row_bytes"], b"", b"")
-            self.memory = PoolMemory(self.passed, meaning, headers=True)
+            self.memory = PoolMemory([self.passed], meaning, headers=True)
             self.memory.lock(self.place)
         return said
 

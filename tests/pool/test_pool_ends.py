@@ -309,7 +309,6 @@ def test_after_an_orderly_restart_members_come_before_new_ones(tmp_path: Path, m
 # forgotten ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_forgotten_membership_keeps_no_file_and_no_thread(tmp_path: Path) -> None:
     def files() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -334,7 +333,6 @@ def test_a_forgotten_membership_keeps_no_file_and_no_thread(tmp_path: Path) -> N
         other.check_load(1)
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_the_lock_of_a_forgotten_membership_lasts_as_long_as_an_engine_over_its_memory(tmp_path: Path) -> None:
     with serve(tmp_path, 8) as pool, raw(pool.path) as other:
         layout: Any = type("Rows", (), {"fingerprint": bytes(16), "slot_bytes": 4096, "num_groups": 1})

@@ -206,8 +206,8 @@ def test_a_memory_that_is_not_this_region_is_not_adopted() -> None:
             (read, "no region"),
             (os.open("/dev/zero", os.O_RDWR), "no region"),
             (os.open(__file__, os.O_RDONLY), "no region"),
-            (allocate_memory("other size", MEANING.nbytes + PAGE), "no region"),
-            (allocate_memory("empty", MEANING.nbytes), "superblock"),
+            (allocate_memory([], "other size", MEANING.nbytes + PAGE), "no region"),
+            (allocate_memory([], "empty", MEANING.nbytes), "superblock"),
         ):
             with pytest.raises(ValueError, match=why):
                 PoolMemory.adopt(descriptor, MEANING)

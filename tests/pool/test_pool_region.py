@@ -32,7 +32,7 @@ class Joined:
         self.holdings = Member(connection, [], epoll, lambda step: step())
         self.holdings.number = region.number_for(self.holdings, number)
         region.members.add(self.holdings)
-        self.memory = PoolMemory(os.dup(region.memory.descriptor), region.memory.meaning, headers=False)
+        self.memory = PoolMemory([os.dup(region.memory.descriptor)], region.memory.meaning, headers=False)
         if lock:
             self.memory.lock(self.holdings.number)
 
@@ -220,7 +220,7 @@ def test_evicted_keys_whose_entries_no_new_key_takes_leave_no_header(region: Reg
 def test_keys_that_come_from_a_tier_while_a_region_closes_leave_no_header_of_those_that_they_displace() -> None:
     """As a prefetch that goes on while the index writes its last keys: the next owner finds no key without bytes."""
     tier, memory = GatedTier(threads=2), PoolMemory.create(MEANING)
-    kept = PoolMemory(os.dup(memory.descriptor), MEANING, headers=True)
+    kept = PoolMemory([os.dup(memory.descriptor)], MEANING, headers=True)
     coming = [b"free %d" % number for number in range(3)]
     tier.store.update((key, [bytes([99]) * PAGE]) for key in coming)
     region = Region(

@@ -74,7 +74,8 @@ class Replica:
         return list(output.store_spec.block_ids)
 
     def close(self) -> None:
-        self.manager.shutdown()
+        self.manager.shutdown()  # which leaves the pool only if the manager has asked it anything
+        self.pool.close()
         self.worker.close()
 
 

@@ -85,7 +85,7 @@ class Headers:
             with region.index.lock:
                 if region not in self._memories and region.memory.descriptor >= 0:
                     descriptor = os.dup(region.memory.descriptor)
-                    self._memories[region] = PoolMemory(descriptor, region.memory.meaning, headers=True)
+                    self._memories[region] = PoolMemory([descriptor], region.memory.meaning, headers=True)
                 if region in self._memories:
                     self._compare(self._memories[region], "while its owner works")
                     self._miss(region)
