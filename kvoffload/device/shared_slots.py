@@ -32,8 +32,8 @@ from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES, HostMemory, touch
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown, to_wait
-from kvoffload.internal.descriptors import close_last, opened, received
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.teardown import close_last, opened, received
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
 

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.device.shared_slots import SEALS, allocate_memory
-from kvoffload.internal.descriptors import close_last, opened, received
+from kvoffload.internal.teardown import close_last, opened, received
 from kvoffload.internal.types import UInt8Array
 from kvoffload.pool.messages import DATAGRAM_BYTES, MOST_KEY_BYTES
 

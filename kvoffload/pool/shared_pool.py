@@ -41,9 +41,9 @@ from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, LayoutError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, seconds, shown
-from kvoffload.internal.descriptors import opened
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, refuse_nested
+from kvoffload.internal.teardown import opened
 from kvoffload.pool import messages, watching
 from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files, receive
 from kvoffload.pool.messages import Operation

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from kvoffload.internal.descriptors import close_last, opened
+from kvoffload.internal.teardown import close_last, opened
 
 Buffer: TypeAlias = memoryview  # of bytes, one-dimensional and contiguous: `row.data` of a numpy row
 Transfer: TypeAlias = Callable[[int, Sequence[Buffer], int], int]  # preadv or pwritev
@@ -21,7 +21,7 @@ _MOST_RANGES = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one call of preadv or p
 class FileOperations:
     """The calls of `os`, one method each, so that a test can record them or make them fail."""
 
-    # no Python around these: see `descriptors.opened`
+    # no Python around these: see `teardown.opened`
     open: Callable[[str, int, int], int] = staticmethod(os.open)
     close: Callable[[int], None] = staticmethod(os.close)
 

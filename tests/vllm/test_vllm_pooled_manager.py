@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import fake_vllm
@@ -20,8 +21,10 @@ fake_vllm.install()
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext  # noqa: E402
 from vllm_parts import keys, request  # noqa: E402
 
+from kvoffload import CapacityError  # noqa: E402
 from kvoffload.pool import PoolOwner, SharedPool  # noqa: E402
-from kvoffload.vllm import KVOffloadManager  # noqa: E402
+from kvoffload.vllm import KVOffloadManager, KVOffloadSpec, pooled  # noqa: E402
+from kvoffload.vllm.identity import making_connector  # noqa: E402
 from kvoffload.vllm.pooled import PooledLookups  # noqa: E402
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -192,6 +195,33 @@ def test_without_an_owner_what_has_begun_ends_and_all_else_is_a_miss(
         with PoolOwner(owner.path, nbytes=66 * ROW + 64 * 128) as following:  # takes over memory and keys
             until(lambda: [each["members"] for each in following.statistics()] == [4])
             until(lambda: a.look_up(range(4), a.context(range(4))) == [HIT] * 4 or a.end_step())
+
+
+def test_a_manager_whose_index_cannot_be_opened_leaves_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be a member until its spec is collected."""
+    path = str(tmp_path / "pool")
+    offloading: Any = SimpleNamespace(
+        extra_config={"kvoffload_pool": path}, worker_kv_bytes_per_block=ROW, cache=SimpleNamespace(blocks_per_chunk=1),
+        parallel=SimpleNamespace(world_size=1), model=SimpleNamespace(max_model_len=100), groups=(), engine_id="a",
+        enable_kv_cache_events=False,
+    )  # fmt: skip
+
+    def refuses(*_: Any) -> Any:
+        raise CapacityError("no room")
+
+    with (
+        PoolOwner(path, nbytes=6 * ROW + 4 * 128) as owner,
+        SharedPool.attach(path, Rows(), identity="m", engine=("a", 0)),
+    ):
+        connector: Any = SimpleNamespace()
+        with making_connector(connector, connector):
+            spec = KVOffloadSpec(offloading)
+        monkeypatch.setattr(pooled, "CacheIndex", refuses)
+        with pytest.raises(CapacityError, match="no room"):
+            spec.get_manager()
+        until(lambda: [each["members"] for each in owner.statistics()] == [1])
 
 
 def test_gauges_are_asked_for_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
