@@ -386,8 +386,8 @@ MUTATIONS = (
     Mutation(
         "removed-keys-stay-pending",
         "cache/state.py",
-        "        for key in gone:\n            pending.pop(key, None)\n",
-        "",
+        "pending.pop(key, None) is None",
+        "key not in pending",
         (f"{CACHE}::test_a_removed_key_is_not_resident",),
     ),
     Mutation(
