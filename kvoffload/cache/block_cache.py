@@ -24,6 +24,7 @@ from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
 from kvoffload.internal.checks import flag, to_wait
+from kvoffload.internal.nesting import refuse_waiting
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
@@ -428,6 +429,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 `open_cache`.
         """
         end = time.monotonic() + to_wait("timeout", timeout)
+        if self._owned:
+            refuse_waiting("close")
         ended = super().close(timeout)
         try:
             for close in self._owned:

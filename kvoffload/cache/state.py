@@ -14,7 +14,6 @@ ends the operation in between, the next `enter` calls `repair`, which completes 
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from array import array
@@ -45,6 +44,7 @@ from kvoffload.cache.sessions import SessionRequest, Sessions
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
+from kvoffload.internal.nesting import new_lock
 from kvoffload.internal.types import Int64Array
 
 
@@ -75,7 +75,7 @@ class CacheState:
         recorder: StatisticsRecorder,
         engine: CacheEngine | None = None,
     ) -> None:
-        self.lock = threading.RLock() if engine is None else engine.lock
+        self.lock = new_lock() if engine is None else engine.lock
         self.table = EntryTable(capacity)
         self.pools = pools
         self.filter = reuse_filter

@@ -24,7 +24,7 @@ from kvoffload.errors import CapabilityError, CapacityError, ClosedError, Driver
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import as_timeout, at_least, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.nesting import new_lock, refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
@@ -139,7 +139,7 @@ class Device:
         self.index = index
         self.simulated = driver.simulated
         self.simulator: Any = driver.api if driver.simulated else None
-        self.lifecycle = threading.RLock()
+        self.lifecycle = new_lock()
         self._device_count = device_count
         self.closed = False
         self._users: list[weakref.ref[DeviceUser]] = []

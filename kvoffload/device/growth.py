@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from kvoffload.device.pinned import PinnedMemory
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import new_thread
 
 PIECE_BYTES = 256 << 20
 
@@ -70,7 +71,7 @@ class Growth:
     def start(self) -> None:
         """Start the thread. If the system has none left, the pools do not grow."""
         try:
-            threading.Thread(target=self._run, name="kvoffload-growth", daemon=True).start()
+            new_thread("kvoffload-growth", self._run).start()
         except RuntimeError as error:
             self._stop(error)
 

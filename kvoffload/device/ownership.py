@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from kvoffload.driver import Current, Driver, make_current
 from kvoffload.errors import DriverError
-from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.nesting import new_lock, refuse_nested
 
 FORKS: list[None] = []
 """Grows in a forked child. (`os.getpid`, a system call, takes 0.4 us.)"""
@@ -101,7 +101,7 @@ class Resource:
         self._resources = resources
         self._release = release
         self._watch: Watch | None = watch
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     @property
     def alive(self) -> bool:

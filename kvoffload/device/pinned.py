@@ -19,7 +19,6 @@ import contextlib
 import mmap
 import operator
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from kvoffload.driver import Driver, address_of, make_current
 from kvoffload.errors import CapacityError, DriverError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, flag, shown
+from kvoffload.internal.nesting import new_lock, run_outside
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
 
@@ -149,7 +149,7 @@ class PinnedMemory(RegisteredMemory):
         self.ready_bytes = 0
         self._numa_cpus, self._progress, self._grows = numa_cpus, progress, piece_bytes is not None
         self._range_bytes = whole_units(RANGE_BYTES if piece_bytes is None else piece_bytes, unit_bytes)
-        self.pinning = threading.RLock()
+        self.pinning = new_lock()
         self._stopped = False
         if holder is not None:
             holder.append(self)
@@ -190,7 +190,8 @@ class PinnedMemory(RegisteredMemory):
                 raise CapacityError(self._explain(f"the driver said: {error}")) from error
             self.ready_bytes = stop
         if self._progress is not None:
-            self._progress(stop, self.nbytes)
+            progress = self._progress
+            run_outside(lambda: progress(stop, self.nbytes))
         return stop < self.nbytes
 
     def stop(self) -> None:

@@ -33,6 +33,7 @@ from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown, to_wait
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import new_thread, refuse_waiting
 from kvoffload.internal.teardown import close_last, opened, received
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
@@ -128,9 +129,7 @@ class SharedSlots:
             ) from error
         CLOSED_IN_CHILDREN.add(listener)
         self._listener = listener
-        self._thread = threading.Thread(
-            target=_serve, args=(listener, self._files[0], message), name="kvoffload-offer", daemon=True
-        )
+        self._thread = new_thread("kvoffload-offer", _serve, listener, self._files[0], message)
         self._thread.start()
 
     @classmethod
@@ -191,9 +190,10 @@ class SharedSlots:
 
     def close(self) -> None:
         """End the offer: no more processes can `receive` the memory. In every process, this one too, it stays mapped as
-        long as `array`, or an engine over it, lives there. Idempotent.
+        long as `array`, or an engine over it, lives there. Idempotent. RuntimeError inside another call of the library.
         """
         if self._listener is not None and self._thread is not None:
+            refuse_waiting("close")
             try:
                 self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
             except OSError:

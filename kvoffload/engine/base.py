@@ -552,7 +552,8 @@ class Engine(Generic[_After, _Plan]):
         """
         if len(FORKS) != self._forks:
             return
-        refuse_nested(self.lock, "close")
+        for shard in self._shards:
+            shard.refuse_nested("close")
         timeout, token = as_timeout(timeout), object()
 
         def close(shard: Shard) -> None:

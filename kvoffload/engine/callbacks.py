@@ -5,6 +5,7 @@ One thread of an engine, or of the tiers of a cache, makes the callbacks. It exi
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -12,7 +13,6 @@ from typing import Any, Generic, Self, TypeVar
 
 from kvoffload.errors import ClosedError
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import in_call
 
 _POLL_SECONDS = 2e-4
 _R = TypeVar("_R")
@@ -80,7 +80,6 @@ class Waitable(Generic[_R]):
 
 class Callbacks:
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # of the thread's begin and end
         self._waiting: list[tuple[Waitable[Any], Callable[[Any], object]]] = []
         self._thread: threading.Thread | None = None
 
@@ -91,25 +90,26 @@ class Callbacks:
             _call(callback, job)
             return
         self._waiting.append((job, callback))
-        if in_call(self._lock):
-            return  # a call of `add` that has not returned sees to the thread
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._serve, name="kvoffload-callbacks", daemon=True)
-                self._thread.start()
+        if self._thread is None:  # for two callers at a time, perhaps: then two threads serve
+            thread = self._thread = threading.Thread(target=self._serve, name="kvoffload-callbacks", daemon=True)
+            # `start` waits, for the new thread and for a lock of Python's: this one may hold that, or one of ours.
+            _thread.start_new_thread(thread.start, ())
 
     def _serve(self) -> None:
         """Poll until no job is left. Nothing else may end the thread: `await` and all callbacks depend on it."""
         while True:
-            with self._lock:
-                if not self._waiting:
-                    self._thread = None
+            if not self._waiting:
+                self._thread = None
+                if not self._waiting:  # else `add` may have seen the thread
                     return
             waiting = list(self._waiting)
             known = [_has_ended(entry[0]) for entry in waiting]  # asking for one may find the end of one before it
             ended = [entry for entry, over in zip(waiting, known, strict=True) if over or entry[0].finished]
             for entry in ended:
-                self._waiting.remove(entry)
+                try:
+                    self._waiting.remove(entry)
+                except ValueError:  # another thread has made the call
+                    continue
                 try:
                     _call(entry[1], entry[0])
                 except BaseException:  # noqa: BLE001  # SystemExit, CancelledError: they would end the thread

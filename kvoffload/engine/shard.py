@@ -11,7 +11,6 @@ A transfer goes through three calls, under the lock and with the device's contex
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from kvoffload.engine.wait_streams import After, Followed, Source
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import as_timeout, at_least
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import in_call, refuse_nested
+from kvoffload.internal.nesting import in_call, in_ours, new_lock, raise_nested, refuse_nested
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.fold import describe_fold
@@ -78,7 +77,7 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = new_lock()
         self.closing: set[object] = set()
         self.notices: Notices = deque(maxlen=MOST_NOTICES)
 
@@ -565,8 +564,9 @@ class Shard:
         wait_until(ended, timeout, f"{self.in_flight} jobs in flight")
 
     def refuse_nested(self, call: str) -> None:
-        for lock in (self.lock, *(memory.pinning for memory in self.parts.growing)):
-            refuse_nested(lock, call)
+        locks = (self.lock, *(memory.pinning for memory in self.parts.growing))
+        if in_ours() or any(map(in_call, locks)):  # whoever has `lifecycle` may wait for a thread of ours
+            raise_nested(call)
 
     def close(self, timeout: float | None = None) -> None:
         if self.device.foreign:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from kvoffload.engine.job import AnyTransfer, Job, TransferResult, result_of
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import run_outside
 
 MOST_NOTICES = 1 << 16
 
@@ -107,7 +108,7 @@ def deliver(notices: Notices) -> None:
         notice.trace = None
         tracer, started = trace
         try:
-            tracer.on_end(started, result)
+            run_outside(lambda: tracer.on_end(started, result))  # noqa: B023
         except Exception:  # noqa: BLE001  # a tracer of the caller's
             LOGGER.exception("on_end of %r raised", tracer)
 

@@ -8,7 +8,6 @@ transfers that it follows.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from kvoffload.device.streams import NO_WAIT, NoWait, refuse_capturing, stream_h
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
 from kvoffload.errors import CapacityError, ClosedError
-from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.nesting import new_lock, refuse_nested
 from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.layout.dlpack import CPU, CUDA_HOST
 
@@ -107,7 +106,7 @@ class WaitStreams:
     def __init__(self, driver: Driver, priority: int) -> None:
         self._driver = driver
         self._priority = priority
-        self._lock = threading.RLock()  # of the lists below
+        self._lock = new_lock()  # of the lists below
         self._handles: list[int] = []
         self._users: dict[int, weakref.ref[Followed]] = {}
         self._event: list[int] = []  # one, once a stream has been followed

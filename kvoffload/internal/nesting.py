@@ -3,21 +3,95 @@
 Such a call comes in the thread that holds the lock, and a reentrant lock would let it in, in the middle of a change. So
 every public call first asks whether its own thread holds the lock. If so, it answers from the truth, is put off, or is
 refused; ARCHITECTURE.md says which. Parts of the library that call each other under the lock do not ask.
+
+A finalizer also runs in threads of ours. Calls that wait for these (`refuse_waiting`) are refused in all of them, and
+wherever the caller's thread holds one of our locks, whichever: the thread that is waited for may want it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+_R = TypeVar("_R")
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + "/"
 _RLOCK: Any = type(threading.RLock())
 
 in_call = _RLOCK._is_owned
 """Whether the calling thread holds a `threading.RLock`. (What `threading.Condition` asks; one call in C, 20 ns.)"""
+
+
+_Locks = set[weakref.ref[threading.RLock]]
+_locks: _Locks = set()
+_locks_of_managers: _Locks = set()
+_ours: set[int] = set()  # threads of the library, while they run code of the library
+os.register_at_fork(after_in_child=_ours.clear)  # a thread of the child's may have the number of one of the parent's
+
+
+def new_lock(*, of_manager: bool = False) -> threading.RLock:
+    """A lock that `refuse_waiting` knows: every lock of the library, but not of the simulator, is made by this.
+
+    `of_manager`: it is held in calls of tiers. All others are refused these calls, since a finalizer may make any call
+    under a tier's lock: a tier's taken under another one would be a deadlock, some day.
+    """
+    lock, locks = threading.RLock(), _locks_of_managers if of_manager else _locks
+    locks.add(weakref.ref(lock, locks.discard))
+    return lock
+
+
+def new_thread(name: str, run: Callable[..., object], *arguments: object) -> threading.Thread:
+    """A thread of ours, in which calls that wait for others of ours are refused."""
+
+    def inside() -> None:
+        _ours.add(threading.get_ident())
+        try:
+            run(*arguments)
+        finally:
+            _ours.discard(threading.get_ident())
+
+    return threading.Thread(target=inside, name=name, daemon=True)
+
+
+def run_outside(call: Callable[[], _R]) -> _R:
+    """Call a function of the caller's, with no lock held: in a thread of the library, too, it may wait."""
+    thread, ours = threading.get_ident(), in_ours()
+    _ours.discard(thread)
+    try:
+        return call()
+    finally:
+        if ours:
+            _ours.add(thread)
+
+
+def in_ours() -> bool:
+    return threading.get_ident() in _ours
+
+
+def in_any_call() -> bool:
+    """Whether the calling thread is one of ours, or holds any of our locks."""
+    return in_ours() or _holds_any(_locks) or _holds_any(_locks_of_managers)
+
+
+def _holds_any(locks: _Locks) -> bool:
+    return any(map(in_call, filter(None, [known() for known in locks.copy()])))
+
+
+def refuse_waiting(call: str) -> None:
+    """Raise RuntimeError if the calling thread must not wait for others of ours."""
+    if in_any_call():
+        raise_nested(call)
+
+
+def refuse_under_locks(call: str) -> None:
+    """Raise RuntimeError if the calling thread holds any of our locks, but for a manager's."""
+    if _holds_any(_locks):
+        raise_nested(call)
 
 
 def refuse_nested(lock: threading.RLock, call: str) -> None:

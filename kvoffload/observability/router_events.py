@@ -8,7 +8,6 @@ payload. A subscriber that has missed a number asks for the later ones over a RO
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from kvoffload.cache.keys import as_tokens
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.internal.checks import at_least
-from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.nesting import new_lock, refuse_nested
 
 Medium = Literal["GPU", "CPU", "DISK", "STORAGE", "EXTERNAL"]
 Form = Literal["map", "array"]
@@ -116,7 +115,7 @@ class RouterEvents:
         self._remembered = at_least("remembered", remembered, 1)
         self._most_pending = at_least("most_pending", most_pending, 1)
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._described: OrderedDict[bytes, _Described] = OrderedDict()
         self._present: dict[bytes, set[Medium]] = {}  # keys that routers know of, and where
         self._waiting: dict[bytes, dict[tuple[bytes, Medium], None]] = {}  # by the parent that they do not know of

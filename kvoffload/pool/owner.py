@@ -33,6 +33,7 @@ from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import new_lock, new_thread, refuse_waiting
 from kvoffload.pool import messages
 from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files, receive
 from kvoffload.pool.messages import MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
@@ -118,14 +119,14 @@ class PoolOwner:
         self._member_of: dict[int, Member] = {}  # by descriptor, of a socket or a process
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wakeup, select.EPOLLIN)
-        self._waking = threading.RLock()
+        self._waking = new_lock()
         self._closing = self._full = False
         self._forks = len(FORKS)
         self.failure: BaseException | None = None
         self._warned: deque[str] = deque(maxlen=64)  # texts
         self._grace_until = time.monotonic() + (GRACE_SECONDS if follows else 0.0)
         self._epoll.register(self._listener, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._serve, name="kvoffload-pool-owner", daemon=True)
+        self._thread = new_thread("kvoffload-pool-owner", self._serve)
         self._thread.start()
 
     def close(self) -> None:
@@ -134,6 +135,7 @@ class PoolOwner:
         If there are members, or those of the last owner may still come back, the socket's file stays: by it the next
         owner knows that they will bring the memory.
         """
+        refuse_waiting("close")
         self._closing = True
         self._post(bool)  # so that the thread looks
         self._thread.join()
@@ -151,6 +153,7 @@ class PoolOwner:
         if threading.current_thread() is self._thread:
             count()
         else:
+            refuse_waiting("statistics")
             self._post(count)
         return counted.result()
 

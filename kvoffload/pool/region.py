@@ -21,6 +21,7 @@ from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import new_lock, run_outside
 from kvoffload.pool.memory import HEADER, MEMBERS, OWNER, PAGE, Meaning, PoolMemory
 from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, datagrams
 
@@ -156,7 +157,7 @@ class Removals:
     """What one thread does for a region, in order, as long as there is something."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._steps: deque[Step] = deque()
 
     def add(self, step: Step) -> bool:
@@ -347,14 +348,15 @@ class Region:
         return {**whole, "members": len(self.members), **counted}
 
     def close(self) -> None:
-        if self.index.close(1.0):
+        if run_outside(partial(self.index.close, 1.0)):
             self._release()
             return
         LOGGER.warning("a tier of a shared pool hangs: the next owner gets the memory once its calls have ended")
         threading.Thread(target=self._release, name="kvoffload-pool-region", daemon=True).start()
 
     def _release(self) -> None:
-        while not self.index.close(1.0):  # a tier may still read and write rows, which headers must say
+        # A tier may still read and write rows, which headers must say.
+        while not run_outside(partial(self.index.close, 1.0)):
             time.sleep(0.1)
         self._state.journal = None  # else the memory would be mapped until cycles are collected
         self.memory.close()

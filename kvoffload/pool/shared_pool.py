@@ -42,7 +42,7 @@ from kvoffload.errors import CapabilityError, CapacityError, ClosedError, Layout
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, seconds, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import in_call, refuse_nested
+from kvoffload.internal.nesting import in_call, in_ours, new_lock, new_thread, refuse_waiting, run_outside
 from kvoffload.internal.teardown import opened
 from kvoffload.pool import messages, watching
 from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files, receive
@@ -91,7 +91,7 @@ class SharedPool:
         self.path, self.tenant, self.num_groups = messages.socket_path(path), tenant, num_groups
         self._asked: dict[str, Any] = {"version": messages.VERSION, "tenant": tenant, **asked}
         self._answer_seconds = min(_MOST_SECONDS, seconds("answer_seconds", answer_seconds))
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self.next_number = itertools.count(1).__next__  # of a message
         self._connections: list[socket.socket] = []  # at most one
         self._incoming = select.poll()  # of the socket
@@ -110,7 +110,7 @@ class SharedPool:
         self.generation = 0  # how many owners have been lost
         self.has_tiers = False
         self._records: Callable[[], PoolRecords | None] = lambda: None
-        self._calls = self._lock  # the lock of the cache's calls
+        self._calls = self._lock  # the lock of the cache's calls, taken before the other: a finalizer may make one
         self._wakeup: list[int] = []  # empty once it is closed
         weakref.finalize(self, forget, self._wakeup, self._connections).atexit = False
         opened(self._wakeup, os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -204,7 +204,7 @@ class SharedPool:
                     raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; {waited}")
                 time.sleep(0.02)
             opened(files, os.dup, self._wakeup[0])
-            thread = threading.Thread(target=watch, args=(weakref.ref(self), files), name="kvoffload-pool", daemon=True)
+            thread = new_thread("kvoffload-pool", watch, weakref.ref(self), files)
             thread.start()
         except BaseException:
             self.close()
@@ -239,17 +239,16 @@ class SharedPool:
         """
         if len(FORKS) != self._forks:
             return
-        refuse_nested(self._calls, "close")
-        refuse_nested(self._lock, "close")
+        refuse_waiting("close")
         self._closed = True
-        with self._lock:
+        with self._calls, self._lock:
             self._drop()
             if self._memory is not None:
                 self._memory.close()
         self.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        with self._lock:
+        with self._calls, self._lock:
             close_files(self._wakeup)
 
     def __enter__(self) -> SharedPool:
@@ -306,7 +305,7 @@ class SharedPool:
 
     def wake(self) -> None:
         """Transfers are in flight: look at them until they have ended, so that others see the keys."""
-        with self._lock:
+        with self._calls, self._lock:
             if not self._woken:
                 self._woken = True
                 wake(self._wakeup)
@@ -320,10 +319,10 @@ class SharedPool:
         Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
         """
         self.check_usable()
-        if in_call(self._lock):
-            return None
+        if in_call(self._lock) or (in_ours() and threading.current_thread() is not self._thread):
+            return None  # a finalizer asks, perhaps in the owner's thread
         number = self.next_number() if number is None else number
-        with self._lock:
+        with self._calls, self._lock:
             if not (self._ready() and generation in (None, self.generation) and self._send(number, operation, payload)):
                 return None
             answer = self._answer(number, time.monotonic() + self._answer_seconds)
@@ -340,13 +339,12 @@ class SharedPool:
         as of `ask`, also if it stops answering `ask` meanwhile. Other calls go on.
         """
         self.check_usable()
-        if in_call(self._lock):
-            return None
+        refuse_waiting("a call that waits for the owner's tiers")
         number, poll, looks_at = self.next_number(), select.poll(), time.monotonic() + self._answer_seconds
         end = looks_at + wait
         self._slow[number] = None
         try:
-            with self._lock:
+            with self._calls, self._lock:
                 if not self._ready() or not self._send(number, operation, payload):
                     return None
                 connection = self._socket
@@ -357,7 +355,7 @@ class SharedPool:
                     looks_at = time.monotonic() + watching.RETRY_SECONDS
                     if self.ask(Operation.STATUS, messages.pack_keys([])) is None:
                         break  # it may have stopped
-                with self._lock:
+                with self._calls, self._lock:
                     if self._ready():  # no other answer is late, or it has come
                         self._message(0.0)
             return self._slow[number]
@@ -371,7 +369,7 @@ class SharedPool:
         if self._closed or len(FORKS) != self._forks:
             return
         nested = in_call(self._lock)
-        with self._lock:
+        with self._calls, self._lock:
             ready, number = not nested and self._ready(), self.next_number()
             if generation not in (None, self.generation) or (ready and self._send(number, operation, payload)):
                 return
@@ -550,13 +548,13 @@ class SharedPool:
 
     def _tend(self) -> bool:
         """For the thread: find a new owner if there is none, settle what has ended. Whether transfers are in flight."""
-        with self._lock:
+        with self._calls, self._lock:
             if self.connected:
                 self._message(0.0)  # finds that the owner has ended
             if self._owes:
                 self._ready()
         records = self._records()
-        return records is not None and records.settle()
+        return records is not None and run_outside(records.settle)  # which calls the cache's hook
 
 
 _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (CapacityError, CapabilityError, LayoutError, ValueError)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, flag, shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import new_lock
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity, make_checksum
@@ -110,7 +110,7 @@ class DiskTier(ThreadedTier):
         self._disk: DiskIndex | None = None
         self._unlinked = False  # a file: what is put now does not outlive the process
         self._puts: dict[TierJob, DiskPut] = {}
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     @property
     def direct_io(self) -> tuple[bool, ...]:

@@ -6,7 +6,6 @@ table; each header has its record's place in the order of requests.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import Reservation
 from kvoffload.errors import CapabilityError, MissingKeyError
+from kvoffload.internal.nesting import new_lock
 from kvoffload.tiers.files import Buffer
 from kvoffload.tiers.format import MOST_SEQUENCE, Pairs, as_pairs, tenant_digest
 from kvoffload.tiers.member import ReadResult, SlotPut
@@ -55,7 +55,7 @@ class DiskIndex:
         self.files = files
         records = files.load()  # if that fails, a policy object has served no index yet
         self.index = CacheIndex(max(1, files.num_slots), policy=policy, tenants=tenants)
-        self._lock = threading.RLock()  # what `remove` and `clear` say of the keys of open puts, with the index
+        self._lock = new_lock()  # what `remove` and `clear` say of the keys of open puts, with the index
         self._writing: dict[bytes, DiskPut] = {}  # keys that a put has reserved and `finish` has not seen
         self._next_sequence = min(int(records.sequences[-1]) + 1, MOST_SEQUENCE) if records.keys else 0
         self.index.restore(
@@ -82,7 +82,7 @@ class DiskIndex:
         self.index.touch(keys)
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index._state.table)  # without its lock: see `Workers.figures`
 
     # writing ------------------------------------------------------------------------------------------------------
 

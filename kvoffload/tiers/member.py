@@ -35,13 +35,13 @@ headers in the file have it.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvoffload.internal.nesting import new_lock
 from kvoffload.internal.types import Int64Array
 from kvoffload.tiers.files import PAGE, Buffer, OpenFile, in_runs
 from kvoffload.tiers.format import (
@@ -119,7 +119,7 @@ class Member:
         self._digest_bytes = self.digests.data.cast("B")  # the same memory, quicker for one record
         self._digest = superblock.member_digest()
         self._data_offset = superblock.data_offset
-        self._headers = threading.RLock()  # for the state below and writes of headers
+        self._headers = new_lock()  # for the state below and writes of headers
         self._epoch = superblock.epoch
         self._epoch_unwritten = False
         self._older: set[int] = set()
@@ -128,7 +128,7 @@ class Member:
         self._waiting: dict[int, bytes] = {}
         self._writes = 0  # of records, that have begun and have not ended
         self._inherited = True  # headers that this process has not written, which the disk may have lost
-        self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
+        self._syncing = new_lock()  # held during a sync; taken before `_headers`
 
     def load(self) -> list[Headers]:
         """Read the valid headers of the table, in segments. Call `adopt` with them."""

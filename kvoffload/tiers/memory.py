@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvoffload.cache.tiering.tier import Outcome, TierCapabilities
 from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
+from kvoffload.internal.nesting import new_lock
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.options import Limits
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
@@ -36,7 +36,7 @@ class MemoryTier(ThreadedTier):
         self.nbytes = at_least("nbytes", nbytes, 1)
         self.capabilities = TierCapabilities(durable=False, shared=False, local_index=True, max_bytes=nbytes)
         self._records: OrderedDict[bytes, list[UInt8Array]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._most = 0
 
     def start(self, layout: bytes | None) -> None:  # noqa: ARG002

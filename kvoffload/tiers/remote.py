@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 import struct
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -26,6 +25,7 @@ import numpy as np
 from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import new_lock
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.format import DIGEST_BYTES, NO_CODEC, Checksum, check_identity, identity_fields, make_checksum
 from kvoffload.tiers.options import Limits
@@ -91,7 +91,7 @@ class _Question:
     """The question for one job. `asking` is held while it is asked; then `found` has the keys that the store has."""
 
     def __init__(self) -> None:
-        self.asking = threading.Lock()
+        self.asking = new_lock()
         self.found: frozenset[bytes] | None = None
         self.error: BaseException | None = None
 
@@ -108,7 +108,7 @@ class Questions:
 
     def __init__(self, ask: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
         self._ask = ask
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._of: dict[TierJob, _Question] = {}
 
     def has(self, keys: Sequence[bytes], job: TierJob) -> list[bool]:

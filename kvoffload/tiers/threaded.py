@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from kvoffload.cache.tiering.tier import (
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import in_call
+from kvoffload.internal.nesting import in_call, new_lock, refuse_under_locks, refuse_waiting
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiers.options import Limits, given_or_default
@@ -67,7 +66,8 @@ class ThreadedTier(Tier):
     a write follows 16 reads. If a method for keys raises, or its result has a wrong length, or an outcome of a wrong
     type, its keys are FAILED; the thread goes on. If a write raises since there is no room (OSError with ENOSPC, EDQUOT
     or EFBIG, or what obstore and glide say then), its keys are DECLINED. (Any value counts as a bool: None is False.) A
-    method that never returns blocks its thread and leaves its keys without an outcome.
+    method that never returns blocks its thread and leaves its keys without an outcome: so none may wait for a cache
+    that has this tier.
 
     Args:
         limits: threads and queue; None: `Limits()`.
@@ -96,11 +96,11 @@ class ThreadedTier(Tier):
         self.pools: tuple[UInt8Array, ...] = ()
         self.record_bytes = 0
         self.max_queued = limits.max_queued
-        self._workers = Workers(self.max_queued)
-        self._attaching = threading.RLock()
+        self._workers = Workers(self.max_queued, foreign=not type(self).__module__.startswith("kvoffload."))
+        self._attaching = new_lock()
         self._attached = False  # or being attached
         self._opened = False  # `start` has returned, and `release` has not
-        self._releasing = threading.RLock()
+        self._releasing = new_lock()
         self._process = os.getpid()
 
     # what a subclass does -----------------------------------------------------------------------------------------
@@ -325,6 +325,7 @@ class ThreadedTier(Tier):
         timeout = as_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         self._check_open()
+        refuse_waiting("drain")
         job = self._job(_WHOLE_TIER)
         jobs = self._workers.unfinished_writes()
 
@@ -387,6 +388,7 @@ class ThreadedTier(Tier):
 
     def _check_open(self) -> None:
         self._check_process()
+        refuse_under_locks("a tier")
         if self._workers.closed or not self._opened:
             closed = self._workers.closed
             state = "is closed: make another one" if closed else "has no pool yet: give it to a BlockCache"

@@ -17,12 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvoffload.cache.tiering.tier import Outcome, TierJob
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_any_call, new_lock, new_thread, refuse_waiting, run_outside
 
 Run = Callable[[Sequence[int]], Sequence[Outcome]]
 """Does the work for some positions of a job, and returns the outcome of each."""
@@ -171,16 +173,16 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a medium that fails does so for every key
 class Workers:
     """Threads that do the work, and its queues, bounded by `max_queued` keys of reads and as many of writes.
 
-    No exception of the work or of a caller's function ends a thread.
+    No exception of the work or of a caller's function ends a thread. `foreign`: the work is code of the caller's, which
+    may wait for engines and caches of its own.
     """
 
-    def __init__(self, max_queued: int) -> None:
+    def __init__(self, max_queued: int, *, foreign: bool) -> None:
         self.closed = False
         self._max_queued = max_queued
-        self._label = ""
-        # Re-entrant: a signal handler may cancel a job anywhere. Never entered through the Condition: an interrupt in
-        # its __exit__ would leave it locked.
-        self._lock = threading.RLock()
+        self._label, self._foreign = "", foreign
+        # Never entered through the Condition: an interrupt in its __exit__ would leave it locked.
+        self._lock = new_lock()
         self._changed = threading.Condition(self._lock)
         self._queues = WorkQueues()
         self._threads: list[threading.Thread] = []
@@ -201,8 +203,7 @@ class Workers:
                 raise ClosedError(f"{label} was closed while it got its pool: make another one")
             self._label, self._at_end = label, at_end
             for number in range(count):
-                name = f"kvoffload-{label}-{number}"
-                self._threads.append(threading.Thread(target=self._work, args=(number,), name=name, daemon=True))
+                self._threads.append(new_thread(f"kvoffload-{label}-{number}", self._work, number))
                 self._threads[-1].start()
 
     # queues -------------------------------------------------------------------------------------------------------
@@ -264,22 +265,25 @@ class Workers:
                     self._changed.notify_all()
 
     def figures(self) -> dict[str, Any]:
+        """Inside another call it takes no lock: this one comes before the cache's, and counts keys that have ended."""
         now = time.monotonic()
-        with self._lock:
-            self._drop_ended()
-            calls, queues = list(self._calls.values()), self._queues
-            return {
-                "queued_reads": queues.read_keys + sum(len(each.positions) for each in queues.removals if each.waits),
-                "queued_writes": queues.write_keys,
-                "in_calls": sum(keys for _, keys in calls),
-                "longest_call": max(0.0, now - min((begin for begin, _ in calls), default=now)),
-                **self._counts,
-            }
+        if not in_any_call():
+            with self._lock:
+                self._drop_ended()
+        calls, queues, removals = self._calls.copy().values(), self._queues, self._queues.removals.copy()
+        return {
+            "queued_reads": queues.read_keys + sum(len(each.positions) for each in removals if each.waits),
+            "queued_writes": queues.write_keys,
+            "in_calls": sum(keys for _, keys in calls),
+            "longest_call": max(0.0, now - min((begin for begin, _ in calls), default=now)),
+            **self._counts,
+        }
 
     # threads ------------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> bool:
         """Cancel waiting work, and wait for the threads. Returns whether all have ended."""
+        refuse_waiting("close")
         end = time.monotonic() + timeout
         with self._lock:
             self.closed = True
@@ -303,7 +307,8 @@ class Workers:
                 positions = work.job.begin(work.positions)
                 if positions:
                     try:
-                        outcomes = list(work.run(positions))
+                        run = partial(work.run, positions)
+                        outcomes = list(run_outside(run) if self._foreign else run())
                         if len(outcomes) != len(positions) or not all(isinstance(each, Outcome) for each in outcomes):
                             raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
                     except BaseException as error:  # noqa: BLE001  # nothing ends the thread: the tier would be dead

@@ -15,7 +15,6 @@ own some of these blocks by now. So such chunks are not stored for requests from
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.internal.nesting import new_lock
 from kvoffload.vllm.hints import give, hints_of, session_of
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.pooled import PooledLookups
@@ -335,7 +335,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[OffloadingEvent] = []
-        self._lock = threading.RLock()  # with tiers, events come from a thread of theirs, too
+        self._lock = new_lock()  # with tiers, events come from a thread of theirs, too
 
     def note(self, event: CacheEvent) -> None:
         there, failed = event.kind in ("stored", "promoted"), event.kind == "failed"

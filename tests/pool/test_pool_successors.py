@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -290,9 +291,14 @@ def test_a_member_that_tells_one_owner_that_nothing_is_in_use_does_not_tell_the_
     pool = stack.enter_context(SharedPool.attach(path, layout, identity=IDENTITY))
 
     def restart(generation: int) -> None:
-        owner[0].close()
-        owner[0] = PoolOwner(path, nbytes=region_bytes(8))
-        asks = partial(pool.ask_slowly, Operation.REMOVE, pack_keys([]), 0.0)  # as another thread may
+        def replace() -> None:
+            owner[0].close()
+            owner[0] = PoolOwner(path, nbytes=region_bytes(8))
+
+        replacing = threading.Thread(target=replace)
+        replacing.start()
+        replacing.join()
+        asks = partial(pool.ask, Operation.STATUS, pack_keys([]))
         eventually(lambda: asks() is not None and pool.generation == generation, "it is back")
 
     def late(self: SharedPool, operation: Operation, payload: bytes, **options: Any) -> None:

@@ -225,7 +225,9 @@ def test_a_region_of_its_own_is_not_given_to_members_of_an_older_one(
     with member(path) as one:
         one.store(1)
         with one.pool._lock:  # its thread does not come back in time
-            first.close()
+            closing = threading.Thread(target=first.close)
+            closing.start()
+            closing.join()
             second = PoolOwner(path, nbytes=region_bytes(8))
             with raw(path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())):
                 pass

@@ -17,6 +17,7 @@ from kvoffload.cache.tiering.tier import Tier, TierCapabilities, check_pools
 from kvoffload.cache.tiering.writer import WriteBack, WriteChoice, WriteThrough
 from kvoffload.errors import CapacityError, LayoutError
 from kvoffload.internal.checks import shown, to_wait
+from kvoffload.internal.nesting import run_outside
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
 
@@ -84,7 +85,7 @@ class TierPlan:
             if manager is not None and event.kind in _HEARD:
                 manager.post(event)
             if then is not None:
-                then(event)
+                run_outside(lambda: then(event))
 
         return hear
 

@@ -31,7 +31,7 @@ from kvoffload.engine.callbacks import Callbacks, WhenDone
 from kvoffload.errors import ClosedError, TierError
 from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import raise_nested, refuse_nested
+from kvoffload.internal.nesting import in_any_call, new_lock, new_thread, raise_nested, refuse_waiting, run_outside
 from kvoffload.internal.waiting import wait_until
 
 _POLL = 5e-3  # seconds between looks at stores that are in flight
@@ -97,7 +97,7 @@ class TierManager:
         self.closed = False
         self._closer = 0  # the thread that closes
         self._forks = len(FORKS)
-        self._lock = threading.RLock()
+        self._lock = new_lock(of_manager=True)
         self._calling: set[int] = set()  # threads of callers that are in a call of a tier
         self._recorder = records.recorder
         self._choice = choice
@@ -119,9 +119,7 @@ class TierManager:
         self._removals = removals = list[weakref.ref[Removal]]()
         self._promoter.refused = lambda keys: _removed(removals, keys) if removals else ()
         reference = weakref.ref(self, lambda _: notify())
-        self._thread = threading.Thread(
-            target=_run, args=(reference, waker, list(tiers)), name="kvoffload-tiers", daemon=True
-        )
+        self._thread = new_thread("kvoffload-tiers", _run, reference, waker, list(tiers))
         self._thread.start()
 
     def promote(self, record: PromotionRecord) -> None:
@@ -161,6 +159,7 @@ class TierManager:
         else:
             self.wake()
         if self.closed:
+            refuse_waiting("promote")  # for the lock
             self._end_messages()
 
     def stored(self) -> None:
@@ -412,16 +411,14 @@ class TierManager:
         return all(ended) and not self.busy
 
     def refuse_nested(self, call: str) -> None:
-        """Raise RuntimeError inside another call: the tiers' threads may be waiting for a lock that it holds. Also in
-        the hook in the manager's thread, except for calls that do not wait for that thread: it would wait for itself.
+        """Raise RuntimeError inside another call, or in a thread of the library: it may wait for that thread, or for a
+        thread that wants one of its locks. In the hook in the manager's thread, for calls that wait for that thread.
         Raise ClosedError in a forked child, which does not have that thread.
         """
         if call != "close" and not self.closed and len(FORKS) != self._forks:
             raise ClosedError(f"{call} would wait in a forked process for the parent's tiers: make a cache here")
-        refuse_nested(self._records.lock, call)
-        refuse_nested(self._lock, call)
         waits_for_itself = self._thread is threading.current_thread() and call not in ("remove", "close")
-        if waits_for_itself or threading.get_ident() in self._calling:
+        if in_any_call() or waits_for_itself or threading.get_ident() in self._calling:
             raise_nested(call)
 
     def calling_tiers(self, call: Callable[[], _R]) -> _R:
@@ -477,7 +474,7 @@ def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -
         waker.wait(longest if wait is None else min(wait, longest))
         del keeps
     for tier in tiers:
-        _closed(tier, _LONGEST_SLEEP)
+        run_outside(partial(_closed, tier, _LONGEST_SLEEP))
 
 
 SOON = 5e-3  # seconds

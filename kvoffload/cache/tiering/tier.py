@@ -21,7 +21,7 @@ import enum
 import math
 import numbers
 import operator
-import threading
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +33,7 @@ import numpy as np
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import new_lock, refuse_under_locks, refuse_waiting, run_outside
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
 
@@ -57,6 +58,10 @@ class Outcome(enum.Enum):
     CANCELLED = "cancelled"
 
 
+_lock = new_lock()  # of all jobs, held for microseconds
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+
 class TierJob:
     """Keys that a tier puts, fetches, asks for or removes. Usable from any thread.
 
@@ -78,7 +83,7 @@ class TierJob:
     """
 
     __slots__ = (
-        "_begun", "_count", "_ended", "_ended_before", "_lock", "_notify", "cancelled", "deadline", "entries", "keys",
+        "_begun", "_count", "_ended", "_ended_before", "_notify", "cancelled", "deadline", "entries", "keys",
         "outcomes",
     )  # fmt: skip
 
@@ -99,7 +104,6 @@ class TierJob:
         self.cancelled = False
         self._ended_before = 0  # all keys before this one have outcomes; `done` raises it
         self._begun = bytearray(len(self.keys))
-        self._lock = threading.RLock()
         self._notify = notify
         self._count = count
         self._ended = ended
@@ -118,7 +122,9 @@ class TierJob:
 
         Raises:
             TimeoutError: `timeout` seconds have passed; the job goes on.
+            RuntimeError: called inside another call, or in a thread of the library: the tier may wait for that.
         """
+        refuse_waiting("wait")
         wait_until(lambda: self.done, timeout, f"a tier's job of {len(self.keys)} keys")
         return [outcome for outcome in self.outcomes if outcome is not None]
 
@@ -126,7 +132,11 @@ class TierJob:
         """Keys that the tier has not begun are CANCELLED at once, or EXPIRED if the deadline has passed.
 
         The others go on: until `done`, the tier may touch their entries.
+
+        Raises:
+            RuntimeError: called inside another call of the library, as by a signal handler.
         """
+        refuse_under_locks("cancel")
         late = self.deadline is not None and time.monotonic() >= self.deadline
         self.cancelled = True
         self.settle_waiting(Outcome.EXPIRED if late else Outcome.CANCELLED)
@@ -141,7 +151,7 @@ class TierJob:
         """
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.settle_waiting(Outcome.EXPIRED)
-        with self._lock:
+        with _lock:
             begun = [at for at in positions if self.outcomes[at] is None and not self._begun[at]]
             for at in begun:
                 self._begun[at] = 1
@@ -162,7 +172,7 @@ class TierJob:
                 raise TypeError(f"each outcome must be an Outcome, got {outcome!r:.80}")
         if len(positions) != len(outcomes):
             raise ValueError(f"outcomes must be one for each of {len(positions)} positions, got {len(outcomes)}")
-        with self._lock:
+        with _lock:
             for at in positions:
                 if self.outcomes[at] is not None:
                     raise RuntimeError(f"keys[{at}] is {self.outcomes[at]}: an outcome is set once")
@@ -174,7 +184,7 @@ class TierJob:
     def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
         """Set the outcome of keys (all, or those at `positions`) that have none and have not begun. Returns the job."""
         ended = 0
-        with self._lock:
+        with _lock:
             for position in range(len(self.keys)) if positions is None else positions:
                 if self.outcomes[position] is None and not self._begun[position]:
                     self.outcomes[position] = outcome
@@ -188,12 +198,12 @@ class TierJob:
         if self._count is not None:
             self._count(outcomes)
         if self._ended is not None and self.done:
-            with self._lock:
+            with _lock:
                 function, self._ended = self._ended, None
             if function is not None:
                 self._guarded(partial(function, self))
         if self._notify is not None:
-            self._guarded(self._notify)
+            self._guarded(partial(run_outside, self._notify))
 
     @staticmethod
     def _guarded(function: Callable[[], None]) -> None:
