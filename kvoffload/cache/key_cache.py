@@ -12,14 +12,15 @@ from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import Status, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, guarded
+from kvoffload.cache.records import Records, guarded, locked
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
 from kvoffload.cache.sessions import ACTIONS, LONGEST_TTL, Action, Hint, HintAnswer, default_ttl
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import at_least, flag, shown, to_wait
+from kvoffload.internal.checks import as_timeout, at_least, flag, shown, to_wait
 from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.waiting import wait_until
 
 if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.attaching import TierPlan
@@ -261,8 +262,8 @@ class KeyCache:
         elif keys and self._tiers is not None:
             from kvoffload.cache.tiering.promotion import PromotionRecord
 
-            until, refuse = time.monotonic() + min(hint.ttl, LONGEST_TTL), self._tiers.refuse_nested
-            record = PromotionRecord(keys, tenant, until, refuse, counted=False)
+            until = time.monotonic() + min(hint.ttl, LONGEST_TTL)
+            record = PromotionRecord(keys, tenant, until, self._refusing(), counted=False)
             record.request, record.released = request, True  # it holds nothing
             self._tiers.promote(record)
         return answer
@@ -368,8 +369,7 @@ class KeyCache:
         self._state.pools.of(tenant)
         self._check_open()
         until, tiers = None if wait is None else time.monotonic() + wait, self._tiers
-        refuse = partial(refuse_nested, self._state.lock) if tiers is None else tiers.refuse_nested
-        record = PromotionRecord(checked, tenant, until, refuse, counted=counted)
+        record = PromotionRecord(checked, tenant, until, self._refusing(), counted=counted)
         if tiers is None:
             self._records.bring(checked, wait)
             record.end_with_what_is_here(self._records)
@@ -388,20 +388,32 @@ class KeyCache:
         return [] if self._tiers is None else self._tiers.statistics()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until the keys chosen so far are written to the tiers, durably if a tier is durable.
-
-        It does not wait for keys that a tier does not take, because it fails or is full.
+        """Wait until every fetch, load and store that has begun has ended, also one whose job an interrupt has lost:
+        its blocks are yours again. Then wait until the keys chosen so far are written to the tiers, durably if a tier
+        is durable. It does not wait for keys that a tier does not take, because it fails or is full.
 
         Returns:
-            False if `timeout` seconds have passed first (None: no limit), or a tier could not drain; writing goes on.
-            Without tiers: True.
+            False if `timeout` seconds have passed first (None: no limit), or a tier could not drain; all goes on.
 
         Raises:
             ClosedError: the cache or its engine is closed.
             RuntimeError: called inside another call of the cache or of a tier.
         """
         self._check_open()
-        return self._tiers is None or self._tiers.drain(timeout)
+        timeout, tiers = as_timeout(timeout), self._tiers
+        self._refusing()("drain")
+        end = None if timeout is None else time.monotonic() + timeout
+        # The loads first: one of them may be submitted in between, and is then in flight.
+        jobs = [*(() if tiers is None else tiers.loads()), *locked(self._records, CacheState.all_in_flight)]
+        try:
+            wait_until(lambda: all(job.done for job in jobs), timeout, "transfers of a cache")
+        except TimeoutError:
+            return False
+        return tiers is None or tiers.drain(None if end is None else max(0.0, end - time.monotonic()))
+
+    def _refusing(self) -> Callable[[str], None]:
+        """What refuses calls that wait inside another call."""
+        return partial(refuse_nested, self._state.lock) if self._tiers is None else self._tiers.refuse_nested
 
     def remove(self, keys: Sequence[bytes], *, below: bool = True) -> int:
         """Remove keys: on return they are missing here, and durably in the tiers, until they are stored anew.

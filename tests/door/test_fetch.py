@@ -94,6 +94,40 @@ def test_what_is_in_slots_is_submitted_by_the_call_itself() -> None:
         assert tier.begun == []
 
 
+def test_drain_waits_for_a_fetch_whose_job_was_lost() -> None:
+    """An interrupt may lose it between the call and the assignment. Then the blocks are the caller's after `drain`."""
+    tier = GatedTier(threads=2)  # a flush does not wait for the read
+    with tiered(tier) as bench:
+        tier.permit(2)
+        bench.written(range(2))
+        fetch(bench, range(2), deadline=None)
+        until(lambda: ("read", key(0)) in tier.begun, "the read")
+        assert not bench.cache.drain(0.05), "the tier brings the keys"
+        tier.permit()
+        assert bench.cache.drain(SECONDS)
+        assert bench.engine.in_flight == 0, "and they are loaded"
+        assert all(bench.holds(block, block) for block in range(2))
+
+
+def test_drain_waits_for_transfers_whose_jobs_were_lost() -> None:
+    with tiered() as other:
+        layout, device = other.engine.layout, other.device
+        with OffloadEngine(layout, device=device, num_slots=4, staging_bytes=0) as engine, BlockCache(engine) as cache:
+            bench = Bench(device, other.planes, engine, cache)
+            bench.store([1])
+            for call in (cache.keep, cache.fetch):
+                with device.stream() as stream:
+                    gate = Gate(device)
+                    gate.hold(stream.handle)
+                    call(keys([1 if call == cache.fetch else 2]), bench.blocks([1]), after=stream)
+                    drained = cache.drain(0.02)
+                    gate.open()
+                    assert not drained, "the blocks are in use"
+                    assert cache.drain(SECONDS)
+                    assert engine.in_flight == 0
+                    gate.close()
+
+
 def test_without_tiers() -> None:
     with tiered(DictTier()) as other:
         layout, device = other.engine.layout, other.device

@@ -29,7 +29,7 @@ from kvoffload.cache.tiering.writer import WriteChoice, Writer
 from kvoffload.device.ownership import FORKS
 from kvoffload.engine.callbacks import Callbacks, WhenDone
 from kvoffload.errors import ClosedError, TierError
-from kvoffload.internal.checks import as_timeout, shown, to_wait
+from kvoffload.internal.checks import shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_any_call, new_lock, new_thread, raise_nested, refuse_waiting, run_outside
 from kvoffload.internal.waiting import wait_until
@@ -361,12 +361,13 @@ class TierManager:
 
     # the end ------------------------------------------------------------------------------------------------------
 
+    def loads(self) -> list[ChainedLoad]:
+        """Those behind promotions that have not ended."""
+        with self._lock:
+            return [*self._chained, *(each for each in list(self._messages) if isinstance(each, ChainedLoad))]
+
     def drain(self, timeout: float | None) -> bool:
         """Wait until all keys chosen so far are written, and durable; False after `timeout` seconds."""
-        self.refuse_nested("drain")
-        return self._drain(as_timeout(timeout))
-
-    def _drain(self, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
@@ -399,7 +400,7 @@ class TierManager:
         end = time.monotonic() + to_wait("timeout", timeout)
         self._closer = threading.get_ident()
         if not self.closed and self._thread is not threading.current_thread():
-            self._drain(timeout)
+            self.drain(timeout)
         self.closed = True
         self.wake()
         tiers = [below.tier for below in self.tiers]

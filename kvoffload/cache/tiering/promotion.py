@@ -354,7 +354,7 @@ class FetchJob(Waitable[int]):
     The blocks of the first `hits` keys hold their bytes once `wait` has returned, or for work on a stream after
     `order_before`. What is in the other blocks is undefined, and in all of them if `wait` raises.
 
-    If you drop it, it goes on. Do not use its blocks before `done`.
+    If you drop it, it goes on. Do not use its blocks before `done`, or the end of `cache.drain()`.
 
     Attributes:
         keys: as given.
