@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffload.internal.checks import seconds
+from kvoffload.internal.nesting import new_lock
 from kvoffload.tiers import Limits, MemoryTier, Origin, Outcome, ThreadedTier, TierJob
 from kvoffload.tiers.threaded import Rows
 
@@ -90,7 +91,8 @@ class FaultyTier(ThreadedTier):
         self.name = f"faulty-{self.inner.name}"
         self.capabilities = self.inner.capabilities
         self._random = random.Random(seed)
-        self._state = threading.Condition()
+        self._state = new_lock()  # never taken through the Condition: an interrupt there would leave it locked
+        self._released = threading.Condition(self._state)
         self._torn = set[bytes]()
         self._all_fail = False
         self._all_hang = False
@@ -127,7 +129,7 @@ class FaultyTier(ThreadedTier):
         """
         with self._state:
             self._releases += 1
-            self._state.notify_all()
+            self._released.notify_all()
 
     def heal(self) -> None:
         """No new faults: `faults` is TierFaults(), and hanging calls go on. Returns before these have ended; one may
@@ -228,7 +230,7 @@ class FaultyTier(ThreadedTier):
                 self._hung += 1
                 try:
                     while self._releases == before:
-                        self._state.wait()
+                        self._released.wait(0.5)  # an interrupted `notify_all` may not wake it
                 finally:
                     self._hung -= 1
         if delay < faults.delay:

@@ -159,7 +159,7 @@ class MooncakeTier(RemoteTier):
             least = at_least("soft_pin, in milliseconds,", round(1000 * soft_pin), 1)
             self._replication.soft_pin_ttl_ms = least
         self._client: Any = None
-        self._connecting = threading.Lock()
+        self._connecting: dict[str, list[int]] = {}  # the thread that waits for the master
         self._headers = threading.local()  # of each thread, registered
         self._registered: list[UInt8Array] = []  # must outlive the client
 
@@ -236,12 +236,14 @@ class MooncakeTier(RemoteTier):
     def _connected(self) -> Any:
         """The client; ConnectionError if no master answers, or another thread still waits for its answer."""
         if self._client is None:
-            if not self._connecting.acquire(blocking=False):
-                raise ConnectionError("the Mooncake master has not answered yet")
-            try:
+            mine = [threading.get_ident()]
+            try:  # not by a lock: an interrupt after its `acquire` would leave it taken
+                if self._connecting.setdefault("now", mine) is not mine:
+                    raise ConnectionError("the Mooncake master has not answered yet")
                 self._client = self._client or self._new_client()
             finally:
-                self._connecting.release()
+                if "now" in self._connecting and self._connecting["now"] is mine:
+                    del self._connecting["now"]
         return self._client
 
     def _new_client(self) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 
 import pytest
+from interrupts import interrupt_at
 from tier_classes import SECONDS, DictTier, attached
 
 from kvoffload.internal.waiting import wait_until
@@ -27,6 +29,20 @@ def test_fail_all_and_heal() -> None:
         assert tier.drain(SECONDS) is False
         tier.heal()
         assert tier.get([*KEYS, b"d"], [3, 4, 5, 6]).wait(SECONDS) == [DONE, DONE, DONE, MISSING]
+
+
+def test_an_interrupted_call_leaves_no_lock_taken() -> None:
+    """Else the tier's threads, and every later call, would wait for ever."""
+    tier = FaultyTier()
+    for call in (tier.heal, tier.fail_all, tier.hang_all, tier.release_hung):
+        for number in range(1, 100):
+            outcome = interrupt_at(number, call)
+            other = threading.Thread(target=tier.heal, daemon=True)
+            other.start()
+            other.join(SECONDS)
+            assert not other.is_alive(), f"interrupted at {outcome.point}"
+            if outcome.point is None:
+                break
 
 
 def test_a_hung_read_writes_to_its_entry_when_it_is_released() -> None:

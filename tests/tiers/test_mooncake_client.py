@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from interrupts import interrupt_at
 from remote_sessions import RemoteSession
 
 from kvoffload.tiers import Limits, MooncakeConnection, MooncakeTier, Outcome
@@ -123,6 +125,25 @@ def test_a_read_that_fails_while_the_master_is_silent_deletes_nothing(client: Cl
         assert session.tier.get([b"k", b"l"], [1, 2]).wait(30) == [Outcome.FAILED] * 2
         assert client.asked() == [tier.format.name(b"k")], "each answer takes the timeout"
         assert tier.statistics().corrupt == 0
+
+
+def test_an_interrupt_while_it_connects_keeps_no_other_thread_from_connecting(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    del client
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        tier = MooncakeTier(f"127.0.0.1:{closed.getsockname()[1]}", identity="m", connection=TCP)
+        for number in range(1, 200):
+            outcome = interrupt_at(number, tier.connect)
+            other = threading.Thread(target=tier.connect)
+            other.start()
+            other.join()
+            if outcome.point is None:
+                break
+        tier.disconnect()
+    assert "calls will try again" in caplog.text
+    assert "has not answered yet" not in caplog.text
 
 
 @pytest.mark.parametrize("hostname", [None, "here.example"])
