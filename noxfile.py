@@ -91,9 +91,11 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session
+@nox.session(python=PYTHONS[0])
 def types(session: nox.Session) -> None:
-    """Types of all that is here, and of programs over it: those that are right, and those that are not."""
+    """Types of all that is here, and of programs over it: those that are right, and those that are not. On the Python
+    for which mypy checks: the types of numpy for newer ones are written in their syntax.
+    """
     session.install(".[dev]", "./benchmarks", "jax")
     session.run("mypy")
     tests = ("tests/project/test_typing.py", "tests/project/test_completion.py")
