@@ -185,6 +185,14 @@ def test_a_promise_counts_for_ten_minutes_at_most_and_with_due_for_a_day(
         assert host.left(*TURN) == stays
 
 
+@pytest.mark.parametrize("capacity", [7, 8])
+def test_a_promise_in_an_open_request_says_if_the_cache_has_no_room_for_all_that_it_may_retain(capacity: int) -> None:
+    """Who has promised four blocks, and comes back for them, may retain twice as many."""
+    answer = Host(capacity).trusted("a", *TURN, ttl=60)
+    known = ("clipped", 7, "7 more keys may be retained") if capacity == 7 else ("accepted", 8, "")
+    assert answer == ("retain", *known)
+
+
 def test_a_request_that_stays_open_retains_nothing_after_a_day() -> None:
     host = Host()
     host.trusted("a", *TURN, ttl=60)

@@ -12,7 +12,7 @@ from counting import python_calls
 from observing import FOLLOWED, MIXED, RATES, SEEDS, SIZES, TO_AND_FRO, World, lags, run, shares
 from seeds import rest_long
 
-from kvoffload.copiers.observed import Comparison, Way
+from kvoffload.copiers.observed import Comparison, Estimate, Way
 
 WAYS = Way("pack", 1e-3), Way("strided", 1.2e-3)
 NBYTES = 50_000_000
@@ -149,6 +149,18 @@ def test_the_first_expectation_is_the_profiles() -> None:
     comparison = Comparison(ways)
     assert comparison.expect(ways, NBYTES).copier == "strided"
     assert comparison.choose(ways, NBYTES).seconds == pytest.approx((1.5e-3, 1.2e-3))
+
+
+@pytest.mark.parametrize("calm", [6, 7])
+def test_two_jumps_soon_after_each_other_say_that_times_scatter(calm: int) -> None:
+    """What is a surprise then takes more than after a change of a situation that had lasted for eight times."""
+    estimate = Estimate(1.0)
+    for ratio in (*[1.0] * calm, 3.0, 3.0):
+        estimate.note(ratio)
+    assert estimate.ratio == pytest.approx(3.0), "it has jumped"
+    estimate.note(4.2)
+    surprised = estimate.doubt != 1.0
+    assert surprised == (calm == 7)
 
 
 def test_it_says_why() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from pooling import SECONDS, eventually, keys_of
-from tier_classes import GatedTier
+from tier_classes import DictTier, GatedTier
 
-from kvoffload import CacheIndex, Tenant
+from kvoffload import CacheIndex, ClosedError, Tenant
+from kvoffload.cache.policies import LRU
 from kvoffload.pool import operations
 from kvoffload.pool.memory import PAGE, Meaning, PoolMemory
 from kvoffload.pool.messages import ENDING, FOR_REQUEST, pack_keys
@@ -244,3 +245,29 @@ def test_keys_that_come_from_a_tier_while_a_region_closes_leave_no_header_of_tho
     assert kept.rows[found.entries].max(axis=1).tolist() == numbers
     for each in (one.memory, kept):
         each.close()
+
+
+def test_a_region_whose_keys_cannot_be_taken_over_closes_its_index_and_the_tiers(region: Region) -> None:
+    """As by an interrupt in the middle of it. The memory is closed, too, and another owner can follow."""
+
+    class Interrupted(LRU):
+        def insert(self, keys: Sequence[bytes]) -> None:
+            raise KeyboardInterrupt(keys)
+
+    one, tier = Joined(region), DictTier()
+    one.reserve(1, 2)
+    one.end(1)
+    region.memory.close()
+
+    def with_tier(memory: PoolMemory) -> CacheIndex:
+        pools: Any = {"pools": [memory.rows], "layout": MEANING.fingerprint}
+        return CacheIndex(MEANING.capacity, policy=Interrupted, tiers=[tier], **pools)
+
+    with pytest.raises(KeyboardInterrupt):
+        Region(PoolMemory.adopt(one.memory.descriptor, MEANING), with_tier, adopts=True)
+    with pytest.raises(ClosedError):
+        tier.put(keys_of([1]), [0])
+    following = Region(PoolMemory.adopt(one.memory.descriptor, MEANING), index, adopts=True)
+    assert sorted(following.index.keys) == keys_of([1, 2])
+    following.close()
+    one.memory.close()
