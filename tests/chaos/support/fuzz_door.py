@@ -1,0 +1,523 @@
+"""Random calls of caches from `open_cache` over one folder: sessions in processes, one after another, many of them killed.
+
+    python tests/chaos/support/fuzz_door.py                                 40 minutes, another seed each time
+    python tests/chaos/support/fuzz_door.py --only drops --seconds 60 --seed 7
+
+    views        the same axes in other orders: arrays that lie so in memory, and permuted views of them
+    finalizers   objects that become garbage in any thread, in the middle of anything, and call the cache
+    headers      writes of headers to the disk fail now and then
+    drops        interrupts by signals in calls of the cache. After that, as docs/how/interrupts.md says, `cache.drain`
+                 is called, and the blocks are used for something else
+
+The bytes of a block follow from its key. Every block that is loaded is compared, and so are all blocks that no call has.
+Records that were on the disk when `drain` was True are there in the next session, killed or not. Prints counts, what was
+wrong, the stacks of what hangs, and a summary. Exit status 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import logging
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from haunting import Ghosts, Interrupts, Watchdog, summary, unheard
+
+import kvoffload
+from kvoffload import BlockCache, ClosedError, Device, KVOffloadError, LayoutError, MissingKeyError
+from kvoffload.testing import SimulatedDriver
+from kvoffload.tiers import DiskTier, Limits, ObjectStoreTier, Outcome, Tier
+from kvoffload.tiers.files import FileOperations
+
+KINDS = ("views", "finalizers", "headers", "drops")
+AXES = ("planes", "blocks", "tokens", "heads", "dim")
+REQUESTS, LONGEST = 12, 6
+LAYERS, BLOCKS, SOURCES, GHOSTS = 2, 52, 24, 4  # blocks: sources, targets, and those of finalizers at the end
+SHAPES = ((2, 2, 2), (4, 2, 8), (4, 1, 8), (2, 4, 4))  # tokens, heads, dim
+SECONDS, HUNG_SECONDS, LONGEST_SESSION = 60.0, 90.0, 4.0
+HEADER_BYTES, PAGE = 192, 4096
+SALT = "fuzz"
+
+
+class Plan(NamedTuple):
+    """A session. `shape`: of tokens, heads and dim. `kinds`: see above. `must`: keys that the disk has, by its file."""
+
+    folder: str
+    seed: int
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]
+    must: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}, {' '.join(self.kinds)}"
+
+
+class View:
+    """Memory of a device array, with its axes in another order."""
+
+    def __init__(self, array: Any, host: Any) -> None:
+        self.array, self.shape, self.dtype = array, host.shape, host.dtype
+        self.__cuda_array_interface__ = {
+            "shape": host.shape, "strides": host.strides, "data": (host.ctypes.data, False), "typestr": "<u2",
+            "version": 3, "stream": None,
+        }  # fmt: skip
+
+
+class FailingHeaders(FileOperations):
+    """Some writes of headers fail, and payloads take their time: meanwhile headers wait."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.rate = random.Random(seed), 0.0
+
+    def pwritev(self, file: int, views: Sequence[memoryview], offset: int) -> int:
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes % PAGE == 0:
+            time.sleep(self.random.random() * 0.002)
+        elif nbytes % HEADER_BYTES == 0 and self.random.random() < self.rate:
+            raise OSError(errno.EIO, "a header")
+        return super().pwritev(file, views, offset)
+
+
+class WatchedDisk(DiskTier):
+    """Remembers what it was told to write."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.puts: list[Any] = []
+
+    def put(self, keys: Sequence[bytes], entries: Sequence[int], **options: Any) -> Any:
+        job = super().put(keys, entries, **options)
+        self.puts.append(job)
+        return job
+
+    def promised(self) -> tuple[set[bytes], int]:
+        """Keys of which each put has ended DONE, and how many have FAILED. Call it when nothing is being written."""
+        pairs = [pair for job in self.puts for pair in zip(job.keys, job.wait(SECONDS), strict=True)]
+        others = {key for key, outcome in pairs if outcome is not Outcome.DONE}
+        failed = sum(outcome is Outcome.FAILED for _, outcome in pairs)
+        return {key for key, _ in pairs} - others, failed
+
+
+def content(request: int, depth: int, shape: tuple[int, ...]) -> Any:
+    """(layers, planes, tokens, heads, dim): what a key stands for."""
+    return np.random.default_rng((request, depth)).integers(0, 1 << 16, (LAYERS, 2, *shape), dtype=np.uint16)
+
+
+class Session:
+    """A process with a cache. `say` tells the program above it."""
+
+    def __init__(self, plan: Plan, say: Callable[..., None]) -> None:
+        self.plan, self.say, self.rng = plan, say, random.Random(plan.seed)
+        self.counts, self.wrong = Counter[str](), list[str]()
+        unheard(self.wrong)
+        self.interrupts = Interrupts(plan.seed)
+        self.ghosts = Ghosts(plan.seed) if "finalizers" in plan.kinds else None
+        self.device: Device = kvoffload.open_device(backend=SimulatedDriver(seed=plan.seed))
+        self.jobs: list[tuple[Any, list[int]]] = []  # that nobody has waited for, and their blocks
+        self.taken = list[int]()  # blocks of the step
+        self.operations = FailingHeaders(plan.seed)
+        self.closed = False  # by a finalizer
+        self.make_arrays()
+        self.idle: dict[int, int] = {}  # blocks that nothing has, and the words they are full of
+        self.free(range(BLOCKS - GHOSTS))
+        for block in range(BLOCKS - GHOSTS, BLOCKS):
+            self.write(block, content(-1 % REQUESTS, 0, plan.shape))
+
+    def make_arrays(self) -> None:
+        """In an order of their axes, seen in an order."""
+        inner, views = list(AXES[2:]), "views" in self.plan.kinds
+        self.axes = (*AXES[:2], *(self.rng.sample(inner, 3) if views else inner))
+        memory = (*AXES[:2], *(self.rng.sample(inner, 3) if views and self.rng.random() < 0.7 else self.axes[2:]))
+        extents = dict(zip(AXES, (2, BLOCKS, *self.plan.shape), strict=True))
+        self.arrays, self.hosts = list[Any](), list[Any]()
+        for _ in range(LAYERS):
+            array = self.device.empty([extents[axis] for axis in memory], "uint16")
+            host: Any = np.from_dlpack(array)  # type: ignore[arg-type]
+            seen = host.transpose([memory.index(axis) for axis in self.axes])
+            self.arrays.append(array if memory == self.axes else View(array, seen))
+            self.hosts.append(host.transpose([memory.index(axis) for axis in AXES]))
+        self.counts["permuted views"] += memory != self.axes
+
+    # blocks -------------------------------------------------------------------------------------------------------
+
+    def write(self, block: int, rows: Any) -> None:
+        for host, row in zip(self.hosts, rows, strict=True):
+            host[:, block] = row
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """They are the program's again, which uses them for something else."""
+        for block in blocks:
+            self.idle[block] = self.rng.randrange(1 << 16)
+            self.write(block, [self.idle[block]] * LAYERS)
+
+    def check_idle(self) -> None:
+        for block, word in self.idle.items():
+            for host in self.hosts:
+                found = host[:, block]
+                assert (found == word).all(), f"block {block}, which no call has, holds {found.ravel()[:8]}, not {word}"
+
+    def take(self, first: int, end: int, count: int) -> list[int]:
+        free = [block for block in self.idle if first <= block < end]
+        if len(free) < count:
+            self.settle()
+            free = [block for block in self.idle if first <= block < end]
+        taken = self.rng.sample(free, count)
+        self.taken += taken
+        for block in taken:
+            del self.idle[block]
+        return taken
+
+    def settle(self) -> None:
+        while self.jobs:
+            job, blocks = self.jobs[-1]
+            job.wait(SECONDS)
+            self.jobs.pop()
+            self.free(blocks)
+
+    # opening and closing ------------------------------------------------------------------------------------------
+
+    def open(self) -> BlockCache[Any]:
+        """Over the folder's disk; or another file, if it is of another layout."""
+        for name in ("kv", f"kv-{'-'.join(self.axes)}", f"kv-{self.rng.random()}"):
+            self.path = str(Path(self.plan.folder, name))
+            try:
+                return self.open_path()
+            except LayoutError:
+                self.counts["refused as another layout"] += 1
+        raise AssertionError("no file can be opened")
+
+    def open_path(self) -> BlockCache[Any]:
+        options: dict[str, Any] = {"axes": self.axes, "device": self.device, "pool_bytes": 1 << 16}
+        limits = Limits(threads=self.rng.choice((1, 2, 4)))
+        below: list[Tier] = []
+        self.disk: WatchedDisk | None = None
+        if "headers" in self.plan.kinds or self.rng.random() < 0.5:
+            self.disk = WatchedDisk(
+                self.path, nbytes=1 << 20, identity="m", limits=limits, operations=self.operations, policy="lru"
+            )
+            below.append(self.disk)
+        else:
+            options |= {"disk": self.path, "disk_bytes": 1 << 20, "identity": "m"}
+        if self.rng.random() < 0.3:
+            folder = Path(self.plan.folder, "objects")
+            folder.mkdir(exist_ok=True)
+            below.append(ObjectStoreTier(folder.as_uri(), identity="m", limits=Limits(threads=2)))
+        try:
+            return kvoffload.open_cache(self.arrays, tiers=below, **options)
+        except BaseException:
+            for tier in below:
+                tier.close(SECONDS)
+            raise
+
+    def opened(self) -> BlockCache[Any]:
+        """Interrupted a few times, perhaps."""
+        made: list[BlockCache[Any]] = []
+        while "drops" in self.plan.kinds and not made and self.rng.random() < 0.5:
+            self.interrupts.during(lambda: made.append(self.open()))
+        return made[0] if made else self.open()
+
+    def run(self, until: float) -> None:
+        self.cache = self.opened()
+        self.keys = [
+            self.cache.keys(range(1000 * each, 1000 * each + LONGEST * self.plan.shape[0]), salt=SALT)
+            for each in range(REQUESTS)
+        ]
+        must = [bytes.fromhex(each) for each in self.plan.must.get(self.path, [])]
+        missing = [key.hex() for key in must if self.cache.locate([key]) == ["missing"]]
+        assert not missing, f"{len(missing)} of {len(must)} records that drain promised are gone: {missing}"
+        self.removed = set[bytes]()
+        if self.ghosts is not None:
+            self.ghosts.calls = self.haunted()
+        self.operations.rate = self.rng.choice((0.05, 0.3)) if "headers" in self.plan.kinds else 0.0
+        steps = {"keep": 30, "fetch": 40, "ask": 8, "drop": 6, "remove": 2, "turn": 6, "drain": 3, "lease": 4, "hint": 3}
+        try:
+            while time.monotonic() < until and not self.wrong:
+                self.step(getattr(self, self.rng.choices(list(steps), list(steps.values()))[0]))
+            self.end()
+        except ClosedError:
+            if not self.closed:
+                raise
+
+    def step(self, call: Callable[[], object]) -> None:
+        self.say("step")
+        self.counts["operations"] += 1
+        self.taken.clear()
+        if self.ghosts is not None:
+            self.ghosts.litter()
+        if "drops" in self.plan.kinds and self.rng.random() < 0.5:
+            if self.interrupts.during(call):
+                self.recover()
+        else:
+            call()
+        if self.ghosts is not None:
+            self.wrong += self.ghosts.wrong
+        self.check_idle()
+
+    def recover(self) -> None:
+        """What docs/how/interrupts.md says: then nothing uses the blocks of the call any more."""
+        end = time.monotonic() + SECONDS
+        while not self.cache.drain(1.0):
+            assert time.monotonic() < end, "drain is not True after an interrupt"
+        in_use = {block for _, blocks in self.jobs for block in blocks}
+        self.free([block for block in self.taken if block not in self.idle and block not in in_use])
+
+    def end(self) -> None:
+        """Orderly."""
+        self.operations.rate = 0.0
+        self.settle()
+        self.drain()
+        self.cache.check()
+        while "drops" in self.plan.kinds and self.rng.random() < 0.5:
+            self.interrupts.during(lambda: self.cache.close(SECONDS))
+        assert self.cache.close(SECONDS), "the cache does not close"
+        self.check_idle()
+        self.device.close()
+
+    # steps --------------------------------------------------------------------------------------------------------
+
+    def fill(self, request: int, count: int) -> list[int]:
+        blocks = self.take(0, SOURCES, count)
+        for depth, block in enumerate(blocks):
+            self.write(block, content(request, depth, self.plan.shape))
+        return blocks
+
+    def keep(self, number: int | None = None, **options: Any) -> None:
+        number = self.rng.randrange(REQUESTS) if number is None else number
+        count = self.rng.randint(1, LONGEST)
+        blocks = self.fill(number, count)
+        job = self.cache.keep(self.keys[number][:count], blocks, **options)
+        if self.rng.random() < 0.5:
+            job.wait(SECONDS)
+            self.free(blocks)
+        else:
+            self.jobs.append((job, blocks))
+            del job
+
+    def fetch(self, number: int | None = None, **options: Any) -> None:
+        number = self.rng.randrange(REQUESTS) if number is None else number
+        blocks = self.take(SOURCES, BLOCKS - GHOSTS, LONGEST)
+        deadline = self.rng.choice((0.002, 0.02, 0.5))
+        job = self.cache.fetch(self.keys[number], blocks, deadline=deadline, **options)
+        if self.rng.random() < 0.1:
+            job.cancel()
+        hits = job.wait(SECONDS)
+        for depth, block in enumerate(blocks[:hits]):
+            expected = content(number, depth, self.plan.shape)
+            for host, rows in zip(self.hosts, expected, strict=True):
+                if not np.array_equal(host[:, block], rows):
+                    found = f"{host[:, block].ravel()[:8]}, not {rows.ravel()[:8]}"
+                    raise AssertionError(f"a hit, block {depth} of request {number}, has other bytes: {found}")
+        self.counts["hits"] += hits
+        self.free(blocks)
+
+    def turn(self) -> None:
+        """A request of a session."""
+        number = self.rng.randrange(REQUESTS)
+        request = self.cache.open_request(session=f"s{number}")
+        self.fetch(number, request=request)
+        self.keep(number, request=request)
+
+    def ask(self) -> None:
+        keys = self.rng.choice(self.keys)
+        for call in (self.cache.lookup, self.cache.status, self.cache.locate, self.cache.touch):
+            call(keys)
+        self.cache.tier_statistics()
+
+    def hint(self) -> None:
+        action: Any = self.rng.choice(("retain", "release", "demote", "prefetch"))
+        self.cache.hint(action, session=f"s{self.rng.randrange(REQUESTS)}")
+
+    def lease(self) -> None:
+        with suppress(MissingKeyError):
+            self.cache.acquire(self.rng.choice(self.keys)[:2]).release()
+
+    def drop(self) -> None:
+        """What is in slots only; what is below comes back."""
+        self.cache.remove(self.rng.choice(self.keys), below=False)
+
+    def remove(self) -> None:
+        self.forget(self.rng.choice(self.keys)[self.rng.randrange(LONGEST) :])
+        with suppress(KVOffloadError):
+            self.cache.remove(list(self.removed))
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """They are about to be removed: whether the disk has them is not known from here on."""
+        self.removed.update(keys)
+        self.say("removing", self.path, [key.hex() for key in keys])
+
+    def drain(self) -> None:
+        """What was written is there, and will be."""
+        if not self.cache.drain(SECONDS):
+            return
+        if self.disk is not None:
+            promised, failed = self.disk.promised()
+            given_up = self.disk.statistics().failed - failed  # headers that were not written in the end
+            promised = sorted(promised - self.removed)
+            lost = [key for key, there in zip(promised, self.disk.contains(promised), strict=True) if not there]
+            assert len(lost) <= given_up, f"{len(lost)} of {len(promised)} DONE records are gone, {given_up} given up"
+        keys = [key for request in self.keys for key in request if key not in self.removed]
+        self.cache.remove(keys, below=False)
+        there = [key.hex() for key in keys if self.cache.locate([key]) == ["disk"]]
+        self.counts["durable"] += len(there)
+        self.say("durable", self.path, there)
+
+    # finalizers ---------------------------------------------------------------------------------------------------
+
+    def haunted(self) -> list[Callable[[], object]]:
+        cache, keys, ghost = self.cache, self.keys[0], [b"ghost"]
+        blocks = list(range(BLOCKS - GHOSTS, BLOCKS))
+
+        def close() -> None:
+            self.closed = True
+            cache.close(1.0)
+
+        def forget(remove: Callable[[], object], of: Sequence[bytes]) -> None:
+            self.forget(of)
+            remove()
+
+        return [
+            partial(cache.drain, 0.05), partial(cache.fetch, [*keys, *ghost][:GHOSTS], blocks), cache.check,
+            partial(cache.keep, ghost, blocks[:1]), partial(cache.lookup, keys), partial(cache.status, keys),
+            partial(cache.locate, keys), cache.statistics, cache.tier_statistics, partial(cache.promote, keys),
+            partial(forget, partial(cache.remove, keys), keys), partial(cache.remove, ghost),
+            partial(forget, cache.clear, [key for each in self.keys for key in each]), partial(repr, cache),
+            partial(cache.hint, "prefetch", session="s1"), partial(cache.touch, keys), partial(cache.engine.drain, 0.05),
+            lambda: cache.open_request(session="s1").end(), lambda: cache.acquire(keys).release(), close,
+        ]  # fmt: skip
+
+
+def run_session(plan: Plan, pipe: int, stacks: Path) -> None:
+    """In a forked child: never returns."""
+    with open(stacks, "w") as file:
+        watchdog = Watchdog(HUNG_SECONDS, file)
+        session: Session | None = None
+
+        def say(*what: Any) -> None:
+            watchdog.goes_on()
+            if what[0] != "step":
+                os.write(pipe, (json.dumps(what) + "\n").encode())
+
+        try:
+            warnings.simplefilter("ignore")
+            say("begins")
+            session = Session(plan, say)
+            session.run(time.monotonic() + session.rng.random() * LONGEST_SESSION)
+        except BaseException:
+            say("wrong", f"{plan}: {traceback.format_exc()[-2500:]}")
+        if session is not None:
+            session.counts["interrupts"] = session.interrupts.count
+            session.counts["finalizers"] = 0 if session.ghosts is None else session.ghosts.made
+            for each in session.wrong:
+                say("wrong", f"{plan}: {each}")
+            say("counts", session.counts)
+        os._exit(0)
+
+
+class Fuzz:
+    """Sessions one after another; each has the folder of the last one, or a new one."""
+
+    def __init__(self, seed: int, only: Sequence[str]) -> None:
+        self.rng, self.only = random.Random(seed), only
+        self.counts, self.wrong, self.hangs = Counter[str](), list[str](), list[str]()
+        self.base = Path(tempfile.mkdtemp(prefix="fuzz-door-"))
+        self.begin()
+
+    def begin(self) -> None:
+        self.counts["folders"] += 1
+        self.folder = self.base / str(self.counts["folders"])
+        self.folder.mkdir(mode=0o700)
+        self.shape = self.rng.choice(SHAPES)
+        self.must: dict[str, set[str]] = {}
+
+    def session(self) -> None:
+        if self.rng.random() < 0.1:
+            shutil.rmtree(self.folder)
+            self.begin()
+        kinds = self.only or [kind for kind in KINDS if self.rng.random() < 0.5]
+        must = {path: sorted(keys) for path, keys in self.must.items()}
+        plan = Plan(str(self.folder), self.rng.randrange(1 << 30), self.shape, tuple(kinds), must)
+        wait = self.rng.random() * LONGEST_SESSION if self.rng.random() < 0.4 else 3 * HUNG_SECONDS
+        stacks, (read, write) = self.base / "stacks", os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            run_session(plan, write, stacks)
+        os.close(write)
+        text, end = b"", time.monotonic() + wait
+        while time.monotonic() < end:
+            if select.select([read], [], [], max(0.0, end - time.monotonic()))[0]:
+                if not (chunk := os.read(read, 1 << 16)):
+                    break
+                text += chunk
+        os.kill(child, signal.SIGKILL)
+        while chunk := os.read(read, 1 << 16):
+            text += chunk
+        os.close(read)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        self.counts["sessions"] += 1
+        self.counts["kills"] += status == -signal.SIGKILL
+        if status == 1 or (status == -signal.SIGKILL and wait > SECONDS):
+            self.hangs.append(f"{plan}:\n{stacks.read_text()}")
+        elif status not in (0, -signal.SIGKILL):
+            self.wrong.append(f"{plan}: ended with status {status}")
+        for what, *arguments in map(json.loads, text.decode().rpartition("\n")[0].splitlines()):
+            self.hear(what, arguments)
+
+    def hear(self, what: str, arguments: list[Any]) -> None:
+        if what == "counts":
+            self.counts.update(arguments[0])
+        elif what == "wrong":
+            self.wrong += arguments
+        elif what == "durable":
+            self.must.setdefault(arguments[0], set()).update(arguments[1])
+        elif what == "removing":
+            self.must.setdefault(arguments[0], set()).difference_update(arguments[1])
+
+    def run(self, seconds: float) -> None:
+        begin = time.monotonic()
+        try:
+            while time.monotonic() - begin < seconds and len(self.wrong) + len(self.hangs) < 5:
+                before = len(self.wrong) + len(self.hangs)
+                self.session()
+                for each in [*self.wrong, *self.hangs][before:] if before == 0 else ():
+                    print(f"after {time.monotonic() - begin:.0f} seconds: {each}", flush=True)
+        finally:
+            shutil.rmtree(self.base, ignore_errors=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=KINDS, help="may be repeated; a mixture by default")
+    parser.add_argument("--seconds", type=float, default=2400.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    options = parser.parse_args(arguments)
+    fuzz = Fuzz(options.seed, options.only or ())
+    fuzz.run(options.seconds)
+    counts = fuzz.counts
+    print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
+    print(*(f"  wrong: {each}" for each in fuzz.wrong[:5]), *(f"  hangs: {each}" for each in fuzz.hangs[:2]), sep="\n")
+    figures = {name: counts[name] for name in ("operations", "interrupts", "kills")}
+    print(summary("door", options.seed, **figures, wrong=len(fuzz.wrong), hangs=len(fuzz.hangs)))
+    return int(bool(fuzz.wrong or fuzz.hangs))
+
+
+if __name__ == "__main__":
+    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)
+    sys.exit(main())
