@@ -5,22 +5,26 @@ It compares every block that it loads with what its key stands for.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from chaos_tiers import POISON
+from haunting import Ghosts, Interrupts, unheard
 
 import kvoffload
 from kvoffload import (
@@ -63,7 +67,10 @@ class State(IntEnum):
     ENDED = 12
 
 
-COUNTED = ("calls", "stored", "loaded", "fetched", "foreign", "declined", "missed", "removed", "hinted", "forks")
+COUNTED = (
+    "calls", "stored", "loaded", "fetched", "foreign", "declined", "missed", "removed", "hinted", "forks",
+    "interrupts", "finalizers",
+)  # fmt: skip
 TIMES, ORDERS = ("longest", "since"), ("state", "stop", "storms")
 WORD = np.dtype([(name, "<f8") for name in TIMES] + [(name, "<i8") for name in ORDERS + COUNTED])
 STORM = [10, 0, 6, 0, 0, 0, 84, 0, 0, 0]  # chances of calls just before an owner closes: its tiers get much to do
@@ -82,6 +89,7 @@ class Plan:
         row_bytes: of a block in each plane.
         audit: after so many kills.
         seconds: begin nothing after so many.
+        haunted: signals interrupt calls of engines, and finalizers call the cache in any thread.
         closes: most owners close, once members have used them for a while, and few processes are killed. Engines find
             the next owner sooner than they would.
     """
@@ -96,6 +104,7 @@ class Plan:
     audit: int = 25
     seconds: float = 600.0
     closes: bool = False
+    haunted: bool = False
 
     @property
     def region_bytes(self) -> int:
@@ -156,6 +165,10 @@ class Engine:
         self.expected = contents(plan)
         watching.RETRY_SECONDS = plan.retry_seconds
         self.mine = set[int]()
+        self.counts, self.wrong = Counter[str](), list[str]()
+        self.interrupts = Interrupts(seed, self.counts) if plan.haunted else None
+        self.ghosts = Ghosts(seed, self.counts, self.wrong) if plan.haunted else None
+        unheard(self.wrong)
 
     def enter(self, state: State) -> None:
         now = time.monotonic()
@@ -181,6 +194,8 @@ class Engine:
                 with OffloadEngine(layout, device=device, host_memory=memory, staging_bytes=0) as engine:
                     self.cache = BlockCache(engine, pool=pool)
                     self.engine = engine
+                    if self.ghosts is not None:
+                        self.ghosts.calls = self.haunted()
                     while not self.word["stop"]:
                         self.step()
                     self.enter(State.CLOSING)
@@ -199,7 +214,36 @@ class Engine:
     def step(self) -> None:
         kinds = ("store", "load", "fetch", "reserve", "lease", "ask", "hint", "remove", "fork", "pause")
         kind = self.rng.choices(kinds, STORM if self.word["storms"] else [24, 16, 24, 8, 6, 6, 14, 2, 1, 3])[0]
-        getattr(self, kind)()
+        if self.interrupts is None or self.ghosts is None or kind == "fork":
+            getattr(self, kind)()
+        elif self.rng.random() < 0.7:
+            self.ghosts.during(getattr(self, kind))
+        elif self.interrupts.during(getattr(self, kind)):
+            self.recover()
+        for name in ("interrupts", "finalizers"):
+            self.word[name] += self.counts.pop(name, 0)
+        assert not self.wrong, self.wrong
+
+    def recover(self) -> None:
+        """Once nothing uses the blocks any more, as docs/how/interrupts.md says, they are used for something else."""
+        while not self.cache.drain(1.0):
+            self.enter(State.WAITING)
+        self.engine.drain(10.0)
+        self.buffer.copy_from(np.full(self.buffer.nbytes, POISON, np.uint8))
+        time.sleep(self.rng.random() * 0.02)
+        image = self.buffer.to_numpy()
+        assert (image == POISON).all(), f"{(image != POISON).sum()} bytes were written after `drain`"
+        self.fill()
+
+    def haunted(self) -> list[Callable[[], object]]:
+        """What finalizers call: a key of their own, where it changes something."""
+        cache, keys, ghost = self.cache, list(map(key_of, range(4))), [b"ghost"]
+        return [
+            partial(cache.lookup, keys), partial(cache.status, keys), cache.statistics, partial(cache.drain, 0.01),
+            partial(cache.remove, ghost), partial(cache.touch, keys), partial(self.engine.drain, 0.01), cache.check,
+            partial(cache.hint, "prefetch", session="a"), lambda: cache.open_request(session="a").end(),
+            lambda: cache.acquire(keys[:1]).release(), lambda: cache.reserve(ghost).abort(), partial(repr, cache),
+        ]  # fmt: skip
 
     def pause(self) -> None:
         time.sleep(self.rng.random() * 0.01)
@@ -365,8 +409,9 @@ class Engine:
 
 
 def run_engine(plan: Plan, path: str, word: Any, seed: int, errors: Path) -> None:
-    """In a forked child: never returns."""
+    """In a forked child: never returns. SIGABRT has it say where it hangs."""
     status = 1
+    faulthandler.enable(open(f"{errors}-stacks", "w"))  # noqa: SIM115  # to the end
     try:
         Engine(plan, path, word, seed).run()
         status = 0

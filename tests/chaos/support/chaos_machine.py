@@ -2,21 +2,32 @@
 
 Jobs overlap. Entries that no job has are filled with known bytes, which must not change. A second tier reads the same
 files. The tier is closed, killed and opened again meanwhile.
+
+`python chaos_machine.py OPERATIONS SEED`: also while finalizers call the tier in its threads, and signals interrupt
+calls. It prints a line of JSON: counts, and what was wrong.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import random
 import shutil
+import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from chaos_files import NO_FAULTS, ChaosFiles, Faults
 from chaos_history import SECONDS, History, Memory, make_tier, names
 from exhausting import held
+from haunting import Ghosts, Interrupts, Watchdog, unheard
 
 from kvoffload.errors import KVOffloadError
 from kvoffload.tiers import DiskTier, Limits, Outcome, TierJob
@@ -26,6 +37,7 @@ GONE = (Outcome.DONE, Outcome.MISSING)
 NEVER_BEGUN = (Outcome.CANCELLED, Outcome.EXPIRED)
 ENTRIES = 24
 JOBS = 6
+HUNG_SECONDS = 90.0
 IDLE = 1 << 40  # versions from here on fill entries that no job has
 STEPS = {
     "put": 40, "get": 40, "read": 12, "exists": 6, "remove": 10, "clear": 1, "drain": 2, "cancel": 4, "release": 20,
@@ -40,6 +52,9 @@ PROFILES = (
     Faults(hang=0.2),
     Faults(short=0.1, error=0.05, late_error=0.05, sync_error=0.1, hang=0.05),
 )
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -62,15 +77,22 @@ class Live:
 
 
 class Machine:
-    """See above. `counts` has operations, steps, outcomes and faults."""
+    """See above. `counts` has operations, steps, outcomes and faults.
 
-    def __init__(self, folder: Path, seed: int, *, files: int = 2) -> None:
+    Args:
+        haunts: given if finalizers and interrupts are to come; gets what finalizers raise.
+    """
+
+    def __init__(self, folder: Path, seed: int, *, files: int = 2, haunts: list[str] | None = None) -> None:
         self.rng = random.Random(seed)
         self.folder = folder
         self.files = files
-        self.memory = Memory(ENTRIES)
+        self.memory = Memory(ENTRIES + 1)  # the last one is for finalizers
         self.history = History()
         self.counts: Counter[str] = Counter()
+        self.interrupts = None if haunts is None else Interrupts(seed, self.counts)
+        self.ghosts = None if haunts is None else Ghosts(seed, self.counts, haunts)
+        self.lost: list[int] = []  # entries of interrupted calls, until the tier is closed
         self.live: list[Live] = []
         self.reading: Live | None = None
         self._key_of: dict[int, bytes] = {}
@@ -85,11 +107,12 @@ class Machine:
         self.reader_memory = Memory(4)
         self.reader = make_tier(folder, self.reader_memory, files=files, read_only=True)
 
-    def run(self, operations: int) -> None:
+    def run(self, operations: int, goes_on: Callable[[], object] = int) -> None:
         kinds, weights = list(STEPS), list(STEPS.values())
         while self.counts["operations"] < operations:
             kind = self.rng.choices(kinds, weights)[0]
             self.counts[f"step {kind}"] += 1
+            goes_on()
             getattr(self, f"_{kind}")()
             while len(self.live) > JOBS:
                 self._settle()
@@ -102,8 +125,20 @@ class Machine:
 
     # entries ------------------------------------------------------------------------------------------------------
 
+    def _call(self, call: Callable[[], T]) -> T | None:
+        """Make a call of the tier; None: it was interrupted."""
+        if self.interrupts is None or self.ghosts is None:
+            return call()
+        if self.rng.random() < 0.7:
+            return self.ghosts.during(call)
+        results: list[T] = []
+        interrupted = self.interrupts.during(lambda: results.append(call()))
+        return None if interrupted else results[0]
+
     def _take(self, count: int) -> list[int]:
         while len(self._expected) < count:
+            if not self.live:
+                self._close()
             self._settle()
         chosen = self.rng.sample(sorted(self._expected), count)
         for entry in chosen:
@@ -111,7 +146,7 @@ class Machine:
             assert self.memory.version(entry) == expected, f"entry {entry} has changed, and no job had it"
         return chosen
 
-    def _free(self, entries: range | tuple[int, ...]) -> None:
+    def _free(self, entries: Iterable[int]) -> None:
         for entry in entries:
             self._idle += 1
             self.memory.fill(entry, self._idle)
@@ -140,15 +175,21 @@ class Machine:
             self._key_of[self._version] = key
             self.memory.fill(entry, self._version)
             self.history.put(key, self._version)
-        job = self.tier.put(keys, entries, deadline=self._deadline())
-        self.live.append(Live("put", job, versions=tuple(versions)))
+        job = self._call(partial(self.tier.put, keys, entries, deadline=self._deadline()))
+        if job is None:
+            self.lost += entries
+        else:
+            self.live.append(Live("put", job, versions=tuple(versions)))
 
     def _get(self) -> None:
         keys = self._some_keys()
         entries = self._take(len(keys))
         may = tuple(map(self.history.may, keys))
-        job = self.tier.get(keys, entries, deadline=self._deadline())
-        self.live.append(Live("get", job, may, self._version))
+        job = self._call(partial(self.tier.get, keys, entries, deadline=self._deadline()))
+        if job is None:
+            self.lost += entries
+        else:
+            self.live.append(Live("get", job, may, self._version))
 
     def _read(self) -> None:
         """By the tier that only reads, which has one job at a time."""
@@ -162,8 +203,9 @@ class Machine:
 
     def _exists(self) -> None:
         keys = self._some_keys()
-        self.tier.contains(keys)
-        self.live.append(Live("exists", self.tier.exists(keys)))
+        self._call(partial(self.tier.contains, keys))
+        if (job := self._call(partial(self.tier.exists, keys))) is not None:
+            self.live.append(Live("exists", job))
 
     def _remove(self) -> None:
         self._forget(self._some_keys(3))
@@ -175,15 +217,16 @@ class Machine:
     def _forget(self, keys: list[bytes] | None) -> None:
         self._removals += 1
         self.history.removing(self._removals, keys)
-        job = self.tier.clear() if keys is None else self.tier.remove(keys)
-        self.live.append(Live("remove", job, removal=self._removals))
+        job = self._call(self.tier.clear if keys is None else partial(self.tier.remove, keys))
+        if job is not None:
+            self.live.append(Live("remove", job, removal=self._removals))
 
     def _drain(self) -> None:
-        self.tier.drain(self.rng.choice((0.0, 0.01)))
+        self._call(partial(self.tier.drain, self.rng.choice((0.0, 0.01))))
 
     def _cancel(self) -> None:
         if self.live:
-            self.rng.choice(self.live).job.cancel()
+            self._call(self.rng.choice(self.live).job.cancel)
 
     def _release(self) -> None:
         self.counts["released"] += self.calls.hung
@@ -254,7 +297,7 @@ class Machine:
         else:
             self.calls.faults = NO_FAULTS
         end = time.monotonic() + SECONDS
-        while not self.tier.close(0.01):
+        while not self._call(partial(self.tier.close, 0.01)):
             assert time.monotonic() < end, "the tier does not close"
             self.calls.release()
         for live in self.live:
@@ -262,6 +305,8 @@ class Machine:
                 continue  # what a killed process says of a removal does not count
             self._look_at(live, self.memory)
         self.live.clear()
+        self._free(self.lost)
+        self.lost.clear()
         self.counts.update(self.calls.injected)
 
     def _open(self, faults: Faults) -> None:
@@ -283,18 +328,40 @@ class Machine:
                 assert each is not NO_FAULTS
                 self.counts["open refused"] += 1
         self.calls.faults = faults
+        if self.ghosts is not None:
+            self.ghosts.calls = self._haunted()
+
+    def _haunted(self) -> list[Callable[[], object]]:
+        """What finalizers call: on a key and an entry of their own, where it changes something."""
+        tier, key, entry = self.tier, [b"ghost"], [ENTRIES]
+        return [
+            partial(tier.contains, KEYS), partial(tier.exists, KEYS[:3]), tier.statistics, partial(tier.drain, 0.0),
+            partial(tier.put, key, entry), partial(tier.get, key, entry), partial(tier.remove, key),
+            partial(repr, tier), partial(tier.drain, 0.01),
+        ]  # fmt: skip
 
 
-def run(operations: int, seed: int) -> Counter[str]:
+def run(operations: int, seed: int, haunts: list[str] | None = None) -> Counter[str]:
     """One machine; AssertionError where it is wrong. Counts, with descriptors and threads that were left."""
     base = Path(tempfile.mkdtemp())
     before = held()
     try:
         (base / "disk").mkdir(mode=0o700)
-        machine = Machine(base / "disk", seed)
-        machine.run(operations)
+        machine = Machine(base / "disk", seed, haunts=haunts)
+        machine.run(operations, int if haunts is None else Watchdog(HUNG_SECONDS, sys.stderr).goes_on)
     finally:
         shutil.rmtree(base)
     after = held()
     machine.counts.update({f"{name} left": after[name] - before[name] for name in ("descriptors", "threads")})
     return machine.counts
+
+
+if __name__ == "__main__":
+    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)
+    totals, problems = Counter[str](), list[str]()
+    unheard(problems)
+    try:
+        totals = run(int(sys.argv[1]), int(sys.argv[2]), problems)
+    except Exception:
+        problems.append(f"machine of seed {sys.argv[2]}: {traceback.format_exc()[-2500:]}")
+    print(json.dumps({"counts": totals, "wrong": problems[:10]}))

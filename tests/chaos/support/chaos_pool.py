@@ -91,6 +91,12 @@ class Process:
         self.signal(signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
+    def abort(self) -> None:
+        """It hangs, and says where: see `run_engine`."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGABRT)
+        time.sleep(0.5)
+
 
 class Lane:
     """A pool, and what happens to its processes."""
@@ -135,10 +141,10 @@ class Lane:
             busy = State.STARTING < word["state"] < State.ENDED
             if busy and not process.stopped and late > HUNG_SECONDS:
                 self.wrong.append(f"an engine hangs in {State(int(word['state'])).name} for {late:.0f} seconds")
-                os.kill(process.pid, signal.SIGKILL)
+                process.abort()
         for path in sorted(self.folder.glob("error-*")):
             if text := path.read_text():
-                self.wrong.append(text[-1500:])
+                self.wrong.append(text if path.name.endswith("-stacks") else text[-1500:])
             path.unlink()
 
     def check_alive(self) -> None:
@@ -235,6 +241,7 @@ class Lane:
             status = process.end(HUNG_SECONDS)
             if status is None:
                 self.wrong.append(f"an engine does not end: {State(int(process.word['state'])).name}")
+                process.abort()
                 process.kill()
             elif status not in (0, -signal.SIGKILL):
                 self.wrong.append(f"an engine has ended with status {status}")

@@ -1,4 +1,4 @@
-"""Random calls of caches from `open_cache` over one folder: sessions in processes, one after another, many of them killed.
+"""Random calls of caches from `open_cache` over one folder: sessions in processes, one after another, many killed.
 
     python tests/chaos/support/fuzz_door.py                                 40 minutes, another seed each time
     python tests/chaos/support/fuzz_door.py --only drops --seconds 60 --seed 7
@@ -9,9 +9,9 @@
     drops        interrupts by signals in calls of the cache. After that, as docs/how/interrupts.md says, `cache.drain`
                  is called, and the blocks are used for something else
 
-The bytes of a block follow from its key. Every block that is loaded is compared, and so are all blocks that no call has.
-Records that were on the disk when `drain` was True are there in the next session, killed or not. Prints counts, what was
-wrong, the stacks of what hangs, and a summary. Exit status 1 if anything was wrong.
+The bytes of a block follow from its key. Every block that is loaded is compared, and so are all blocks that no call
+has. Records that were on the disk when `drain` was True are there in the next session, killed or not. Prints counts,
+what was wrong, the stacks of what hangs, and a summary. Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Session:
         self.plan, self.say, self.rng = plan, say, random.Random(plan.seed)
         self.counts, self.wrong = Counter[str](), list[str]()
         unheard(self.wrong)
-        self.interrupts = Interrupts(plan.seed)
-        self.ghosts = Ghosts(plan.seed) if "finalizers" in plan.kinds else None
+        self.interrupts = Interrupts(plan.seed, self.counts)
+        self.ghosts = Ghosts(plan.seed, self.counts, self.wrong) if "finalizers" in plan.kinds else None
         self.device: Device = kvoffload.open_device(backend=SimulatedDriver(seed=plan.seed))
         self.jobs: list[tuple[Any, list[int]]] = []  # that nobody has waited for, and their blocks
         self.taken = list[int]()  # blocks of the step
@@ -164,8 +164,9 @@ class Session:
     def free(self, blocks: Sequence[int]) -> None:
         """They are the program's again, which uses them for something else."""
         for block in blocks:
-            self.idle[block] = self.rng.randrange(1 << 16)
-            self.write(block, [self.idle[block]] * LAYERS)
+            word = self.rng.randrange(1 << 16)
+            self.write(block, [word] * LAYERS)
+            self.idle[block] = word  # last: a signal may come anywhere
 
     def check_idle(self) -> None:
         for block, word in self.idle.items():
@@ -188,6 +189,7 @@ class Session:
         while self.jobs:
             job, blocks = self.jobs[-1]
             job.wait(SECONDS)
+            self.taken += blocks
             self.jobs.pop()
             self.free(blocks)
 
@@ -246,7 +248,17 @@ class Session:
         if self.ghosts is not None:
             self.ghosts.calls = self.haunted()
         self.operations.rate = self.rng.choice((0.05, 0.3)) if "headers" in self.plan.kinds else 0.0
-        steps = {"keep": 30, "fetch": 40, "ask": 8, "drop": 6, "remove": 2, "turn": 6, "drain": 3, "lease": 4, "hint": 3}
+        steps = {
+            "keep": 30,
+            "fetch": 40,
+            "ask": 8,
+            "drop": 6,
+            "remove": 2,
+            "turn": 6,
+            "drain": 3,
+            "lease": 4,
+            "hint": 3,
+        }
         try:
             while time.monotonic() < until and not self.wrong:
                 self.step(getattr(self, self.rng.choices(list(steps), list(steps.values()))[0]))
@@ -259,16 +271,21 @@ class Session:
         self.say("step")
         self.counts["operations"] += 1
         self.taken.clear()
-        if self.ghosts is not None:
-            self.ghosts.litter()
         if "drops" in self.plan.kinds and self.rng.random() < 0.5:
             if self.interrupts.during(call):
                 self.recover()
+        elif self.ghosts is not None:
+            self.ghosts.during(call)
         else:
             call()
-        if self.ghosts is not None:
-            self.wrong += self.ghosts.wrong
         self.check_idle()
+        if self.rng.random() < 0.02:
+            self.tell()
+
+    def tell(self) -> None:
+        counts = dict(self.counts)
+        self.counts.clear()
+        self.say("counts", counts)
 
     def recover(self) -> None:
         """What docs/how/interrupts.md says: then nothing uses the blocks of the call any more."""
@@ -369,9 +386,10 @@ class Session:
         if self.disk is not None:
             promised, failed = self.disk.promised()
             given_up = self.disk.statistics().failed - failed  # headers that were not written in the end
-            promised = sorted(promised - self.removed)
-            lost = [key for key, there in zip(promised, self.disk.contains(promised), strict=True) if not there]
-            assert len(lost) <= given_up, f"{len(lost)} of {len(promised)} DONE records are gone, {given_up} given up"
+            keys = sorted(promised)
+            missing = {key for key, there in zip(keys, self.disk.contains(keys), strict=True) if not there}
+            lost = len(missing - self.removed)
+            assert lost <= given_up, f"{lost} of {len(promised)} DONE records are gone, {given_up} given up"
         keys = [key for request in self.keys for key in request if key not in self.removed]
         self.cache.remove(keys, below=False)
         there = [key.hex() for key in keys if self.cache.locate([key]) == ["disk"]]
@@ -385,8 +403,9 @@ class Session:
         blocks = list(range(BLOCKS - GHOSTS, BLOCKS))
 
         def close() -> None:
-            self.closed = True
-            cache.close(1.0)
+            if self.rng.random() < 0.1:
+                self.closed = True
+                cache.close(1.0)
 
         def forget(remove: Callable[[], object], of: Sequence[bytes]) -> None:
             self.forget(of)
@@ -396,10 +415,10 @@ class Session:
             partial(cache.drain, 0.05), partial(cache.fetch, [*keys, *ghost][:GHOSTS], blocks), cache.check,
             partial(cache.keep, ghost, blocks[:1]), partial(cache.lookup, keys), partial(cache.status, keys),
             partial(cache.locate, keys), cache.statistics, cache.tier_statistics, partial(cache.promote, keys),
-            partial(forget, partial(cache.remove, keys), keys), partial(cache.remove, ghost),
-            partial(forget, cache.clear, [key for each in self.keys for key in each]), partial(repr, cache),
-            partial(cache.hint, "prefetch", session="s1"), partial(cache.touch, keys), partial(cache.engine.drain, 0.05),
-            lambda: cache.open_request(session="s1").end(), lambda: cache.acquire(keys).release(), close,
+            partial(forget, partial(cache.remove, keys), keys), partial(forget, partial(cache.remove, ghost), ghost),
+            partial(forget, cache.clear, [key for each in self.keys for key in each]), partial(cache.touch, keys),
+            partial(cache.hint, "prefetch", session="s1"), partial(cache.engine.drain, 0.05), close,
+            lambda: cache.open_request(session="s1").end(), lambda: cache.acquire(keys).release(),
         ]  # fmt: skip
 
 
@@ -418,15 +437,13 @@ def run_session(plan: Plan, pipe: int, stacks: Path) -> None:
             warnings.simplefilter("ignore")
             say("begins")
             session = Session(plan, say)
-            session.run(time.monotonic() + session.rng.random() * LONGEST_SESSION)
+            session.run(time.monotonic() + LONGEST_SESSION)
         except BaseException:
             say("wrong", f"{plan}: {traceback.format_exc()[-2500:]}")
         if session is not None:
-            session.counts["interrupts"] = session.interrupts.count
-            session.counts["finalizers"] = 0 if session.ghosts is None else session.ghosts.made
             for each in session.wrong:
                 say("wrong", f"{plan}: {each}")
-            say("counts", session.counts)
+            session.tell()
         os._exit(0)
 
 
@@ -453,7 +470,7 @@ class Fuzz:
         kinds = self.only or [kind for kind in KINDS if self.rng.random() < 0.5]
         must = {path: sorted(keys) for path, keys in self.must.items()}
         plan = Plan(str(self.folder), self.rng.randrange(1 << 30), self.shape, tuple(kinds), must)
-        wait = self.rng.random() * LONGEST_SESSION if self.rng.random() < 0.4 else 3 * HUNG_SECONDS
+        wait = self.rng.random() * LONGEST_SESSION if self.rng.random() < 0.6 else 3 * HUNG_SECONDS
         stacks, (read, write) = self.base / "stacks", os.pipe()
         child = os.fork()
         if child == 0:
@@ -471,6 +488,7 @@ class Fuzz:
             text += chunk
         os.close(read)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        self.removed = set[str]()  # by this session
         self.counts["sessions"] += 1
         self.counts["kills"] += status == -signal.SIGKILL
         if status == 1 or (status == -signal.SIGKILL and wait > SECONDS):
@@ -486,9 +504,10 @@ class Fuzz:
         elif what == "wrong":
             self.wrong += arguments
         elif what == "durable":
-            self.must.setdefault(arguments[0], set()).update(arguments[1])
+            self.must.setdefault(arguments[0], set()).update(set(arguments[1]) - self.removed)
         elif what == "removing":
             self.must.setdefault(arguments[0], set()).difference_update(arguments[1])
+            self.removed.update(arguments[1])
 
     def run(self, seconds: float) -> None:
         begin = time.monotonic()
@@ -513,8 +532,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = fuzz.counts
     print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
     print(*(f"  wrong: {each}" for each in fuzz.wrong[:5]), *(f"  hangs: {each}" for each in fuzz.hangs[:2]), sep="\n")
-    figures = {name: counts[name] for name in ("operations", "interrupts", "kills")}
-    print(summary("door", options.seed, **figures, wrong=len(fuzz.wrong), hangs=len(fuzz.hangs)))
+    print(summary("door", options.seed, counts, wrong=len(fuzz.wrong), hangs=len(fuzz.hangs)))
     return int(bool(fuzz.wrong or fuzz.hangs))
 
 

@@ -13,13 +13,16 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from traceback import walk_stack
+from typing import IO, Any, TypeVar
 
 from kvoffload.errors import KVOffloadError
 
 REFUSALS = (KVOffloadError, RuntimeError, TimeoutError)  # what a call inside another one may raise
 PACKAGE = "/kvoffload/"
+T = TypeVar("T")
 
 
 class Ghost:
@@ -33,23 +36,32 @@ class Ghost:
 
 
 class Ghosts:
-    """Finalizers that make calls, at random lines of the package in threads that begin from now on.
+    """Finalizers that make calls, at random lines of the package in threads that begin from now on, and `during` calls.
+    None in the simulator. Nothing else collects.
 
     Args:
+        counts: gets how many calls there were, as "finalizers".
+        wrong: gets what they raised, but for `REFUSALS`.
         chance: that a line of such a thread runs a collection.
 
     Attributes:
-        calls: that finalizers make; none yet. They may be refused, see `REFUSALS`.
-        made: how many of them have returned or were refused.
-        wrong: what else they raised.
+        calls: that finalizers make; none yet.
     """
 
-    def __init__(self, seed: int, chance: float = 0.001) -> None:
+    def __init__(self, seed: int, counts: Counter[str], wrong: list[str], chance: float = 0.001) -> None:
         self.calls: Sequence[Callable[[], object]] = ()
-        self.made, self.wrong = 0, list[str]()
-        self._random, self._chance = random.Random(seed), chance
+        self._random, self._counts, self._wrong, self._chance = random.Random(seed), counts, wrong, chance
+        gc.disable()
         gc.freeze()  # a collection looks at little
         threading.settrace(self._trace)
+
+    def during(self, call: Callable[[], T]) -> T:
+        """Make a call. No signal may come meanwhile: its handler would run where CPython runs none."""
+        sys.settrace(self._trace)
+        try:
+            return call()
+        finally:
+            sys.settrace(None)
 
     def call(self) -> None:
         calls = self.calls
@@ -59,17 +71,13 @@ class Ghosts:
         except REFUSALS:
             pass
         except KeyboardInterrupt:
-            pass  # a signal has come in the meantime: it is said to have been swallowed by a finalizer
+            pass  # a signal in a finalizer's call: CPython swallows it, too
         except BaseException:
-            self.wrong.append(f"a finalizer: {traceback.format_exc()[-1500:]}")
-        self.made += bool(calls)
-
-    def litter(self) -> None:
-        """Leave one for whichever thread collects next."""
-        Ghost(self)
+            self._wrong.append(f"a finalizer: {traceback.format_exc()[-1500:]}")
+        self._counts["finalizers"] += bool(calls)
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
-        if PACKAGE not in frame.f_code.co_filename:
+        if PACKAGE not in frame.f_code.co_filename or "/simulator/" in frame.f_code.co_filename:
             return None
         if event == "line" and self._random.random() < self._chance:
             Ghost(self)
@@ -78,18 +86,23 @@ class Ghosts:
 
 
 class Interrupts:
-    """KeyboardInterrupt by a signal at a random moment of a call. For the main thread.
+    """KeyboardInterrupt by a signal at a random moment of a call, but not in the simulator: a driver runs no Python.
 
-    Attributes:
-        count: how many calls were interrupted.
+    For the main thread.
+
+    Args:
+        counts: gets how many calls were interrupted, as "interrupts".
     """
 
-    def __init__(self, seed: int) -> None:
-        self.count, self._armed, self._random = 0, False, random.Random(seed)
+    def __init__(self, seed: int, counts: Counter[str]) -> None:
+        self._counts, self._armed, self._random = counts, False, random.Random(seed)
         signal.signal(signal.SIGALRM, self._handle)
 
-    def _handle(self, *_: object) -> None:
-        if self._armed:
+    def _handle(self, _: int, frame: Any) -> None:
+        simulated = self._armed and any("/simulator/" in each.f_code.co_filename for each, _ in walk_stack(frame))
+        if simulated:
+            signal.setitimer(signal.ITIMER_REAL, 2e-5)
+        elif self._armed:
             self._armed = False
             raise KeyboardInterrupt
 
@@ -102,7 +115,7 @@ class Interrupts:
             self._armed = False
             return False
         except KeyboardInterrupt:
-            self.count += 1
+            self._counts["interrupts"] += 1
             return True
         finally:
             self._armed = False
@@ -134,9 +147,7 @@ def unheard(wrong: list[str]) -> None:
     sys.unraisablehook = threading.excepthook = say
 
 
-def summary(name: str, seed: int, *, operations: int, interrupts: int, kills: int, wrong: int, hangs: int) -> str:
+def summary(name: str, seed: int, counts: Counter[str], *, wrong: int, hangs: int) -> str:
     """The last line of each of the programs."""
-    return (
-        f"{name}: seed {seed}, {operations} operations, {interrupts} interrupts, {kills} kills, {wrong} wrong, "
-        f"{hangs} hangs"
-    )
+    figures = ", ".join(f"{counts[each]} {each}" for each in ("operations", "interrupts", "kills"))
+    return f"{name}: seed {seed}, {figures}, {wrong} wrong, {hangs} hangs"
