@@ -143,9 +143,11 @@ class Lane:
                 self.wrong.append(f"an engine hangs in {State(int(word['state'])).name} for {late:.0f} seconds")
                 process.abort()
         for path in sorted(self.folder.glob("error-*")):
+            stacks = path.name.endswith("-stacks")
             if text := path.read_text():
-                self.wrong.append(text if path.name.endswith("-stacks") else text[-1500:])
-            path.unlink()
+                self.wrong.append(text if stacks else text[-1500:])
+            if text or not stacks:  # else the process may still say something there
+                path.unlink()
 
     def check_alive(self) -> None:
         """Processes that have ended by themselves are wrong; start new ones."""

@@ -2,11 +2,13 @@
 
     python tests/chaos/support/exhaust_disk.py                        everything: ten minutes on one core
     python tests/chaos/support/exhaust_disk.py --only crashes --states 1000000 --seed 7
+    python tests/chaos/support/exhaust_disk.py --minutes 40           kills and haunts in turn
 
     crashes     states of the files after a crash: unsynced writes lost, torn, reordered
     kills       processes killed while they write
     damage      bytes flipped, files cut off, slots swapped, older sectors brought back
     faults      random operations while system calls fail, hang and end late
+    haunts      the same, while finalizers call the tier in its threads, and signals interrupt calls
     soak        a tier opened and closed again and again: memory, descriptors, threads
 
 It prints counts of each, and what was wrong. Exit status 1 if anything was.
@@ -21,7 +23,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,12 @@ import chaos_crashes
 import chaos_damage
 import chaos_machine
 import chaos_soak
-from exhausting import report, too_many
+from exhausting import Result, go_on_for, report, too_many
 
 HERE = Path(__file__).resolve().parent
-KINDS = ("crashes", "kills", "damage", "faults", "soak")
+KINDS = ("crashes", "kills", "damage", "faults", "haunts", "soak")
 PER_MACHINE = 20_000  # operations
 MOST_GROWTH = 8 << 20  # bytes of resident memory, in a soak
-
-Result = tuple[Counter[str], list[str]]
 
 
 def program(name: str, *arguments: int) -> dict[str, Any]:
@@ -71,6 +71,15 @@ def faults(operations: int, seed: int) -> Result:
     return counts, wrong + too_many(counts, {"descriptors": 0, "threads": 0}, "left")
 
 
+def haunts(operations: int, seed: int) -> Result:
+    """In a process of its own, which says on its standard error where it hangs, and ends."""
+    try:
+        report = program("chaos_machine.py", operations, seed)
+    except subprocess.CalledProcessError as error:
+        return Counter(), [f"machine of seed {seed} hangs: status {error.returncode}"]
+    return Counter(report["counts"]), report["wrong"]
+
+
 def soak(seconds: float, seed: int) -> Result:
     counts = chaos_soak.run(seed, seconds=seconds)
     limits = {"descriptors": 0, "threads": 0, "tasks": 0, "resident": MOST_GROWTH}
@@ -85,14 +94,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stride", type=int, default=1, help="of flipped bytes of payloads")
     parser.add_argument("--operations", type=int, default=100_000, help="with failing calls")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the soak")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="0 by default, and with --minutes another one each time")
+    parser.add_argument("--minutes", type=float, help="go on for so long with kills and haunts")
     options = parser.parse_args(arguments)
+    if options.minutes is not None:
+        runs: list[Callable[[int], Result]] = [lambda seed: kills(20, seed), lambda seed: haunts(5000, seed)]
+        return go_on_for(options.minutes, "tiers", runs, options.seed)
+    seed = options.seed or 0
     tests = {
-        "crashes": lambda: chaos_crashes.run(options.states, options.seed),
-        "kills": lambda: kills(options.kills, options.seed),
-        "damage": lambda: chaos_damage.run(options.stride, options.seed),
-        "faults": lambda: faults(options.operations, options.seed),
-        "soak": lambda: soak(options.seconds, options.seed),
+        "crashes": lambda: chaos_crashes.run(options.states, seed),
+        "kills": lambda: kills(options.kills, seed),
+        "damage": lambda: chaos_damage.run(options.stride, seed),
+        "faults": lambda: faults(options.operations, seed),
+        "haunts": lambda: haunts(options.operations, seed),
+        "soak": lambda: soak(options.seconds, seed),
     }
     failed = False
     for name in options.only or KINDS:

@@ -3,6 +3,7 @@
     python tests/chaos/support/exhaust_pool.py                          everything on simulated devices: half an hour
     python tests/chaos/support/exhaust_pool.py --only kills --kills 200 --gpu       several engines on one GPU
     python tests/chaos/support/exhaust_pool.py --only fuzz --rounds 100000 --seconds 36000 --seed 7
+    python tests/chaos/support/exhaust_pool.py --minutes 40        both in turn, with finalizers and interrupts, too
 
     kills   engines and the owner killed, stopped, closed and begun anew at random moments (`chaos_pool.py`)
     fuzz    random calls of four engines, compared with a model (`fuzz_pool.py`)
@@ -20,18 +21,17 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from exhausting import report, too_many
+from exhausting import Result, go_on_for, report, too_many
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("kills", "fuzz")
 SPARE_SECONDS = 120.0  # that a lane may need after `--seconds`
+TURN_SECONDS = 60.0  # of a kind, with `--minutes`
 HELPERS = (HERE.parents[2], HERE, HERE.parents[1] / "pool", HERE.parents[1] / "support")
-
-Result = tuple[Counter[str], list[str]]
 
 
 def started(program: str, plan: dict[str, Any]) -> subprocess.Popen[str]:
@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=200, help="of the fuzz; each has a seed of its own")
     parser.add_argument("--steps", type=int, default=500, help="of a round")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="0 by default, and with --minutes another one each time")
+    parser.add_argument("--minutes", type=float, help="go on for so long; finalizers and interrupts, too")
     parser.add_argument("--lanes", type=int, default=os.cpu_count() or 1, help="pools at the same time")
     parser.add_argument(
         "--engines", type=int, default=3, help="of each pool whose engines are killed; the fuzz has four"
@@ -112,13 +113,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     more: dict[str, Any] = {"row_bytes": 64 << 10} if options.gpu >= 0 else {}
     common: dict[str, Any] = {"lanes": options.lanes, "seconds": options.seconds}
-    failed = False
+    if options.minutes is not None:
+        turn: dict[str, Any] = {"lanes": options.lanes, "seconds": TURN_SECONDS}
+        runs: dict[str, Callable[[int], Result]] = {
+            "kills": lambda seed: kills(10_000, seed, **turn, **more, engines=options.engines, haunted=True),
+            "fuzz": lambda seed: fuzz(10_000, 1000 * seed, **turn),
+        }
+        return go_on_for(options.minutes, "pools", [runs[kind] for kind in options.only or KINDS], options.seed)
+    failed, seed = False, options.seed or 0
     for kind in options.only or KINDS:
         if kind == "kills":
             more |= {"gpu": options.gpu, "engines": options.engines}
-            found = kills(options.kills, options.seed, **common, **more)
+            found = kills(options.kills, seed, **common, **more)
         else:
-            found = fuzz(options.rounds, options.seed, **common, steps=options.steps)
+            found = fuzz(options.rounds, seed, **common, steps=options.steps)
         failed |= report(kind, *found)
     return int(failed)
 

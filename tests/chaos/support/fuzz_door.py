@@ -43,7 +43,7 @@ from haunting import Ghosts, Interrupts, Watchdog, summary, unheard
 import kvoffload
 from kvoffload import BlockCache, ClosedError, Device, KVOffloadError, LayoutError, MissingKeyError
 from kvoffload.testing import SimulatedDriver
-from kvoffload.tiers import DiskTier, Limits, ObjectStoreTier, Outcome, Tier
+from kvoffload.tiers import DiskTier, Limits, ObjectStoreTier, Outcome, Tier, TierJob
 from kvoffload.tiers.files import FileOperations
 
 KINDS = ("views", "finalizers", "headers", "drops")
@@ -95,21 +95,21 @@ class FailingHeaders(FileOperations):
         return super().pwritev(file, views, offset)
 
 
-class WatchedDisk(DiskTier):
-    """Remembers what it was told to write."""
+class Puts:
+    """Remembers what a disk tier is told to write, and stays out of its class: another one's work may wait."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.puts: list[Any] = []
+    def __init__(self, disk: DiskTier) -> None:
+        self.disk, self._jobs, self._put = disk, list[TierJob](), disk.put
+        disk.put = self.put  # type: ignore[method-assign]
 
-    def put(self, keys: Sequence[bytes], entries: Sequence[int], **options: Any) -> Any:
-        job = super().put(keys, entries, **options)
-        self.puts.append(job)
+    def put(self, *arguments: Any, **options: Any) -> TierJob:
+        job = self._put(*arguments, **options)
+        self._jobs.append(job)
         return job
 
     def promised(self) -> tuple[set[bytes], int]:
         """Keys of which each put has ended DONE, and how many have FAILED. Call it when nothing is being written."""
-        pairs = [pair for job in self.puts for pair in zip(job.keys, job.wait(SECONDS), strict=True)]
+        pairs = [pair for job in self._jobs for pair in zip(job.keys, job.wait(SECONDS), strict=True)]
         others = {key for key, outcome in pairs if outcome is not Outcome.DONE}
         failed = sum(outcome is Outcome.FAILED for _, outcome in pairs)
         return {key for key, _ in pairs} - others, failed
@@ -209,12 +209,13 @@ class Session:
         options: dict[str, Any] = {"axes": self.axes, "device": self.device, "pool_bytes": 1 << 16}
         limits = Limits(threads=self.rng.choice((1, 2, 4)))
         below: list[Tier] = []
-        self.disk: WatchedDisk | None = None
+        self.puts: Puts | None = None
         if "headers" in self.plan.kinds or self.rng.random() < 0.5:
-            self.disk = WatchedDisk(
+            disk = DiskTier(
                 self.path, nbytes=1 << 20, identity="m", limits=limits, operations=self.operations, policy="lru"
             )
-            below.append(self.disk)
+            self.puts = Puts(disk)
+            below.append(disk)
         else:
             options |= {"disk": self.path, "disk_bytes": 1 << 20, "identity": "m"}
         if self.rng.random() < 0.3:
@@ -289,9 +290,8 @@ class Session:
 
     def recover(self) -> None:
         """What docs/how/interrupts.md says: then nothing uses the blocks of the call any more."""
-        end = time.monotonic() + SECONDS
         while not self.cache.drain(1.0):
-            assert time.monotonic() < end, "drain is not True after an interrupt"
+            pass  # the watchdog says where it hangs
         in_use = {block for _, blocks in self.jobs for block in blocks}
         self.free([block for block in self.taken if block not in self.idle and block not in in_use])
 
@@ -370,24 +370,24 @@ class Session:
         self.cache.remove(self.rng.choice(self.keys), below=False)
 
     def remove(self) -> None:
-        self.forget(self.rng.choice(self.keys)[self.rng.randrange(LONGEST) :])
+        self.forget(keys := self.rng.choice(self.keys)[self.rng.randrange(LONGEST) :])
         with suppress(KVOffloadError):
-            self.cache.remove(list(self.removed))
+            self.cache.remove(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """They are about to be removed: whether the disk has them is not known from here on."""
-        self.removed.update(keys)
         self.say("removing", self.path, [key.hex() for key in keys])
+        self.removed.update(keys)
 
     def drain(self) -> None:
         """What was written is there, and will be."""
         if not self.cache.drain(SECONDS):
             return
-        if self.disk is not None:
-            promised, failed = self.disk.promised()
-            given_up = self.disk.statistics().failed - failed  # headers that were not written in the end
+        if self.puts is not None:
+            promised, failed = self.puts.promised()
+            given_up = self.puts.disk.statistics().failed - failed  # headers that were not written in the end
             keys = sorted(promised)
-            missing = {key for key, there in zip(keys, self.disk.contains(keys), strict=True) if not there}
+            missing = {key for key, there in zip(keys, self.puts.disk.contains(keys), strict=True) if not there}
             lost = len(missing - self.removed)
             assert lost <= given_up, f"{lost} of {len(promised)} DONE records are gone, {given_up} given up"
         keys = [key for request in self.keys for key in request if key not in self.removed]
@@ -408,8 +408,9 @@ class Session:
                 cache.close(1.0)
 
         def forget(remove: Callable[[], object], of: Sequence[bytes]) -> None:
-            self.forget(of)
-            remove()
+            if self.rng.random() < 0.02:  # else nothing is left
+                self.forget(of)
+                remove()
 
         return [
             partial(cache.drain, 0.05), partial(cache.fetch, [*keys, *ghost][:GHOSTS], blocks), cache.check,
