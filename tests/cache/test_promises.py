@@ -9,6 +9,7 @@ import pytest
 from helpers import keys
 from session_host import TURN, Host
 
+from kvoffload import Tenant
 from kvoffload.cache.policies import POLICIES
 
 # retain
@@ -45,6 +46,25 @@ def test_who_breaks_a_promise_has_to_keep_one_first() -> None:
         assert answer.outcome == outcome
         host.scan(1)
         assert host.left(*TURN) == stays
+
+
+@pytest.mark.parametrize(("late", "outcome"), [(60, "accepted"), (61, "declined")])
+def test_who_comes_back_at_the_last_moment_has_kept_a_promise(late: int, outcome: str) -> None:
+    host = Host()
+    host.turn("a", *TURN, ttl=60)
+    host.now += late
+    answer = host.turn("a", *TURN, ttl=60)
+    assert answer is not None
+    assert answer.outcome == outcome
+
+
+def test_a_promise_for_as_long_as_any_counts_is_not_clipped() -> None:
+    host = Host()
+    host.trusted("a", *TURN, ttl=60)
+    for promise in ({"ttl": 600}, {"ttl": 86_400, "due": 43_200}):
+        answer = host.turn("a", *TURN, **promise)
+        assert answer is not None
+        assert (answer.outcome, answer.reason) == ("accepted", "")
 
 
 def test_who_comes_back_for_other_keys_is_not_trusted() -> None:
@@ -223,6 +243,17 @@ def test_what_a_prefetch_brings_is_retained_for_a_day_at_most_and_not_after_the_
     host.now += 1
     assert host.retained() == []
     assert host.left(7) == [7]
+
+
+def test_keys_that_a_prefetch_promises_again_count_once_in_the_share_of_a_tenant() -> None:
+    host = Host(16, tenants={"t": Tenant()})
+    for _ in range(2):
+        host.trusted("a", *range(8), due=30)
+    assert len(host.retained()) == 8, "half of the entries"
+    host.index.remove(keys(7))
+    _, _, request = host.prefetch("a", 60, due=30)
+    host.bring(request, 7)
+    assert host.retained() == keys(*range(8))
 
 
 def test_a_prefetch_without_due_retains_until_the_earlier_promise_is_over() -> None:

@@ -43,6 +43,15 @@ def test_what_others_have_used_is_not_released() -> None:
     assert host.left(*TURN, 10) == [0, 1, 10]
 
 
+@pytest.mark.parametrize(("common", "left"), [(2, 6), (3, 4)])
+def test_a_request_goes_on_where_one_ended_if_it_begins_with_all_but_its_last_key(common: int, left: int) -> None:
+    """Else it is a branch, and the session has both."""
+    host = Host(16)
+    host.turn("a", *TURN)
+    host.turn("a", *TURN[:common], *range(10, 14 - common))
+    assert host.index.hint("release", session="a").blocks == left
+
+
 @pytest.mark.parametrize("how", ["load", "touch", "another session"])
 def test_a_released_key_that_is_asked_for_again_stays_as_others_do(how: str) -> None:
     host = Host(8)

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,22 @@ def test_a_device_that_it_has_opened_is_closed(monkeypatch: pytest.MonkeyPatch) 
             assert device is not other
         assert device.closed
         assert not other.closed
+
+
+def test_an_array_that_does_not_say_where_it_is_is_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has no DLPack, but CUDA's array interface."""
+    driver, asked = SimulatedDriver(), list[int]()
+
+    def opened(index: int) -> kvoffload.Device:
+        asked.append(index)
+        return kvoffload.open_device(index, backend=driver)
+
+    monkeypatch.setattr(door, "open_device", opened)
+    with kvoffload.open_device(backend=driver) as other:
+        array = other.empty(SHAPE, "uint8")
+        foreign = SimpleNamespace(__cuda_array_interface__=array.__cuda_array_interface__ | {"stream": None})
+        with kvoffload.open_cache(foreign, axes=AXES, pool_bytes=1 << 16):
+            assert asked == [0]
 
 
 def test_a_disk_is_read_by_the_next_program(tmp_path: Path) -> None:

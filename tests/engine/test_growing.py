@@ -97,6 +97,12 @@ def test_the_engine_is_returned_after_the_first_piece_and_a_thread_pins_the_rest
     assert device.simulator.leaks()["registered_ranges"] == 0
 
 
+def test_a_program_that_ends_does_not_wait_for_its_pool_to_grow(device: kvoffload.Device) -> None:
+    with growing(device):
+        (thread,) = (each for each in threading.enumerate() if each.name == "kvoffload-growth")
+        assert thread.daemon
+
+
 def test_a_pool_pinned_at_once_registers_the_same_ranges(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +538,8 @@ def test_a_growing_pool_is_of_positive_integers(wrong: Any) -> None:
         Growing(wrong)
     with pytest.raises(ValueError, match="piece_bytes must be an integer of at least 1, got "):
         Growing(4096, piece_bytes=wrong)
+    with pytest.raises(TypeError, match="positional"):
+        Growing(4096, 4096)  # type: ignore[misc]
 
 
 def test_short_integers_of_numpy_do_not_overflow(device: kvoffload.Device) -> None:

@@ -232,5 +232,5 @@ def test_keys_depend_on_the_codec() -> None:
 
 def test_kinds_are_all_there() -> None:
     found = kinds(np.random.default_rng(0), 256, 7)
-    assert sum(name.startswith("unfit") for name in found) == 3
+    assert sum(name.startswith("unfit") for name in found) == 4
     assert {len(values) for values in found.values()} == {256}

@@ -102,6 +102,17 @@ def test_a_reserved_key_is_not_loaded_before_a_transfer_fills_it(tmp_path: Path)
         eventually(lambda: one.counts() == (3, 0, 0), "nothing is held")
 
 
+def test_a_reservation_says_whether_there_was_too_little_room(tmp_path: Path) -> None:
+    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+        first = one.cache.reserve(keys_of(range(6)))
+        assert (first.short, first.declined) == (False, ())
+        second = one.cache.reserve(keys_of([0, *range(10, 16)]))
+        assert (second.short, second.declined) == (True, tuple(keys_of(range(12, 16))))
+        assert second.present == (key_of(0),)
+        for each in (first, second):
+            each.abort()
+
+
 def test_a_load_of_pending_keys_follows_their_store(tmp_path: Path) -> None:
     with serve(tmp_path, 8), members(str(tmp_path / "pool"), 2) as (one, other):
         for numbers in ((1, 2), (2, 3, 4)):

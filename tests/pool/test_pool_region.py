@@ -218,6 +218,19 @@ def test_evicted_keys_whose_entries_no_new_key_takes_leave_no_header(region: Reg
     one.memory.close()
 
 
+def test_the_next_owner_knows_in_which_order_keys_were_stored(region: Region) -> None:
+    """Also where a new key has the entry of an older one."""
+    one = Joined(region)
+    for number in range(6):
+        one.reserve(number)
+        one.end(one.asked)
+    region.records.remove((keys_of([0]), False))
+    assert one.reserve(9) == [0]
+    one.end(one.asked)
+    assert region.memory.found().keys == keys_of([1, 2, 3, 4, 5, 9])
+    one.memory.close()
+
+
 def test_keys_that_come_from_a_tier_while_a_region_closes_leave_no_header_of_those_that_they_displace() -> None:
     """As a prefetch that goes on while the index writes its last keys: the next owner finds no key without bytes."""
     tier, memory = GatedTier(threads=2), PoolMemory.create(MEANING)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from pooling import SECONDS, eventually, held, member, serve
+from pooling import SECONDS, Member, eventually, held, member, serve
 
 from kvoffload.pool import watching
 
@@ -51,3 +54,25 @@ def test_a_member_looks_often_while_copies_are_in_flight_and_soon_sleeps_again(
         owner.close()
         eventually(lambda: waits[-1:] == [retry], "it looks for another owner")
         assert {retry, 10 * retry} >= set(waits)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_thread_of_a_forgotten_membership_is_woken(
+    tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would sleep for longer than anything may take."""
+    monkeypatch.setattr(watching, "RETRY_SECONDS", 10.0 * SECONDS)
+    with serve(tmp_path, 8), ExitStack() as stack:
+        running = set(threading.enumerate())
+        one = Member(str(tmp_path / "pool"), stack)
+        (thread,) = (each for each in set(threading.enumerate()) - running if each.name == "kvoffload-pool")
+        stack.pop_all()
+        one.engine.close()
+        one.device.close()
+        eventually(lambda: waits[-1:] == [100.0 * SECONDS], "it sleeps")
+        gone = weakref.ref(one.pool)
+        del one
+        gc.collect()
+        eventually(lambda: gone() is None, "it is garbage")
+        thread.join(SECONDS)
+        assert not thread.is_alive()

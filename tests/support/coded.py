@@ -33,8 +33,12 @@ def kinds(random: np.random.Generator, count: int, escapes: int) -> dict[str, Va
     """A chunk of `count` values of each kind. Those whose names begin with "unfit" do not fit."""
     anything = random.integers(0, 1 << 16, count).astype(np.uint16)
     usual = normal(random, count)
+    levels = np.zeros(count, np.uint16)  # too far from each other for any window; else zeros, which fit into all
+    places = random.permutation(count)[: 9 * (escapes + 1) // 8].reshape(9, -1)
+    levels[places] = anything[places] & np.uint16(0x807F) | np.arange(250, 129, -15, dtype=np.uint16)[:, None] << 7
     found = {
         "normal": usual,
+        "unfit: one too many in each window": levels,
         "large": normal(random, count, 1e30),
         "tiny": normal(random, count, 1e-36),
         "zeros": np.zeros(count, np.uint16),

@@ -8,7 +8,7 @@ import pytest
 from tier_classes import DictTier
 
 from kvoffload.cache.tiering.below import Breaker, BreakerState, TierBelow, TierSpeed
-from kvoffload.tiers import Outcome
+from kvoffload.tiers import MemoryTier, Outcome, TierStatistics
 
 DONE, FAILED, DECLINED = Outcome.DONE, Outcome.FAILED, Outcome.DECLINED
 CLOSED, OPEN, TRYING = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.TRYING
@@ -59,6 +59,32 @@ def test_every_event_in_every_state(state: BreakerState, event: str, then: Break
         getattr(breaker, event)(0.0)
     assert breaker.state is then
     assert breaker.usable(0.0, 0.0) is usable
+
+
+def test_the_log_says_once_that_a_tier_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    below = TierBelow(MemoryTier(1 << 16), HUNG)
+    for failures in range(1, 8):
+        below.late(begun=True)
+        assert len(caplog.records) == (failures >= 5)
+    assert "tier memory fails" in caplog.text
+
+
+def test_the_log_says_once_that_a_call_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    class Hanging(MemoryTier):
+        longest = 0.0
+
+        def statistics(self) -> TierStatistics:
+            return TierStatistics(longest_call=self.longest)
+
+    tier = Hanging(1 << 16)
+    below = TierBelow(tier, HUNG)
+    assert below.usable
+    assert caplog.records == []
+    tier.longest = HUNG
+    for _ in range(3):
+        assert not below.usable
+    (record,) = caplog.records
+    assert "a call hangs" in record.getMessage()
 
 
 def test_only_failures_in_a_row_open_it() -> None:

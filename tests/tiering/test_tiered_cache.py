@@ -42,6 +42,13 @@ def test_keys_come_back_from_a_tier_with_their_bytes() -> None:
         assert bench.cache.statistics().promoted == 4
 
 
+def test_drain_without_a_timeout_waits_for_as_long_as_writing_takes() -> None:
+    with tiered() as bench:
+        bench.store(range(4))
+        assert bench.cache.drain()
+        assert bench.cache.tier_statistics()[0].written == 4
+
+
 def test_an_aborted_reservations_slots_wait_for_stores_that_may_write_them() -> None:
     """Else a tier's thread would fill them with a key, and a store that is still queued would overwrite its bytes."""
     with tiered(capacity=1) as bench:
