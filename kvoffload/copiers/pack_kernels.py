@@ -285,10 +285,9 @@ class PackKernels:
         return self._submit
 
     def _submit(self, stream: int, start: int | None) -> None:
+        assert start is None, "a packed transfer starts where its copies do"
         kernel, grid = self._staged
         self.copy_table.queue(stream, 1)
-        if start is not None:
-            self.driver.event_record(start, stream)
         kernel.queue(stream, grid)
 
     def restore(self, tables: list[Table]) -> None:

@@ -61,7 +61,8 @@ def test_who_comes_back_at_the_last_moment_has_kept_a_promise(late: int, outcome
 def test_a_promise_for_as_long_as_any_counts_is_not_clipped() -> None:
     host = Host()
     host.trusted("a", *TURN, ttl=60)
-    for promise in ({"ttl": 600}, {"ttl": 86_400, "due": 43_200}):
+    promises: tuple[dict[str, Any], ...] = {"ttl": 600}, {"ttl": 86_400, "due": 43_200}
+    for promise in promises:
         answer = host.turn("a", *TURN, **promise)
         assert answer is not None
         assert (answer.outcome, answer.reason) == ("accepted", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -69,6 +70,16 @@ def test_any_packed_transfers_move_the_bytes_of_a_naive_loop(
     bound = {"most_queued_bytes": 3000} if seed % 3 == 0 else {}
     with simulated(seed, level) as device:
         check_moves(device, spec, moves, seed, **bound)
+
+
+@pytest.mark.parametrize("move", [store, load])
+def test_packed_transfers_say_how_long_they_took(device: kvoffload.Device, move: Any) -> None:
+    with rig(device, staging_bytes=STAGING) as bench:
+        job = move(bench, [1, 2], [1, 2])
+        while not job.done:
+            pass
+        (result,) = bench.engine.poll()
+        assert (result.copier, math.isnan(result.seconds)) == (PACK, False)
 
 
 @pytest.mark.parametrize("urgent", [False, True])

@@ -539,7 +539,7 @@ def test_a_growing_pool_is_of_positive_integers(wrong: Any) -> None:
     with pytest.raises(ValueError, match="piece_bytes must be an integer of at least 1, got "):
         Growing(4096, piece_bytes=wrong)
     with pytest.raises(TypeError, match="positional"):
-        Growing(4096, 4096)  # type: ignore[misc]
+        Growing(4096, 4096)  # type: ignore[call-arg]
 
 
 def test_short_integers_of_numpy_do_not_overflow(device: kvoffload.Device) -> None:

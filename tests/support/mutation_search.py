@@ -5,10 +5,10 @@
     python tests/support/mutation_search.py --folder FOLDER --again FILE        those of an earlier search, in this code
 
 Each mistake (see `mutation_sites`) is made in a copy of the checkout. Then those tests run there that run its lines:
-tests of its area first, quick ones before slow ones, `--budget` seconds of them. A mistake is killed by a test that
-fails twice, or by one that does not end. Which test runs which lines is recorded first (with Python 3.12; older ones
-run the tests of the area). FOLDER keeps what was recorded and found: the same command continues a search, and tries no
-mistake again that has a result. `results.tsv` there is what FILE can be, and `mutants_20261128.tsv` here is one: a
+quick ones before slow ones, `--budget` seconds of them. A mistake is killed by a test that fails twice, or by one that
+does not end. Which test runs which lines is recorded first (with Python 3.12; older ones run the tests of the area).
+FOLDER keeps what was recorded and found: the same command continues a search, and tries no mistake again that has a
+result. `results.tsv` there is what FILE can be, and `mutants_20261128.tsv` here is one: a
 mistake in each line, by file, function, operator and number. What lives rightly has the reason in its line.
 
 Tests with the markers `gpu` and `servers` are left out, and pytest needs no plug-in but pytest-timeout.
@@ -276,17 +276,17 @@ def _folders(file: str) -> tuple[str, ...]:
 
 
 def chosen(mistake: Mistake, tests: Mapping[str, Mapping[str, Any]], budget: float) -> dict[str, float]:
-    """The tests for a mistake, in order, with their seconds. If none runs its lines (those of a class run when it is
-    imported), tests that run its file."""
-    folders = {folder: place for place, folder in enumerate(_folders(mistake.file))}
-    lines = set(range(mistake.first, mistake.last + 1))
+    """The tests for a mistake, quick ones first, with their seconds. If none runs its lines (those of a class run when
+    it is imported), tests that run its file. Kernels are interpreted, and no line is seen: the tests of their area.
+    """
+    folders, lines = _folders(mistake.file), set(range(mistake.first, mistake.last + 1))
     quick = {test: each for test, each in tests.items() if each["passed"] and each["seconds"] < _TEST_SECONDS / 5}
-    of_file = [test for test, each in quick.items() if mistake.file in each["lines"]]
-    of_lines = [test for test in of_file if lines.intersection(quick[test]["lines"][mistake.file])]
-    recorded = any(each["lines"] for each in quick.values())
-    candidates = of_lines or (of_file if recorded else [test for test in quick if test.split("/")[1] in folders])
+    candidates = [test for test in quick if test.split("/")[1] in folders]
+    if any(each["lines"] for each in quick.values()) and not mistake.file.startswith("kernels/"):
+        of_file = [test for test, each in quick.items() if mistake.file in each["lines"]]
+        candidates = [test for test in of_file if lines.intersection(quick[test]["lines"][mistake.file])] or of_file
     found: dict[str, float] = {}
-    for test in sorted(candidates, key=lambda test: (folders.get(test.split("/")[1], 99), quick[test]["seconds"])):
+    for test in sorted(candidates, key=lambda test: float(quick[test]["seconds"])):
         budget -= quick[test]["seconds"]
         if budget < 0:
             break

@@ -149,7 +149,7 @@ class Session:
         self.arrays, self.hosts = list[Any](), list[Any]()
         for _ in range(LAYERS):
             array = self.device.empty([extents[axis] for axis in memory], "uint16")
-            host: Any = np.from_dlpack(array)  # type: ignore[arg-type]
+            host: Any = np.from_dlpack(array)
             seen = host.transpose([memory.index(axis) for axis in self.axes])
             self.arrays.append(array if memory == self.axes else View(array, seen))
             self.hosts.append(host.transpose([memory.index(axis) for axis in AXES]))
