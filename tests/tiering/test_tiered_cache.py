@@ -249,6 +249,16 @@ def test_a_reservation_of_the_callers_is_not_waited_for() -> None:
         reservation.abort()
 
 
+def test_a_promotion_does_not_wait_for_keys_behind_a_reservation_of_the_callers() -> None:
+    tier = FaultyTier()
+    with tiered(tier) as bench:
+        bench.written([1])
+        tier.hang_all()
+        with bench.cache.reserve(keys([0])):
+            assert bench.cache.promote(keys([0, 1]), deadline=None).wait(SECONDS) == 0
+        tier.heal()
+
+
 def test_promotions_occupy_half_of_the_entries_at_most() -> None:
     with tiered(capacity=8) as bench:
         bench.written(range(8))
