@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -388,8 +389,8 @@ class Session:
             given_up = self.puts.disk.statistics().failed - failed  # headers that were not written in the end
             keys = sorted(promised)
             missing = {key for key, there in zip(keys, self.puts.disk.contains(keys), strict=True) if not there}
-            lost = len(missing - self.removed)
-            assert lost <= given_up, f"{lost} of {len(promised)} DONE records are gone, {given_up} given up"
+            lost = [key.hex() for key in missing - self.removed]
+            assert len(lost) <= given_up, f"of {len(keys)} DONE records, {given_up} given up, these are gone: {lost}"
         keys = [key for request in self.keys for key in request if key not in self.removed]
         self.cache.remove(keys, below=False)
         there = [key.hex() for key in keys if self.cache.locate([key]) == ["disk"]]
@@ -417,7 +418,7 @@ class Session:
             partial(cache.keep, ghost, blocks[:1]), partial(cache.lookup, keys), partial(cache.status, keys),
             partial(cache.locate, keys), cache.statistics, cache.tier_statistics, partial(cache.promote, keys),
             partial(forget, partial(cache.remove, keys), keys), partial(forget, partial(cache.remove, ghost), ghost),
-            partial(forget, cache.clear, [key for each in self.keys for key in each]), partial(cache.touch, keys),
+            partial(forget, cache.clear, [*ghost, *chain(*self.keys)]), partial(cache.touch, keys),
             partial(cache.hint, "prefetch", session="s1"), partial(cache.engine.drain, 0.05), close,
             lambda: cache.open_request(session="s1").end(), lambda: cache.acquire(keys).release(),
         ]  # fmt: skip
