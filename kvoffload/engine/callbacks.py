@@ -92,8 +92,18 @@ class Callbacks:
         self._waiting.append((job, callback))
         if self._thread is None:  # for two callers at a time, perhaps: then two threads serve
             thread = self._thread = threading.Thread(target=self._serve, name="kvoffload-callbacks", daemon=True)
-            # `start` waits, for the new thread and for a lock of Python's: this one may hold that, or one of ours.
-            _thread.start_new_thread(thread.start, ())
+            try:
+                # `start` waits, for the new thread and for a lock of Python's: this one may hold that, or one of ours.
+                _thread.start_new_thread(self._start, (thread,))
+            except RuntimeError:  # the system has no thread left; the next call tries again
+                self._thread = None
+                raise
+
+    def _start(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError:  # there was one thread left, and no second one
+            self._serve()
 
     def _serve(self) -> None:
         """Poll until no job is left. Nothing else may end the thread: `await` and all callbacks depend on it."""

@@ -159,6 +159,36 @@ def test_a_callback_that_raises_is_logged_and_stops_no_other(bench: Rig, caplog:
     assert str(record.exc_info[1]) == "broken callback"
 
 
+def test_a_thread_that_cannot_be_started_takes_no_later_callback_along(bench: Rig) -> None:
+    held = bench.stream()
+    gate = bench.gate(held)
+    job, called = bench.engine.store([1], [1], after=held), Called(1)
+    usual = threading.stack_size(1 << 47)  # more than a process can map
+    try:
+        with pytest.raises(RuntimeError, match="start new thread"):
+            job.add_done_callback(lambda _: None)
+    finally:
+        threading.stack_size(usual)
+    job.add_done_callback(called)
+    gate.open()
+    called.wait()
+
+
+def test_callbacks_are_called_where_one_more_thread_can_be_started(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    held = bench.stream()
+    gate = bench.gate(held)
+    job, called = bench.engine.store([1], [1], after=held), Called(2)
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    job.add_done_callback(called)
+    job.add_done_callback(called)
+    gate.open()
+    called.wait()
+    assert threading.get_ident() not in called.threads
+
+
 def test_a_callback_may_submit_and_add_another(bench: Rig) -> None:
     called = Called(1)
 
