@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -96,11 +97,11 @@ class ThreadedTier(Tier):
         self.pools: tuple[UInt8Array, ...] = ()
         self.record_bytes = 0
         self.max_queued = limits.max_queued
-        self._workers = Workers(self.max_queued, foreign=not type(self).__module__.startswith("kvoffload."))
+        self._workers = Workers(self.max_queued, foreign=not type(self).__module__.startswith("kvoffload.tiers."))
         self._attaching = new_lock()
         self._attached = False  # or being attached
         self._opened = False  # `start` has returned, and `release` has not
-        self._releasing = new_lock()
+        self._releasing = threading.RLock()  # not of `new_lock`: `release` may close other tiers, and wait for them
         self._process = os.getpid()
 
     # what a subclass does -----------------------------------------------------------------------------------------
@@ -362,7 +363,7 @@ class ThreadedTier(Tier):
         with self._releasing:
             if self._opened:
                 try:
-                    self.release()
+                    self._workers.calling(self.release)
                 except Exception as error:  # noqa: BLE001  # a medium may raise anything
                     LOGGER.warning("%r: release: %s", self, shown(error))
                 self._opened, self.pools = False, ()  # memory that must not wait until cycles are collected

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffload.cache.tiering.tier import Outcome, TierJob
 from kvoffload.errors import ClosedError
@@ -26,6 +26,7 @@ from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_any_call, new_lock, new_thread, refuse_waiting, run_outside
 
+_R = TypeVar("_R")
 Run = Callable[[Sequence[int]], Sequence[Outcome]]
 """Does the work for some positions of a job, and returns the outcome of each."""
 
@@ -301,14 +302,17 @@ class Workers:
             time.sleep(_POLL)
         return not self._queues.running and not any(thread.is_alive() for thread in self._threads)
 
+    def calling(self, call: Callable[[], _R]) -> _R:
+        """Make a call of the tier's own methods."""
+        return run_outside(call) if self._foreign else call()
+
     def _work(self, number: int) -> None:
         while (work := self._take(number)) is not None:
             try:
                 positions = work.job.begin(work.positions)
                 if positions:
                     try:
-                        run = partial(work.run, positions)
-                        outcomes = list(run_outside(run) if self._foreign else run())
+                        outcomes = list(self.calling(partial(work.run, positions)))
                         if len(outcomes) != len(positions) or not all(isinstance(each, Outcome) for each in outcomes):
                             raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
                     except BaseException as error:  # noqa: BLE001  # nothing ends the thread: the tier would be dead

@@ -15,6 +15,7 @@ from tier_classes import SECONDS, DictTier, GatedTier, Rows, attached
 
 from kvoffload.errors import ClosedError, LayoutError
 from kvoffload.internal.waiting import wait_until
+from kvoffload.testing import FaultyTier
 from kvoffload.tiers import Origin, Outcome, TierJob
 from kvoffload.tiers.workers import READS_PER_WRITE
 
@@ -435,6 +436,37 @@ def test_too_few_threads_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None
         tier.put([b"a"], [0])
 
 
+class OverAnother(DictTier):
+    """A user's tier whose records are another tier's: its methods wait for that one's jobs, and `release` closes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.closed = DictTier(), False
+
+    def start(self, layout: bytes | None) -> None:
+        self.below.attach(self.pools, layout)
+
+    def has_record(self, key: bytes) -> bool:
+        return self.below.exists([key]).wait(SECONDS) == [DONE]
+
+    def flush(self) -> None:
+        assert self.below.drain(SECONDS)
+
+    def release(self) -> None:
+        self.closed = self.below.close(SECONDS)
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_tier_may_wait_for_another_one_and_close_it(*, faulty: bool) -> None:
+    below = OverAnother()
+    tier = FaultyTier(inner=below) if faulty else below
+    with attached(tier):
+        assert below.below.put([b"a"], [0]).wait(SECONDS) == [DONE]
+        assert tier.exists([b"a"]).wait(SECONDS) == [DONE]
+        assert tier.drain(SECONDS)
+    assert below.closed
+
+
 def test_a_tier_that_is_closed_while_it_starts_is_released() -> None:
     class Closed(DictTier):
         def start(self, layout: bytes | None) -> None:
@@ -521,6 +553,7 @@ def test_after_ctrl_c_in_close_a_call_that_runs_is_still_awaited() -> None:
 import os, signal, threading
 from tier_classes import GatedTier, attached
 from kvoffload.internal.waiting import wait_until
+from kvoffload.testing import FaultyTier
 tier = GatedTier(threads=2)
 with attached(tier, 4):
     job = tier.put([b"key"], [0])
