@@ -31,7 +31,17 @@ _Locks = set[weakref.ref[threading.RLock]]
 _locks: _Locks = set()
 _locks_of_managers: _Locks = set()
 _ours: set[int] = set()  # threads of the library, while they run code of the library
-os.register_at_fork(after_in_child=_ours.clear)  # a thread of the child's may have the number of one of the parent's
+
+
+def _in_child() -> None:
+    """Threads of the child may have the numbers of the parent's: of those in `_ours`, and of those that hold locks."""
+    _ours.clear()
+    for lock in (known() for locks in (_locks, _locks_of_managers) for known in locks.copy()):
+        if lock is not None and not in_call(lock):
+            lock._at_fork_reinit()  # type: ignore[attr-defined]  # what `threading` does with its own
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def new_lock(*, of_manager: bool = False) -> threading.RLock:

@@ -21,7 +21,6 @@ import enum
 import math
 import numbers
 import operator
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +58,6 @@ class Outcome(enum.Enum):
 
 
 _lock = new_lock()  # of all jobs, held for microseconds
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class TierJob:
