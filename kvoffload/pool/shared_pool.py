@@ -423,7 +423,8 @@ class SharedPool:
             message = messages.datagrams(number, Operation.JOIN, json.dumps(self._asked).encode())
             socket.send_fds(connection, message, memory)
         except BaseException as error:
-            tries_again = self._memory is not None or not (self._socket is None or isinstance(error, PermissionError))
+            made = self._socket is not None and self._socket.fileno() >= 0  # else this process has no descriptor left
+            tries_again = self._memory is not None or (made and not isinstance(error, PermissionError))
             self._drop()
             if isinstance(error, OSError) and tries_again:
                 return False
