@@ -203,9 +203,9 @@ class Workers:
             if self.closed:
                 raise ClosedError(f"{label} was closed while it got its pool: make another one")
             self._label, self._at_end = label, at_end
-            for number in range(count):
-                self._threads.append(new_thread(f"kvoffload-{label}-{number}", self._work, number))
-                self._threads[-1].start()
+            self._threads += [new_thread(f"kvoffload-{label}-{number}", self._work, number) for number in range(count)]
+        for thread in self._threads:  # without the lock: `start` waits for the thread, where a finalizer may want it
+            thread.start()
 
     # queues -------------------------------------------------------------------------------------------------------
 

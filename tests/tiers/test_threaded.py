@@ -467,6 +467,29 @@ def test_a_tier_may_wait_for_another_one_and_close_it(*, faulty: bool) -> None:
     assert below.closed
 
 
+def test_a_finalizer_in_a_thread_that_begins_may_ask_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Thread.start` waits for the new thread, which a collection in its first lines holds up."""
+    tier, known, answers = DictTier(threads=2), {threading.get_ident()}, list[int | None]()
+    begun = threading.Event.set
+
+    def ask_before(event: threading.Event) -> None:
+        if threading.get_ident() not in known:
+            known.add(threading.get_ident())
+            answers.append(tier.statistics().queued_reads)
+        begun(event)
+
+    def attach() -> None:
+        with attached(tier):
+            assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]
+
+    monkeypatch.setattr(threading.Event, "set", ask_before)
+    caller = threading.Thread(target=attach, daemon=True)
+    caller.start()
+    caller.join(5)
+    assert not caller.is_alive()
+    assert len(answers) == 3
+
+
 def test_a_tier_that_is_closed_while_it_starts_is_released() -> None:
     class Closed(DictTier):
         def start(self, layout: bytes | None) -> None:
