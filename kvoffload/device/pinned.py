@@ -190,8 +190,7 @@ class PinnedMemory(RegisteredMemory):
                 raise CapacityError(self._explain(f"the driver said: {error}")) from error
             self.ready_bytes = stop
         if self._progress is not None:
-            progress = self._progress
-            run_outside(lambda: progress(stop, self.nbytes))
+            run_outside(self._progress, stop, self.nbytes)
         return stop < self.nbytes
 
     def stop(self) -> None:

@@ -45,10 +45,10 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def new_lock(*, of_manager: bool = False) -> threading.RLock:
-    """A lock that `refuse_waiting` knows: every lock of the library, but not of the simulator, is made by this.
+    """Make a lock that `refuse_waiting` knows. All locks of the library are made here, but not the simulator's.
 
-    `of_manager`: it is held in calls of tiers. All others are refused these calls, since a finalizer may make any call
-    under a tier's lock: a tier's taken under another one would be a deadlock, some day.
+    `of_manager`: calls of tiers are made under this lock; under any other they are refused. A finalizer may call a
+    cache while its thread holds a tier's lock, so taking a tier's lock under another one could be a deadlock.
     """
     lock, locks = threading.RLock(), _locks_of_managers if of_manager else _locks
     locks.add(weakref.ref(lock, locks.discard))
@@ -68,12 +68,12 @@ def new_thread(name: str, run: Callable[..., object], *arguments: object) -> thr
     return threading.Thread(target=inside, name=name, daemon=True)
 
 
-def run_outside(call: Callable[[], _R]) -> _R:
-    """Call a function of the caller's, with no lock held: in a thread of the library, too, it may wait."""
+def run_outside(call: Callable[..., _R], *arguments: object) -> _R:
+    """Call a function of the caller's, which may wait for the library even in one of its threads. Hold no lock here."""
     thread, ours = threading.get_ident(), in_ours()
     _ours.discard(thread)
     try:
-        return call()
+        return call(*arguments)
     finally:
         if ours:
             _ours.add(thread)

@@ -348,7 +348,7 @@ class Region:
         return {**whole, "members": len(self.members), **counted}
 
     def close(self) -> None:
-        if run_outside(partial(self.index.close, 1.0)):
+        if run_outside(self.index.close, 1.0):
             self._release()
             return
         LOGGER.warning("a tier of a shared pool hangs: the next owner gets the memory once its calls have ended")
@@ -356,7 +356,7 @@ class Region:
 
     def _release(self) -> None:
         # A tier may still read and write rows, which headers must say.
-        while not run_outside(partial(self.index.close, 1.0)):
+        while not run_outside(self.index.close, 1.0):
             time.sleep(0.1)
         self._state.journal = None  # else the memory would be mapped until cycles are collected
         self.memory.close()

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.cache.tiering.tier import Outcome, TierJob
@@ -266,7 +265,7 @@ class Workers:
                     self._changed.notify_all()
 
     def figures(self) -> dict[str, Any]:
-        """Inside another call it takes no lock: this one comes before the cache's, and counts keys that have ended."""
+        """Inside another call it takes no lock, since this lock comes before the cache's, and may count ended keys."""
         now = time.monotonic()
         if not in_any_call():
             with self._lock:
@@ -302,9 +301,9 @@ class Workers:
             time.sleep(_POLL)
         return not self._queues.running and not any(thread.is_alive() for thread in self._threads)
 
-    def calling(self, call: Callable[[], _R]) -> _R:
+    def calling(self, call: Callable[..., _R], *arguments: object) -> _R:
         """Make a call of the tier's own methods."""
-        return run_outside(call) if self._foreign else call()
+        return run_outside(call, *arguments) if self._foreign else call(*arguments)
 
     def _work(self, number: int) -> None:
         while (work := self._take(number)) is not None:
@@ -312,7 +311,7 @@ class Workers:
                 positions = work.job.begin(work.positions)
                 if positions:
                     try:
-                        outcomes = list(self.calling(partial(work.run, positions)))
+                        outcomes = list(self.calling(work.run, positions))
                         if len(outcomes) != len(positions) or not all(isinstance(each, Outcome) for each in outcomes):
                             raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
                     except BaseException as error:  # noqa: BLE001  # nothing ends the thread: the tier would be dead

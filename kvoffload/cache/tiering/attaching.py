@@ -85,7 +85,7 @@ class TierPlan:
             if manager is not None and event.kind in _HEARD:
                 manager.post(event)
             if then is not None:
-                run_outside(lambda: then(event))
+                run_outside(then, event)
 
         return hear
 

@@ -362,7 +362,7 @@ class TierManager:
     # the end ------------------------------------------------------------------------------------------------------
 
     def loads(self) -> list[ChainedLoad]:
-        """Those behind promotions that have not ended."""
+        """Return the loads that still wait for their promotion."""
         with self._lock:
             return [*self._chained, *(each for each in list(self._messages) if isinstance(each, ChainedLoad))]
 
@@ -475,7 +475,7 @@ def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -
         waker.wait(longest if wait is None else min(wait, longest))
         del keeps
     for tier in tiers:
-        run_outside(partial(_closed, tier, _LONGEST_SLEEP))
+        run_outside(_closed, tier, _LONGEST_SLEEP)
 
 
 SOON = 5e-3  # seconds
