@@ -102,15 +102,20 @@ def deliver(notices: Notices) -> None:
             if _take(notices, notice):
                 LOGGER.log(notice.level, "%s", notice.text)
             continue
-        trace, result = notice.trace, result_of(notice)
-        if not _take(notices, notice) or trace is None:
-            continue
-        notice.trace = None
-        tracer, started = trace
-        try:
-            run_outside(lambda: tracer.on_end(started, result))  # noqa: B023
-        except Exception:  # noqa: BLE001  # a tracer of the caller's
-            LOGGER.exception("on_end of %r raised", tracer)
+        run_outside(_end, notices, notice)
+
+
+def _end(notices: Notices, record: AnyTransfer) -> None:
+    """Call `on_end`. It takes the record just before, since an interrupt in `run_outside` would lose it."""
+    trace, result = record.trace, result_of(record)
+    if not _take(notices, record) or trace is None:
+        return
+    record.trace = None
+    tracer, started = trace
+    try:
+        tracer.on_end(started, result)
+    except Exception:  # noqa: BLE001  # a tracer of the caller's
+        LOGGER.exception("on_end of %r raised", tracer)
 
 
 def _take(notices: Notices, notice: AnyTransfer | Notice) -> bool:
