@@ -95,7 +95,7 @@ class Callbacks:
             try:
                 # `start` waits, for the new thread and for a lock of Python's: this one may hold that, or one of ours.
                 _thread.start_new_thread(self._start, (thread,))
-            except RuntimeError:  # the system has no thread left; the next call tries again
+            except BaseException:  # no thread is left, or an interrupt: the next call tries again
                 self._thread = None
                 raise
 
