@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from interrupts import interrupt_at
 from remote_sessions import RemoteSession
@@ -42,6 +43,10 @@ class MooncakeDistributedStore:
 
     def batch_get_into_multi_buffers(self, names, addresses, sizes):
         return [-800] * len(names)
+
+    def batch_put_from_multi_buffers(self, names, addresses, sizes, config):
+        with open(FOLDER + "/stored") as file:
+            return list(map(int, file.read().split()))
 
     def get_size(self, name):
         with open(FOLDER + "/asked", "a") as file:
@@ -125,6 +130,17 @@ def test_a_read_that_fails_while_the_master_is_silent_deletes_nothing(client: Cl
         assert session.tier.get([b"k", b"l"], [1, 2]).wait(30) == [Outcome.FAILED] * 2
         assert client.asked() == [tier.format.name(b"k")], "each answer takes the timeout"
         assert tier.statistics().corrupt == 0
+
+
+def test_a_master_without_room_declines(client: Client, master: str) -> None:
+    """For want of memory, or by the quota of its files or of a tenant. Other refusals are failures."""
+    client.answer("0")
+    declined, failed = [-200, -1602, -1700], [-1603, -800, -1]
+    with RemoteSession(MooncakeTier(master, identity="t", connection=TCP)) as session:
+        (client.folder / "stored").write_text(" ".join(map(str, [0, *declined, *failed])))
+        names = [f"record {number}" for number in range(7)]
+        outcomes = session.tier.store_parts(names, [[np.zeros(8, np.uint8)] for _ in names])
+    assert outcomes == [Outcome.DONE, *[Outcome.DECLINED] * 3, *[Outcome.FAILED] * 3]
 
 
 def test_an_interrupt_while_it_connects_keeps_no_other_thread_from_connecting(
