@@ -425,10 +425,21 @@ def test_a_tier_over_a_store_is_exported(client: Any, registry: Any, valkey_serv
     assert "records" not in values, "the store does not say"
 
 
-@pytest.mark.parametrize(("state", "value"), [("CLOSED", 0), ("TRYING", 1), ("OPEN", 2)])
-def test_the_state_of_a_breaker(client: Any, registry: Any, state: str, value: int) -> None:
+@pytest.mark.parametrize(
+    ("state", "puts", "value"),
+    [
+        ("CLOSED", "CLOSED", 0),
+        ("CLOSED", "TRYING", 0),
+        ("CLOSED", "OPEN", 3),
+        ("TRYING", "CLOSED", 1),
+        ("TRYING", "OPEN", 1),
+        ("OPEN", "CLOSED", 2),
+        ("OPEN", "OPEN", 2),
+    ],
+)
+def test_the_state_of_a_breaker(client: Any, registry: Any, state: str, puts: str, value: int) -> None:
     cache = Stub(cache_statistics())
-    cache.tier_statistics = lambda: [tier_statistics(state=BreakerState[state])]  # type: ignore[attr-defined]
+    cache.tier_statistics = lambda: [tier_statistics(state=BreakerState[state], puts=BreakerState[puts])]  # type: ignore[attr-defined]
     register(cache, registry)
     assert f'kvoffload_tier_breaker{{tier="disk"}} {value}.0' in lines(client, registry)
     assert not [line for line in lines(client, registry) if "tier_records" in line], "unknown"

@@ -123,7 +123,7 @@ def test_what_plain_pytest_leaves_out_is_a_session(called: Sessions) -> None:
 
 
 def test_the_script_calls_all_sessions_but_the_matrix_and_those_of_a_gpu(called: Sessions, sessions: Sessions) -> None:
-    """`esurge` tests an example, with 1 GB of packages of its own, and `triton` compiles for half an hour."""
+    """`esurge` tests an example, with 1 GB of packages of its own, and `triton` installs 4 GB and writes a table."""
     assert set(sessions) - set(called) == {"matrix", "gpu", "esurge", "triton"}
     assert sessions["esurge"].tests == [["-n", "0", "tests/easydel"]]
 

@@ -64,5 +64,5 @@ def test_links_in_code_are_none() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=title)
 def test_everything_is_installed_from_a_clone(document: Path) -> None:
-    """The name is not published. (Installed, pip adds 'kvoffload[disk]' to it: so messages may say that.)"""
+    """The name is not published. (Installed, pip adds 'kvoffload[valkey]' to it: so messages may say that.)"""
     assert not re.search(r"pip install '?kvoffload\[", document.read_text())
