@@ -412,7 +412,7 @@ class KeyCache:
         return tiers is None or tiers.drain(None if end is None else max(0.0, end - time.monotonic()))
 
     def _refusing(self) -> Callable[[str], None]:
-        """What refuses calls that wait inside another call."""
+        """Return the function that refuses a call, by its name, if it would wait inside another call."""
         return partial(refuse_nested, self._state.lock) if self._tiers is None else self._tiers.refuse_nested
 
     def remove(self, keys: Sequence[bytes], *, below: bool = True) -> int:

@@ -508,7 +508,7 @@ class CacheState:
         self.consistent = True
 
     def _note_removed(self, keys: list[bytes]) -> None:
-        """These keys have lost their entries. Those that were pending had never been announced."""
+        """Report keys that have lost their entries, but for those that were pending: they were never announced."""
         pending = self.table.pending
         self.recorder.note("removed", [key for key in keys if pending.pop(key, None) is None])
 

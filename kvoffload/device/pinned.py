@@ -261,7 +261,7 @@ def _gib(value: int | None) -> str:
 
 
 def why_not_pinned(nbytes: int, reason: str, done: str = "nothing") -> str:
-    """The message of a CapacityError: what was asked for, and the memory that this host has."""
+    """Return the message of a CapacityError: what was asked for, and the memory that this host has."""
     cgroup = hostinfo.tightest_cgroup()
     limit = ", no cgroup limit"
     if cgroup is not None:
@@ -440,8 +440,8 @@ class CallerMemory(RegisteredMemory):
                 )
 
     def _base(self, address: int) -> int:
-        """Where the registered range of an address begins; 0 if the driver does not say. Ranges that are side by side
-        are so for the GPU, too, and yet no copy crosses from one to the other.
+        """Return where the registered range of an address begins, or 0 if the driver does not say. Two ranges may be
+        side by side for the GPU, too, and yet no copy crosses from one into the other.
         """
         try:
             return self._driver.address_range(address)[0]

@@ -215,8 +215,9 @@ class SharedSlots:
 
 
 def allocate_memory(files: list[int], name: str, nbytes: int) -> int:
-    """The descriptor of a memfd of so many bytes, which nobody can resize; the list `files`, empty before, has it, too.
-    All pages are allocated: a missing one would later end the process. In steps, since others allocate, too.
+    """Make a memfd of `nbytes` that nobody can resize. Returns its descriptor, which is now the only one in `files`.
+
+    All pages are allocated, since a missing one would later end the process; in steps, since others allocate, too.
 
     Raises:
         CapacityError: the machine has too little memory, or the process's limits allow too little.

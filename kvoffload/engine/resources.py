@@ -23,7 +23,7 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import addresses_of_slots
 
 _MOST_POOL_BYTES = 1 << 50
-_MOST_HOSTS = 64  # of this one's memory, in a pool: tables of a larger one may not fit, however it is pinned
+_MOST_HOSTS = 64  # times the memory of this one, at most: the tables of a larger pool may not fit before it is pinned
 _USUAL_SLOTS = 1024
 
 
@@ -186,5 +186,5 @@ def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayo
             f"more than any machine has; ask for at most {_MOST_POOL_BYTES // layout.slot_bytes}"
         )
     if nbytes > _MOST_HOSTS * (hostinfo.total_bytes() or _MOST_POOL_BYTES):
-        raise CapacityError(why_not_pinned(nbytes, f"{_MOST_HOSTS} hosts like this have less"))
+        raise CapacityError(why_not_pinned(nbytes, f"{_MOST_HOSTS} hosts like this one have less"))
     return count

@@ -28,13 +28,13 @@ def run_all(steps: Iterable[Callable[[], None]]) -> None:
 
 
 def opened(files: list[int], function: Callable[..., int], *arguments: Any) -> int:
-    """Call a function of C, such as `os.open`; the descriptor that it returns is in `files`, too."""
+    """Call a function of C, such as `os.open`, and append the descriptor that it returns to `files`."""
     files.extend(map(function, *zip(arguments, strict=True)))
     return files[-1]
 
 
 def received(files: list[int], connection: socket.socket, most_bytes: int) -> bytes:
-    """The next datagram. A descriptor that comes along is put into `files`."""
+    """Receive a datagram. A descriptor that comes along is appended to `files`."""
     calls = map(connection.recvmsg, (most_bytes,), (socket.CMSG_LEN(4),), (socket.MSG_CMSG_CLOEXEC,))
     datagrams, ancillary = tee(calls)
     parts = chain.from_iterable(map(itemgetter(1), ancillary))
@@ -44,6 +44,6 @@ def received(files: list[int], connection: socket.socket, most_bytes: int) -> by
 
 
 def close_last(files: list[int], count: int, close: Callable[[int], None] = os.close) -> None:
-    """Take so many out of the list, the last one first, and close each."""
+    """Close the last `count` descriptors of the list, the last one first, and take each out of it."""
     for _ in map(close, map(files.pop, [-1] * count)):
         pass

@@ -247,7 +247,7 @@ def meshes_of(leaves: Sequence[Leaf]) -> list[Mesh]:
 
 
 def how_to_donate() -> str:
-    """The remedy for an update that made a copy. In one release of JAX the copy may be JAX's fault."""
+    """Return the remedy for an update that made a copy. With one release of JAX the copy may be JAX's fault."""
     remedy = "Donate the cache to it (jax.jit(..., donate_argnums=...))"
     if import_jax().__version__ == "0.11.2":
         remedy += ", and install another JAX: 0.11.2 does not donate a sharded array that np.asarray has read"

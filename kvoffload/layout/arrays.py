@@ -62,8 +62,8 @@ def plane_of_view(view: ArrayView, name: str, owner: object, *, block_axis: Supp
 
 
 def memory_order(view: ArrayView, axes: Sequence[int]) -> list[int]:
-    """`axes` in the order of memory, the slowest first. Axes of extent 1 keep their place: their strides mean nothing,
-    and each library has its own for them.
+    """Return `axes` in the order of memory, the slowest first. Axes of extent 1 keep their place: their strides mean
+    nothing, and each library has its own for them.
     """
     wide = [axis for axis in axes if view.shape[axis] > 1]
     slowest_first = iter(sorted(wide, key=lambda axis: -view.strides[axis]))

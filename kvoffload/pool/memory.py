@@ -284,9 +284,7 @@ def close_files(files: list[int]) -> None:
 
 
 def receive(connection: socket.socket, files: list[int] | None) -> bytes:
-    """The next datagram. A descriptor that comes along is put into `files`, unless that has one; None: the kernel drops
-    it.
-    """
+    """Receive a datagram. A descriptor that comes along is put into `files`, unless that is None or has one already."""
     if files is None:
         return connection.recv(DATAGRAM_BYTES + 1)
     datagram = received(files, connection, DATAGRAM_BYTES + 1)

@@ -33,7 +33,7 @@ def forget(wakeup: list[int], connections: list[socket.socket]) -> None:
 
 
 def hang_up(connections: list[socket.socket]) -> None:
-    """Close them, also those that an interrupt has left half made, and empty the list."""
+    """Close these sockets, also one that an interrupt has left half made, and empty the list."""
     for connection in connections:
         socket.SocketType.close(connection)
     connections.clear()

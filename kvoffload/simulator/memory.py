@@ -196,7 +196,7 @@ class MemoryTable:
         return regions, len(hit) < len(first)
 
     def physical(self, addresses: Indices) -> Indices:
-        """Where the bytes at these addresses are: elsewhere if registered memory was unmapped."""
+        """Return where the bytes of these addresses are now: elsewhere if registered memory was unmapped."""
         moved = addresses.copy()
         for region in self.live():
             if region.pages is not None:

@@ -97,7 +97,7 @@ def can_be_read(address: int, nbytes: int) -> bool:
         return False
 
 
-# how the names of memory that is of no disk begin; most of it has none
+# How the names of mappings without a disk begin. (Most such mappings have no name.)
 _PINNABLE = (b"[", b"/memfd:", b"/dev/zero", b"/dev/shm/", b"/SYSV")
 
 

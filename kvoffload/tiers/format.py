@@ -91,7 +91,7 @@ class Superblock(NamedTuple):
 
     @property
     def set_bytes(self) -> int:
-        """Of all files together: a size that gives as many slots."""
+        """Bytes of all files together. A disk that is asked for of this size has as many slots."""
         return self.members * self.file_bytes
 
     def pack(self) -> bytes:
@@ -166,7 +166,7 @@ def pack_header(
 
 
 def renewed(checksum: Checksum, header: bytes, epoch: int) -> bytes:
-    """The same header in another epoch."""
+    """Return the same header for another epoch."""
     body = header[DIGEST_BYTES:136] + epoch.to_bytes(8, "little") + header[144:]
     return checksum.of_bytes(body) + body
 

@@ -398,7 +398,7 @@ class Member:
                 self._older, self._any_older = set(), True
 
     def _write_waiting(self) -> dict[int, OSError]:
-        """Write the waiting headers, neighbours in one call. Returns the slots whose headers wait on, and why."""
+        """Write the waiting headers, neighbours in one call. Returns the slots whose headers still wait, and why."""
         slots = sorted(self._waiting)
         self._uncertain.update(slots)
         results = in_runs(self._write_headers, slots, [[memoryview(self._waiting[slot])] for slot in slots])

@@ -25,8 +25,8 @@ class ObjectStoreTier(RemoteTier):
     The tier evicts nothing: let a lifecycle rule of the store delete old objects below `prefix`. `attach` makes no
     request. If the store cannot be reached, or refuses the credentials, keys are FAILED, and the logger "kvoffload"
     warns. If it is full, puts are DECLINED. A process that is killed in a put to a folder may leave a file NAME#N with
-    a part of the record: `remove` of its key and `clear` delete it, and may make a put of another process fail that
-    goes on meanwhile.
+    a part of the record. `remove` of its key and `clear` delete such files; a put of another process that is writing
+    one just then may fail.
 
     Args:
         store: the URL of an existing bucket or folder in one: "s3://bucket/folder", "gs://bucket", "az://container",

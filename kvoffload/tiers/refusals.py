@@ -32,7 +32,7 @@ _TEXTS = {  # of exceptions without a number, by the package that has their clas
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """How a put has ended that raised this: DECLINED if there is no room, else FAILED."""
+    """Return the outcome of a put that raised this error: DECLINED if there was no room, else FAILED."""
     text = _TEXTS.get(type(error).__module__.partition(".")[0])
     full = error.errno in NO_ROOM if isinstance(error, OSError) else text is not None and text.search(str(error))
     return Outcome.DECLINED if full else Outcome.FAILED

@@ -425,7 +425,7 @@ class ThreadedTier(Tier):
         return [[pool[job.entries[at]] for pool in self.pools] for at in positions]
 
     def _guarded(self, call: Callable[[], _R], judge: Callable[[Exception], _R]) -> _R:
-        """If the call for one key raises, what `judge` says of the error; the others go on."""
+        """Make a call for one key, or several. If it raises, log that, and return what `judge` says of the error."""
         try:
             return call()
         except Exception as error:  # noqa: BLE001  # a medium may raise anything

@@ -30,7 +30,7 @@ _REPLACED = frozenset({"auto", "fp8", "fp8_e4m3", "fp8_ds_mla"})
 
 
 class Connector(NamedTuple):
-    """What vLLM makes a KVOffloadConnector of."""
+    """The arguments with which vLLM makes a KVOffloadConnector."""
 
     config: VllmConfig
     cache: KVCacheConfig
@@ -50,7 +50,7 @@ def making_connector(config: VllmConfig, cache: KVCacheConfig) -> Iterator[None]
 
 
 def connector_in_the_making() -> Connector | None:
-    """None if vLLM makes its own connector."""
+    """Return the arguments of the connector that is being made, or None if that is vLLM's own."""
     return _MAKING.get()
 
 
@@ -76,7 +76,7 @@ def identity_of(connector: Connector, offloading: OffloadingConfig) -> str:
 
 
 def cache_dtypes(connector: Connector, offloading: OffloadingConfig) -> str:
-    """What the layers' caches hold, as their specs say.
+    """Return the dtypes of the layers' caches, as their specs say.
 
     vLLM may write another dtype over the configured one where it builds the model. The scheduler's process sees that
     under the `uni` executor, and not under `mp`, so the configured one counts only where specs cannot tell it.

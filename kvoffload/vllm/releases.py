@@ -13,7 +13,7 @@ VARIABLE = "KVOFFLOAD_VLLM_UNTESTED"  # set to 1: any release is taken
 
 
 def release_of(version: str) -> str:
-    """The release of a build (0.33.0+cu130), or of its post-release (0.33.0.post1); any other version as it is."""
+    """Return the release of a build (0.33.0+cu130) or post-release (0.33.0.post1), and any other version as it is."""
     return re.sub(r"(\.post\d+)?(\+.*)?$", "", version)
 
 

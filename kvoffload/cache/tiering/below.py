@@ -36,18 +36,18 @@ class CacheTierStatistics:
     Attributes:
         name: of the tier.
         state: of its breaker: whether it is used.
-        opened: how often this breaker, and that of `puts`, have opened.
+        opened: how often this breaker and that of `puts` have opened, together.
         promoted: keys that it brought.
         not_found: keys that it was asked for and did not bring.
         slower: keys that it was not asked for, since computing them was expected to take less time.
         written: keys that it wrote, or had already when it came to them.
         not_written: the other keys that the cache gave to it: its own queue was full, it failed, or had no room.
-        dropped: keys worth writing that the cache did not give to it: too many keys waited in the cache, a breaker of
-            its was open, the key had been evicted, or is longer than 64 bytes.
+        dropped: keys worth writing that the cache did not give to it: too many keys waited in the cache, one of its
+            breakers was open, the key had been evicted, or is longer than 64 bytes.
         seconds_per_record: a fetch's seconds from beginning to end, waiting included, divided by its keys answered: a
             running mean. None if none was measured in the last 30 seconds.
         tier: the tier's own statistics.
-        puts: of the breaker of its puts: whether it is written, if it is used. A store that refuses puts is read.
+        puts: of the breaker of its puts: whether a tier that is used is also written, or only read.
     """
 
     name: str
@@ -67,13 +67,13 @@ class CacheTierStatistics:
 class TierBelow:
     """One tier of a cache. Changed under the manager's lock. No method lets an Exception of the tier out.
 
-    It has two breakers. A get that fails, or a call that hangs, opens the tier's: then it gets neither gets nor puts. A
-    put that fails opens that of its puts, so a read-only store goes on being read. A put may be the try of both;
-    if it fails, that says nothing of the gets, and the next job is the try of the tier.
+    It has two breakers. Gets that fail, or a call that hangs, open the tier's: then the cache neither reads nor writes
+    it. Puts that fail open the breaker of its puts, so a store that became read-only is still read. One put may be the
+    try of both breakers. If it fails, that says nothing about gets, and the next job is the try of the tier.
 
     Attributes:
         local_index: whether it knows at once which keys it has.
-        breaker, puts: of the tier, and of its puts.
+        breaker, puts: the breakers of the tier, and of its puts.
     """
 
     def __init__(self, tier: Tier, hung: float) -> None:
@@ -105,7 +105,7 @@ class TierBelow:
 
     @property
     def left_alone(self) -> bool:
-        """Whether puts that it has not begun are of no use."""
+        """True if it is not worth waiting for puts that it has not begun."""
         return (not self.usable and self.breaker.state is BreakerState.OPEN) or self.puts.pauses(time.monotonic())
 
     def may_be_asked(self, key: bytes) -> bool:
