@@ -446,10 +446,10 @@ class Engine(Generic[_After, _Plan]):
         """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
         if len(FORKS) != self._forks:
             self.check_process()
+        for shard in self._shards:  # asked here, since `check_usable` of all shards takes many calls
+            if shard.closed or self._closing or shard.parts.in_flight.lost is not None:
+                self.check_usable()
         with self.lock:
-            for shard in self._shards:  # asked here, since `check_usable` of all shards takes many calls
-                if shard.closed or self._closing or shard.parts.in_flight.lost is not None:
-                    self.check_usable()
             in_flight = self._in_flight
             if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > in_flight.max_in_flight:
                 self._track()

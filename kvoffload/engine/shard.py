@@ -513,7 +513,8 @@ class Shard:
         self.device.check_process()
         refuse_nested(self.lock, "order_all_before")
         with self.lock:  # the latest of a direction ends last
-            latest = [queue.transfers[-1] for queue in self.parts.in_flight.both if queue.transfers]
+            queues = list(filter(lambda queue: queue.transfers, self.parts.in_flight.both))
+            latest = [queue.transfers[-1] for queue in queues]
         for transfer in latest:
             self.order_before(transfer, stream, raise_error=False)
 

@@ -168,22 +168,23 @@ class WaitStreams:
                 self._driver.create("cuStreamCreateWithPriority", self._exported, NON_BLOCKING, self._priority)
             return int(self._exported[0])
 
+    def _is_idle(self, handle: int) -> bool:
+        last = self._users.get(handle)
+        return (last is None or last() is None) and self._driver.stream_query(handle)
+
     def _reserve(self, user: Followed) -> int:
         """An idle wait stream, reserved until `user` is garbage."""
         begin = time.perf_counter()
         while True:
             with self._lock:
-                for handle in map(int, self._handles):
-                    last = self._users.get(handle)
-                    if (last is None or last() is None) and self._driver.stream_query(handle):
-                        break
-                else:
-                    handle = 0
-                    if len(self._handles) < MOST_WAIT_STREAMS:
-                        self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, self._priority)
-                        handle = int(self._handles[-1])
-                    else:  # reserved for loads that wait on the host for tiers: one of them then waits for this one too
-                        handle = next(filter(self._driver.stream_query, map(int, self._handles)), 0)
+                handle = next(filter(self._is_idle, map(int, self._handles)), 0)
+                if not handle and len(self._handles) < MOST_WAIT_STREAMS:
+                    self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, self._priority)
+                    handle = int(self._handles[-1])
+                elif (
+                    not handle
+                ):  # reserved for loads that wait for tiers on the host: one of them then waits for it, too
+                    handle = next(filter(self._driver.stream_query, map(int, self._handles)), 0)
                 if handle:
                     self._users[handle] = weakref.ref(user)
                     return handle

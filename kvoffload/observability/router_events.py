@@ -151,7 +151,7 @@ class RouterEvents:
                 self._described[key] = _Described(parent, tokens, lora_name)
                 self._described.move_to_end(key)
                 parent = key
-            while len(self._described) > self._remembered:
+            for _ in range(len(self._described) - self._remembered):
                 self._described.popitem(last=False)
 
     # what happens -------------------------------------------------------------------------------------------------
@@ -205,8 +205,7 @@ class RouterEvents:
                     continue
                 gone.append(key)
                 media.remove(medium)
-                if not media:
-                    del self._present[key]
+                self._present.pop(key if not media else b"", None)
             if gone:
                 self._add(self._message("BlockRemoved", block_hashes=list(map(_hash_of, gone)), medium=medium))
 
@@ -242,7 +241,7 @@ class RouterEvents:
         that are kept no more, or were lost, are left out.
         """
         with self._lock:
-            return [batch for batch in self._batches if batch.sequence >= sequence]
+            return list(filter(lambda batch: batch.sequence >= sequence, self._batches))
 
     # parents before children --------------------------------------------------------------------------------------
 

@@ -436,8 +436,7 @@ class SimulatedDriver:
                 elif made_by is Allocator.OWN_POOL:
                     self.pool_of[region.base] = pool = _FIRST_POOL + 4096 + len(self.pools)
                     self.pools[pool] = Pool(device, (device, *readers))
-                elif made_by is Allocator.MAPPED:
-                    region.handle_bytes = handle_bytes or region.nbytes
+                region.handle_bytes = (handle_bytes or region.nbytes) if made_by is Allocator.MAPPED else 0
             return [region.base for region in regions]
 
     def free_outside(self, address: int) -> None:

@@ -81,11 +81,13 @@ def load(module: str, function: str) -> Interpreted:
         kernel = getattr(importlib.import_module(module), function).fn
         from triton.runtime.jit import KernelInterface
 
+        def is_helper(item: tuple[str, Any]) -> bool:
+            helper = getattr(item[1], "fn", None)
+            return isinstance(item[1], KernelInterface) and getattr(helper, "__globals__", None) is kernel.__globals__
+
         scope = dict(kernel.__globals__)
-        for name, each in kernel.__globals__.items():
-            helper = getattr(each, "fn", None)
-            if isinstance(each, KernelInterface) and getattr(helper, "__globals__", None) is kernel.__globals__:
-                scope[name] = _rewrite_in(scope, helper)
+        for name, each in filter(is_helper, kernel.__globals__.items()):
+            scope[name] = _rewrite_in(scope, each.fn)
         return Interpreted(_rewrite_in(scope, kernel), f"{module}.{function}")
 
 

@@ -122,9 +122,9 @@ class DiskIndex:
         Every `write` of this put must have returned. A late one would change a slot that has another key by now.
         """
         with self._lock:
-            mine = [key for key in put.slots if self._writing.get(key) is put]
+            mine = list(filter(lambda key: self._writing.get(key) is put, put.slots))
             if put.written:
-                self.index.remove([key for key in mine if key not in put.written])
+                self.index.remove(list(filter(lambda key: key not in put.written, mine)))
                 put.reservation.commit()
             else:
                 put.reservation.abort()
@@ -166,9 +166,8 @@ class DiskIndex:
         with lease:
             slots = list(lease.indices)
             results = self.files.read(slots, keys, list(of.values()))
-            for key, slot, result in zip(keys, slots, results, strict=True):
-                if result is not True:
-                    self._drop(key, slot)
+            for key, slot, _ in filter(lambda each: each[2] is not True, zip(keys, slots, results, strict=True)):
+                self._drop(key, slot)
         return dict(zip(keys, results, strict=True))
 
     def _drop(self, key: bytes, slot: int) -> None:

@@ -192,10 +192,10 @@ class Member:
                 )
             written = [at for at, result in enumerate(results) if result is True]
             with self._headers:
-                for at, is_wanted in zip(written, [wanted(puts[at].key) for at in written], strict=True):
-                    results[at] = is_wanted
-                    if is_wanted:
-                        self._add(slots[at], puts[at], tenant, digests[at], sequence)
+                for at in written:
+                    results[at] = wanted(puts[at].key)
+                for at in filter(lambda at: results[at], written):
+                    self._add(slots[at], puts[at], tenant, digests[at], sequence)
         finally:
             with self._headers:
                 self._writes -= len(puts)

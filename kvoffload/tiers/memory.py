@@ -58,7 +58,7 @@ class MemoryTier(ThreadedTier):
         if key not in self._records:
             record = [row.copy() for row in rows]
             with self._lock:
-                while len(self._records) >= self._most:
+                for _ in range(len(self._records) + 1 - self._most):
                     self._records.popitem(last=False)
                 self._records[key] = record
         return Outcome.DONE

@@ -232,14 +232,14 @@ class Workers:
                 room = max(0, self._max_queued - getattr(queues, queued))
                 if _end_of(taken) > room:  # the last work may be cut
                     cut = [replace(one, positions=one.positions[: max(0, room - one.positions.start)]) for one in taken]
-                    taken = [one for one in cut if one.positions]
+                    taken = list(filter(lambda one: one.positions, cut))
             self._queues.add(taken)
             self._changed.notify(len(taken))
         return _end_of(taken)
 
     def unfinished_writes(self) -> list[TierJob]:
         with self._lock:
-            running = [work for work in self._queues.running if isinstance(work, Write)]
+            running = filter(lambda work: isinstance(work, Write), self._queues.running)
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
 
     def _drop_ended(self) -> None:
@@ -333,13 +333,14 @@ class Workers:
     def _take(self, number: int) -> Work | None:
         """Wait for the thread's next work; None when closed."""
         with self._lock:
-            while not self.closed:
+            while True:
+                if self.closed:
+                    return None
                 work = self._queues.take()
                 if work is not None:
                     self._calls[number] = time.monotonic(), len(work.positions)
                     return work
                 self._changed.wait(_LOOK)  # `notify`, interrupted by a signal, makes the next one wake nobody
-        return None
 
     def warn(self, error: BaseException) -> None:
         now = time.monotonic()

@@ -197,7 +197,7 @@ class TierManager:
             wrong = self.calling_tiers(lambda: self._remove_from_tiers(keys))
         finally:
             with self._lock:
-                self._removals[:] = [each for each in self._removals if each() not in (None, removal)]
+                self._removals[:] = filter(lambda each: each() not in (None, removal), self._removals)
         if wrong:
             raise TierError(
                 f"tier {', '.join(wrong)} failed to remove the keys, or did not answer within {_REMOVAL:g} seconds: it "
@@ -436,7 +436,9 @@ class TierManager:
     def _end_messages(self) -> None:
         """End promotions that have not begun, and loads that wait for them. For any thread, when closed."""
         with self._lock:
-            while self._messages:
+            while True:
+                if not self._messages:
+                    break
                 message = self._messages[0]
                 if isinstance(message, PromotionRecord):
                     message.end()

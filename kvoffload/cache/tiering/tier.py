@@ -150,7 +150,7 @@ class TierJob:
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.settle_waiting(Outcome.EXPIRED)
         with _lock:
-            begun = [at for at in positions if self.outcomes[at] is None and not self._begun[at]]
+            begun = self._waiting(positions)
             for at in begun:
                 self._begun[at] = 1
         return begun
@@ -171,9 +171,8 @@ class TierJob:
         if len(positions) != len(outcomes):
             raise ValueError(f"outcomes must be one for each of {len(positions)} positions, got {len(outcomes)}")
         with _lock:
-            for at in positions:
-                if self.outcomes[at] is not None:
-                    raise RuntimeError(f"keys[{at}] is {self.outcomes[at]}: an outcome is set once")
+            for at in filter(self.outcomes.__getitem__, positions):
+                raise RuntimeError(f"keys[{at}] is {self.outcomes[at]}: an outcome is set once")
             for at, outcome in zip(positions, outcomes, strict=True):
                 self.outcomes[at] = outcome
         if outcomes:
@@ -181,15 +180,16 @@ class TierJob:
 
     def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
         """Set the outcome of keys (all, or those at `positions`) that have none and have not begun. Returns the job."""
-        ended = 0
         with _lock:
-            for position in range(len(self.keys)) if positions is None else positions:
-                if self.outcomes[position] is None and not self._begun[position]:
-                    self.outcomes[position] = outcome
-                    ended += 1
+            ended = self._waiting(range(len(self.keys)) if positions is None else positions)
+            for position in ended:
+                self.outcomes[position] = outcome
         if ended:
-            self._announce([outcome] * ended)
+            self._announce([outcome] * len(ended))
         return self
+
+    def _waiting(self, positions: Iterable[int]) -> list[int]:
+        return [at for at in positions if self.outcomes[at] is None and not self._begun[at]]
 
     def _announce(self, outcomes: Sequence[Outcome]) -> None:
         """Exceptions of `ended` and `notify` are logged: a tier that ends many jobs gets to the last one."""
