@@ -512,7 +512,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 each = "one id" if layout.blocks_per_slot == 1 else f"{layout.blocks_per_slot} ids"
                 wanted = num_keys * layout.blocks_per_slot
                 raise LayoutError(f"{name} must hold {each} for each key, here {wanted}, got {len(array)}")
-            if targets and (distinct or self._groups > 1) and len(np.unique(array)) < len(array):
+            if targets and (distinct or self._groups > 1) and len(set(array.tolist())) < len(array):
                 raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
             per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
         return checked, per_group

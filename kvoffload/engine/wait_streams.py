@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from kvoffload.device.streams import NO_WAIT, NoWait, refuse_capturing, stream_handle
@@ -168,16 +169,13 @@ class WaitStreams:
                 self._driver.create("cuStreamCreateWithPriority", self._exported, NON_BLOCKING, self._priority)
             return int(self._exported[0])
 
-    def _is_idle(self, handle: int) -> bool:
-        last = self._users.get(handle)
-        return (last is None or last() is None) and self._driver.stream_query(handle)
-
     def _reserve(self, user: Followed) -> int:
         """An idle wait stream, reserved until `user` is garbage."""
         begin = time.perf_counter()
         while True:
             with self._lock:
-                handle = next(filter(self._is_idle, map(int, self._handles)), 0)
+                free = (each for each in map(int, self._handles) if self._users.get(each, NoneType)() is None)
+                handle = next(filter(self._driver.stream_query, free), 0)
                 if not handle and len(self._handles) < MOST_WAIT_STREAMS:
                     self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, self._priority)
                     handle = int(self._handles[-1])
