@@ -5,14 +5,13 @@ One thread of an engine, or of the tiers of a cache, makes the callbacks. It exi
 
 from __future__ import annotations
 
-import _thread
-import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Self, TypeVar
 
 from kvoffload.errors import ClosedError
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import begin_thread
 
 _POLL_SECONDS = 2e-4
 _R = TypeVar("_R")
@@ -81,7 +80,7 @@ class Waitable(Generic[_R]):
 class Callbacks:
     def __init__(self) -> None:
         self._waiting: list[tuple[Waitable[Any], Callable[[Any], object]]] = []
-        self._thread: threading.Thread | None = None
+        self._serving = False  # by a thread
 
     def add(self, job: Waitable[Any], callback: Callable[[Any], object]) -> None:
         if not callable(callback):
@@ -90,26 +89,19 @@ class Callbacks:
             _call(callback, job)
             return
         self._waiting.append((job, callback))
-        if self._thread is None:  # for two callers at a time, perhaps: then two threads serve
-            thread = self._thread = threading.Thread(target=self._serve, name="kvoffload-callbacks", daemon=True)
+        if not self._serving:  # for two callers at a time, perhaps: then two threads serve
+            self._serving = True
             try:
-                # `start` waits, for the new thread and for a lock of Python's: this one may hold that, or one of ours.
-                _thread.start_new_thread(self._start, (thread,))
-            except BaseException:  # no thread is left, or an interrupt: the next call tries again
-                self._thread = None
+                begin_thread("kvoffload-callbacks", self._serve)
+            except BaseException:  # the system has no thread left, or an interrupt: the next call tries again
+                self._serving = False
                 raise
-
-    def _start(self, thread: threading.Thread) -> None:
-        try:
-            thread.start()
-        except RuntimeError:  # there was one thread left, and no second one
-            self._serve()
 
     def _serve(self) -> None:
         """Poll until no job is left. Nothing else may end the thread: `await` and all callbacks depend on it."""
         while True:
             if not self._waiting:
-                self._thread = None
+                self._serving = False
                 if not self._waiting:  # else `add` may have seen the thread
                     return
             waiting = list(self._waiting)

@@ -10,6 +10,7 @@ wherever the caller's thread holds one of our locks, whichever: the thread that 
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import threading
@@ -66,6 +67,26 @@ def new_thread(name: str, run: Callable[..., object], *arguments: object) -> thr
             _ours.discard(threading.get_ident())
 
     return threading.Thread(target=inside, name=name, daemon=True)
+
+
+def begin_thread(name: str, run: Callable[[], object]) -> None:
+    """Begin a thread in which calls are not refused, and do not wait for it.
+
+    `Thread.start` waits for the new thread, and for a lock of Python's. A finalizer in that thread's first lines may
+    wait for the caller's thread, and a finalizer that comes here may hold the lock.
+
+    Raises:
+        RuntimeError: the system has no thread left.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+
+    def start() -> None:
+        try:
+            thread.start()
+        except RuntimeError:  # there was one thread left, and no second one
+            run()
+
+    _thread.start_new_thread(start, ())
 
 
 def run_outside(call: Callable[..., _R], *arguments: object) -> _R:

@@ -33,7 +33,7 @@ from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import new_lock, new_thread, refuse_waiting
+from kvoffload.internal.nesting import begin_thread, new_lock, new_thread, refuse_waiting
 from kvoffload.pool import messages
 from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files, receive
 from kvoffload.pool.messages import MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
@@ -481,7 +481,7 @@ class PoolOwner:
             except Exception as error:  # noqa: BLE001  # the member is told
                 self._post(partial(made, None, error))
 
-        threading.Thread(target=make, name="kvoffload-pool-region", daemon=True).start()
+        begin_thread("kvoffload-pool-region", make)
         self._making |= {**dict.fromkeys(closing, 0), key: nbytes}
         for other in closing:
             del self._regions[other]

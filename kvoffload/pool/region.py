@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import new_lock, run_outside
+from kvoffload.internal.nesting import begin_thread, new_lock, run_outside
 from kvoffload.pool.memory import HEADER, MEMBERS, OWNER, PAGE, Meaning, PoolMemory
 from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, datagrams
 
@@ -167,7 +166,7 @@ class Removals:
             if waiting >= MOST_REMOVALS:
                 return False
             if not waiting:
-                threading.Thread(target=self._work, name="kvoffload-pool-remove", daemon=True).start()
+                begin_thread("kvoffload-pool-remove", self._work)
             self._steps.append(step)
         if waiting + 1 == MOST_REMOVALS:
             LOGGER.warning("%d removals wait for tiers of a shared pool: more do nothing until one ends", waiting + 1)
@@ -352,7 +351,7 @@ class Region:
             self._release()
             return
         LOGGER.warning("a tier of a shared pool hangs: the next owner gets the memory once its calls have ended")
-        threading.Thread(target=self._release, name="kvoffload-pool-region", daemon=True).start()
+        begin_thread("kvoffload-pool-region", self._release)
 
     def _release(self) -> None:
         # A tier may still read and write rows, which headers must say.

@@ -103,18 +103,35 @@ def test_an_error_in_a_region_ends_neither_the_owner_nor_other_members(
     assert [caplog.text.count(f"{what} is broken") for what in ("leave", "settle")] == [1, 1], "said once"
 
 
-def test_a_thread_that_does_not_start_refuses_one_member_and_not_those_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_a_thread_that_does_not_start_refuses_one_member_and_not_those_after_it(tmp_path: Path) -> None:
     with serve(tmp_path) as owner:
-        with monkeypatch.context() as patched, raw(owner.path, join=False) as one:
-            patched.setattr(threading.Thread, "start", start)
-            assert one.ask(Operation.JOIN, asking(one))[0] == Operation.REFUSED
+        with raw(owner.path, join=False) as one:
+            usual = threading.stack_size(1 << 47)  # more than a process can map
+            try:
+                assert one.ask(Operation.JOIN, asking(one))[0] == Operation.REFUSED
+            finally:
+                threading.stack_size(usual)
         with raw(owner.path) as later:
             assert later.status([]) == []
+
+
+def test_a_finalizer_in_a_thread_that_the_owner_begins_may_wait_for_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Thread.start` waits for the new thread, which a collection in its first lines holds up."""
+    known, answers, begun = {threading.get_ident()}, list[object](), threading.Event.set
+
+    def ask_before(event: threading.Event) -> None:
+        if threading.get_ident() not in known:
+            known.add(threading.get_ident())
+            answers.append(owner.statistics())
+        begun(event)
+
+    with serve(tmp_path) as owner:
+        monkeypatch.setattr(threading.Event, "set", ask_before)
+        with raw(owner.path) as one:
+            assert one.status([]) == []
+    assert answers == [[]]
 
 
 def test_a_region_without_members_keeps_its_keys_if_its_room_is_too_little(tmp_path: Path) -> None:
