@@ -54,7 +54,7 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS[0])
 def lowest(session: nox.Session) -> None:
-    """What needs few packages, with the lowest version of each that we name, on the oldest Python."""
+    """What needs few packages, kernels and JAX with the lowest version of each that we name, on the oldest Python."""
     chosen = ("cli", "kernels", "prometheus")
     named = [*PROJECT["dependencies"], *(each for extra in chosen for each in extras(extra))]
     constraints = Path(session.create_tmp(), "constraints.txt").absolute()

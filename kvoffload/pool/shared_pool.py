@@ -339,7 +339,7 @@ class SharedPool:
         as of `ask`, also if it stops answering `ask` meanwhile. Other calls go on.
         """
         self.check_usable()
-        refuse_waiting("a call that waits for the owner's tiers")
+        refuse_waiting("promote" if operation is Operation.BRING else "remove")
         number, poll, looks_at = self.next_number(), select.poll(), time.monotonic() + self._answer_seconds
         end = looks_at + wait
         self._slow[number] = None

@@ -8,8 +8,8 @@ Each mistake (see `mutation_sites`) is made in a copy of the checkout. Then thos
 quick ones before slow ones, `--budget` seconds of them. A mistake is killed by a test that fails twice, or by one that
 does not end. Which test runs which lines is recorded first (with Python 3.12; older ones run the tests of the area).
 FOLDER keeps what was recorded and found: the same command continues a search, and tries no mistake again that has a
-result. `results.tsv` there is what FILE can be, and `mutants_20261128.tsv` here is one: a
-mistake in each line, by file, function, operator and number. What lives rightly has the reason in its line.
+result. FILE is the `results.tsv` of such a folder, or `mutants_20261128.tsv` here. Each of its lines is a mistake, by
+file, function, operator and number. If a mistake may live, its line says why.
 
 Tests with the markers `gpu` and `servers` are left out, and pytest needs no plug-in but pytest-timeout.
 """
@@ -89,17 +89,8 @@ class Checkout:
         paths = [str(self._tree), *(f"{self._tree}/tests/{folder}" for folder in ("support", "interrupts")), *_PATHS]
         environment |= {"PYTHONPATH": os.pathsep.join(paths)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-        options = ["-q", "-o", "addopts=--import-mode=importlib --strict-markers", "-p", "no:benchmark"]
-        options += [
-            "-p",
-            "no:valkey",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "mutation_plugin",
-            "-m",
-            "not gpu and not servers",
-        ]
+        options = ["-q", "-o", "addopts=--import-mode=importlib --strict-markers", "-m", "not gpu and not servers"]
+        options += ["-p", "no:benchmark", "-p", "no:valkey", "-p", "no:cacheprovider", "-p", "mutation_plugin"]
         options += [f"--basetemp={temporary / 'pytest'}", "--tb=line", f"--timeout={_TEST_SECONDS}"]
         options += ["--assert=plain"] if tests is None else ["--assert=plain", "-x"]
         command = [sys.executable, "-m", "pytest", *options, *files]
