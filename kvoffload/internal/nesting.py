@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def new_lock(*, of_manager: bool = False) -> threading.RLock:
-    """Make a lock that `refuse_waiting` knows. All locks of the library are made here, but not the simulator's.
+    """Make a lock that `refuse_waiting` knows: every lock of the library but the simulator's, and one of ThreadedTier.
 
     `of_manager`: calls of tiers are made under this lock; under any other they are refused. A finalizer may call a
     cache while its thread holds a tier's lock, so taking a tier's lock under another one could be a deadlock.

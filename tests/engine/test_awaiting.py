@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import logging
 import threading
@@ -71,26 +70,6 @@ def test_several_jobs_are_awaited_together(bench: Rig) -> None:
 
     assert {result.error for result in asyncio.run(main())} == {None}
     assert bench.engine.poll() == [], "each was waited for"
-
-
-def test_a_system_without_threads_left_refuses_one_callback_and_not_all_later_ones(
-    bench: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> int:
-        raise RuntimeError("can't start new thread")
-
-    wait_for_the_thread()
-    held, called = bench.stream(), Called(2)
-    gate = bench.gate(held)
-    job = bench.engine.store([1], [1], after=held)
-    with monkeypatch.context() as patch:
-        patch.setattr(_thread, "start_new_thread", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            job.add_done_callback(called)
-    job.add_done_callback(called)
-    gate.open()
-    called.wait()
-    assert called.jobs == [job, job]
 
 
 def test_a_job_that_has_ended_is_awaited_at_once(bench: Rig) -> None:
