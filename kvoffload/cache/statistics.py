@@ -133,8 +133,8 @@ class CacheEvent:
             other keys, even present ones; "stored": can be loaded from now on; "promoted": the same, but a tier brought
             it; "evicted": made room for others; "declined": not worth storing, no room, or (after its transfer) more
             than the layout's codec holds; "failed": its store failed or was aborted; "removed": could be loaded, and
-            was taken out by `remove` or `clear`. A key that is removed while it is stored was never announced, so
-            nothing is told of it.
+            was taken out by `remove` or `clear`, or by a load that found it unfit. A key that is removed while it is
+            stored was never announced, so nothing is told of it.
         keys: the keys concerned: in the order of the request; evicted ones in the order in which they went.
         tenant: for "stored", "promoted", "declined" and "failed", the tenant of the call or its request; else "".
     """

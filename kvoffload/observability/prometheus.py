@@ -51,7 +51,7 @@ _COUNTED = {
     "failed": "Blocks whose store failed or was aborted.",
     "declined": "Blocks that were not stored: not worth it, over a quota, without room, or unfit.",
     "unfit": "Blocks that the layout's codec cannot hold; if many, turn it off.",
-    "removed": "Blocks that could be loaded and were removed, by remove() and clear().",
+    "removed": "Blocks that could be loaded and were taken out: remove(), clear(), unfit.",
     "promoted": "Blocks that a tier has filled.",
 }
 _OF_TIERS = {

@@ -109,7 +109,7 @@ kvoffload_cache_declined_total{gpu="0"} 110.0
 # HELP kvoffload_cache_unfit_total Blocks that the layout's codec cannot hold; if many, turn it off.
 # TYPE kvoffload_cache_unfit_total counter
 kvoffload_cache_unfit_total{gpu="0"} 0.0
-# HELP kvoffload_cache_removed_total Blocks that could be loaded and were removed, by remove() and clear().
+# HELP kvoffload_cache_removed_total Blocks that could be loaded and were taken out: remove(), clear(), unfit.
 # TYPE kvoffload_cache_removed_total counter
 kvoffload_cache_removed_total{gpu="0"} 111.0
 # HELP kvoffload_cache_promoted_total Blocks that a tier has filled.
