@@ -49,9 +49,16 @@ def making_connector(config: VllmConfig, cache: KVCacheConfig) -> Iterator[None]
         _MAKING.reset(token)
 
 
-def connector_in_the_making() -> Connector | None:
-    """Return the arguments of the connector that is being made, or None if that is vLLM's own."""
-    return _MAKING.get()
+def connector_for(option: str, why: str) -> Connector:
+    """Return the arguments of the connector that is being made.
+
+    Raises:
+        CapabilityError: it is vLLM's own, with which `option` cannot be used; `why` ends the message.
+    """
+    if (connector := _MAKING.get()) is None:
+        needs = 'kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm"'
+        raise CapabilityError(f"{option} needs {needs}: {why}")
+    return connector
 
 
 def identity_of(connector: Connector, offloading: OffloadingConfig) -> str:

@@ -19,11 +19,10 @@ from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.cache.tiering import CacheTierStatistics
-from kvoffload.errors import CapabilityError
 from kvoffload.layout.layout import KVLayout
 from kvoffload.pool.records import PoolRecords
 from kvoffload.pool.shared_pool import SharedPool
-from kvoffload.vllm.identity import Connector, connector_in_the_making, identity_of, layout_digest, note_of
+from kvoffload.vllm.identity import connector_for, identity_of, layout_digest, note_of
 
 _LONGEST_WAIT = 300.0  # seconds for the owner, which may have to allocate the memory first
 _REPORT_SECONDS = 1.0  # between questions for the pool's gauges
@@ -49,14 +48,9 @@ class PoolOfEngine:
     def __init__(
         self, path: str, config: OffloadingConfig, identity: str | None, *, wait: float = _LONGEST_WAIT
     ) -> None:
-        connector = connector_in_the_making()
-        if connector is None:
-            raise CapabilityError(
-                'kvoffload_pool needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
-                "with vLLM's own connector other engines would load the bytes of a store that failed"
-            )
+        why = "with vLLM's own connector other engines would load the bytes of a store that failed"
+        self._connector = connector_for("kvoffload_pool", why)
         self._path, self._config, self._identity, self._wait = path, config, identity, wait
-        self._connector: Connector = connector
         self._pool: SharedPool | None = None
 
     def attach(self, layout: KVLayout) -> SharedPool:

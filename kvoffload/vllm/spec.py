@@ -27,14 +27,7 @@ from kvoffload.layout.coding import CHUNK_PARTS, RECORD_PART
 from kvoffload.layout.layout import KVLayout
 from kvoffload.pool.shared_pool import SharedPool
 from kvoffload.tiers.loading import load_tier
-from kvoffload.vllm.identity import (
-    Connector,
-    cache_dtypes,
-    connector_in_the_making,
-    identity_of,
-    layout_digest,
-    note_of,
-)
+from kvoffload.vllm.identity import cache_dtypes, connector_for, identity_of, layout_digest, note_of
 from kvoffload.vllm.manager import KVOffloadManager
 from kvoffload.vllm.metrics import definitions, tier_definitions
 from kvoffload.vllm.options import Options
@@ -176,13 +169,8 @@ class KVOffloadSpec(OffloadingSpec):
 
 def check_codec(config: OffloadingConfig) -> None:
     """Raise CapabilityError if slots cannot be coded."""
-    connector = connector_in_the_making()
-    if connector is None:
-        raise CapabilityError(
-            'kvoffload_codec needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
-            "vLLM's own connector cannot say that a block which the codec does not hold was not stored"
-        )
-    dtype = cache_dtypes(connector, config)
+    why = "vLLM's own connector cannot say that a block which the codec does not hold was not stored"
+    dtype = cache_dtypes(connector_for("kvoffload_codec", why), config)
     if dtype != "bfloat16":
         raise CapabilityError(
             f"kvoffload_codec is for a KV cache of bfloat16, and this one is of {dtype}: leave it out"
@@ -201,19 +189,14 @@ class TiersOfWorkers:
     def __init__(
         self, config: OffloadingConfig, options: Options, num_chunks: int, *, wait: float = _LONGEST_WAIT
     ) -> None:
-        connector = connector_in_the_making()
-        if connector is None:
-            raise CapabilityError(
-                'kvoffload_tiers needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
-                "with vLLM's own connector the bytes of a store that failed would get into the tiers"
-            )
+        why = "with vLLM's own connector the bytes of a store that failed would get into the tiers"
+        self._connector = connector_for("kvoffload_tiers", why)
         if num_chunks == 0:
             raise CapacityError(
                 f"kvoffload_tiers needs slots in host memory, and cpu_bytes_to_use={options.cpu_bytes_to_use} is less "
                 "than a chunk of all workers; raise it"
             )
         self._config, self._options, self._num_chunks = config, options, num_chunks
-        self._connector: Connector = connector
         self._wait = wait
 
     def name_of(self, rank: int) -> str:
