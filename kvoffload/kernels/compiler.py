@@ -25,6 +25,7 @@ _INSTALL = "install it: pip install 'triton>=3.3'"
 _FOLDER = "TRITON_CACHE_DIR"
 _BINARY_ONLY = "TRITON_STORE_BINARY_ONLY"
 _NEWER_PTXAS = "TRITON_PTXAS_BLACKWELL_PATH"  # as of Triton 3.6; in 3.9 also for GPUs before Blackwell
+_SET = (_FOLDER, _BINARY_ONLY, _NEWER_PTXAS)  # while a kernel is compiled
 
 
 class KernelSpec(NamedTuple):
@@ -105,7 +106,7 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cud
     from kvoffload.simulator.interpreter import LOCK  # a simulated launch alters triton.language
 
     with LOCK, contextlib.redirect_stdout(sys.stderr):  # Triton prints to stdout when it fails
-        before = {name: os.environ.get(name) for name in (_FOLDER, _BINARY_ONLY, _NEWER_PTXAS)}
+        before = {name: os.environ[name] for name in _SET if name in os.environ}
         try:
             older = Path(require_triton().__file__).with_name("backends") / "nvidia" / "bin" / "ptxas"
             with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
@@ -123,11 +124,9 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cud
                 f"{compute_capability[0]}.{compute_capability[1]}: {_essence(error)}"
             ) from error
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            for name in _SET:
+                os.environ.pop(name, None)
+            os.environ.update(before)
 
 
 def triton_version() -> str | None:

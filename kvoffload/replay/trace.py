@@ -63,11 +63,8 @@ def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
     requests: list[Request] = []
     stamps: list[Any] = []
     named: list[str] = []
-    with (
-        _refused(path),
-        path.open("rb") as file,
-        gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file as lines,
-    ):
+    with _refused(path), path.open("rb") as file:
+        lines = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(requests) >= limit:
                 break

@@ -177,7 +177,5 @@ def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | Non
     if not number or not 0 < tokens_per_second <= 1e15:
         raise ValueError(f"prefill_tokens_per_second must be above 0, or None, got {shown(tokens_per_second)}")
     if layout.tokens_per_block is None:
-        raise LayoutError(
-            'prefill_tokens_per_second needs a layout with tokens_per_block (or "tokens" in axes): name it'
-        )
+        raise LayoutError('prefill_tokens_per_second needs a layout with tokens_per_block, or "tokens" in axes')
     return float(layout.tokens_per_block * layout.blocks_per_slot / tokens_per_second)

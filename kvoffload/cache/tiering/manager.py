@@ -170,9 +170,8 @@ class TierManager:
     def _rests(self) -> bool:
         """Whether no tier is written now. Then requests should not pay for it, and the thread reads the index later."""
         now = time.monotonic()
-        for below in self.tiers:  # a generator takes as long as all the rest, once for each event
-            writes = below.puts.state is not BreakerState.OPEN or not below.puts.pauses(now)
-            if writes and not below.breaker.pauses(now):
+        for below in self.tiers:  # noqa: SIM110  # a generator takes as long as all the rest, once for each event
+            if not (below.breaker.pauses(now) or below.puts.pauses(now)):
                 return False
         return True
 
@@ -266,9 +265,8 @@ class TierManager:
                 self._demoted.append(message)
             else:
                 self._ended.append(message)
-        if self._lost_events and any(
-            below.breaker.state is below.puts.state is BreakerState.CLOSED for below in self.tiers
-        ):
+        closed = BreakerState.CLOSED
+        if self._lost_events and any(below.breaker.state is below.puts.state is closed for below in self.tiers):
             self._resynchronise()
         self._choose()
         for record in self._promoter.advance():
