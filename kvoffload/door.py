@@ -141,7 +141,7 @@ def _make(
             f"disk_bytes={shown(disk_bytes)}, identity={shown(identity)}"
         )
     elif not isinstance(pool_bytes, Growing):
-        size("pool_bytes", pool_bytes, 0)
+        size("pool_bytes (or pool)" if pool_bytes is None else "pool_bytes", pool_bytes, 0)
     if disk is not None:
         from kvoffload.tiers.disk import DiskTier
 
@@ -154,9 +154,9 @@ def _make(
             from kvoffload.pool.shared_pool import SharedPool
 
             if not isinstance(pool, SharedPool):
-                if not Path(socket_path(pool)).is_socket():
-                    start = f"there is no socket; start its owner first: `kvoffload pool serve {pool} --bytes 64GiB`"
-                    raise FileNotFoundError(errno.ENOENT, start, str(pool))
+                if not Path(path := socket_path(pool)).is_socket():
+                    start = f"there is no socket; start its owner first: `kvoffload pool serve {path} --bytes 64GiB`"
+                    raise FileNotFoundError(errno.ENOENT, start, path)
                 pool = SharedPool.attach(pool, cast(KVLayout, layout), identity=identity)
                 opened.append(lambda *_: pool.close())
             options["pool"] = pool

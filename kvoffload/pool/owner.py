@@ -497,7 +497,10 @@ class PoolOwner:
 def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
     """A listener, its file, and whether it follows one whose owner has died. The folder is locked meanwhile."""
     folder = os.path.dirname(os.path.abspath(path))
-    status = os.stat(folder)
+    try:
+        status = os.stat(folder)
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, f"there is no such folder: mkdir -p -m 700 {folder}", folder) from None
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     if others or status.st_uid not in (os.getuid(), 0):
         raise PermissionError(

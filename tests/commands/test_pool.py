@@ -176,7 +176,7 @@ def test_options_that_cannot_be_are_refused(
 def test_a_path_that_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     handlers = list(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
     said = refused(capsys, "pool", "serve", str(tmp_path / "none" / "pool"), "--bytes", "1MiB")
-    assert said == f"kvoffload: error: {tmp_path}/none: No such file or directory\n"
+    assert said == f"kvoffload: error: {tmp_path}/none: there is no such folder: mkdir -p -m 700 {tmp_path}/none\n"
     (tmp_path / "file").touch()
     said = refused(capsys, "pool", "serve", str(tmp_path / "file" / "pool"), "--bytes", "1MiB")
     assert said == f"kvoffload: error: {tmp_path}/file: Not a directory\n"

@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host], dict[str, Any]]]
     "nothing": (LayoutError, r"arrays must be an array in GPU memory, .* got \[\]", lambda _: {"arrays": []}),
     "axes that are no names": (LayoutError, r"axes must name .* got 5", lambda _: {"axes": 5}),
     "axes without text": (LayoutError, r"axes must name .*\['blocks', \[\]\]", lambda _: {"axes": ["blocks", []]}),
-    "no size": (ValueError, "pool_bytes must be .* got None", lambda _: {"pool_bytes": None}),
+    "no size": (ValueError, "pool_bytes .or pool. must be .* got None", lambda _: {"pool_bytes": None}),
     "more than any machine has": (CapacityError, "pool_bytes must be at most", lambda _: {"pool_bytes": 10**30}),
     "half a slot": (LayoutError, "blocks_per_slot .* 1.5", lambda _: {"blocks_per_slot": 1.5}),
     "a disk that is no path": (
