@@ -166,7 +166,8 @@ def _plane(view: ArrayView, block_axis: int, name: str, owner: object) -> Plane:
         if stride != expected:
             raise LayoutError(
                 f"{name} is not contiguous within a block: shape {view.shape}, strides {view.strides} bytes, "
-                f"block axis {block_axis}"
+                f"block axis {block_axis}; a plane's block must be one range of memory: name an axis outside of it (K "
+                'and V, layers) "planes" in axes, or give it as plane_axis, or put the other axes after the blocks'
             )
         expected *= extent
     num_blocks = view.shape[block_axis]
