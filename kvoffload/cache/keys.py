@@ -92,8 +92,8 @@ def as_tokens(token_ids: Any) -> Int64Array:
         return as_ids("token_ids", token_ids, _TOKEN_LIMIT)
     except LayoutError as error:
         raise ValueError(
-            f"{_culprit(token_ids) or error}; token_ids must be one sequence of integers in [0, 2**32); pass anything "
-            "else as extra"
+            f"{_culprit(token_ids) or error}; token_ids must be one sequence of integers in [0, 2**32): give the "
+            "prompts of a batch one by one, and anything else as extra"
         ) from None
 
 
@@ -103,7 +103,7 @@ def _culprit(token_ids: Any) -> str | None:
         for position, value in enumerate(token_ids):
             plain = value.item() if isinstance(value, np.generic) else value
             if not isinstance(plain, int) or isinstance(plain, bool) or not 0 <= plain < _TOKEN_LIMIT:
-                return f"token_ids[{position}] is {plain!r:.80}"
+                return f"token_ids[{position}] is {' '.join(repr(plain).split()):.80}"
     except TypeError:
         pass
     return None

@@ -399,6 +399,7 @@ def test_every_salt_and_extra_has_keys_of_its_own(pairs: list[tuple[str, bytes]]
         (np.zeros((2, 3), np.int64), r"token_ids\[0\] is array\(\[0, 0, 0\]\)"),
         (np.zeros((2, 0), np.int64), r"token_ids\[0\] is array\(\[\], dtype=int64\)"),
         ([1, [2, 3]], r"token_ids\[1\] is \[2, 3\]"),
+        (np.arange(96)[None], r"token_ids\[0\] is array\(\[ 0, 1, [^\n]*"),
         (["1"], r"token_ids\[0\] is '1'"),
         ("12", r"token_ids\[0\] is '1'"),
         ([None], r"token_ids\[0\] is None"),
