@@ -166,6 +166,7 @@ def of_folders(fields: Fields) -> Iterator[Finding]:
         if each["problem"] is not None:
             remedies = {os.strerror(errno.ENOENT): f"make it: mkdir -p {each['folder']}"}
             remedies[os.strerror(errno.ENOTDIR)] = "give the folder of the file"
+            remedies[os.strerror(errno.EROFS)] = "mount it for writing, or give another folder"
             other = "give this user's own folder, no symbolic link, that other users cannot write"
             remedy = remedies.get(each["problem"], other)
             yield Finding("fail", each["folder"], f"cannot be used: {each['problem']}", remedy)

@@ -28,6 +28,12 @@ _SECONDS = 10.0  # of `timeout`: these commands move more at a time than caches 
 _HANDSHAKE_SECONDS = 2.0
 _MOST_TEXT = 400  # characters of what a client says: the URL comes before the reason
 
+_EXAMPLES = {
+    "mooncake": "master=cache:50051",
+    "objects": "store=s3://bucket/folder",
+    "valkey": "addresses=cache:6379 password=env:CACHE_PASSWORD",
+}
+
 # What clients say, in lower case; what it means; what to do.
 _MEANINGS = (
     (
@@ -117,7 +123,9 @@ class Store:
             problem, _, remedy = text.rpartition("; ")
             return StoreError(self, problem, remedy.removeprefix("install it: "))
         if isinstance(error, TypeError | ValueError | KeyError) and not isinstance(error, OSError):
-            return StoreError(self, f"{text:.{_MOST_TEXT}}", "see the arguments of its tier")
+            example = _EXAMPLES.get(self.kind, "name=value")
+            remedy = f"see the arguments of its tier in docs/reference/tiers.md: --store {self.kind} {example}"
+            return StoreError(self, f"{text:.{_MOST_TEXT}}", remedy)
         for words, problem, remedy in _MEANINGS:
             if any(word in str(error).lower() for word in words):
                 return StoreError(self, f"{problem} ({text:.{_MOST_TEXT}})", remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,12 @@ def test_a_folder_that_a_tier_refuses_fails(capsys: pytest.CaptureFixture[str], 
     remedies = {"missing": f"make it: mkdir -p {path}", "file": "give the folder of the file"}
     assert remedy == remedies.get(kind, "give this user's own folder, no symbolic link, that other users cannot write")
     assert fields["folders"][0]["write_gb_per_s"] is None
+
+
+def test_a_folder_that_is_mounted_for_reading_alone_says_so() -> None:
+    folder = {"folder": "/mounted", "problem": os.strerror(errno.EROFS)}
+    (finding,) = findings.of_folders({"folders": [folder]})
+    assert finding.remedy == "mount it for writing, or give another folder"
 
 
 def test_a_folder_in_the_home_of_a_user_is_tried(

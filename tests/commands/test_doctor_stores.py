@@ -74,7 +74,7 @@ def test_a_mooncake_store_is_tried(capsys: pytest.CaptureFixture[str], mooncake_
 @pytest.mark.parametrize(
     ("words", "problem", "remedy"),
     [
-        (("nothing",), "kind must be one of", "see the arguments of its tier"),
+        (("nothing",), "kind must be one of", "see the arguments of its tier in docs/reference/tiers.md"),
         (("valkey", "addresses"), "takes arguments as name=value", "see the arguments"),
         (("valkey", "password=env:NOT_A_VARIABLE"), "has no variable NOT_A_VARIABLE", "see the arguments"),
         (("memory", "nbytes=5"), "unexpected keyword argument", "see the arguments"),
