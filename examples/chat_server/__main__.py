@@ -1,8 +1,8 @@
 """A chat server with an OpenAI-compatible endpoint. Its KV cache goes on in host memory, and on a disk.
 
 python -m chat_server                                                 # SmolLM2-135M: http://127.0.0.1:8000
-python -m chat_server --disk /tmp/kv --disk-bytes 2G                  # conversations survive the process
-python -m chat_server --model llama-8b --device-blocks 4096 --pool-bytes 64G --batch 32    # random weights
+python -m chat_server --disk /tmp/kv --disk-bytes 2GiB                # conversations survive the process
+python -m chat_server --model llama-8b --device-blocks 4096 --pool-bytes 64GiB --batch 32  # random weights
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ OF_ENGINE = {  # options, and the names that errors of the engine give them
 
 
 def size(text: str) -> int:
-    """Bytes: 1073741824, 1024M, 1G."""
-    unit = "KMGT".find(text[-1:].upper()) + 1
-    return int(float(text[:-1]) * 1024**unit) if unit else int(text)
+    """Bytes: 1073741824, 1024M, 1G, 1GiB."""
+    short = text.removesuffix("iB")
+    unit = "KMGT".find(short[-1:].upper()) + 1
+    try:
+        return int(float(short[:-1]) * 1024**unit) if unit else int(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"must be bytes, such as 1GiB, 1G (the same) or 1073741824, got {text!r}"
+        ) from None
 
 
 def options() -> argparse.Namespace:
@@ -47,7 +53,7 @@ def options() -> argparse.Namespace:
     add("--context", type=int, default=1024, help="tokens of prompt and answer together, at most (%(default)s)")
     add("--batch", type=int, default=8, help="requests that are served at the same time (%(default)s)")
     add("--chunk", type=int, default=64, help="tokens of a prompt that a step computes (%(default)s)")
-    add("--pool-bytes", type=size, default="1G", help="host memory for blocks (%(default)s)")
+    add("--pool-bytes", type=size, default="1GiB", help="host memory for blocks (%(default)s)")
     add("--codec", choices=("raw", "bf16-12"), default="raw", help="of the pool and the disk; bf16-12 needs bfloat16")
     add("--disk", type=Path, help="a file for blocks; with --disk-bytes")
     add("--disk-bytes", type=size, default=0, help="its size")

@@ -246,6 +246,9 @@ def test_mistakes_in_options_are_one_line_that_names_the_option(tmp_path: Path) 
     assert "--context must be a multiple of 16 above 0, got 100" in refused(*tiny, "--context", "100")
     assert "--device-blocks must be at least 2, got 1" in refused(*tiny, "--device-blocks", "1")
     assert "--pool-bytes" in refused(*tiny, "--pool-bytes", "10")
+    assert "--pool-bytes: must be bytes, such as 1GiB" in refused(*tiny, "--pool-bytes", "64gb")
+    for written in ("1GiB", "1G", "1073741824"):
+        assert "--context must be" in refused(*tiny, "--pool-bytes", written, "--context", "100"), "it is a size"
     assert "--disk and --disk-bytes go together" in refused(*tiny, "--disk", str(tmp_path / "kv"))
     assert "--no-offload has nothing below the device" in refused(
         *tiny, "--no-offload", "--disk", str(tmp_path / "kv"), "--disk-bytes", "1M"
