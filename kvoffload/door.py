@@ -127,7 +127,7 @@ def _make(
     **options: Any,
 ) -> BlockCache[Any]:
     if unknown := options.keys() - CacheOptions.__annotations__.keys():
-        raise TypeError(f"open_cache() got an unexpected keyword argument {min(unknown)!r}")
+        raise TypeError(f"open_cache() got an unexpected keyword argument {min(unknown)!r}; BlockCache has more")
     (pool_bytes, pool), (disk, disk_bytes, identity) = memory, files
     disk_bytes = size("disk_bytes", disk_bytes, 0)
     opened = list[Callable[..., Any]]()  # the `close` of each
