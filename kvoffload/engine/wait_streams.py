@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from types import NoneType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from kvoffload.device.streams import NO_WAIT, NoWait, refuse_capturing, stream_handle
@@ -174,7 +173,7 @@ class WaitStreams:
         begin = time.perf_counter()
         while True:
             with self._lock:
-                free = (each for each in map(int, self._handles) if self._users.get(each, NoneType)() is None)
+                free = (each for each in map(int, self._handles) if not self._users.get(each, bool)())
                 handle = next(filter(self._driver.stream_query, free), 0)
                 if not handle and len(self._handles) < MOST_WAIT_STREAMS:
                     self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, self._priority)

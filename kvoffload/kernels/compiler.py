@@ -106,7 +106,7 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cud
     from kvoffload.simulator.interpreter import LOCK  # a simulated launch alters triton.language
 
     with LOCK, contextlib.redirect_stdout(sys.stderr):  # Triton prints to stdout when it fails
-        before = {name: os.environ[name] for name in _SET if name in os.environ}
+        before = dict(filter(lambda item: item[0] in _SET, os.environ.items()))
         try:
             older = Path(require_triton().__file__).with_name("backends") / "nvidia" / "bin" / "ptxas"
             with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
