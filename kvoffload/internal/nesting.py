@@ -34,7 +34,7 @@ _locks_of_managers: _Locks = set()
 _ours: set[int] = set()  # threads of the library, while they run code of the library
 
 
-def _in_child() -> None:
+def forget_threads_of_parent() -> None:
     """Threads of the child may have the numbers of the parent's: of those in `_ours`, and of those that hold locks."""
     _ours.clear()
     for lock in (known() for locks in (_locks, _locks_of_managers) for known in locks.copy()):
@@ -42,7 +42,7 @@ def _in_child() -> None:
             lock._at_fork_reinit()  # type: ignore[attr-defined]  # what `threading` does with its own
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=forget_threads_of_parent)
 
 
 def new_lock(*, of_manager: bool = False) -> threading.RLock:
