@@ -513,8 +513,7 @@ class Shard:
         self.device.check_process()
         refuse_nested(self.lock, "order_all_before")
         with self.lock:  # the latest of a direction ends last
-            queues = list(filter(lambda queue: queue.transfers, self.parts.in_flight.both))
-            latest = [queue.transfers[-1] for queue in queues]
+            latest = [queue.transfers[-1] for queue in filter(lambda queue: queue.transfers, self.parts.in_flight.both)]
         for transfer in latest:
             self.order_before(transfer, stream, raise_error=False)
 

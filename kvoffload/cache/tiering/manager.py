@@ -171,7 +171,8 @@ class TierManager:
         """Whether no tier is written now. Then requests should not pay for it, and the thread reads the index later."""
         now = time.monotonic()
         for below in self.tiers:  # noqa: SIM110  # a generator takes as long as all the rest, once for each event
-            if not (below.breaker.pauses(now) or below.puts.pauses(now)):
+            no_puts = below.puts.state is BreakerState.OPEN and below.puts.pauses(now)
+            if not (no_puts or below.breaker.pauses(now)):
                 return False
         return True
 
