@@ -30,12 +30,12 @@ WEIGHT = {
         29_780,
         "it was 36,248; `open_cache` has 340, sessions and hints 805, trees 120, packed loads in parts 60, growth 180, "
         "the codec 590, shared pools 1,920, of which vLLM's replicas have 270; finalizers and descriptors 90, the order "
-        "of memory in keys 40, headers and full stores 75, the driver's manners 55, errors of `open_cache` 60",
+        "of memory in keys 40, headers and full stores 75, manners of the driver 55, errors of the door 60",
     ),
     "files": Limit(
         213,
         "a class and its records are one file, and so is what is read together; hints have three, growth one, the "
-        "codec two, shared pools nine, vLLM's and the command's part of them one each, and the table of full stores one",
+        "codec two, shared pools nine, vLLM's and the command's part of them one each, the table of full stores one",
     ),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
     "pages": Limit(

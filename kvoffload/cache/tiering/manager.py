@@ -170,7 +170,7 @@ class TierManager:
     def _rests(self) -> bool:
         """Whether no tier is written now. Then requests should not pay for it, and the thread reads the index later."""
         now = time.monotonic()
-        for below in self.tiers:  # noqa: SIM110  # a generator takes as long as all the rest, once for each event
+        for below in self.tiers:  # a generator takes as long as all the rest, once for each event
             no_puts = below.puts.state is BreakerState.OPEN and below.puts.pauses(now)
             if not (no_puts or below.breaker.pauses(now)):
                 return False
