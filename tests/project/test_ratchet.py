@@ -35,7 +35,7 @@ WEIGHT = {
     "files": Limit(
         213,
         "a class and its records are one file, and so is what is read together; hints have three, growth one, the "
-        "codec two, shared pools nine, vLLM's and the command's part of them one each, the table of full stores one",
+        "codec two, shared pools nine, vLLM's and the command's part of them one each, and full stores one",
     ),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
     "pages": Limit(
