@@ -60,7 +60,7 @@ def test_a_path_that_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: P
         PoolOwner(shared / "pool", nbytes=1 << 20)
     shared.chmod(0o1777)  # like /tmp
     PoolOwner(shared / "pool", nbytes=1 << 20).close()
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(OSError, match="there is no such folder: mkdir -p"):
         PoolOwner(tmp_path / "nowhere" / "pool", nbytes=1 << 20)
     (tmp_path / "file").touch()
     for below in ("file/pool", "file/folder/pool"):
