@@ -500,6 +500,8 @@ class Fuzz:
             self.wrong.append(f"{plan}: ended with status {status}")
         for what, *arguments in map(json.loads, text.decode().rpartition("\n")[0].splitlines()):
             self.hear(what, arguments)
+        if "headers" in kinds and status != 0:  # perhaps between a new epoch and the headers that follow it
+            self.must = {}
 
     def hear(self, what: str, arguments: list[Any]) -> None:
         if what == "counts":
