@@ -203,7 +203,8 @@ def test_a_manager_whose_index_cannot_be_opened_leaves_the_pool(
     """Else it would be a member until its spec is collected."""
     path = str(tmp_path / "pool")
     offloading: Any = SimpleNamespace(
-        extra_config={"kvoffload_pool": path}, worker_kv_bytes_per_block=ROW, cache=SimpleNamespace(blocks_per_chunk=1),
+        extra_config={"kvoffload_pool": path}, worker_kv_bytes_per_block=ROW,
+        cache=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=4),
         parallel=SimpleNamespace(world_size=1), model=SimpleNamespace(max_model_len=100), groups=(), engine_id="a",
         enable_kv_cache_events=False,
     )  # fmt: skip
