@@ -95,6 +95,7 @@ def test_all_values_at_every_place(coding: Coding) -> None:
 def test_ten_thousand_chunks_of_every_kind() -> None:
     coding, random, count = CODINGS[0], np.random.default_rng(2), 10_000
     found = kinds(random, count * coding.values, coding.most_escapes)
+    del found["unfit: one too many in each window"]  # of one chunk
     for name in [name for name in found if name.endswith("small ones")]:  # a number of them in each chunk
         values = found[name].reshape(count, -1) & np.uint16(0x807F) | np.uint16(0x3F80)
         escapes = coding.most_escapes + name.startswith("unfit")

@@ -44,15 +44,15 @@ MUTATIONS = (
     Mutation(
         "exports-follow-stores-only",
         "engine/shard.py",
-        "for queue in self.parts.in_flight.both if queue.transfers]",
-        "for queue in self.parts.in_flight.both[:1] if queue.transfers]",
+        "lambda queue: queue.transfers, self.parts.in_flight.both)",
+        "lambda queue: queue.transfers, self.parts.in_flight.both[:1])",
         (f"{ENGINE}::test_the_stream_of_an_exported_array_follows_both_directions",),
     ),
     Mutation(
         "exports-follow-loads-only",
         "engine/shard.py",
-        "for queue in self.parts.in_flight.both if queue.transfers]",
-        "for queue in self.parts.in_flight.both[1:] if queue.transfers]",
+        "lambda queue: queue.transfers, self.parts.in_flight.both)",
+        "lambda queue: queue.transfers, self.parts.in_flight.both[1:])",
         (f"{ENGINE}::test_the_stream_of_an_exported_array_follows_both_directions",),
     ),
     Mutation(
@@ -445,8 +445,8 @@ MUTATIONS = (
     Mutation(
         "a-wait-stream-that-is-reserved-is-given-away",
         "engine/wait_streams.py",
-        "if (last is None or last() is None) and self._driver",
-        "if self._driver",
+        "map(int, self._handles) if not self._users.get(each, bool)())",
+        "map(int, self._handles))",
         (
             "tests/engine/ordering/test_wait_streams.py::test_arrays_that_are_asked_at_the_same_time_have_a_wait_stream_each",
         ),
