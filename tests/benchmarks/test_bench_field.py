@@ -404,7 +404,7 @@ def test_sizes_of_series() -> None:
         ("--blocks", "0"),
         ("--blocks", "513"),
         ("--bytes", "0"),
-        ("--bytes", "4MB"),
+        ("--bytes", "4M"),
         ("--bytes", "5GiB"),
         ("--bytes", "4MiB", "--blocks", "8"),
         ("--transfers", "65"),
