@@ -50,11 +50,6 @@ class Trace(NamedTuple):
     sessions: list[str] | None = None
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[Request]:
-    """The requests of `read_timed_trace`."""
-    return read_timed_trace(path, limit).requests
-
-
 def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
     """The first `limit` requests (None: all), when they came, and of which session.
 

@@ -81,19 +81,6 @@ class WaitValueOperation(Operation):
         return bool(word & self.value) if self.condition == 2 else (word | self.value) != 0xFFFFFFFF
 
 
-class WriteValueOperation(Operation):
-    __slots__ = ("address", "value")
-
-    def __init__(self, regions: Sequence[Region], address: int, value: int) -> None:
-        super().__init__(regions)
-        self.address = address
-        self.value = value
-
-    def run(self) -> float:
-        space.write_word(self.address, self.value)
-        return MICROSECONDS_PER_MARKER
-
-
 class FillOperation(Operation):
     __slots__ = ("address", "byte", "nbytes")
 

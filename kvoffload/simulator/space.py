@@ -61,11 +61,6 @@ def read_word(address: int) -> int:
     return int(_everything[start : start + 4].view(np.uint32)[0])
 
 
-def write_word(address: int, value: int) -> None:
-    start = address - _ORIGIN
-    _everything[start : start + 4].view(np.uint32)[0] = value
-
-
 def address_of(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 

@@ -12,8 +12,7 @@ from cuda.bindings import driver as cuda
 from kvoffload.simulator.contexts import INVALIDATED, LEGACY, RELAXED, UNSUPPORTED, Event, Operation, Record, Stream
 from kvoffload.simulator.driver import Needs, SimulatedDriver, driver_call, integer
 from kvoffload.simulator.errors import INVALID_HANDLE, INVALID_VALUE, RefusedError
-from kvoffload.simulator.memory import Region
-from kvoffload.simulator.operations import RecordOperation, WaitEventOperation, WaitValueOperation, WriteValueOperation
+from kvoffload.simulator.operations import RecordOperation, WaitEventOperation, WaitValueOperation
 
 _R = cuda.CUresult
 NOT_READY = _R.CUDA_ERROR_NOT_READY
@@ -41,11 +40,6 @@ def cuStreamDestroy(driver: SimulatedDriver, hStream: Any) -> Any:
     driver.streams.remove(stream.handle)
     stream.context.destroy(stream)
     return None
-
-
-@driver_call(values=1)
-def cuStreamGetCtx(driver: SimulatedDriver, hStream: Any) -> Any:
-    return (cuda.CUcontext(driver.stream(hStream).context.handle),)
 
 
 @driver_call()
@@ -140,15 +134,15 @@ def cuEventElapsedTime(driver: SimulatedDriver, hStart: Any, hEnd: Any) -> Any:
 
 @driver_call()
 def cuStreamWaitValue32(driver: SimulatedDriver, stream: Any, addr: Any, value: Any, flags: int) -> Any:
-    target, region, address, number = _word_operation(driver, stream, addr, value)
+    if not driver.attributes.get(MEMORY_OPERATIONS, 0):
+        raise RefusedError(_R.CUDA_ERROR_NOT_SUPPORTED)
+    target, address, number = driver.submission_stream(stream), integer(addr), integer(value)
+    if number > 0xFFFFFFFF:
+        raise OverflowError("value too large to convert to uint32_t")
+    region = driver.memory.find(address, 4)
+    if region is None or address % 4:
+        raise RefusedError(INVALID_VALUE)
     driver.submit(target, WaitValueOperation([region], address, number, integer(flags)))
-    driver.scheduler.drift()
-
-
-@driver_call()
-def cuStreamWriteValue32(driver: SimulatedDriver, stream: Any, addr: Any, value: Any, flags: int) -> Any:
-    target, region, address, number = _word_operation(driver, stream, addr, value)
-    driver.submit(target, WriteValueOperation([region], address, number))
     driver.scheduler.drift()
 
 
@@ -248,16 +242,3 @@ def _wait_in_capture(stream: Stream, record: Record) -> Any:
     elif stream is not record.stream:
         capture.unjoined.discard(record.stream)
     return None
-
-
-def _word_operation(driver: SimulatedDriver, handle: Any, pointer: Any, value: Any) -> tuple[Stream, Region, int, int]:
-    """The stream of a stream memory operation, the region and the address of its word, and the value."""
-    if not driver.attributes.get(MEMORY_OPERATIONS, 0):
-        raise RefusedError(_R.CUDA_ERROR_NOT_SUPPORTED)
-    stream, address, number = driver.submission_stream(handle), integer(pointer), integer(value)
-    if number > 0xFFFFFFFF:
-        raise OverflowError("value too large to convert to uint32_t")
-    region = driver.memory.find(address, 4)
-    if region is None or address % 4:
-        raise RefusedError(INVALID_VALUE)
-    return stream, region, address, number

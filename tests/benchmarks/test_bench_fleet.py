@@ -14,7 +14,7 @@ from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace
 
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
-from kvoffload.replay.trace import Request, read_trace
+from kvoffload.replay.trace import Request, read_timed_trace
 from kvoffload.replay.workloads import WORKLOADS, make_workload
 from kvoffload.terminal.console import Output
 from kvoffload_bench.fleet import (
@@ -130,7 +130,7 @@ def test_three_hosts_at_random_find_nine_tenths_of_what_one_with_their_memory_fi
 @pytest.mark.parametrize("routing", ["random", "prefix"])
 def test_three_hosts_replay_the_real_trace(routing: str) -> None:
     fleet = Fleet(2048, 0, 65_536, "prefix", "through", routing, 0)
-    (found,) = survey(read_trace(find_real_trace()), fleet, [3], Output(as_json=True))
+    (found,) = survey(read_timed_trace(find_real_trace()).requests, fleet, [3], Output(as_json=True))
     assert found.hit_rate >= 0.9 * found.one_host_hit_rate
     assert found.hit_rate >= 0.9 * found.without_store_hit_rate
 

@@ -25,7 +25,7 @@ from seeds import rest_long
 
 import kvoffload
 from kvoffload.commands import main
-from kvoffload.replay.trace import read_timed_trace, read_trace
+from kvoffload.replay.trace import read_timed_trace
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import CommandError
 
@@ -180,13 +180,13 @@ def test_a_number_that_no_float_holds_is_no_traceback(tmp_path: Path, field: str
 def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"hash_ids": [1, 2]}\n\n{"hash_ids": [1]}\n'))
-    assert read_trace(path) == [keys_of([1, 2]), keys_of([1])]
+    assert read_timed_trace(path).requests == [keys_of([1, 2]), keys_of([1])]
     whole = path.read_bytes()
     broken = whole[:10] + b"\x07" + whole[11:]  # there is no third kind of block
     for content, said in ((whole[:-12], "cut off"), (whole[:3], "cut off"), (broken, "damaged")):
         path.write_bytes(content)
         with pytest.raises(CommandError, match=said):
-            read_trace(path)
+            read_timed_trace(path)
 
 
 FORMATS: dict[str, str | bytes] = {  # what other programs log: its first line
@@ -262,7 +262,7 @@ def test_more_memory_than_there_is_is_an_error_that_says_so(
 
 def test_keys_are_the_ids_as_fixed_width_bytes(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", [[0, 1, -1, (1 << 64) - 1]])
-    (request,) = read_trace(path)
+    (request,) = read_timed_trace(path).requests
     assert {len(key) for key in request} == {16}
     assert [int.from_bytes(key, "big", signed=True) for key in request] == [0, 1, -1, (1 << 64) - 1]
 
@@ -277,13 +277,13 @@ def real_trace() -> Path:
 
 @pytest.mark.parametrize("slots", KNOWN_LRU_HITS)
 def test_the_oracle_finds_the_known_hits_of_the_whole_trace(real_trace: Path, slots: int) -> None:
-    requests = read_trace(real_trace)
+    requests = read_timed_trace(real_trace).requests
     assert sum(map(len, requests)) == REAL_BLOCKS
     assert Oracle(slots).serve_all(requests).hits == KNOWN_LRU_HITS[slots]
 
 
 def test_the_start_of_the_real_trace(real_trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    requests = read_trace(real_trace, 300)
+    requests = read_timed_trace(real_trace, 300).requests
     expected = Oracle(1024).serve_all(requests)
     code, fields = replay(
         capsys,
@@ -340,5 +340,5 @@ def test_timestamps_of_a_trace(tmp_path: Path, stamps: list[Any], seconds: list[
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps({"hash_ids": [1], "timestamp": stamp}) + "\n" for stamp in stamps))
     trace = read_timed_trace(path)
-    assert trace.requests == read_trace(path) == [keys_of([1])] * 3
+    assert trace.requests == read_timed_trace(path).requests == [keys_of([1])] * 3
     assert trace.seconds == (None if seconds is None else pytest.approx(seconds))

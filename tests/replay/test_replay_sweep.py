@@ -31,7 +31,7 @@ from kvoffload.internal.models import MODELS
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import OPTIMUM, HostPool, PolicyResult, belady_hits, belady_hits_by_request, hits_of_policies
 from kvoffload.replay.report import Rates, print_policies
-from kvoffload.replay.trace import Trace, read_trace
+from kvoffload.replay.trace import Trace, read_timed_trace
 from kvoffload.replay.workloads import make_workload
 from kvoffload.terminal.console import Output
 
@@ -73,7 +73,7 @@ def test_every_request_hits_what_the_oracle_hits(seed: int, slots: int) -> None:
 
 @pytest.mark.parametrize("slots", [512, 1000, 2048, 8192, 32768])
 def test_every_request_of_the_real_trace_hits_what_the_oracle_hits(real_trace: Path, slots: int) -> None:
-    requests = read_trace(real_trace)
+    requests = read_timed_trace(real_trace).requests
     assert sum(map(len, requests)) == REAL_BLOCKS
     hits = serve_as_oracle(requests, slots).statistics().hits
     assert KNOWN_LRU_HITS.get(slots, hits) == hits
@@ -135,7 +135,7 @@ def test_the_optimum_of_nothing_and_of_no_room() -> None:
 
 @pytest.mark.parametrize("slots", KNOWN_OPTIMUM)
 def test_the_optimum_of_the_real_trace(real_trace: Path, slots: int) -> None:
-    assert belady_hits(read_trace(real_trace), slots) == KNOWN_OPTIMUM[slots]
+    assert belady_hits(read_timed_trace(real_trace).requests, slots) == KNOWN_OPTIMUM[slots]
 
 
 # the whole real trace -------------------------------------------------------------------------------------------------

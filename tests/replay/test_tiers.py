@@ -26,7 +26,7 @@ from kvoffload.replay.hits import (
     hits_with_disk,
     make_writes,
 )
-from kvoffload.replay.trace import Request, read_trace
+from kvoffload.replay.trace import Request, read_timed_trace
 from kvoffload.replay.workloads import WORKLOADS, make_workload
 from kvoffload.terminal.console import Output
 
@@ -159,7 +159,7 @@ def test_prompts_asked_once_bring_three_times_the_hits_for_a_write(policies: Pol
 
 @pytest.mark.parametrize("policies", [LRU, PREFIX])
 def test_the_whole_real_trace(policies: Policies) -> None:
-    requests = read_trace(find_real_trace())
+    requests = read_timed_trace(find_real_trace()).requests
 
     def survey(least_hits: float, *writes: str) -> list[TierResult]:
         return Survey([2048], [32768], policies, writes, least_hits, 0).run(requests, Output(as_json=True))
@@ -208,7 +208,7 @@ def test_options_reach_the_replay(tmp_path: Path, run: Run, seed: int) -> None:
     path = write_trace(tmp_path / "trace.jsonl", generated_trace(seed))
     options = ("--slots", 30, "--disk-slots", 90, "--policy", "lru", "--disk-policy", "s3fifo", "--least-hits", "0")
     _, fields, _ = run(path, *options, "--write", "admitted")
-    requests: list[Request] = read_trace(path)
+    requests: list[Request] = read_timed_trace(path).requests
     expected = Survey([30], [90], Policies("lru", "s3fifo"), ["admitted"], 0.0, 0).run(requests, Output(as_json=True))
     assert (fields["disk_policy"], fields["least_hits"]) == ("s3fifo", 0)
     assert [row["blocks_written"] for row in fields["records"]] == [expected[0].blocks_written]

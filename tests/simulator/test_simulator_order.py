@@ -58,13 +58,15 @@ def test_a_program_that_only_waits_gets_there_sooner(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("condition", "word"), [(0, 5), (0, 6), (1, 5), (2, 4), (3, 0)])
-def test_words_release_streams_and_streams_write_words(program: Program, condition: int, word: int) -> None:
+def test_words_release_streams(program: Program, condition: int, word: int) -> None:
     waiting, writing = program.stream(), program.stream()
     address = program.host(4, 0xFF if condition == 3 else 0)
     program.ok("cuStreamWaitValue32", waiting, address, 5, condition)
     for _ in range(20):
         assert program.status("cuStreamQuery", waiting) == R.CUDA_ERROR_NOT_READY
-    program.ok("cuStreamWriteValue32", writing, cuda.CUdeviceptr(address), cuda.cuuint32_t(word), 0)
+    source = program.host(4)
+    program.bytes(source, 4)[:] = [word, 0, 0, 0]
+    program.ok("cuMemcpyAsync", cuda.CUdeviceptr(address), source, 4, writing)
     program.ok("cuStreamSynchronize", waiting)
 
 

@@ -73,7 +73,7 @@ def test_stream_memory_operations_are_announced_as_a_hopper_gpu_announces_them(p
         ("cuMemAlloc", (None,), TypeError),
         ("cuMemcpyAsync", (-8, 16, 4, PER_THREAD), OverflowError),
         ("cuStreamWaitValue32", (PER_THREAD, 16, -1, 0), OverflowError),
-        ("cuStreamWriteValue32", (PER_THREAD, 16, 1 << 32, 0), OverflowError),
+        ("cuStreamWaitValue32", (PER_THREAD, 16, 1 << 32, 0), OverflowError),
     ],
 )
 def test_arguments_are_refused_as_the_bindings_refuse_them(
