@@ -276,6 +276,7 @@ def test_two_entries_with_one_target_are_no_error(caller: Caller) -> None:
 
 
 def test_copies_on_two_streams_do_not_share_the_link(caller: Caller) -> None:
+    """One is copied after the other: when the first has ended, the other one has all its bytes, or most, to copy."""
     start, streams, ends = caller.event(), [caller.main, caller.stream()], [caller.event(), caller.event()]
     nbytes = 4 * caller.large
     targets, sources = [caller.memory(nbytes) for _ in ends], [caller.pinned(nbytes) for _ in ends]
@@ -284,10 +285,12 @@ def test_copies_on_two_streams_do_not_share_the_link(caller: Caller) -> None:
     for target, source, stream, end in zip(targets, sources, streams, ends, strict=True):
         caller.ok("cuMemcpyAsync", target, source.ctypes.data, nbytes, stream)
         caller.ok("cuEventRecord", end, stream)
+    ended = [False, False]
+    while not any(ended):
+        ended = [caller.status("cuEventQuery", end) == "CUDA_SUCCESS" for end in ends]
+    assert not all(ended)
     for end in ends:
         caller.ok("cuEventSynchronize", end)
-    sooner, later = sorted(caller.ok("cuEventElapsedTime", start, end) for end in ends)
-    assert sooner < 0.75 * later
 
 
 def test_a_pitch_above_the_greatest_is_accepted(caller: Caller) -> None:
