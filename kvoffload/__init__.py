@@ -45,7 +45,7 @@ from kvoffload.device.streams import NO_WAIT, Stream
 from kvoffload.door import open_cache
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
-from kvoffload.engine.report import PlanReport
+from kvoffload.engine.plan_report import PlanReport
 from kvoffload.engine.request import GroupTransfer
 from kvoffload.engine.sharded import ShardedEngine
 from kvoffload.engine.tracing import Tracer, set_tracer

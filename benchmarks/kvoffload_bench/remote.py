@@ -25,7 +25,7 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.terminal.console import Advance, CommandError, Output, mib, open_backend
 from kvoffload.terminal.options import COMMON, add_command, numbers
-from kvoffload.terminal.stores import KINDS, Store, add_store_option, store_of
+from kvoffload.terminal.store_option import KINDS, Store, add_store_option, store_of
 from kvoffload.tiers import RemoteTier
 from kvoffload_bench import tier_calls
 from kvoffload_bench.report import fixed

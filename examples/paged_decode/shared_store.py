@@ -19,7 +19,7 @@ from typing import Any
 from kvoffload import KVLayout
 from kvoffload.commands.stores import probe
 from kvoffload.pool import SharedPool
-from kvoffload.terminal.stores import argument
+from kvoffload.terminal.store_option import argument
 from kvoffload.tiers import Tier, TierStatistics, load_tier
 
 BOTH, WRITE, READ = "both", "write", "read"

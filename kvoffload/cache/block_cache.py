@@ -18,7 +18,7 @@ from kvoffload.cache.key_cache import KeyCache, Membership
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
-from kvoffload.cache.records import guarded, leading
+from kvoffload.cache.record_calls import guarded, leading
 from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job

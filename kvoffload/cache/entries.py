@@ -137,7 +137,7 @@ class ReservationRecord(_WithTransfers):
         self.groups = 1
         self.stage = OPEN
         self.jobs = ()
-        self.watch: Watch | None = None
+        self.watch: HandleWatch | None = None
 
     @property
     def awaits_transfers(self) -> bool:
@@ -176,7 +176,7 @@ class LeaseRecord(_WithTransfers):
         self.released = False
         self.groups = 1
         self.jobs = ()
-        self.watch: Watch | None = None
+        self.watch: HandleWatch | None = None
 
     @property
     def awaits_transfers(self) -> bool:
@@ -186,7 +186,7 @@ class LeaseRecord(_WithTransfers):
 Record = ReservationRecord | LeaseRecord
 
 
-class Watch(weakref.ref[Any]):
+class HandleWatch(weakref.ref[Any]):
     """A weak reference to a handle, with the record behind it."""
 
     __slots__ = ("record",)
@@ -345,7 +345,7 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
 
 def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:
     """Call `abandoned` with the weak reference if a handle becomes garbage before its record is settled."""
-    reference = Watch(handle, abandoned)
+    reference = HandleWatch(handle, abandoned)
     reference.record = record
     record.watch = reference
 

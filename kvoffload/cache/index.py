@@ -19,7 +19,7 @@ from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.key_cache import KeyCache, Membership
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pool, Tenant, claimed
-from kvoffload.cache.records import locked
+from kvoffload.cache.record_calls import locked
 from kvoffload.cache.repair import rebuild
 from kvoffload.cache.reservations import CacheRequest, record_of
 from kvoffload.cache.state import CacheState

@@ -12,7 +12,7 @@ from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import Status, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, guarded, locked
+from kvoffload.cache.record_calls import RecordCalls, guarded, locked
 from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, record_of
 from kvoffload.cache.sessions import ACTIONS, LONGEST_TTL, Action, Hint, HintAnswer, default_ttl
 from kvoffload.cache.state import CacheState
@@ -25,8 +25,8 @@ from kvoffload.internal.waiting import wait_until
 if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.attaching import TierPlan
     from kvoffload.cache.tiering.below import CacheTierStatistics
-    from kvoffload.cache.tiering.manager import TierManager
     from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
+    from kvoffload.cache.tiering.tier_manager import TierManager
 
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
 _AGAIN = "make an engine and a cache, or call open_cache again"
@@ -41,7 +41,7 @@ class Membership(Protocol):
 
     def open(
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder], /
-    ) -> tuple[CacheState, Records]:
+    ) -> tuple[CacheState, RecordCalls]:
         """The state and the records of the cache, whose truth the pool's owner has."""
 
 
@@ -90,7 +90,7 @@ class KeyCache:
                 StatisticsRecorder(self.capacity, on_event),
                 engine,
             )
-            self._records = Records(self._state, check)
+            self._records = RecordCalls(self._state, check)
         else:
             if policy != DEFAULT_POLICY or tenants or store_after or below is not None:
                 raise ValueError(

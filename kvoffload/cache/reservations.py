@@ -26,8 +26,8 @@ from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 
 
-class Owner(Protocol):
-    """The part of `Records` that handles use."""
+class EndsRecords(Protocol):
+    """The part of `RecordCalls` that handles use."""
 
     lock: threading.RLock
 
@@ -65,7 +65,7 @@ class Reservation:
         tenant: of the open request if one was named, else as given.
     """
 
-    def __init__(self, records: Owner, record: ReservationRecord) -> None:
+    def __init__(self, records: EndsRecords, record: ReservationRecord) -> None:
         self._records = records
         self._record = record
         self.keys = tuple(record.keys)
@@ -155,7 +155,7 @@ class Lease:
             `order_before`.
     """
 
-    def __init__(self, records: Owner, record: LeaseRecord) -> None:
+    def __init__(self, records: EndsRecords, record: LeaseRecord) -> None:
         self._records = records
         self._record = record
         self.keys = tuple(record.keys)
@@ -236,7 +236,7 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     keys: tuple[bytes, ...]
     jobs: tuple[Job, ...]
-    _records: Owner
+    _records: EndsRecords
     _record: ReservationRecord | LeaseRecord
 
     @property
@@ -393,7 +393,7 @@ class CacheRequest:
         tenant: whose quota and priority its keys have.
     """
 
-    def __init__(self, records: Owner, record: RequestRecord) -> None:
+    def __init__(self, records: EndsRecords, record: RequestRecord) -> None:
         self._records = records
         self._record = record
         self.tenant = record.tenant

@@ -31,18 +31,18 @@ from kvoffload.cache.entries import (
     SETTLING,
     Completion,
     EntryTable,
+    HandleWatch,
     Journal,
     LeaseRecord,
     Record,
     ReservationRecord,
-    Watch,
 )
 from kvoffload.cache.pools import OfSession, Pool, Pools, RequestRecord, ReuseFilter, Victims
 from kvoffload.cache.repair import repair
 from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.sessions import SessionRequest, Sessions
-from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
+from kvoffload.cache.victims import find_space, shortage
 from kvoffload.errors import CapacityError
 from kvoffload.internal.nesting import new_lock
 from kvoffload.internal.types import Int64Array
@@ -87,7 +87,7 @@ class CacheState:
         self.proposed: Record | None = None
         self.storing: deque[ReservationRecord] = deque()
         self.loading: deque[LeaseRecord] = deque()
-        self.abandoned: deque[Watch | Record | None] = deque()
+        self.abandoned: deque[HandleWatch | Record | None] = deque()
         self.awaited: dict[Record, None] = {}
         self.owner: Callable[[], object | None] = lambda: None  # the cache whose state this is, while it lives
         self.has_tiers = False
@@ -160,7 +160,7 @@ class CacheState:
         abandoned = self.abandoned
         while abandoned:
             item = abandoned[0]
-            record = item.record if isinstance(item, Watch) else item
+            record = item.record if isinstance(item, HandleWatch) else item
             if isinstance(record, LeaseRecord):
                 if record in self.table.leases and not record.released and record not in self.loading:
                     record.jobs = self.all_in_flight()

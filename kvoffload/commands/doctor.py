@@ -17,7 +17,7 @@ from kvoffload.internal import cachefiles, hostinfo
 from kvoffload.terminal.console import Output, open_backend
 from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.terminal.options import COMMON, add_command, add_common_options
-from kvoffload.terminal.stores import add_store_option
+from kvoffload.terminal.store_option import add_store_option
 from kvoffload.tuning import profile_for
 
 _T = TypeVar("_T")

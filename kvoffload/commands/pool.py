@@ -65,8 +65,8 @@ def tenant(text: str) -> tuple[str, Tenant]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; 130 after Ctrl-C, as of every command."""
-    from kvoffload.pool.memory import PAGE
     from kvoffload.pool.owner import BUSY_POLL_SECONDS, PoolOwner
+    from kvoffload.pool.pool_memory import PAGE
 
     if min(arguments.bytes, arguments.region_bytes or arguments.bytes) < 3 * PAGE:  # rows, superblock, headers
         raise CommandError(f"--bytes and --region-bytes must be at least {3 * PAGE}, which is a region of few keys")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.terminal.console import bandwidth
-from kvoffload.terminal.stores import Store, StoreError, store_of
+from kvoffload.terminal.store_option import Store, StoreError, store_of
 from kvoffload.tiers import Outcome, TierJob
 
 _RECORDS = 32

@@ -80,7 +80,7 @@ class Engine(Generic[_After, _Plan]):
     _names: tuple[str, ...]  # of the shards, for messages
     _in_flight: Queues[Any]  # transfers that have not ended
     _reports: Reports  # transfers that have
-    _requests: Callable[..., Any]  # the checked arguments of a transfer, see `Limits.requests`; for `_submit`
+    _requests: Callable[..., Any]  # the checked arguments of a transfer, see `ArgumentChecks.requests`; for `_submit`
     _requests_of_groups: Callable[..., Any]
     _submit: Callable[..., Job]  # submits a checked transfer; `locked=True`: for a cache, which holds the lock
     _track: Callable[[], None]  # asks which transfers have ended, queues what waits on the host; also under the lock

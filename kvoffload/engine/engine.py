@@ -24,8 +24,8 @@ from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
 from kvoffload.engine.job import ENDED, SUBMITTED, Job, Transfer
+from kvoffload.engine.plan_report import PlanReport
 from kvoffload.engine.queues import MOST_REPORTS
-from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import Request, Requests
 from kvoffload.engine.resources import slots_in
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard

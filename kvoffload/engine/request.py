@@ -83,7 +83,7 @@ class GroupTransfer:
     first_sub_block: int = field(default=0, kw_only=True)
 
 
-class Limits(NamedTuple):
+class ArgumentChecks(NamedTuple):
     """Checks the arguments of an engine's transfers."""
 
     layout: KVLayout

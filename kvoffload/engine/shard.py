@@ -27,9 +27,9 @@ from kvoffload.device.streams import raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder, make_current
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import SUBMITTED, Transfer, describe
+from kvoffload.engine.plan_report import Alternative, PlanReport
 from kvoffload.engine.queues import InFlight, Reports, put_ahead
-from kvoffload.engine.report import Alternative, PlanReport
-from kvoffload.engine.request import FEW, Limits, Request, Requests, refuse_repeated_targets, sources_of
+from kvoffload.engine.request import FEW, ArgumentChecks, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
 from kvoffload.engine.tracing import MOST_NOTICES, Notice, Notices, deliver
 from kvoffload.engine.wait_streams import After, Followed, Source
@@ -139,7 +139,7 @@ class Shard:
                 self._resource.free()
                 raise
             self._grows = self.parts.pinned_slots < self.num_slots
-            self.limits = Limits(layout, self.num_slots, self.parts.copiers.missing)
+            self.limits = ArgumentChecks(layout, self.num_slots, self.parts.copiers.missing)
             device.register_engine(self)
         # No object of the library goes into the log record, which could keep it alive.
         sizes = self.parts.memory.pinned_bytes, self.parts.pinning_seconds, self.num_slots, device.index

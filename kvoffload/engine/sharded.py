@@ -31,8 +31,8 @@ from kvoffload.driver import make_current
 from kvoffload.engine import tracing
 from kvoffload.engine.base import Engine
 from kvoffload.engine.job import Job, ShardedTransfer
+from kvoffload.engine.plan_report import PlanReport
 from kvoffload.engine.queues import Queues, RecordQueue, Reports
-from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import GroupTransfer, Request, Requests
 from kvoffload.engine.resources import slots_in
 from kvoffload.engine.shard import EngineOptions, Prefer, Shard
@@ -139,7 +139,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
     # submitting ---------------------------------------------------------------------------------------------------
 
     def _requests(self, direction: Direction, blocks: Ids, slots: Ids, *more: Any, **options: Any) -> list[Requests]:
-        """`Limits.requests` of each device; `after` is for all devices."""
+        """`ArgumentChecks.requests` of each device; `after` is for all devices."""
         group, first_sub_block, after, *others = more
         read = blocks, slots
 

@@ -15,7 +15,7 @@ from kvoffload.cache.pools import Tenant
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.report import PlanReport
+from kvoffload.engine.plan_report import PlanReport
 from kvoffload.internal.representation import register
 from kvoffload.layout.fold import FoldedGroup, describe_fold, fold
 from kvoffload.layout.layout import KVLayout

@@ -35,9 +35,9 @@ from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import begin_thread, new_lock, new_thread, refuse_waiting
 from kvoffload.pool import messages
-from kvoffload.pool.memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files, receive
+from kvoffload.pool.member_calls import OPERATIONS, Message
 from kvoffload.pool.messages import MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
-from kvoffload.pool.operations import OPERATIONS, Message
+from kvoffload.pool.pool_memory import MEMBERS, OWNER, Meaning, PoolMemory, close_files, receive
 from kvoffload.pool.region import Member, Region, Step, meaning_of
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffload.cache.entries import LeaseRecord, ReservationRecord
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.records import locked
+from kvoffload.cache.record_calls import locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import begin_thread, new_lock, run_outside
-from kvoffload.pool.memory import HEADER, MEMBERS, OWNER, PAGE, Meaning, PoolMemory
 from kvoffload.pool.messages import DATAGRAM_BYTES, Assembler, datagrams
+from kvoffload.pool.pool_memory import HEADER, MEMBERS, OWNER, PAGE, Meaning, PoolMemory
 
 if TYPE_CHECKING:
     from kvoffload.cache.pools import RequestRecord

@@ -45,15 +45,15 @@ from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, in_ours, new_lock, new_thread, refuse_waiting, run_outside
 from kvoffload.internal.teardown import opened
 from kvoffload.pool import messages, watching
-from kvoffload.pool.memory import Meaning, PoolMemory, RowLayout, close_files, receive
 from kvoffload.pool.messages import Operation
+from kvoffload.pool.pool_memory import Meaning, PoolMemory, RowLayout, close_files, receive
 from kvoffload.pool.watching import SETTLE_SECONDS, forget, hang_up, wake, watch
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
-    from kvoffload.cache.records import Records
+    from kvoffload.cache.record_calls import RecordCalls
     from kvoffload.cache.state import CacheState
-    from kvoffload.pool.records import PoolRecords
+    from kvoffload.pool.pooled_state import PoolRecordCalls
 
 ANSWER_SECONDS = 0.1
 ASK_SECONDS = 1e-4 if hostinfo.usable_cpus() >= 8 else 0.0  # that a call asks for its answer before it sleeps
@@ -109,7 +109,7 @@ class SharedPool:
         self._forks = len(FORKS)
         self.generation = 0  # how many owners have been lost
         self.has_tiers = False
-        self._records: Callable[[], PoolRecords | None] = lambda: None
+        self._records: Callable[[], PoolRecordCalls | None] = lambda: None
         self._calls = self._lock  # the lock of the cache's calls, taken before the other: a finalizer may make one
         self._wakeup: list[int] = []  # empty once it is closed
         weakref.finalize(self, forget, self._wakeup, self._connections).atexit = False
@@ -265,11 +265,11 @@ class SharedPool:
 
     def open(
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
-    ) -> tuple[CacheState, Records]:
+    ) -> tuple[CacheState, RecordCalls]:
         """State and records of a cache over this pool. Raises CapacityError, LayoutError: the engine is not over it, or
         a cache is already.
         """
-        from kvoffload.pool.records import PooledState, PoolRecords
+        from kvoffload.pool.pooled_state import PooledState, PoolRecordCalls
 
         self.check_usable()
         self._check_free()
@@ -289,7 +289,7 @@ class SharedPool:
         first = self._calls is self._lock and not self._asked["engine"]  # nothing can have been granted before
         clean = math.inf if self._left else 0 if first else self.generation
         state = PooledState(self, recorder(self.capacity), engine, clean)
-        records = PoolRecords(state, self.check_usable if engine is None else engine.check_process, engine)
+        records = PoolRecordCalls(state, self.check_usable if engine is None else engine.check_process, engine)
         self._calls, self._records = state.lock, weakref.ref(records)
         return state, records
 

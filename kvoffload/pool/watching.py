@@ -12,7 +12,7 @@ from typing import Any
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.pool.memory import close_files
+from kvoffload.pool.pool_memory import close_files
 
 RETRY_SECONDS = 1.0  # between attempts to find a new owner
 SETTLE_SECONDS = 0.002  # between looks at transfers in flight

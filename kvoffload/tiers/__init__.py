@@ -3,7 +3,7 @@
 from kvoffload.cache.tiering.tier import Outcome, Tier, TierCapabilities, TierJob, TierStatistics
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.loading import load_tier
-from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.memory_tier import MemoryTier
 from kvoffload.tiers.mooncake import MooncakeConnection, MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
 from kvoffload.tiers.options import Limits

@@ -19,7 +19,7 @@ from kvoffload.errors import CapabilityError, MissingKeyError
 from kvoffload.internal.nesting import new_lock
 from kvoffload.tiers.files import Buffer
 from kvoffload.tiers.format import MOST_SEQUENCE, Pairs, as_pairs, tenant_digest
-from kvoffload.tiers.member import ReadResult, SlotPut
+from kvoffload.tiers.member_file import ReadResult, SlotPut
 from kvoffload.tiers.slot_files import SlotFiles
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvoffload.cache.tiering.tier import Tier
 from kvoffload.internal.checks import shown
 from kvoffload.tiers.disk import DiskTier
-from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.memory_tier import MemoryTier
 from kvoffload.tiers.mooncake import MooncakeConnection, MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
 from kvoffload.tiers.options import Limits

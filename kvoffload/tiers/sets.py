@@ -40,7 +40,7 @@ from kvoffload.tiers.format import (
     VERSION,
     Superblock,
 )
-from kvoffload.tiers.member import read_superblocks, write_superblocks
+from kvoffload.tiers.member_file import read_superblocks, write_superblocks
 from kvoffload.tiers.refusals import NO_ROOM
 
 _NAMES = {
@@ -53,7 +53,7 @@ _NAMES = {
 Opened = list[tuple[OpenFile, Superblock]]  # by number of the member
 
 
-class State(enum.Enum):
+class FileState(enum.Enum):
     VALID = "valid"
     MISSING = "missing"
     BLANK = "blank"  # empty, or zeros in a file of the wanted size
@@ -62,11 +62,11 @@ class State(enum.Enum):
     FOREIGN = "not a file of a disk tier"
 
 
-class Found(NamedTuple):
+class FoundFile(NamedTuple):
     """A member's path, the open file unless it is MISSING, and the newest superblock if it is VALID."""
 
     path: str
-    state: State
+    state: FileState
     file: OpenFile | None
     superblock: Superblock | None
 
@@ -122,13 +122,13 @@ def open_set(
         undo: gets callbacks that close the files.
     """
     check_paths(paths)
-    found: list[Found] = []
+    found: list[FoundFile] = []
     for path in paths:
         found.append(_find(path, operations, wanted, writes=not read_only))
         if (file := found[-1].file) is not None:
             undo.callback(file.close)
     for each in found:
-        if each.state is State.FOREIGN:
+        if each.state is FileState.FOREIGN:
             raise ValueError(f"{each.path} is not a file of a disk tier; give another path, or delete it yourself")
     differs = _difference(found, wanted, any_size=read_only)
     if differs and (read_only or not reset):
@@ -142,18 +142,18 @@ def open_set(
         return sorted(members, key=lambda each: each[1].member)
     if read_only:
         for each in found:
-            if each.state is State.MISSING:
+            if each.state is FileState.MISSING:
                 raise FileNotFoundError(errno.ENOENT, "there is no such file; a writer creates it", each.path)
         LOGGER.warning("the disk set is read as an empty cache: %s", _described(found))
         return []
     return _format(found, wanted, operations, undo)
 
 
-def _described(found: Sequence[Found]) -> str:
+def _described(found: Sequence[FoundFile]) -> str:
     return ", ".join(f"{each.path} is {each.state.value}" for each in found)
 
 
-def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -> str | None:
+def _difference(found: Sequence[FoundFile], wanted: Superblock, *, any_size: bool) -> str | None:
     members = [(each.path, each.superblock) for each in found if each.superblock is not None]
     for path, superblock in members:
         if (superblock.algorithm, superblock.key_check) != (wanted.algorithm, wanted.key_check):
@@ -167,7 +167,7 @@ def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -
                 there, here = (each.hex() if isinstance(each, bytes) else each for each in (there, here))
                 return f"{path}: {shown} was {there}, and this call wants {here}"
     for each in found:
-        if each.state is State.MISSING and members:
+        if each.state is FileState.MISSING and members:
             return f"{each.path} is missing, and other files of its set are there"
     if len(members) == len(found):
         numbers = set[int]()
@@ -181,13 +181,13 @@ def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -
 # one file -------------------------------------------------------------------------------------------------------------
 
 
-def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: bool) -> Found:
+def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: bool) -> FoundFile:
     """Open the file at `path`, if there is one, lock it if this process `writes`, and tell its state."""
     access = os.O_RDWR if writes else os.O_RDONLY
     try:
         file = OpenFile(path, operations, access | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        return Found(path, State.MISSING, None, None)
+        return FoundFile(path, FileState.MISSING, None, None)
     try:
         status = operations.fstat(file.descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -205,7 +205,7 @@ def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: 
         if writes:
             _lock(file)
         state, superblock = _state_of(file, wanted, writes=writes)
-        return Found(path, state, file, superblock)
+        return FoundFile(path, state, file, superblock)
     except BaseException:
         file.close()
         raise
@@ -223,7 +223,7 @@ def _lock(file: OpenFile) -> None:
         ) from None
 
 
-def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[State, Superblock | None]:
+def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[FileState, Superblock | None]:
     """The state of a file. A writer replaces a copy of the superblock that is not the newest one."""
     copies = read_superblocks(file)
     valid = [each for each in copies if each is not None]
@@ -231,7 +231,7 @@ def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[Stat
         newest = max(valid, key=lambda each: each.epoch)
         if writes and copies != [newest] * len(copies):
             write_superblocks(file, newest)
-        return State.VALID, newest
+        return FileState.VALID, newest
     starts = [_beginning(file, offset) for offset in SUPERBLOCK_OFFSETS]
     if not any(map(any, starts)):
         # A writer may format it if it is empty, or of the wanted size with zeros up to the payloads.
@@ -239,12 +239,12 @@ def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[Stat
         if not blank and file.nbytes == wanted.file_bytes:
             table = range(0, wanted.data_offset, PAGE)
             blank = not any(_beginning(file, offset).strip(b"\0") for offset in table)
-        return State.BLANK if blank else State.FOREIGN, None
+        return FileState.BLANK if blank else FileState.FOREIGN, None
     known = [start for start in starts if start and MAGIC.startswith(start[: len(MAGIC)])]  # a file may be cut off
     if not known:
-        return State.FOREIGN, None
+        return FileState.FOREIGN, None
     versions = {int.from_bytes(start[8:12], "little") for start in known if len(start) >= SUPERBLOCK_BYTES}
-    return (State.OTHER_VERSION if versions - {VERSION} else State.DAMAGED), None
+    return (FileState.OTHER_VERSION if versions - {VERSION} else FileState.DAMAGED), None
 
 
 def _beginning(file: OpenFile, offset: int) -> bytes:
@@ -257,8 +257,8 @@ def _beginning(file: OpenFile, offset: int) -> bytes:
 # creating -------------------------------------------------------------------------------------------------------------
 
 
-def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperations, undo: ExitStack) -> Opened:
-    if not {each.state for each in found} <= {State.MISSING, State.BLANK}:
+def _format(found: Sequence[FoundFile], wanted: Superblock, operations: FileOperations, undo: ExitStack) -> Opened:
+    if not {each.state for each in found} <= {FileState.MISSING, FileState.BLANK}:
         LOGGER.warning("the disk set is formatted again, its records are gone: %s", _described(found))
     set_id = secrets.token_bytes(DIGEST_BYTES)
     files: list[OpenFile] = []

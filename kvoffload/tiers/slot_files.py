@@ -34,13 +34,13 @@ from kvoffload.tiers.format import (
     make_checksum,
     tenant_digest,
 )
-from kvoffload.tiers.member import Member, ReadResult, SlotPut, hashes_of
+from kvoffload.tiers.member_file import MemberFile, ReadResult, SlotPut, hashes_of
 from kvoffload.tiers.sets import open_set
 
 _T = TypeVar("_T")
 
 
-class Records(NamedTuple):
+class StoredKeys(NamedTuple):
     """The records of a set when it is opened, by column, in the order in which they were put.
 
     Attributes:
@@ -118,7 +118,7 @@ class SlotFiles:
             # through the page cache a transfer is a copy by this processor, as a checksum is
             bounded = io_threads is not None and all(file.direct for file, _ in opened)
             gate = threading.BoundedSemaphore(io_threads or 1) if bounded else nullcontext()
-            self._members = [Member(file, superblock, self.checksum, gate) for file, superblock in opened]
+            self._members = [MemberFile(file, superblock, self.checksum, gate) for file, superblock in opened]
             undo.pop_all()
 
     @property
@@ -137,7 +137,7 @@ class SlotFiles:
 
     # records ------------------------------------------------------------------------------------------------------
 
-    def load(self) -> Records:
+    def load(self) -> StoredKeys:
         """All records, each key once, in the order in which they were written. Call it once, before other methods.
 
         It reads no payloads: `read` finds out if a crash lost one.
@@ -149,7 +149,7 @@ class SlotFiles:
             for segment in member.load()
         ]
         if not segments:
-            return Records([], np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.uint64))
+            return StoredKeys([], np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.uint64))
         found = join_headers(segments)
         segments.clear()
         found = found.take(np.lexsort((found.positions, found.sequences)))
@@ -162,7 +162,7 @@ class SlotFiles:
         if (ordered[1:] == ordered[:-1]).any():
             latest = np.sort(np.fromiter({key: place for place, key in enumerate(keys)}.values(), np.int64))
             found, keys = found.take(latest), [keys[place] for place in latest.tolist()]
-        return Records(keys, found.slots, found.tenants, found.sequences)
+        return StoredKeys(keys, found.slots, found.tenants, found.sequences)
 
     def write(
         self,
@@ -190,7 +190,7 @@ class SlotFiles:
             self._check_views(put.views)
         owner, count = tenant_digest(tenant), len(self._members)
 
-        def write(member: Member, mine: list[int]) -> Sequence[bool | OSError]:
+        def write(member: MemberFile, mine: list[int]) -> Sequence[bool | OSError]:
             places = [puts[at].slot // count for at in mine]
             return member.write(places, [puts[at] for at in mine], owner, sequence, wanted)
 
@@ -204,7 +204,7 @@ class SlotFiles:
             self._check_views(views)
         count = len(self._members)
 
-        def read(member: Member, mine: list[int]) -> Sequence[ReadResult]:
+        def read(member: MemberFile, mine: list[int]) -> Sequence[ReadResult]:
             places, of = [slots[at] // count for at in mine], [keys[at] for at in mine]
             call = member.read_shared if self.read_only else member.read
             return call(places, of, [payloads[at] for at in mine])
@@ -256,7 +256,7 @@ class SlotFiles:
 
     # inner workings -----------------------------------------------------------------------------------------------
 
-    def _by_member(self, slots: Sequence[int], call: Callable[[Member, list[int]], Sequence[_T]]) -> list[_T]:
+    def _by_member(self, slots: Sequence[int], call: Callable[[MemberFile, list[int]], Sequence[_T]]) -> list[_T]:
         """Call each member that has some of the slots, with their positions in `slots`. Returns all results."""
         results: dict[int, _T] = {}
         for number, member in enumerate(self._members):

@@ -31,7 +31,7 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiers.options import Limits, given_or_default
 from kvoffload.tiers.refusals import outcome_of
-from kvoffload.tiers.workers import Removal, Work, Workers, Write
+from kvoffload.tiers.workers import Remove, Work, Workers, Write
 
 Rows = list[UInt8Array]
 """The ranges of one record: a row of each pool, uint8, (bytes,)."""
@@ -294,14 +294,14 @@ class ThreadedTier(Tier):
         def remove(_: Sequence[int]) -> Sequence[Outcome]:
             return [Outcome.DONE if found else Outcome.MISSING for found in self.remove_records(job.keys)]
 
-        removal = Removal(job, range(len(job.keys)), remove, frozenset(job.keys))
+        removal = Remove(job, range(len(job.keys)), remove, frozenset(job.keys))
         return self._queue(job, [removal] if job.keys else [], bounded=False)
 
     def clear(self, *, notify: Notify | None = None) -> TierJob:
         self._check_open()
         check_call(None, notify)
         job = self._job(_WHOLE_TIER, notify)
-        return self._queue(job, [Removal(job, range(1), partial(self._run_all, self.remove_all), None)], bounded=False)
+        return self._queue(job, [Remove(job, range(1), partial(self._run_all, self.remove_all), None)], bounded=False)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         known = self._opened and not self._workers.closed and self.capabilities.local_index

@@ -56,7 +56,7 @@ class Write(Work):
 
 
 @dataclass(slots=True, eq=False)
-class Removal(Work):
+class Remove(Work):
     """Keys to remove; None: all."""
 
     keys: frozenset[bytes] | None
@@ -75,7 +75,7 @@ class WorkQueues:
     def __init__(self) -> None:
         self.reads = deque[Work]()
         self.writes = deque[Write]()
-        self.removals = deque[Removal]()
+        self.removals = deque[Remove]()
         self.read_keys = self.write_keys = 0
         self.running: list[Work] = []
         self._reads_in_a_row = 0
@@ -85,7 +85,7 @@ class WorkQueues:
         if len(self._written_keys) > 2 * self.write_keys + _MOST_OLD_KEYS:
             self._written_keys = {key for work in self.writes for key in work.keys}
         for work in works:
-            if isinstance(work, Removal):
+            if isinstance(work, Remove):
                 self.removals.append(work)
             elif isinstance(work, Write):
                 self._written_keys.update(work.keys)
@@ -125,7 +125,7 @@ class WorkQueues:
     def finish(self, work: Work) -> None:
         self.running = [each for each in self.running if each is not work]
 
-    def waiting_writes(self, concerned: Removal) -> list[Write]:
+    def waiting_writes(self, concerned: Remove) -> list[Write]:
         if concerned.keys is not None and self._written_keys.isdisjoint(concerned.keys):
             return []
         return [work for work in self.writes if concerned.concerns(work)]
@@ -145,7 +145,7 @@ class WorkQueues:
         self.read_keys = self.write_keys = 0
 
     def _take_write(self) -> Write | None:
-        removals = [*self.removals, *(each for each in self.running if isinstance(each, Removal))]
+        removals = [*self.removals, *(each for each in self.running if isinstance(each, Remove))]
         if any(each.keys is None for each in removals):
             return None
         busy = {key for each in self.running if isinstance(each, Write) for key in each.keys}
@@ -218,7 +218,7 @@ class Workers:
             How many keys were queued; 0 if closed.
         """
         for removal in works:
-            if isinstance(removal, Removal):
+            if isinstance(removal, Remove):
                 with self._lock:
                     writes = self._queues.waiting_writes(removal)
                 for write in writes:

@@ -20,7 +20,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.cache.tiering import CacheTierStatistics
 from kvoffload.layout.layout import KVLayout
-from kvoffload.pool.records import PoolRecords
+from kvoffload.pool.pooled_state import PoolRecordCalls
 from kvoffload.pool.shared_pool import SharedPool
 from kvoffload.vllm.identity import connector_for, identity_of, layout_digest, note_of
 
@@ -198,6 +198,6 @@ class PooledLookups:
             pool.close()
 
 
-def _records(index: CacheIndex) -> PoolRecords:
-    assert isinstance(index.records, PoolRecords)
+def _records(index: CacheIndex) -> PoolRecordCalls:
+    assert isinstance(index.records, PoolRecordCalls)
     return index.records

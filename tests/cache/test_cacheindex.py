@@ -28,7 +28,7 @@ from kvoffload import (
 from kvoffload.cache import statistics as recorder
 from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies import LRU, POLICIES, Prefix
-from kvoffload.cache.records import leading
+from kvoffload.cache.record_calls import leading
 
 MISS, HIT, PENDING = Status.MISS, Status.HIT, Status.PENDING
 

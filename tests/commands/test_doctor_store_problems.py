@@ -18,7 +18,7 @@ from remote_stores import for_objects, for_valkey, names_in_s3, patient_mooncake
 from servers import HOST, Process, ask, certificates, need_module, valkey
 
 from kvoffload.commands import findings
-from kvoffload.terminal.stores import Store
+from kvoffload.terminal.store_option import Store
 from kvoffload.tiers import ValkeyTier
 
 pytestmark = pytest.mark.servers

@@ -15,7 +15,7 @@ from mooncake_servers import MooncakeServers
 from servers import Process, ask, need_module
 
 from kvoffload.commands import findings, main
-from kvoffload.terminal import stores
+from kvoffload.terminal import store_option
 
 DOCTOR = ("doctor", "--backend", "simulated")
 
@@ -110,7 +110,7 @@ def test_drawbacks_of_a_server_are_named() -> None:
 
 def test_arguments_are_json_environment_variables_or_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_A_TEST", "12")
-    assert stores.argument("cluster=true") == ("cluster", True)
-    assert stores.argument('config={"region": "x"}') == ("config", {"region": "x"})
-    assert stores.argument("store=s3://a=b") == ("store", "s3://a=b")
-    assert stores.argument("password=env:SECRET_OF_A_TEST") == ("password", "12")
+    assert store_option.argument("cluster=true") == ("cluster", True)
+    assert store_option.argument('config={"region": "x"}') == ("config", {"region": "x"})
+    assert store_option.argument("store=s3://a=b") == ("store", "s3://a=b")
+    assert store_option.argument("password=env:SECRET_OF_A_TEST") == ("password", "12")

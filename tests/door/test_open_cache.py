@@ -30,7 +30,7 @@ from kvoffload import (
     Tenant,
     door,
 )
-from kvoffload.cache.tiering.manager import TierManager
+from kvoffload.cache.tiering.tier_manager import TierManager
 from kvoffload.testing import FaultyTier, SimulatedDriver, leak_check
 from kvoffload.tiers import DiskTier
 

@@ -43,7 +43,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, Policy
 from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.layout.coding import CodecName, Coding
 from kvoffload.pool import PoolOwner, SharedPool, watching
-from kvoffload.pool.memory import Meaning
+from kvoffload.pool.pool_memory import Meaning
 from kvoffload.testing import SimulatedDriver
 
 PLANES, BLOCK_BYTES, BLOCKS, SLOT_BYTES = 3, 32, 48, 4096

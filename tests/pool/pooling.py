@@ -24,7 +24,6 @@ from kvoffload import NO_WAIT, BlockCache, KVLayout, MissingKeyError, OffloadEng
 from kvoffload.cache.policies import LRU
 from kvoffload.layout.coding import CodecName
 from kvoffload.pool import PoolOwner, SharedPool
-from kvoffload.pool.memory import Meaning, PoolMemory
 from kvoffload.pool.messages import (
     ENDING,
     FOR_REQUEST,
@@ -35,6 +34,7 @@ from kvoffload.pool.messages import (
     pack_keys,
     unpack_entries,
 )
+from kvoffload.pool.pool_memory import Meaning, PoolMemory
 
 PLANES, ROW_BYTES, SOURCES, TARGETS = 2, 2048, 64, 32
 ENTRY_BYTES = PLANES * ROW_BYTES

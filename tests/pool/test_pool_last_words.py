@@ -22,15 +22,15 @@ from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.pools import RequestRecord
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.pool import SharedPool, watching
-from kvoffload.pool.memory import Meaning, PoolMemory
 from kvoffload.pool.messages import DATAGRAM_BYTES, ENDING, Assembler, Operation, datagrams, pack_keys
-from kvoffload.pool.records import PooledState
+from kvoffload.pool.pool_memory import Meaning, PoolMemory
+from kvoffload.pool.pooled_state import PooledState
 from kvoffload.tiers import MemoryTier
 
 LAST_WORDS = """
 import os, sys
 from types import SimpleNamespace
-import kvoffload.pool.records  # here, not in each child
+import kvoffload.pool.pooled_state  # here, not in each child
 from kvoffload import CacheIndex
 from kvoffload.pool import SharedPool
 path, fingerprint, slot_bytes, identity, count = sys.argv[1:]

@@ -17,8 +17,8 @@ import pytest
 from pooling import region_bytes
 
 from kvoffload.device.shared_slots import allocate_memory
-from kvoffload.pool import memory as memory_module
-from kvoffload.pool.memory import HEADER, OWNER, PAGE, READY, Meaning, PoolMemory, close_files
+from kvoffload.pool import pool_memory as memory_module
+from kvoffload.pool.pool_memory import HEADER, OWNER, PAGE, READY, Meaning, PoolMemory, close_files
 from kvoffload.pool.region import meaning_of
 
 CAPACITY = 6

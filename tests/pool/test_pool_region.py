@@ -15,10 +15,10 @@ from tier_classes import DictTier, GatedTier
 
 from kvoffload import CacheIndex, ClosedError, Tenant
 from kvoffload.cache.policies import LRU
-from kvoffload.pool import operations
-from kvoffload.pool.memory import PAGE, Meaning, PoolMemory
+from kvoffload.pool import member_calls
+from kvoffload.pool.member_calls import Message
 from kvoffload.pool.messages import ENDING, FOR_REQUEST, pack_keys
-from kvoffload.pool.operations import Message
+from kvoffload.pool.pool_memory import PAGE, Meaning, PoolMemory
 from kvoffload.pool.region import Member, Region
 
 MEANING = Meaning(6, PAGE, b"f" * 16, b"i" * 16)
@@ -40,18 +40,18 @@ class Joined:
     def reserve(self, *numbers: int) -> list[int]:
         self.asked += 1
         payload = FOR_REQUEST.pack(0, 0) + pack_keys(keys_of(numbers))
-        operations.reserve(self.region, Message(self.holdings, self.asked, payload))
+        member_calls.reserve(self.region, Message(self.holdings, self.asked, payload))
         record = self.holdings.reservations.get(self.asked)
         return [] if record is None else record.indices
 
     def take(self, *numbers: int) -> list[int]:
         self.asked += 1
         payload = FOR_REQUEST.pack(0, 0) + pack_keys(keys_of(numbers))
-        operations.take(self.region, Message(self.holdings, self.asked, payload))
+        member_calls.take(self.region, Message(self.holdings, self.asked, payload))
         return self.holdings.leases[self.asked].indices
 
     def end(self, number: int, *, well: bool = True) -> None:
-        operations.end(self.region, Message(self.holdings, 0, ENDING.pack(number, well)))
+        member_calls.end(self.region, Message(self.holdings, 0, ENDING.pack(number, well)))
 
     def leave(self, *, dead: bool = True) -> None:
         self.region.leave(self.holdings, dead=dead)

@@ -40,6 +40,16 @@ IN_VLLM = {"vllm"}  # that only `kvoffload/vllm` imports
 # One class, one file: a class that is cut over files by inheritance is harder to read than a long file. A function fits
 # a screen; it is not cut into helpers that are called once to make it shorter.
 FILE_LINES, FUNCTION_LINES = 600, 60
+SHARED_CLASSES = {"_ForRequest": "each policy's own view of a request; nothing else sees it"}
+SHARED_FILES = {
+    "base": "the interface of a folder's classes",
+    "errors": "the library's, and those of the simulated driver",
+    "options": "what the user gives to the folder's classes",
+    "statistics": "what the folder's classes count",
+    "coding": "a format, and its kernels",
+    "compute": "a backdrop, and its kernels",
+    "pack": "a copier, and its kernels",
+}
 
 
 def test_every_folder_has_its_floor_and_every_floor_its_folder() -> None:
@@ -53,6 +63,16 @@ def test_the_drawing_of_the_floors_has_each_of_them_in_order() -> None:
     drawing = text.partition("## Folders are floors")[2].split("```")[1]
     drawn = [line.split("  ")[0].split(", ") for line in drawing.strip().splitlines()]
     assert [sorted(map(str.strip, line)) for line in drawn] == [sorted(line) for line in reversed(FLOORS)]
+
+
+def test_one_class_has_one_name_and_one_file_has_one() -> None:
+    """The simulator's words are the driver's."""
+    rooms = [path for path in sources() if folder_of(path) != "simulator"]
+    classes = {(node.name, path) for path in rooms for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)}
+    of_class = Counter(name for name, _ in classes)
+    assert {name for name, count in of_class.items() if count > 1} == set(SHARED_CLASSES)
+    of_file = Counter(path.stem for path in sources() if path.stem != "__init__")
+    assert {name for name, count in of_file.items() if count > 1} == set(SHARED_FILES)
 
 
 def test_files_are_in_folders() -> None:

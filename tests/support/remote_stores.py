@@ -12,7 +12,7 @@ from typing import Any
 from mooncake_servers import MooncakeServers
 from servers import BUCKET, Process, need_module, s3_options, wait_until
 
-from kvoffload.terminal.stores import Store
+from kvoffload.terminal.store_option import Store
 
 
 def for_valkey(server: Process, *more: str) -> list[str]:

@@ -15,7 +15,7 @@ from tier_classes import DictTier
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine
 from kvoffload.cache.block_cache import BlockCache
-from kvoffload.cache.tiering.manager import TierManager
+from kvoffload.cache.tiering.tier_manager import TierManager
 from kvoffload.driver import address_of
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.coding import CodecName

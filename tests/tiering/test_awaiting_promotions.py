@@ -12,7 +12,7 @@ from tiering import SECONDS, aligned, keys, tiered, until
 
 from kvoffload import NO_WAIT, CacheIndex
 from kvoffload.cache.tiering import ChainedLoad, Promotion
-from kvoffload.cache.tiering.manager import TierManager
+from kvoffload.cache.tiering.tier_manager import TierManager
 
 
 async def within(what: Promotion) -> int:

@@ -21,8 +21,8 @@ from tiering import DESCRIBED, SECONDS, keys, tiered, until
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, ClosedError, KVLayout, OffloadEngine
-from kvoffload.cache.tiering.manager import TierManager
 from kvoffload.cache.tiering.promotion import PromotionRecord
+from kvoffload.cache.tiering.tier_manager import TierManager
 from kvoffload.testing import FaultyTier
 
 

@@ -8,11 +8,11 @@ import pytest
 from tiering import SECONDS, until
 
 from kvoffload import CacheIndex
-from kvoffload.cache.tiering import manager as module
+from kvoffload.cache.tiering import tier_manager as module
 from kvoffload.cache.tiering.below import ComputeTime
-from kvoffload.cache.tiering.manager import Waker
 from kvoffload.cache.tiering.promoter import Promoter
 from kvoffload.cache.tiering.promotion import PromotionRecord
+from kvoffload.cache.tiering.tier_manager import Waker
 
 
 def waits(waker: Waker, seconds: float) -> threading.Thread:

@@ -14,7 +14,7 @@ from tiering import SECONDS, Bench, key, keys, tiered, until
 
 from kvoffload import NO_WAIT, Tenant
 from kvoffload.cache.tiering.admission import WriteAdmission
-from kvoffload.cache.tiering.manager import MOST_MESSAGES
+from kvoffload.cache.tiering.tier_manager import MOST_MESSAGES
 from kvoffload.testing import FaultyTier
 from kvoffload.tiers import MemoryTier, Origin, Outcome, TierStatistics
 from kvoffload.tiers.threaded import Rows

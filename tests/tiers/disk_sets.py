@@ -15,7 +15,7 @@ import numpy as np
 
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import FileOperations
-from kvoffload.tiers.member import ReadResult, SlotPut
+from kvoffload.tiers.member_file import ReadResult, SlotPut
 from kvoffload.tiers.slot_files import SlotFiles
 
 SECTOR = 512

@@ -15,7 +15,7 @@ from tier_classes import SECONDS, attached
 from kvoffload.tiers import DiskTier, Limits, Outcome
 from kvoffload.tiers.disk_index import DiskIndex
 from kvoffload.tiers.files import FileOperations
-from kvoffload.tiers.member import ReadResult, SlotPut
+from kvoffload.tiers.member_file import ReadResult, SlotPut
 from kvoffload.tiers.slot_files import SlotFiles
 
 

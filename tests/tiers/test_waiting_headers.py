@@ -14,7 +14,7 @@ from disk_sets import FaultyFiles, blank, open_set, payload, read_one, same, wri
 from kvoffload.testing.tier_pools import TierPools
 from kvoffload.tiers import DiskTier, Limits, Outcome
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
-from kvoffload.tiers.member import _MOST_WAITING
+from kvoffload.tiers.member_file import _MOST_WAITING
 from kvoffload.tiers.slot_files import SlotFiles
 
 HELD = 0  # the slot of the payload that is being written

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from kvoffload.cache.policies import PolicyChoice, Prefix
-from kvoffload.cache.records import Records
+from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.admission import WriteAdmission
-from kvoffload.cache.tiering.manager import TierManager
 from kvoffload.cache.tiering.promotion import ChainedLoad
 from kvoffload.cache.tiering.tier import Tier, TierCapabilities, check_pools
+from kvoffload.cache.tiering.tier_manager import TierManager
 from kvoffload.cache.tiering.writer import WriteBack, WriteChoice, WriteThrough
 from kvoffload.errors import CapacityError, LayoutError
 from kvoffload.internal.checks import shown, to_wait
@@ -101,7 +101,7 @@ class TierPlan:
 
     def attach(
         self,
-        records: Records,
+        records: RecordCalls,
         pools: Sequence[UInt8Array],
         layout: bytes | None,
         *,
@@ -134,7 +134,7 @@ class TierPlan:
             raise
         return manager
 
-    def attach_engine(self, records: Records, engine: Any, cache: weakref.ref[Any]) -> TierManager:
+    def attach_engine(self, records: RecordCalls, engine: Any, cache: weakref.ref[Any]) -> TierManager:
         """`attach` for the slots of an engine, with a cache over it."""
 
         def settle() -> bool:

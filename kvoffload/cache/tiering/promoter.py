@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.cache.entries import Stage, Status
-from kvoffload.cache.records import Records
+from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.tiering.below import ComputeTime, TierBelow
 from kvoffload.cache.tiering.promotion import Fetch, PromotionRecord, TierIo
 from kvoffload.cache.tiering.tier import Notify, Outcome, TierJob
@@ -34,7 +34,7 @@ class Promoter:
     """
 
     def __init__(
-        self, records: Records, tiers: Sequence[TierBelow], compute: ComputeTime, share: float, notify: Notify
+        self, records: RecordCalls, tiers: Sequence[TierBelow], compute: ComputeTime, share: float, notify: Notify
     ) -> None:
         self._records = records
         self._tiers = tiers

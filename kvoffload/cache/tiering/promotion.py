@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 
 from kvoffload.cache.entries import ReservationRecord, Status
 from kvoffload.cache.pools import RequestRecord
-from kvoffload.cache.records import Records
+from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.reservations import CacheJob, Lease
 from kvoffload.cache.tiering.below import ComputeTime, TierBelow
 from kvoffload.cache.tiering.tier import TierJob
@@ -122,7 +122,7 @@ class PromotionRecord:
         self.ended = False
         self.cancelled = self.released = False
 
-    def end_with_what_is_here(self, records: Records) -> None:
+    def end_with_what_is_here(self, records: RecordCalls) -> None:
         """Hold the keys that are ready, and end: there are no tiers."""
         statuses, lease = records.hold_ready((self.keys, True))
         if lease is not None:

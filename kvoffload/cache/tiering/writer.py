@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvoffload.cache.entries import Status
-from kvoffload.cache.records import Records
+from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.tiering.below import TierBelow, fits
 from kvoffload.cache.tiering.tier import Notify, Outcome, TierJob
@@ -46,7 +46,7 @@ class Writer:
     """
 
     def __init__(
-        self, records: Records, tiers: Sequence[TierBelow], share: float, notify: Notify, choice: WriteChoice
+        self, records: RecordCalls, tiers: Sequence[TierBelow], share: float, notify: Notify, choice: WriteChoice
     ) -> None:
         self._records, self._tiers, self._share = records, tiers, share
         self._notify, self._choice = notify, choice

@@ -18,10 +18,10 @@ from chaos_tiers import HANG_SECONDS, RoughDisk, RoughMemory, Row, Weather
 
 from kvoffload import Tenant
 from kvoffload.cache.policies import LRU, PolicyChoice, Protected
-from kvoffload.cache.tiering.manager import TierManager
+from kvoffload.cache.tiering.tier_manager import TierManager
 from kvoffload.pool import PoolOwner
 from kvoffload.pool import owner as pool_owner
-from kvoffload.pool.memory import OWNER, PoolMemory
+from kvoffload.pool.pool_memory import OWNER, PoolMemory
 from kvoffload.pool.region import Region
 from kvoffload.tiers import Limits, Tier
 

@@ -379,7 +379,7 @@ def load_modules(plan: Plan) -> None:
             cache = BlockCache(engine)
             cache.keep([key_of(1)], [0], after=NO_WAIT).wait()
             cache.fetch([key_of(1)], [1], after=NO_WAIT).wait()
-    importlib.import_module("kvoffload.pool.records")
+    importlib.import_module("kvoffload.pool.pooled_state")
     if plan.gpu >= 0:
         importlib.import_module("cuda.bindings.driver")
 

@@ -111,7 +111,7 @@ class Meaning(NamedTuple):
         return _SUPERBLOCK.pack(MAGIC, *self)
 
 
-class Found(NamedTuple):
+class FoundIndex(NamedTuple):
     """What a new owner finds in the headers.
 
     Attributes:
@@ -249,7 +249,7 @@ class PoolMemory:
         for entry in entries:
             words[16 * entry + 1] &= others
 
-    def found(self) -> Found:
+    def found(self) -> FoundIndex:
         """What a dead owner has left. Headers that are wrong count as free."""
         ready, users = list[tuple[int, int, bytes, bytes]](), dict[int, int]()
         for entry, fields in enumerate(HEADER.iter_unpack(self._bytes)):
@@ -263,7 +263,7 @@ class PoolMemory:
         for sequence, entry, key, tenant in sorted(ready):
             oldest.setdefault(key, (sequence, entry, tenant))
         sequences, entries = (np.array([each[place] for each in oldest.values()], np.int64) for place in (0, 1))
-        return Found(list(oldest), entries, sequences, [tenant for _, _, tenant in oldest.values()], users)
+        return FoundIndex(list(oldest), entries, sequences, [tenant for _, _, tenant in oldest.values()], users)
 
     def close(self) -> None:
         """Give up lock, descriptor and arrays. The rows stay mapped while another array over them lives. Idempotent.

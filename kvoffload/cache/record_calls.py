@@ -39,7 +39,7 @@ _A = TypeVar("_A")
 _R = TypeVar("_R")
 
 
-class Owner(Protocol):
+class Guarded(Protocol):
     """An object with guarded methods.
 
     Attributes:
@@ -51,16 +51,16 @@ class Owner(Protocol):
     _check_usable: Callable[[], None] | None
 
 
-_O = TypeVar("_O", bound=Owner)
+_O = TypeVar("_O", bound=Guarded)
 
 
-def refuse(owner: Owner, argument: object) -> Any:
+def refuse(owner: Guarded, argument: object) -> Any:
     """Raise RuntimeError: a policy, a signal handler or a finalizer calls the cache in the middle of a call."""
     del owner, argument
     raise_nested("the cache")
 
 
-def end_later(owner: Owner, record: Record) -> None:
+def end_later(owner: Guarded, record: Record) -> None:
     owner._state.abandoned.append(record)
 
 
@@ -121,10 +121,10 @@ def guarded(step: Callable[[_O, _A], _R], nested: Callable[[Any, Any], _R] = ref
 
 
 class _GivesState(Protocol):
-    def __call__(self, owner: Owner, step: Callable[[CacheState], _R], /) -> _R: ...
+    def __call__(self, owner: Guarded, step: Callable[[CacheState], _R], /) -> _R: ...
 
 
-def _given_the_state(owner: Owner, step: Callable[[CacheState], _R]) -> _R:
+def _given_the_state(owner: Guarded, step: Callable[[CacheState], _R]) -> _R:
     return step(owner._state)
 
 
@@ -141,21 +141,21 @@ def unready(table: EntryTable) -> list[ReservationRecord]:
 
 
 @from_truth
-def statuses_from_truth(owner: Owner, keys: list[bytes]) -> list[Status]:
+def statuses_from_truth(owner: Guarded, keys: list[bytes]) -> list[Status]:
     of = owner._state.table.of
     pending = {index for record in unready(owner._state.table) for index in record.indices}
     entries = map(of.get, keys)
     return [Status.MISS if entry is None else Status.PENDING if entry in pending else Status.HIT for entry in entries]
 
 
-def _hits_from_truth(records: Records, given: tuple[list[list[bytes]], int | None]) -> list[int]:
+def _hits_from_truth(records: RecordCalls, given: tuple[list[list[bytes]], int | None]) -> list[int]:
     requests, most = given
     statuses = [statuses_from_truth(records, keys) for keys in requests]
     found = [len(list(takewhile(lambda status: status is _HIT, each))) for each in statuses]
     return found if most is None else [min(each, most) for each in found]
 
 
-class Records:
+class RecordCalls:
     """The reservations and leases of an index as records, whose owner says when they end. Usable from any thread.
 
     A call adds its record to the caller's list before it holds anything for it, so that an interrupt does not lose the

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.cache.entries import Completion, LeaseRecord, Record, ReservationRecord, Stage, Status, watch
 from kvoffload.cache.pools import OfSession, Pools, RequestRecord, ReuseFilter, Tenant
-from kvoffload.cache.records import Records, guarded, locked
+from kvoffload.cache.record_calls import RecordCalls, guarded, locked
 from kvoffload.cache.repair import rebuild
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
@@ -354,7 +354,7 @@ class PooledState(CacheState):
         self.tidy()
 
 
-class PoolRecords(Records):
+class PoolRecordCalls(RecordCalls):
     """The calls of an index that its owner answers. Inside another call, where the owner cannot be asked, every key is
     a miss.
     """

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvoffload.cache.entries import LeaseRecord, Status
-from kvoffload.cache.records import guarded, leading
+from kvoffload.cache.record_calls import guarded, leading
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages

@@ -19,7 +19,7 @@ from typing import TypeAlias, TypeVar
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.pools import RequestRecord
-from kvoffload.cache.records import Records
+from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, ComputeTime, TierBelow, fits
 from kvoffload.cache.tiering.promoter import Promoter
@@ -84,7 +84,7 @@ class TierManager:
 
     def __init__(
         self,
-        records: Records,
+        records: RecordCalls,
         tiers: Sequence[Tier],
         choice: WriteChoice,
         *,

@@ -1,4 +1,4 @@
-"""Member: one file of a set, its headers, and the older headers that a crash could bring back.
+"""MemberFile: one file of a set, its headers, and the older headers that a crash could bring back.
 
 A crash may lose any write since the last sync, each sector by itself. It may leave
 
@@ -96,7 +96,7 @@ class SlotPut(NamedTuple):
     views: Sequence[Buffer]
 
 
-class Member:
+class MemberFile:
     """One file of a set. Usable from several threads; slots are numbered from 0 in each member.
 
     Args:
