@@ -318,7 +318,7 @@ class StatisticsRecorder:
             try:
                 if self._notifier.setdefault("now", mine) is not mine:  # one operation: a lock could be taken twice
                     return
-                while self.unreported:
+                if self.unreported:  # no other thread has reported the last one meanwhile
                     event = self.unreported[0]
                     del self.unreported[0]  # not popleft(): an interrupt after that call would lose the event
                     try:

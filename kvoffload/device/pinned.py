@@ -82,7 +82,7 @@ class RegisteredMemory:
         driver has unregistered it, and unregistering it twice is no error.
         """
         try:
-            while self._registered:
+            for _ in self._registered.copy():
                 for attempt in range(2):  # safe to repeat, unlike a free
                     try:
                         self._driver.host_unregister(self._registered[-1])
@@ -154,8 +154,9 @@ class PinnedMemory(RegisteredMemory):
         if holder is not None:
             holder.append(self)
         try:
-            while self.pin_next() and not self._grows:
-                pass
+            while True:
+                if not self.pin_next() or self._grows:
+                    break
         except BaseException:  # an interrupt, or the progress callback, too
             self.release()
             raise

@@ -198,7 +198,9 @@ class SharedPool:
         timeout = min(_MOST_SECONDS, seconds("timeout", timeout))
         end, files = time.monotonic() + timeout, list[int]()
         try:
-            while not self._connect(max(0.001, end - time.monotonic())):
+            while True:
+                if self._connect(max(0.001, end - time.monotonic())):
+                    break
                 if time.monotonic() >= end:
                     waited = f"waited {timeout:g} seconds; start one with `kvoffload pool serve`"
                     raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; {waited}")
@@ -349,7 +351,9 @@ class SharedPool:
                     return None
                 connection = self._socket
                 poll.register(connection, select.POLLIN)  # type: ignore[arg-type]  # it has one
-            while self._slow[number] is None and connection is self._socket and time.monotonic() < end:
+            while True:
+                if self._slow[number] is not None or connection is not self._socket or time.monotonic() >= end:
+                    break
                 poll.poll(1000 * SETTLE_SECONDS)  # another thread may read the answer
                 if time.monotonic() >= looks_at:
                     looks_at = time.monotonic() + watching.RETRY_SECONDS
