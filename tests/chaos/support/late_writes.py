@@ -46,10 +46,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from exhausting import HERE, started
 from late_writes_engine import LOADS, PAGE, QUEUED, STATE, STORES, Plan
 from late_writes_lane import ENGINE, SIGNS, Lane
 
-HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 NEIGHBOUR_SLOTS = 8
 SPARE_SECONDS = 75.0  # that a lane may need for a round that it has begun
@@ -90,22 +90,11 @@ TOGETHER = (
 LONGEST = 500  # characters of an error's end
 
 
-def started(arguments: Sequence[str], memory: int) -> subprocess.Popen[str]:
-    """A process of a session of its own, so that all that it starts can be killed."""
-    paths = [str(HERE.parents[2]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        pass_fds=(memory,),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
-    )
+def started_with(memory: int, *arguments: object) -> subprocess.Popen[str]:
+    return started(*arguments, pass_fds=(memory,), stdin=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def answer(process: subprocess.Popen[str], seconds: float) -> tuple[list[Found], list[str]]:
+def answers(process: subprocess.Popen[str], seconds: float) -> tuple[list[Found], list[str]]:
     """The JSON lines that it prints until it ends, and what went wrong. Kills it, and all it has started."""
     problems = []
     try:
@@ -169,7 +158,7 @@ def run_together(variants: dict[str, Variant], seconds: float, simulated: bool, 
     problems: list[str] = []
     with allocated(plans(variants, -1, simulated)[1]) as memory:
         *lanes, beside = plans(variants, memory, simulated)[0]
-        processes = [neighbour := started([str(ENGINE), "neighbour", beside.as_json()], memory)]
+        processes = [neighbour := started_with(memory, ENGINE, "neighbour", beside.as_json())]
         try:
             page = np.memmap(f"/proc/self/fd/{memory}", np.uint64, "r", beside.number * PAGE, PAGE // 8)
             ready = time.monotonic() + 30
@@ -182,12 +171,12 @@ def run_together(variants: dict[str, Variant], seconds: float, simulated: bool, 
                     plan=asdict(plan), rounds=-(-variant.rounds // variant.lanes), first_tag=1 + (plan.number << 12),
                     end=end, settle_seconds=variant.settle_seconds, seed=seed + plan.number,
                 )  # fmt: skip
-                processes.append(started([str(HERE / "late_writes_lane.py"), json.dumps(asdict(lane))], memory))
+                processes.append(started_with(memory, HERE / "late_writes_lane.py", json.dumps(asdict(lane))))
             for process in processes[1:]:
-                found, wrong = answer(process, end + SPARE_SECONDS - time.monotonic())
+                found, wrong = answers(process, end + SPARE_SECONDS - time.monotonic())
                 rounds += found
                 problems += wrong
-            compared, wrong = answer(neighbour, 30)  # which ends its standard input
+            compared, wrong = answers(neighbour, 30)  # which ends its standard input
             problems += [f"neighbour: {each}" for each in wrong]
         finally:
             for process in processes:
@@ -242,8 +231,8 @@ HEADING = (
 
 
 def line(found: Found) -> str:
-    """`queued`: the fewest transfers at a kill. A negative time: the last change was before the sign. `next`: its bytes
-    were found in the next round.
+    """`queued`: the fewest transfers at a kill. A negative time: the last change was before the sign. `next`: rounds
+    that found words of an earlier one.
     """
     times = [
         *(found["most_ms_to"][sign] for sign in (*SIGNS, "grandchild")),
