@@ -17,7 +17,7 @@ from trials import MODES, NESTED_MODES
 pytestmark = pytest.mark.long
 
 SAMPLE = int(os.environ.get("KVOFFLOAD_INTERRUPT_SAMPLE", "1"))  # points of each scenario, policy and mode
-NAMES, TOGETHER = sorted(SCENARIOS), 16
+NAMES, TOGETHER = sorted(SCENARIOS), 12
 FAMILIES = [tuple(NAMES[first : first + TOGETHER]) for first in range(0, len(NAMES), TOGETHER)]
 
 
