@@ -45,9 +45,8 @@ def test_the_check_finds_a_record_that_should_not_be_there(lab: Lab) -> None:
 def test_one_copy_of_the_superblock_may_be_older(lab: Lab) -> None:
     """Cleared records stay away if one of the two copies is brought back, with all headers and payloads."""
     folder, before, _ = full(lab)
-    tier = make_tier(folder, lab.memory, slots=chaos_damage.SLOTS)
-    assert tier.clear().wait(SECONDS) == [Outcome.DONE]
-    assert tier.close(SECONDS)
+    with lab.tier(folder) as tier:
+        assert tier.clear().wait(SECONDS) == [Outcome.DONE]
     after = lab.read(folder)
     for first, second in ((before, after), (after, before)):
         state = {name: first[name][:4096] + second[name][4096:TABLE] + before[name][TABLE:] for name in FILES}
@@ -57,9 +56,8 @@ def test_one_copy_of_the_superblock_may_be_older(lab: Lab) -> None:
 def test_not_promised_both_copies_of_the_superblock_are_older(lab: Lab) -> None:
     """Then the file is what it was before the clear: records come back, with the bytes that were put."""
     folder, before, versions = full(lab)
-    tier = make_tier(folder, lab.memory, slots=chaos_damage.SLOTS)
-    assert tier.clear().wait(SECONDS) == [Outcome.DONE]
-    assert tier.close(SECONDS)
+    with lab.tier(folder) as tier:
+        assert tier.clear().wait(SECONDS) == [Outcome.DONE]
     after = lab.read(folder)
     assert lab.found({name: before[name][:TABLE] + after[name][TABLE:] for name in FILES}) == versions
     one = lab.found({FILES[0]: before[FILES[0]], FILES[1]: after[FILES[1]]})
@@ -69,9 +67,8 @@ def test_not_promised_both_copies_of_the_superblock_are_older(lab: Lab) -> None:
 
 def test_not_promised_a_header_is_older_and_its_payload_still_there(lab: Lab) -> None:
     folder, before, versions = full(lab)
-    tier = make_tier(folder, lab.memory, slots=chaos_damage.SLOTS)
-    assert tier.remove(KEYS).wait(SECONDS) == [Outcome.DONE] * len(KEYS)
-    assert tier.close(SECONDS)
+    with lab.tier(folder) as tier:
+        assert tier.remove(KEYS).wait(SECONDS) == [Outcome.DONE] * len(KEYS)
     after = lab.read(folder)
     assert lab.found(after) == {}
     assert lab.found({name: after[name][:TABLE] + before[name][TABLE:DATA] + after[name][DATA:] for name in FILES}) == (
@@ -81,9 +78,8 @@ def test_not_promised_a_header_is_older_and_its_payload_still_there(lab: Lab) ->
 
 def test_a_removed_record_whose_slot_was_used_again_does_not_come_back_with_its_header(lab: Lab) -> None:
     folder, before, _ = full(lab)
-    tier = make_tier(folder, lab.memory, slots=chaos_damage.SLOTS)
-    tier.remove(KEYS).wait(SECONDS)
-    assert tier.close(SECONDS)
+    with lab.tier(folder) as tier:
+        tier.remove(KEYS).wait(SECONDS)
     lab.put(folder, {key: 500 + number for number, key in enumerate(chaos_damage.LATER)})
     after = lab.read(folder)
     assert lab.found({name: before[name][:DATA] + after[name][DATA:] for name in FILES}) == {}
@@ -101,14 +97,12 @@ def test_a_file_of_another_set_is_refused_and_stays_as_it_is(lab: Lab) -> None:
     folder, state, versions = full(lab)
     _, other, _ = full(lab)
     (folder / FILES[1]).write_bytes(other[FILES[1]])
-    with pytest.raises(LayoutError, match="another set"):
-        make_tier(folder, lab.memory, slots=chaos_damage.SLOTS)
-    with pytest.raises(LayoutError, match="another set"):
-        make_tier(folder, lab.memory, slots=chaos_damage.SLOTS, read_only=True)
+    for read_only in (False, True):
+        with pytest.raises(LayoutError, match="another set"):
+            make_tier(folder, lab.memory, slots=chaos_damage.SLOTS, read_only=read_only)
     assert lab.read(folder) == {FILES[0]: state[FILES[0]], FILES[1]: other[FILES[1]]}
-    tier = make_tier(folder, lab.memory, slots=chaos_damage.SLOTS, reset=True)
-    assert fetch(tier, lab.memory, KEYS) == {}
-    assert tier.close(SECONDS)
+    with lab.tier(folder, reset=True) as tier:
+        assert fetch(tier, lab.memory, KEYS) == {}
     assert lab.found(state) == versions
 
 
@@ -129,11 +123,10 @@ def test_with_a_key_a_flipped_byte_is_a_miss_too(lab: Lab) -> None:
         data = bytearray(state[FILES[0]])
         data[offset] ^= 4
         (folder / FILES[0]).write_bytes(bytes(data))
-        tier = make_tier(folder, lab.memory, slots=chaos_damage.SLOTS, key=b"k" * 16)
-        found = fetch(tier, lab.memory, KEYS)
+        with lab.tier(folder, key=b"k" * 16) as tier:
+            found = fetch(tier, lab.memory, KEYS)
         assert len(found) == len(KEYS) - 1
         assert found.items() <= versions.items()
-        assert tier.close(SECONDS)
         (folder / FILES[0]).write_bytes(state[FILES[0]])
 
 

@@ -28,10 +28,8 @@ def test_late_writes_are_seen_where_there_are_some(
     assert status == 0, out
     for each in (quick, fork):
         assert not late_writes.is_late(each), out
-    assert writing["changed_after"]["all"]["rounds"] == 1
+    assert writing["changed_after_all"] == 1
     assert writing["differ_at_the_end"] == 1
     order = sorted(fork["most_ms_to"], key=fork["most_ms_to"].__getitem__)
     assert order[0] == "pidfd", "the grandchild has the socket and the lock"
     assert out.count(" 0 wrong") == 2
-    assert "fork, writing: 1 kills, bytes changed" in out
-    assert "AFTER ALL THREE" in out

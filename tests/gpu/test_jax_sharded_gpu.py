@@ -211,18 +211,6 @@ def test_an_update_that_moved_is_refused(two: JaxDevices) -> None:
     assert bool((cache.arrays == 0).all())
 
 
-def test_an_array_from_before_a_transfer_is_deleted(two: JaxDevices) -> None:
-    cache = two.cache(SHAPE, "bfloat16", *HEADS, **AXES)
-    with two.engine(cache, 2) as engine:
-        old = cache.arrays
-        engine.load([0], [1], after=cache)
-        assert cache.unordered is old
-        assert cache.arrays is not old
-        with pytest.raises(RuntimeError, match="deleted"):
-            _ = old + 1
-        assert bool((cache.arrays[0] == 0).all())
-
-
 # the example and the document
 
 

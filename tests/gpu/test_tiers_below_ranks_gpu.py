@@ -168,26 +168,3 @@ def test_slots_that_tiers_fill_are_loaded_and_stored_again(
             promotion.release()
             assert bench.index.drain(SECONDS)
             bench.load([int(number) for number in rng.permutation(sorted(known))[:4]])
-
-
-def test_engines_that_start_later_find_the_records(each_device: kvoffload.Device, tmp_path: Path, name: str) -> None:
-    with server(each_device, tmp_path, name) as bench:
-        bench.store(range(CAPACITY))
-        assert bench.index.drain(SECONDS)
-    with server(each_device, tmp_path, name) as bench:
-        assert not any(rank.slots.array.any() for rank in bench.ranks)
-        for first in (0, CAPACITY // 2):
-            bench.load(range(first, first + CAPACITY // 2))
-
-
-def test_what_was_demoted_is_written_from_the_slots_and_not_from_later_keys(
-    each_device: kvoffload.Device, tmp_path: Path, name: str
-) -> None:
-    """Removed from the slots alone, whose bytes are then overwritten: the disk's record is of the key."""
-    with server(each_device, tmp_path, name) as bench:
-        bench.store([1, 2, 3])
-        assert bench.index.drain(SECONDS)
-        bench.index.clear(below=False)
-        for rank in bench.ranks:
-            poison(rank.slots.array)
-        bench.load([1, 2, 3])

@@ -19,7 +19,8 @@ CPU_SECONDS = 2.0
 
 @pytest.mark.parametrize("policy", ["prefix", "lru", "user"])
 def test_signals_leave_the_truth(policy: str, seed: int) -> None:
-    paths = os.pathsep.join([*map(str, (HERE.parents[1], HERE.parent / "support")), os.environ.get("PYTHONPATH", "")])
+    folders = (HERE.parents[1], HERE.parent / "support", HERE.parent / "chaos" / "support")
+    paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(seed), str(CPU_SECONDS), policy],
         env={**os.environ, "PYTHONPATH": paths},

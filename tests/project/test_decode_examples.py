@@ -35,6 +35,7 @@ from programs import run_program
 
 import kvoffload
 
+RANKS = "ranks_in_processes.py"
 END = "\n--- end of a run\n"
 
 # on the simulated device
@@ -155,6 +156,19 @@ def test_without_jax_several_devices_say_what_they_need(device: str, message: st
         (BOTH[0], ("--devices", "2"), "unrecognized arguments: --devices 2"),
         (BOTH[1], ("--devices", "3"), "--devices must divide the 2 heads of K and V, got 3"),
         (BOTH[1], ("--devices", "0"), "--devices must divide the 2 heads of K and V, got 0"),
+        (BOTH[1], ("--pool", "--store", "valkey"), "give one of them"),
+        (BOTH[1], ("--pool", "--role", "write"), "--role write needs --store, or --pool PATH"),
+        (BOTH[1], ("--pool", "--devices", "2"), "--pool is for engines over one device: leave out --devices"),
+        (BOTH[0], ("--start-store",), "give --store mooncake"),
+        (BOTH[0], ("--start-store", "--store", "valkey"), "give --store mooncake"),
+        (BOTH[0], ("--start-store", "--store", "mooncake", "master=127.0.0.1:9"), "leave out master="),
+        (BOTH[0], ("--start-store", "--store", "mooncake", "--role", "read"), "leave out --role read"),
+        (BOTH[0], ("--role", "write"), "--role write needs --store"),
+        (BOTH[0], ("--store", "memory"), "--store memory cannot be used: "),
+        (BOTH[0], ("--store", "valkey", "6379"), "takes arguments as name=value, got '6379'"),
+        (RANKS, ("--ranks", "3"), "--ranks must divide the 2 heads of K and V, got 3"),
+        (RANKS, ("--ranks", "0"), "--ranks must divide the 2 heads of K and V, got 0"),
+        (RANKS, ("--generated", "0"), "--generated must be at least 1, got 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from decoding import BOTH, HAS_JAX, ON_DEMAND, PREFETCHED, TIMES, check_run, counts, refusal, refused, run, verdicts
+from decoding import BOTH, HAS_JAX, ON_DEMAND, PREFETCHED, TIMES, check_run, counts, refusal, run, verdicts
 
 from kvoffload.pool import PoolOwner
 
@@ -44,22 +44,6 @@ def test_each_role_is_a_command_of_its_own_and_a_spoiled_block_is_noticed(tmp_pa
         assert verdicts(run(name, *FEW, *pool, "--role", "read"))[FROM_POOL] == "bitwise equal"
         said = verdicts(run(name, *FEW, *pool, "--role", "read", "--corrupt", exit_code=1))
     assert said[FROM_POOL] == "DIFFERENT"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--pool", "--store", "valkey"), "give one of them"),
-        (("--pool", "--role", "write"), "--role write needs --store, or --pool PATH"),
-        (("--pool", "--devices", "2"), "--pool is for engines over one device: leave out --devices"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(
-    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said = refused(BOTH[1], *FEW, *options, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 2
-    assert message in said
 
 
 @pytest.mark.gpu

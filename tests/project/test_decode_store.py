@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decoding import BOTH, EXAMPLES, ON_DEMAND, PREFETCHED, TIMES, check_run, counts, refusal, refused, run, verdicts
+from decoding import BOTH, EXAMPLES, ON_DEMAND, PREFETCHED, TIMES, check_run, counts, refusal, run, verdicts
 from mooncake_servers import MooncakeServers, mooncake_program
 
 from kvoffload.tiers import TierStatistics
@@ -56,26 +56,6 @@ def test_a_store_that_does_not_answer_is_named() -> None:
     said = refusal(BOTH[0], *FEW, "--store", "mooncake", "master=127.0.0.1:9")
     assert "--store mooncake master=127.0.0.1:9 cannot be used: the connection is refused" in said
     assert "Traceback" not in said
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--start-store",), "give --store mooncake"),
-        (("--start-store", "--store", "valkey"), "give --store mooncake"),
-        (("--start-store", "--store", "mooncake", "master=127.0.0.1:9"), "leave out master="),
-        (("--start-store", "--store", "mooncake", "--role", "read"), "leave out --role read"),
-        (("--role", "write"), "--role write needs --store"),
-        (("--store", "memory"), "--store memory cannot be used: "),
-        (("--store", "valkey", "6379"), "takes arguments as name=value, got '6379'"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(
-    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said = refused(BOTH[0], *FEW, *options, monkeypatch=monkeypatch, capsys=capsys)
-    assert code in (1, 2)
-    assert message in said
 
 
 def test_blocks_that_the_store_did_not_take_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoding import EXAMPLES, FITS, ON_DEMAND, PREFETCHED, TIMES, counts, refused, run, verdicts
+from decoding import EXAMPLES, FITS, ON_DEMAND, PREFETCHED, TIMES, counts, run, verdicts
 from programs import run_program
 
 import kvoffload
@@ -71,23 +71,6 @@ def test_steps_that_do_not_wait_for_a_load_are_noticed() -> None:
     """
     said = verdicts(run_program(program, dev_mode=False, exit_code=1))
     assert said[ON_DEMAND] == "DIFFERENT"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--ranks", "3"), "--ranks must divide the 2 heads of K and V, got 3"),
-        (("--ranks", "0"), "--ranks must divide the 2 heads of K and V, got 0"),
-        (("--generated", "0"), "--generated must be at least 1, got 0"),
-        (("--seed", "-1"), "--seed must be at least 0, got -1"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(
-    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said = refused(NAME, *SIMULATED, *options, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 2
-    assert message in said
 
 
 # processes that are killed

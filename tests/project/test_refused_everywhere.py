@@ -5,6 +5,7 @@ What a call is refused for alone is tested where the call is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -46,11 +47,11 @@ class World:
     cache: BlockCache[OffloadEngine]
     tiered: BlockCache[OffloadEngine]
     sharded: ShardedEngine
-    index: CacheIndex
     below: CacheIndex
     promotion: Promotion
     chained: ChainedLoad
     fetched: FetchJob
+    stream: kvoffload.Stream
 
     @property
     def engine(self) -> OffloadEngine:
@@ -58,7 +59,7 @@ class World:
 
     def state(self) -> tuple[object, ...]:
         """What a refused call leaves as it was."""
-        counted = self.cache.statistics(), self.tiered.statistics(), self.index.statistics(), self.below.statistics()
+        counted = self.cache.statistics(), self.tiered.statistics(), self.below.statistics()
         opened = self.device.closed, self.engine.closed, self.sharded.closed
         return (*counted, *opened, self.engine.submitted, self.tiered.engine.submitted, self.sharded.submitted)
 
@@ -73,7 +74,7 @@ def world(device: kvoffload.Device) -> Iterator[World]:
         below = stack.enter_context(
             closing(CacheIndex(4, pools=[aligned(4)], tiers=[MemoryTier(1 << 16)], layout=None))
         )
-        cache, index = BlockCache(engines[0]), CacheIndex(4)
+        cache = BlockCache(engines[0])
         for each in (cache, tiered):
             each.store(keys([0]), [0], after=NO_WAIT).wait(10)
         promotion = stack.enter_context(tiered.promote(keys([0])))
@@ -81,29 +82,13 @@ def world(device: kvoffload.Device) -> Iterator[World]:
         chained.wait(10)
         fetched = cache.fetch(keys([0]), [1], after=NO_WAIT)
         fetched.wait(10)
-        made = World(device, layout, cache, tiered, sharded, index, below, promotion, chained, fetched)
-        for entries in (index, below):
-            entries.reserve(keys([0])).commit()
+        below.reserve(keys([0])).commit()
+        stream = stack.enter_context(device.stream())
+        made = World(device, layout, cache, tiered, sharded, below, promotion, chained, fetched, stream)
         yield made
         made.cache.load(keys([0]), [1], after=NO_WAIT).wait(10)
         made.tiered.load(keys([0]), [1], after=NO_WAIT).wait(10)
         made.sharded.store([0], [0], after=NO_WAIT).wait(10)
-
-
-Call = Callable[[World, Any], object]
-
-
-def refuse(world: World, call: Call, values: list[Any], message: str) -> None:
-    for value in values:
-        before = world.state()
-        with pytest.raises(ValueError, match=message):
-            call(world, value)
-        assert world.state() == before
-
-
-# seconds --------------------------------------------------------------------------------------------------------------
-
-NO_SECONDS: list[Any] = [float("nan"), np.float32("nan"), "1", True, [1.0], 1j]
 
 
 class Rows(NamedTuple):
@@ -118,64 +103,96 @@ def tier() -> MemoryTier:
     return MemoryTier(1 << 16)
 
 
-SECONDS: dict[str, Call] = {
-    "CacheJob.wait timeout": lambda world, value: world.cache.load(keys([]), [], after=NO_WAIT).wait(value),
-    "ChainedLoad.wait timeout": lambda world, value: world.chained.wait(value),
-    "Device.close timeout": lambda world, value: world.device.close(value),
-    "Promotion.wait timeout": lambda world, value: world.promotion.wait(value),
-    "Job.wait timeout": lambda world, value: world.sharded.load([], [], after=NO_WAIT).wait(value),
-    "Lease.wait timeout": lambda world, value: world.cache.acquire([]).wait(value),
-    "OffloadEngine.close timeout": lambda world, value: world.engine.close(value),
-    "OffloadEngine.drain timeout": lambda world, value: world.engine.drain(value),
-    "ShardedEngine.close timeout": lambda world, value: world.sharded.close(value),
-    "ShardedEngine.drain timeout": lambda world, value: world.sharded.drain(value),
-    "SharedPool.attach answer_seconds": lambda _, value: SharedPool.attach(
-        "/nowhere", Rows(), identity="x", answer_seconds=value
-    ),
-    "SharedPool.attach timeout": lambda _, value: SharedPool.attach("/nowhere", Rows(), identity="x", timeout=value),
-    "SharedPool.beside timeout": lambda _, value: SharedPool.beside("/nowhere", "e", 1, timeout=value),
-    "SharedSlots.receive timeout": lambda _, value: SharedSlots.receive("nobody offers this", timeout=value),
-    "Stream.synchronize timeout": lambda world, value: _stream(world, value),
-    "TierFaults longest_delay": lambda _, value: TierFaults(longest_delay=value),
-    "TierJob.wait timeout": lambda _, value: TierJob([]).wait(value),
-    "BlockCache hung": lambda world, value: BlockCache(world.engine, tiers=[tier()], hung=value),
-    "BlockCache prefill_tokens_per_second": lambda world, value: BlockCache(
-        world.engine, tiers=[tier()], prefill_tokens_per_second=value
-    ),
-    "BlockCache.close timeout": lambda world, value: world.tiered.close(value),
-    "BlockCache.drain timeout": lambda world, value: world.tiered.drain(value),
-    "BlockCache.fetch deadline": lambda world, value: world.tiered.fetch(keys([0]), [0], after=NO_WAIT, deadline=value),
-    "FetchJob.wait timeout": lambda world, value: world.fetched.wait(value),
-    "open_cache prefill_tokens_per_second": lambda world, value: kvoffload.open_cache(
-        world.layout, pool_bytes=1 << 14, tiers=[tier()], prefill_tokens_per_second=value
-    ),
-    "BlockCache.promote deadline": lambda world, value: world.tiered.promote(keys([0]), deadline=value),
-    "CacheIndex hung": lambda _, value: CacheIndex(4, pools=[aligned(4)], tiers=[tier()], layout=None, hung=value),
-    "CacheIndex seconds_per_key": lambda _, value: CacheIndex(
-        4, pools=[aligned(4)], tiers=[tier()], layout=None, seconds_per_key=value
-    ),
-    "CacheIndex.close timeout": lambda world, value: world.below.close(value),
-    "CacheIndex.drain timeout": lambda world, value: world.below.drain(value),
-    "CacheIndex.promote deadline": lambda world, value: world.below.promote(keys([0]), deadline=value),
-    "check_clean_close timeout": lambda world, value: check_clean_close(world.device, timeout=value),
-    "check_tier timeout": lambda _, value: check_tier(tier, timeout=value),
-    "fuzz_tier timeout": lambda _, value: fuzz_tier(tier(), timeout=value),
+OBJECTS: dict[str, Callable[[World], Any]] = {  # whose methods are called
+    "BlockCache": lambda world: world.tiered,
+    "CacheIndex": lambda world: world.below,
+    "CacheJob": lambda world: world.cache.load(keys([]), [], after=NO_WAIT),
+    "ChainedLoad": lambda world: world.chained,
+    "Device": lambda world: world.device,
+    "FetchJob": lambda world: world.fetched,
+    "HostMemory": lambda _: HostMemory,
+    "Job": lambda world: world.sharded.load([], [], after=NO_WAIT),
+    "Lease": lambda world: world.cache.acquire([]),
+    "OffloadEngine": lambda world: world.engine,
+    "Promotion": lambda world: world.promotion,
+    "ShardedEngine": lambda world: world.sharded,
+    "SharedPool": lambda _: SharedPool,
+    "SharedSlots": lambda _: SharedSlots,
+    "Stream": lambda world: world.stream,
+    "TierJob": lambda _: TierJob([]),
 }
-OTHERS = {  # constructors that tests/tiers has, what only tiers and engines call, and the simulated driver
+ARGUMENTS: dict[str, tuple[Any, ...]] = {  # that are right, by method, or by class and method
+    "acquire": (keys([0]),),
+    "attach": ("/nowhere", Rows()),
+    "beside": ("/nowhere", "e", 1),
+    "fetch": (keys([0]), [0]),
+    "load": ([0], [1]),
+    "BlockCache.load": (keys([0]), [1]),
+    "load_groups": ([],),
+    "of_buffer": (aligned(1),),
+    "promote": (keys([0]),),
+    "receive": ("nobody offers this",),
+    "remove": (keys([0]),),
+    "reserve": (keys([1]),),
+    "store": (keys([1]), [1]),
+    "submit": ("load", [0], [0]),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SharedPool.attach": {"identity": "x"},
+    "HostMemory.of_buffer": {"num_slots": 1, "slot_stride": 4096},
+}
+CALLS: dict[str, Callable[[World], Callable[..., object]]] = {  # of functions and constructors
+    "BlockCache": lambda world: partial(BlockCache, world.engine, tiers=[tier()]),
+    "CacheIndex": lambda _: partial(CacheIndex, 4, pools=[aligned(4)], tiers=[tier()], layout=None),
+    "DiskTier": lambda _: partial(DiskTier, Path("/nowhere"), nbytes=1 << 20, identity="x"),
+    "HostMemory": lambda _: partial(HostMemory, address=1 << 20, num_slots=1, slot_stride=4096),
+    "KVLayout": lambda world: partial(KVLayout, [list(world.layout.groups[0].planes)]),
+    "TierFaults": lambda _: TierFaults,
+    "ValkeyConnection": lambda _: ValkeyConnection,
+    "check_clean_close": lambda world: partial(check_clean_close, world.device),
+    "check_tier": lambda _: partial(check_tier, tier),
+    "fuzz_tier": lambda _: partial(fuzz_tier, tier()),
+    "open_cache": lambda world: partial(kvoffload.open_cache, world.layout, pool_bytes=1 << 14, tiers=[tier()]),
+}
+
+
+def refuse(world: World, named: str, values: list[Any], message: str) -> None:
+    """Make the call `named`, "Class.method argument", with each of these values of the argument."""
+    call, argument = named.split()
+    owner, _, method = call.partition(".")
+    if method:
+        function = getattr(OBJECTS[owner](world), method)
+        given = ARGUMENTS.get(call, ARGUMENTS.get(method, ()))
+        function = partial(function, *given, **OPTIONS.get(call, {}))
+    else:
+        function = CALLS[call](world)
+    for value in values:
+        before = world.state()
+        with pytest.raises(ValueError, match=f"^{argument} must be {message}, got "):
+            function(**{argument: value})
+        assert world.state() == before
+
+
+def arguments(which: Callable[[inspect.Parameter], bool]) -> set[str]:
+    """Those of all public calls, as "Class.method argument"."""
+    return {f"{name} {each.name}" for name, (_, given) in public_calls().items() for each in given if which(each)}
+
+
+# seconds --------------------------------------------------------------------------------------------------------------
+
+NO_SECONDS: list[Any] = [float("nan"), np.float32("nan"), "1", True, [1.0], 1j]
+WORDS = ("timeout", "deadline", "hung", "second", "expiry", "delay")
+SECONDS = arguments(lambda each: any(word in each.name for word in WORDS))
+OTHER_SECONDS = {  # of constructors that tests/tiers has, of what only tiers and engines call, of the simulated driver
     *("MooncakeTier timeout", "ObjectStoreTier timeout", "ValkeyTier expiry", "ValkeyTier timeout"),
     *("Device.wait_lifecycle timeout", "TierJob deadline", "TierFaults delay", "Faults.delay seconds"),
 }
 
 
-def _stream(world: World, value: Any) -> None:
-    with world.device.stream() as stream:
-        stream.synchronize(value)
-
-
-@pytest.mark.parametrize("name", SECONDS)
-def test_what_are_no_seconds_is_refused(world: World, name: str) -> None:
+@pytest.mark.parametrize("named", sorted(SECONDS - OTHER_SECONDS))
+def test_what_are_no_seconds_is_refused(world: World, named: str) -> None:
     """A NaN, too: every comparison with one is false, so a wait would never time out."""
-    refuse(world, SECONDS[name], NO_SECONDS, f"^{name.split()[-1]} must be .*, got ")
+    refuse(world, named, NO_SECONDS, ".*")
 
 
 def test_a_tier_waits_for_seconds_alone() -> None:
@@ -189,55 +206,10 @@ def test_a_tier_waits_for_seconds_alone() -> None:
     assert with_pool.close(float("inf"))
 
 
-def test_every_call_that_takes_seconds_is_in_the_table() -> None:
-    words = ("timeout", "deadline", "hung", "second", "expiry", "delay")
-    calls = public_calls().items()
-    found = {
-        f"{name} {each.name}" for name, (_, given) in calls for each in given if any(w in each.name for w in words)
-    }
-    assert found == SECONDS.keys() | OTHERS
-
-
 # True and False -------------------------------------------------------------------------------------------------------
 
-NO_FLAGS = [0, 1, None, "no", "", np.True_, np.array([False])]
-
-FLAGS: dict[str, Call] = {
-    "BlockCache.acquire pending": lambda world, value: world.cache.acquire(keys([0]), pending=value),
-    "BlockCache.load pending": lambda world, value: world.cache.load(keys([0]), [1], after=NO_WAIT, pending=value),
-    "BlockCache.reserve all_or_nothing": lambda world, value: world.cache.reserve(keys([1]), all_or_nothing=value),
-    "BlockCache.store all_or_nothing": lambda world, value: world.cache.store(
-        keys([1]), [1], after=NO_WAIT, all_or_nothing=value
-    ),
-    "CacheIndex.acquire pending": lambda world, value: world.index.acquire(keys([0]), pending=value),
-    "CacheIndex.reserve all_or_nothing": lambda world, value: world.index.reserve(keys([1]), all_or_nothing=value),
-    "DiskTier direct": lambda _, value: disk(direct=value),
-    "DiskTier read_only": lambda _, value: disk(read_only=value),
-    "DiskTier reset": lambda _, value: disk(reset=value),
-    "HostMemory registered": lambda _, value: HostMemory(
-        address=1 << 20, num_slots=1, slot_stride=4096, registered=value
-    ),
-    "HostMemory.of_buffer registered": lambda _, value: HostMemory.of_buffer(
-        aligned(1), num_slots=1, slot_stride=4096, registered=value
-    ),
-    "KVLayout on_default_stream": lambda world, value: KVLayout(
-        [list(world.layout.groups[0].planes)], on_default_stream=value
-    ),
-    "OffloadEngine.load urgent": lambda world, value: world.engine.load([0], [1], after=NO_WAIT, urgent=value),
-    "OffloadEngine.load_groups urgent": lambda world, value: world.engine.load_groups([], after=NO_WAIT, urgent=value),
-    "OffloadEngine.submit urgent": lambda world, value: world.engine.submit("load", [0], [0], urgent=value),
-    "ShardedEngine.load urgent": lambda world, value: world.sharded.load([0], [1], after=NO_WAIT, urgent=value),
-    "ShardedEngine.load_groups urgent": lambda world, value: world.sharded.load_groups([], urgent=value),
-    "ShardedEngine.submit urgent": lambda world, value: world.sharded.submit("load", [0], [0], urgent=value),
-    "ValkeyConnection tls": lambda _, value: ValkeyConnection(tls=value),
-    "CacheIndex.promote counted": lambda world, value: world.below.promote(keys([0]), counted=value),
-    "BlockCache.clear below": lambda world, value: world.tiered.clear(below=value),
-    "BlockCache.promote counted": lambda world, value: world.tiered.promote(keys([0]), counted=value),
-    "BlockCache.fetch counted": lambda world, value: world.tiered.fetch(keys([0]), [0], counted=value),
-    "BlockCache.remove below": lambda world, value: world.tiered.remove(keys([0]), below=value),
-    "CacheIndex.clear below": lambda world, value: world.below.clear(below=value),
-    "CacheIndex.remove below": lambda world, value: world.below.remove(keys([0]), below=value),
-}
+NO_FLAGS: list[Any] = [0, 1, None, "no", "", np.True_, np.array([False])]
+FLAGS = arguments(lambda each: each.annotation == "bool")
 NOT_CHECKED = {  # between the library's own classes, said by who implements a tier, or of no consequence
     "SharedPool.tell keep",
     *("RemoteTier durable", "TierCapabilities durable", "TierCapabilities local_index", "TierCapabilities shared"),
@@ -248,19 +220,14 @@ NOT_CHECKED = {  # between the library's own classes, said by who implements a t
 }
 
 
-def disk(**options: Any) -> DiskTier:
-    return DiskTier(Path("/nowhere"), nbytes=1 << 20, identity="x", **options)
+@pytest.mark.parametrize("named", sorted(FLAGS - NOT_CHECKED))
+def test_what_is_neither_true_nor_false_is_refused(world: World, named: str) -> None:
+    refuse(world, named, NO_FLAGS, "True or False")
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_what_is_neither_true_nor_false_is_refused(world: World, name: str) -> None:
-    refuse(world, FLAGS[name], NO_FLAGS, f"^{name.split()[-1]} must be True or False, got ")
-
-
-def test_every_flag_is_in_the_table() -> None:
-    calls = public_calls().items()
-    found = {f"{name} {each.name}" for name, (_, given) in calls for each in given if each.annotation == "bool"}
-    assert found == FLAGS.keys() | NOT_CHECKED
+def test_what_is_left_out_is_there() -> None:
+    assert OTHER_SECONDS <= SECONDS
+    assert NOT_CHECKED <= FLAGS
 
 
 # engines, tiers, names ------------------------------------------------------------------------------------------------

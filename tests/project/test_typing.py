@@ -1,33 +1,25 @@
 """The public API under mypy and pyright: typical calls and whole programs pass in strict mode, and misuses are refused.
 
-Each misuse is refused on its line. The programs run, too.
+Each misuse is refused on its line. `test_package` runs the calls, `test_examples` the programs.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from programs import run_program
-from typed_programs import two_streams
-
-import kvoffload
-from kvoffload.testing import SimulatedDriver
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 CALLS, MISUSES = HERE / "typing_calls.py", HERE / "typing_misuses.py"
-HAS_JAX = importlib.util.find_spec("jax") is not None
-PROGRAMS = [path for path in sorted((HERE / "typed_programs").glob("*.py")) if HAS_JAX or "jax" not in path.name]
-RIGHT = [CALLS, *PROGRAMS]
+RIGHT = [CALLS, *(ROOT / "examples" / name for name in ("quickstart.py", "shared_folder_tier.py"))]
 
 Found = dict[Path, dict[int, str]]  # by file and line: the first error
 
@@ -99,47 +91,3 @@ def test_type_checkers_refuse_misuses_and_nothing_else(checker: Callable[[Path],
     assert refused == {}, "typical calls are refused"
     assert wrongly == {}, "lines that are not marked are refused"
     assert not passed, f"{len(passed)} of {len(marked())} misuses pass:\n" + "\n".join(passed)
-
-
-# the programs do what they say
-
-
-@pytest.fixture
-def device() -> Iterator[kvoffload.Device]:
-    with kvoffload.open_device(backend=SimulatedDriver(seed=1)) as opened:
-        yield opened
-
-
-def test_a_runtime_with_two_streams_stores_and_loads(device: kvoffload.Device) -> None:
-    results = two_streams.main(device)
-    assert [str(result.direction) for result in results] == ["store", "load"] * 2
-    assert {result.nbytes for result in results} == {2 * two_streams.PLANES * two_streams.BLOCK_BYTES}
-
-
-def test_tenants_are_scraped_over_http(device: kvoffload.Device) -> None:
-    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    from typed_programs import tenants_over_http
-
-    events, lines = tenants_over_http.main(device)
-    assert [event.kind for event in events] == ["miss", "declined", "stored", "miss", "stored", "hit"]
-    for line in (
-        'kvoffload_cache_tenant_declined_total{gpu="0",tenant="batch"} 2.0',
-        'kvoffload_cache_loaded_total{gpu="0"} 3.0',
-        'kvoffload_cache_hits_total{gpu="0"} 3.0',
-    ):
-        assert line in lines
-
-
-@pytest.mark.skipif(not HAS_JAX, reason="jax is not installed")
-def test_jax_finds_its_blocks_by_their_tokens() -> None:
-    program = """
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    import kvoffload
-    from typed_programs import jax_keys
-
-    with kvoffload.open_device(backend="simulated") as device:
-        print(jax_keys.main(device))
-    """
-    assert run_program(program, dev_mode=False) == "[1. 2. 3.]\n"

@@ -35,6 +35,7 @@ from kvoffload import (
     open_device,
 )
 from kvoffload.cache.policies import Prefix
+from kvoffload.jax import OwnedCache
 from kvoffload.testing import SimulatedDriver
 
 
@@ -166,6 +167,22 @@ async def awaited(cache: BlockCache[OffloadEngine]) -> None:
     promotion = cache.promote([b"one"])
     assert_type(await promotion, int)
     assert_type(await promotion.load([0]), tuple[bytes, ...])
+
+
+def shown(cache: BlockCache[OffloadEngine], registry: object) -> None:
+    from kvoffload.observability import prometheus
+
+    assert_type(prometheus.register(cache, registry, gpu="0"), prometheus.CacheCollector)
+
+
+def caches_of_jax(device: Device) -> OwnedCache:
+    axes = ("tokens", "heads", "dim")
+    cache = OwnedCache(
+        device, (64, 8, 16, 2, 8), "bfloat16", block_axis=0, plane_axis=1, tokens_per_block=16, block_axes=axes
+    )
+    with OffloadEngine(cache.layout, device=device, num_slots=32) as engine:
+        BlockCache(engine).load([b"key"], [0], after=cache).wait(timeout=60)
+    return cache
 
 
 def keys(layout: KVLayout) -> list[bytes]:

@@ -18,10 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from tiering import RaisingTier
+
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
 from kvoffload.testing import SimulatedDriver
-from kvoffload.tiers import Outcome, Tier, TierCapabilities, TierJob, TierStatistics
+from kvoffload.tiers import Outcome, TierJob
 
 PACKAGE = str(Path(kvoffload.__file__).resolve().parent) + "/"
 SIMULATOR = PACKAGE + "simulator/"
@@ -137,16 +139,12 @@ def cache_load() -> Calls:
         return _counted(lambda _: cache.load(KEYS[0], range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
 
 
-class _AtOnce(Tier):
-    """Has each of its jobs done when it returns, in the thread that gives it."""
-
-    name = "at once"
-    capabilities = TierCapabilities(durable=False, shared=False, local_index=True)
+class _AtOnce(RaisingTier):
+    """Has each of its jobs done when it returns, in the thread that gives it; it raises nothing."""
 
     def __init__(self) -> None:
+        super().__init__(set())
         self.records: set[bytes] = set()
-
-    def attach(self, pools: object, layout: object) -> None: ...
 
     def put(self, keys: Any, entries: Any, **_: Any) -> TierJob:
         self.records.update(keys)
@@ -156,26 +154,8 @@ class _AtOnce(Tier):
         options["notify"]()
         return TierJob(keys, entries).settle_waiting(Outcome.DONE)
 
-    def exists(self, keys: Any, **_: Any) -> TierJob:
-        return TierJob(keys).settle_waiting(Outcome.DONE)
-
-    def remove(self, keys: Any, **_: Any) -> TierJob:
-        return TierJob(keys).settle_waiting(Outcome.DONE)
-
-    def clear(self, **_: Any) -> TierJob:
-        return TierJob([b""]).settle_waiting(Outcome.DONE)
-
     def contains(self, keys: Any) -> list[bool]:
         return [key in self.records for key in keys]
-
-    def statistics(self) -> TierStatistics:
-        return TierStatistics()
-
-    def drain(self, timeout: float | None = None) -> bool:  # noqa: ARG002
-        return True
-
-    def close(self, timeout: float = 10.0) -> bool:  # noqa: ARG002
-        return True
 
 
 def promote() -> Calls:

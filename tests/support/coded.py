@@ -18,7 +18,6 @@ from kvoffload.layout.coding import Coding
 Values = npt.NDArray[np.uint16]
 OF_LAYOUT: dict[str, Any] = {"dtype": "bfloat16", "tokens_per_block": 16, "block_axes": ("tokens", "dim")}
 BLOCK_BYTES = 512  # the least that can be coded: a chunk of 256 values, 7 of which may be escapes
-ESCAPES = 7
 
 
 def normal(random: np.random.Generator, count: int, scale: float = 1.0) -> Values:

@@ -11,16 +11,16 @@ import itertools
 import json
 import os
 import random
-import select
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from chaos_history import SECONDS, History, Memory, fetch, make_tier, names
+from exhausting import killed
 
 from kvoffload.tiers import Limits, Outcome
 
@@ -60,51 +60,27 @@ def write_for_ever(folder: Path, memory: Memory, rng: random.Random, pipe: int, 
                 say("removed", removal)
 
 
-def run_once(folder: Path, memory: Memory, rng: random.Random, first: int) -> list[list[object]]:
+def run_once(folder: Path, memory: Memory, rng: random.Random, first: int) -> list[list[Any]]:
     """Fork a writer and kill it; what it has said."""
-    read, write = os.pipe()
-    seed = rng.randrange(1 << 30)
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(read)
-            write_for_ever(folder, memory, random.Random(seed), write, first)
-        finally:
-            os._exit(1)
-    os.close(write)
-    text, end = b"", time.monotonic() + SECONDS
+    own = random.Random(rng.randrange(1 << 30))
     wait = rng.random() * LONGEST if rng.random() < 0.9 else 0.0
-    while time.monotonic() < end:
-        ready, _, _ = select.select([read], [], [], max(0.0, end - time.monotonic()))
-        chunk = os.read(read, 1 << 16) if ready else b""
-        if ready and not chunk:
-            break  # it has ended by itself
-        if not text:
-            end = time.monotonic() + wait
-        text += chunk
-    os.kill(child, signal.SIGKILL)
-    while chunk := os.read(read, 1 << 16):
-        text += chunk
-    os.close(read)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status), f"the writer ended by itself with status {status}"
-    return [json.loads(line) for line in text.decode().splitlines()]
+    said, status = killed(lambda pipe: write_for_ever(folder, memory, own, pipe, first), wait)
+    assert status == -signal.SIGKILL, f"the writer ended by itself with status {status}"
+    return said
 
 
-def apply(said: list[list[object]], history: History, counts: Counter[str]) -> int:
+def apply(said: list[list[Any]], history: History, counts: Counter[str]) -> int:
     """Bring a history up to what a writer said; the last version that it put."""
     version = 0
-    for what, *arguments in said:
-        counts[str(what)] += 1
+    for what, number, *more in said:
+        counts[what] += 1
         if what == "put":
-            number, version = int(str(arguments[0])), int(str(arguments[1]))
+            version = more[0]
             history.put(KEYS[number], version)
         elif what == "removing":
-            some = arguments[1]
-            keys = [KEYS[each] for each in some] if isinstance(some, list) else None
-            history.removing(int(str(arguments[0])), keys)
+            history.removing(number, None if more[0] is None else [KEYS[each] for each in more[0]])
         else:
-            history.removed(int(str(arguments[0])))
+            history.removed(number)
     return version
 
 

@@ -49,6 +49,7 @@ from chaos_engines import (
     run_engine,
 )
 from chaos_owners import AT_REST, AT_WORK, run_owner
+from exhausting import counting_what_is_left
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheIndex, CapacityError, OffloadEngine
@@ -387,17 +388,13 @@ def load_modules(plan: Plan) -> None:
 def run(plan: Plan) -> tuple[Counter[str], list[str]]:
     """Counts, and what was wrong."""
     load_modules(plan)
-    before, shm = set(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
     lane = Lane(plan)
-    try:
-        lane.run()
-    finally:
-        lane.close()
-    counts, wrong = lane.counts, lane.wrong
-    counts["descriptors left"] = len(set(os.listdir("/proc/self/fd")) - before)
-    new = [each for each in set(os.listdir("/dev/shm")) - shm if "kvoffload" in each]
-    counts["files in /dev/shm"] = len(new)
-    return counts, [f"seed {plan.seed}: {each}" for each in wrong]
+    with counting_what_is_left(lane.counts):
+        try:
+            lane.run()
+        finally:
+            lane.close()
+    return lane.counts, [f"seed {plan.seed}: {each}" for each in lane.wrong]
 
 
 if __name__ == "__main__":

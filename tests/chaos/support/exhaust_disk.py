@@ -17,23 +17,18 @@ It prints counts of each, and what was wrong. Exit status 1 if anything was.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import chaos_crashes
 import chaos_damage
 import chaos_machine
 import chaos_soak
-from exhausting import Result, go_on_for, report, too_many
+from exhausting import HERE, Result, answer, go_on_for, report, started, too_many
 
-HERE = Path(__file__).resolve().parent
 KINDS = ("crashes", "kills", "damage", "faults", "haunts", "soak")
 PER_MACHINE = 20_000  # operations
 MOST_GROWTH = 8 << 20  # bytes of resident memory, in a soak
@@ -41,16 +36,7 @@ MOST_GROWTH = 8 << 20  # bytes of resident memory, in a soak
 
 def program(name: str, *arguments: int) -> dict[str, Any]:
     """What a program of this folder prints, in a process of its own."""
-    paths = [str(HERE.parents[2]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / name), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
-    )
-    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return printed
+    return answer(started("-W", "error", HERE / name, *arguments))
 
 
 def kills(count: int, seed: int) -> Result:
@@ -75,8 +61,8 @@ def haunts(operations: int, seed: int) -> Result:
     """In a process of its own, which says on its standard error where it hangs, and ends."""
     try:
         report = program("chaos_machine.py", operations, seed)
-    except subprocess.CalledProcessError as error:
-        return Counter(), [f"machine of seed {seed} hangs: status {error.returncode}"]
+    except ChildProcessError as error:
+        return Counter(), [f"machine of seed {seed} hangs: it {error}"]
     return Counter(report["counts"]), report["wrong"]
 
 

@@ -18,50 +18,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from exhausting import Result, go_on_for, report, too_many
+from exhausting import HERE, Result, answer, go_on_for, report, started, too_many
 
-HERE = Path(__file__).resolve().parent
 KINDS = ("kills", "fuzz")
 SPARE_SECONDS = 120.0  # that a lane may need after `--seconds`
 TURN_SECONDS = 60.0  # of a kind, with `--minutes`
-HELPERS = (HERE.parents[2], HERE, HERE.parents[1] / "pool", HERE.parents[1] / "support")
-
-
-def started(program: str, plan: dict[str, Any]) -> subprocess.Popen[str]:
-    """A lane, in a process without threads, since it forks."""
-    paths = [*map(str, HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, str(HERE / program), json.dumps(plan)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
-    )
 
 
 def work_off(program: str, plans: Sequence[dict[str, Any]], seconds: float) -> Result:
     """Each plan in a lane of its own, at the same time; counts, and what was wrong."""
     counts, wrong, longest = Counter[str](), list[str](), 0
-    processes = [started(program, plan) for plan in plans]
+    processes = [started(HERE / program, json.dumps(plan)) for plan in plans]
     for process, plan in zip(processes, plans, strict=True):
         try:
-            printed, _ = process.communicate(timeout=seconds + SPARE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
-            wrong.append(f"lane of seed {plan['seed']} does not end")
+            found = answer(process, seconds + SPARE_SECONDS)
+        except ChildProcessError as error:
+            wrong.append(f"lane of seed {plan['seed']} {error}")
             continue
-        if process.returncode:
-            wrong.append(f"lane of seed {plan['seed']} has ended with status {process.returncode}")
-            continue
-        found = json.loads(printed.splitlines()[-1])
         longest = max(longest, found["counts"].pop("longest call ms"))
         counts.update(found["counts"])
         wrong += found["wrong"]

@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import random
-import select
 import shutil
 import signal
 import sys
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from exhausting import killed
 from haunting import Ghosts, Interrupts, Watchdog, summary, unheard
 
 import kvoffload
@@ -474,23 +474,8 @@ class Fuzz:
         must = {path: sorted(keys) for path, keys in self.must.items()}
         plan = Plan(str(self.folder), self.rng.randrange(1 << 30), self.shape, tuple(kinds), must)
         wait = self.rng.random() * LONGEST_SESSION if self.rng.random() < 0.6 else 3 * HUNG_SECONDS
-        stacks, (read, write) = self.base / "stacks", os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            run_session(plan, write, stacks)
-        os.close(write)
-        text, end = b"", time.monotonic() + wait
-        while time.monotonic() < end:
-            if select.select([read], [], [], max(0.0, end - time.monotonic()))[0]:
-                if not (chunk := os.read(read, 1 << 16)):
-                    break
-                text += chunk
-        os.kill(child, signal.SIGKILL)
-        while chunk := os.read(read, 1 << 16):
-            text += chunk
-        os.close(read)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        stacks = self.base / "stacks"
+        said, status = killed(lambda pipe: run_session(plan, pipe, stacks), wait)
         self.removed = set[str]()  # by this session
         self.counts["sessions"] += 1
         self.counts["kills"] += status == -signal.SIGKILL
@@ -498,7 +483,7 @@ class Fuzz:
             self.hangs.append(f"{plan}:\n{stacks.read_text()}")
         elif status not in (0, -signal.SIGKILL):
             self.wrong.append(f"{plan}: ended with status {status}")
-        for what, *arguments in map(json.loads, text.decode().rpartition("\n")[0].splitlines()):
+        for what, *arguments in said:
             self.hear(what, arguments)
         if "headers" in kinds and status != 0:  # perhaps between a new epoch and the headers that follow it
             self.must = {}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
 import sys
@@ -29,6 +28,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from exhausting import counting_what_is_left
 from pool_judges import Exact, Ledger
 from pool_processes import POLICIES, EngineProcess, OwnerProcess, Worker
 from pooling import SECONDS, eventually
@@ -475,7 +475,7 @@ class Round:
         versions = list(map(self.judge.version, numbers))
         handle = self.handle(engine, "reservation")
         accepted = yield command("reserve", handle[2], numbers, versions)
-        self.judge.reserve(handle, numbers, versions, accepted, sent=engine.sent)
+        self.judge.reserve(handle, numbers, versions, accepted, sent=engine.sent, request=None)
         version_of = dict(zip(numbers, versions, strict=True))
         engine.reserved[handle[2]] = accepted, [version_of[number] for number in accepted]
 
@@ -572,25 +572,23 @@ class Round:
 
 def run(rounds: int, steps: int, seed: int, seconds: float) -> tuple[Counter[str], list[str]]:
     """Counts, and what was wrong."""
-    before, shm = set(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
     counts, wrong, until, longest = Counter[str](), list[str](), time.monotonic() + seconds, 0.0
-    for own_seed in range(seed, seed + rounds):
-        policy, together = ROUNDS[own_seed % len(ROUNDS)]
-        if time.monotonic() > until or len(wrong) >= 5:
-            break
-        made = Round(own_seed, policy, together=together)
-        try:
-            made.run(steps, until)
-        except AssertionError:
-            kind = "together" if together else "ordered"
-            wrong.append(f"seed {own_seed} (policy {policy}, {kind}): {traceback.format_exc()[-1500:]}")
-        finally:
-            made.close()
-        counts.update(made.counts)
-        longest = max(longest, made.longest)
+    with counting_what_is_left(counts):
+        for own_seed in range(seed, seed + rounds):
+            policy, together = ROUNDS[own_seed % len(ROUNDS)]
+            if time.monotonic() > until or len(wrong) >= 5:
+                break
+            made = Round(own_seed, policy, together=together)
+            try:
+                made.run(steps, until)
+            except AssertionError:
+                kind = "together" if together else "ordered"
+                wrong.append(f"seed {own_seed} (policy {policy}, {kind}): {traceback.format_exc()[-1500:]}")
+            finally:
+                made.close()
+            counts.update(made.counts)
+            longest = max(longest, made.longest)
     counts["longest call ms"] = int(1000 * longest)
-    counts["descriptors left"] = len(set(os.listdir("/proc/self/fd")) - before)
-    counts["files in /dev/shm"] = len([each for each in set(os.listdir("/dev/shm")) - shm if "kvoffload" in each])
     return counts, wrong
 
 

@@ -11,7 +11,6 @@ and beside them an engine that stores, loads and compares in a part of its own.
 
     copies              stores and loads of 64 MiB slots
     pack                stores that kernels pack and contiguous copies carry
-    kernel              a kernel that writes into the registered memory
     registration        a second engine registers memory while the first one copies
     fork                the process has forked; the grandchild sleeps, with all descriptors
     fork, ours closed   the same, and the grandchild closes socket, memfd and lock, but nothing of the driver
@@ -21,9 +20,9 @@ and beside them an engine that stores, loads and compares in a part of its own.
     quick               many deaths, small slots, short queues
 
 It prints for each variant the longest time from each sign to the last change (negative: it came before the sign), and
-whether bytes changed after all three signs. Two searches find that: samples, a word of every 256 KiB, looked at all the
-time; and at the end a comparison of all bytes with a copy that was begun at the last sign. With OUT set, all rounds go
-to $OUT/late_writes.json.
+in how many rounds bytes changed after all three signs. Two searches find that: samples, a word of every 256 KiB, looked
+at all the time; and at the end a comparison of all bytes with a copy that was begun at the last sign. With OUT set, all
+rounds go to $OUT/late_writes.json.
 
 Exit status 1 if a round failed, if the engine beside them found a wrong byte, if bytes changed after all three signs
 where no grandchild was made to hide the death, or if the writes of "fork, writing" were not seen.
@@ -47,10 +46,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from exhausting import HERE, started
 from late_writes_engine import LOADS, PAGE, QUEUED, STATE, STORES, Plan
 from late_writes_lane import ENGINE, SIGNS, Lane
 
-HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 NEIGHBOUR_SLOTS = 8
 SPARE_SECONDS = 75.0  # that a lane may need for a round that it has begun
@@ -74,7 +73,6 @@ class Variant:
 VARIANTS = {
     "copies": Variant(20, lanes=4),
     "pack": Variant(6, lanes=2),
-    "kernel": Variant(6, lanes=2, depth=20),
     "registration": Variant(6, lanes=2, more_slots=16),
     "fork": Variant(4, depth=500),
     "fork, ours closed": Variant(4, depth=500, hides=True),
@@ -86,29 +84,17 @@ VARIANTS = {
 TOGETHER = (
     ("copies",),
     ("fork", "fork, ours closed", "exec", "exec, open"),
-    ("pack", "kernel", "registration"),
+    ("pack", "registration"),
     ("quick", "fork, writing"),
 )
 LONGEST = 500  # characters of an error's end
-KERNELS = {"pack", "kernel"}
 
 
-def started(arguments: Sequence[str], memory: int) -> subprocess.Popen[str]:
-    """A process of a session of its own, so that all that it starts can be killed."""
-    paths = [str(HERE.parents[2]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        pass_fds=(memory,),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
-    )
+def started_with(memory: int, *arguments: object) -> subprocess.Popen[str]:
+    return started(*arguments, pass_fds=(memory,), stdin=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def answer(process: subprocess.Popen[str], seconds: float) -> tuple[list[Found], list[str]]:
+def answers(process: subprocess.Popen[str], seconds: float) -> tuple[list[Found], list[str]]:
     """The JSON lines that it prints until it ends, and what went wrong. Kills it, and all it has started."""
     problems = []
     try:
@@ -172,7 +158,7 @@ def run_together(variants: dict[str, Variant], seconds: float, simulated: bool, 
     problems: list[str] = []
     with allocated(plans(variants, -1, simulated)[1]) as memory:
         *lanes, beside = plans(variants, memory, simulated)[0]
-        processes = [neighbour := started([str(ENGINE), "neighbour", beside.as_json()], memory)]
+        processes = [neighbour := started_with(memory, ENGINE, "neighbour", beside.as_json())]
         try:
             page = np.memmap(f"/proc/self/fd/{memory}", np.uint64, "r", beside.number * PAGE, PAGE // 8)
             ready = time.monotonic() + 30
@@ -185,12 +171,12 @@ def run_together(variants: dict[str, Variant], seconds: float, simulated: bool, 
                     plan=asdict(plan), rounds=-(-variant.rounds // variant.lanes), first_tag=1 + (plan.number << 12),
                     end=end, settle_seconds=variant.settle_seconds, seed=seed + plan.number,
                 )  # fmt: skip
-                processes.append(started([str(HERE / "late_writes_lane.py"), json.dumps(asdict(lane))], memory))
+                processes.append(started_with(memory, HERE / "late_writes_lane.py", json.dumps(asdict(lane))))
             for process in processes[1:]:
-                found, wrong = answer(process, end + SPARE_SECONDS - time.monotonic())
+                found, wrong = answers(process, end + SPARE_SECONDS - time.monotonic())
                 rounds += found
                 problems += wrong
-            compared, wrong = answer(neighbour, 30)  # which ends its standard input
+            compared, wrong = answers(neighbour, 30)  # which ends its standard input
             problems += [f"neighbour: {each}" for each in wrong]
         finally:
             for process in processes:
@@ -205,13 +191,10 @@ def run_together(variants: dict[str, Variant], seconds: float, simulated: bool, 
 def summary(name: str, rounds: Sequence[Found]) -> Found:
     """The figures of a variant, of its rounds without an error. Times in milliseconds; None: never."""
     done = [each for each in rounds if "error" not in each]
-    late = {
-        sign: {
-            "rounds": sum(sign in each["after"] for each in done),
-            "most_ms": max((1000 * each["after"][sign] for each in done if sign in each["after"]), default=None),
-        }
-        for sign in (*SIGNS, "all", "grandchild")
-    }
+
+    def most(seconds: Iterator[float]) -> float | None:
+        return max((1000 * each for each in seconds), default=None)
+
     return {
         "variant": name,
         "kills": len(done),
@@ -219,77 +202,47 @@ def summary(name: str, rounds: Sequence[Found]) -> Found:
         "least_queued": min((each["queued"] for each in done), default=0),
         "queued_ms": 1000 * float(np.median([each["queued_seconds"] for each in done])) if done else 0.0,
         "most_ms_to": {
-            sign: max((1000 * each["seen"][sign] for each in done if sign in each["seen"]), default=None)
-            for sign in (*SIGNS, "grandchild")
+            sign: most(each["seen"][sign] for each in done if sign in each["seen"]) for sign in (*SIGNS, "grandchild")
         },
-        "most_ms_to_last_change": max((1000 * each["last_change"] for each in done), default=None),
-        "changed_after": late,
+        "most_ms_to_last_change": most(each["last_change"] for each in done),
         "most_ms_of_last_change_after": {
-            sign: max(
-                (1000 * (each["last_change"] - each["seen"][sign]) for each in done if sign in each["seen"]),
-                default=None,
-            )
+            sign: most(each["last_change"] - each["seen"][sign] for each in done if sign in each["seen"])
             for sign in (*SIGNS, "all", "grandchild")
         },
+        "changed_after_all": sum(each["late"] for each in done),
         "differ_at_the_end": sum(each["changed_bytes"] > 0 for each in done),
         "written_by_others": sum(each["foreign_words"] > 0 for each in done),
         "loaded_slots_changed": sum(not each["loaded_slots_intact"] for each in done),
         "registering": sum(each["registering"] for each in done),
-        "held_of_driver": next((each["held_of_driver"] for each in done), None),
-        "longest_gap_ms": 1000 * max((each["longest_gap"] for each in done), default=0.0),
+        "longest_gap_ms": most(each["longest_gap"] for each in done),
     }
 
 
 def is_late(found: Found) -> bool:
     """Whether bytes changed after all three signs."""
-    return bool(found["changed_after"]["all"]["rounds"] or found["differ_at_the_end"] or found["written_by_others"])
-
-
-def conclusion(found: Found) -> str:
-    def after(sign: str) -> str:
-        most = found["changed_after"][sign]["most_ms"]
-        return f"never after {sign}" if most is None else f"up to {most:.2f} ms after {sign}"
-
-    if not found["kills"]:
-        return f"{found['variant']}: nothing was measured"
-    text = ", ".join(map(after, SIGNS))
-    if is_late(found):
-        most = found["changed_after"]["all"]["most_ms"] or 0.0
-        text += (
-            f"; AFTER ALL THREE, up to {most:.2f} ms, in {found['changed_after']['all']['rounds']} rounds by samples, "
-            f"{found['differ_at_the_end']} by all bytes, {found['written_by_others']} in the next round"
-        )
-    else:
-        text += "; never after all three"
-    if found["most_ms_to"]["grandchild"] is not None:
-        text += f"; {after('grandchild')}"
-    if found["variant"] == "registration":
-        text += f"; {found['registering']} kills while memory was being registered"
-    if found["held_of_driver"] and found["held_of_driver"][0]:
-        files, kept, mappings, apart = found["held_of_driver"]
-        text += f"; device files open: {files}, {kept} kept by exec; mapped: {mappings}, {apart} not copied by fork"
-    return f"{found['variant']}: {found['kills']} kills, bytes changed {text}"
+    return any(found[name] for name in ("changed_after_all", "differ_at_the_end", "written_by_others"))
 
 
 HEADING = (
-    f"{'':38}  {'ms from the kill to':^40}{'ms from a sign to the last change':^40}  gap\n"
+    f"{'':38}  {'ms from the kill to':^40}{'ms from a sign to the last change':^40}     gap{'late, by':>12}\n"
     f"{'variant':18} kills queued{'for ms':>8}{'pidfd':>8}{'EOF':>8}{'lock':>8}{'gchild':>8}{'change':>8}"
-    f"{'pidfd':>8}{'EOF':>8}{'lock':>8}{'all':>8}{'gchild':>8}{'ms':>6}"
+    f"{'pidfd':>8}{'EOF':>8}{'lock':>8}{'all':>8}{'gchild':>8}{'ms':>8}{'samples':>9}{'bytes':>7}{'next':>6}"
 )
 
 
 def line(found: Found) -> str:
-    """`queued`: the fewest transfers at a kill. A negative time: the last change was before the sign."""
-
-    def ms(value: float | None) -> str:
-        return f"{'-' if value is None else format(value, '.2f'):>8}"
-
-    signs = "".join(ms(found["most_ms_to"][sign]) for sign in (*SIGNS, "grandchild"))
-    late = "".join(ms(found["most_ms_of_last_change_after"][sign]) for sign in (*SIGNS, "all", "grandchild"))
-    return (
-        f"{found['variant']:18}{found['kills']:6}{found['least_queued']:7}{found['queued_ms']:8.0f}{signs}"
-        f"{ms(found['most_ms_to_last_change'])}{late}{found['longest_gap_ms']:6.2f}"
-    )
+    """`queued`: the fewest transfers at a kill. A negative time: the last change was before the sign. `next`: rounds
+    that found words of an earlier one.
+    """
+    times = [
+        *(found["most_ms_to"][sign] for sign in (*SIGNS, "grandchild")),
+        found["most_ms_to_last_change"],
+        *(found["most_ms_of_last_change_after"][sign] for sign in (*SIGNS, "all", "grandchild")),
+        found["longest_gap_ms"],
+    ]
+    shown = "".join(f"{'-' if ms is None else format(ms, '.2f'):>8}" for ms in times)
+    late = f"{found['changed_after_all']:9}{found['differ_at_the_end']:7}{found['written_by_others']:6}"
+    return f"{found['variant']:18}{found['kills']:6}{found['least_queued']:7}{found['queued_ms']:8.0f}{shown}{late}"
 
 
 def small(variant: Variant) -> Variant:
@@ -311,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rounds:
         chosen = {name: Variant(**{**asdict(each), "rounds": options.rounds}) for name, each in chosen.items()}
     end, summaries, raw, bad = time.monotonic() + options.seconds, [], [], False
-    possible = set(VARIANTS) - (KERNELS if options.simulated else set())
+    possible = set(VARIANTS) - ({"pack"} if options.simulated else set())
     groups = [[name for name in names if name in possible & set(options.only or VARIANTS)] for names in TOGETHER]
     groups = [names for names in groups if names]
     print(HEADING, flush=True)
@@ -328,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bad |= bool(made["errors"]) or not made["kills"] or made["loaded_slots_changed"] > 0
             bad |= is_late(made) and not chosen[name].hides
             bad |= not made["least_queued"] and not options.simulated
-            bad |= name == "fork, writing" and made["changed_after"]["all"]["rounds"] < made["kills"]
+            bad |= name == "fork, writing" and made["changed_after_all"] < made["kills"]
             often = Counter(each[-LONGEST:] for each in made["errors"]).most_common(3)
             print(line(made), *(f"{count} times: {text}" for text, count in often), sep="\n  ", flush=True)
         neighbour = found["neighbour"]
@@ -336,7 +289,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  beside them: {neighbour['rounds']} rounds compared, {neighbour['wrong']} wrong", flush=True)
         print(*(f"  {each}" for each in found["problems"]), sep="\n", end="\n" if found["problems"] else "", flush=True)
         write_out({"summaries": summaries, "rounds": raw, "simulated": options.simulated})
-    print(*map(conclusion, summaries), sep="\n")
     return int(bad)
 
 

@@ -12,17 +12,13 @@ import fcntl
 import json
 import mmap
 import os
-import re
 import select
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,54 +28,10 @@ if TYPE_CHECKING:
     from kvoffload import Device, OffloadEngine, Plane
 
 PAGE = 4096
-STATE, SUBMITTED, ENDED, GRANDCHILD, MICROSECONDS, HELD = range(6)  # words of a process's page; HELD: the first of four
+STATE, SUBMITTED, ENDED, GRANDCHILD, MICROSECONDS = range(5)  # words of a process's page
 QUEUED, REGISTERING, REGISTERED = range(1, 4)  # values of STATE
 NUM_BLOCKS = 13  # that are stored; no divisor of 6, so a slot gets another block each time
 STORES, LOADS = 6, 2  # slots
-KERNEL_BLOCK = 255  # as a block's number, in words that a kernel wrote
-KERNEL_SECONDS = 10
-KERNEL = """
-.version 7.0
-.target sm_80
-.address_size 64
-.visible .entry write_words(.param .u64 target, .param .u64 words, .param .u64 first, .param .u64 nanoseconds)
-{
-    .reg .pred %p<3>;
-    .reg .b32 %r<6>;
-    .reg .b64 %rd<13>;
-    ld.param.u64 %rd1, [target];
-    ld.param.u64 %rd2, [words];
-    ld.param.u64 %rd8, [first];
-    ld.param.u64 %rd3, [nanoseconds];
-    mov.u32 %r1, %ctaid.x;
-    mov.u32 %r2, %ntid.x;
-    mov.u32 %r3, %tid.x;
-    mad.lo.u32 %r4, %r1, %r2, %r3;
-    cvt.u64.u32 %rd4, %r4;
-    mov.u32 %r1, %nctaid.x;
-    mul.lo.u32 %r5, %r1, %r2;
-    cvt.u64.u32 %rd5, %r5;
-    mov.u64 %rd6, %globaltimer;
-    add.u64 %rd7, %rd6, %rd3;
-ROUND:
-    add.u64 %rd8, %rd8, 1;
-    mov.u64 %rd9, %rd4;
-WORD:
-    setp.ge.u64 %p1, %rd9, %rd2;
-    @%p1 bra NEXT;
-    shl.b64 %rd10, %rd9, 3;
-    add.u64 %rd11, %rd1, %rd10;
-    st.volatile.global.u64 [%rd11], %rd8;
-    add.u64 %rd9, %rd9, %rd5;
-    bra WORD;
-NEXT:
-    mov.u64 %rd6, %globaltimer;
-    setp.lt.u64 %p2, %rd6, %rd7;
-    @%p2 bra ROUND;
-    ret;
-}
-"""
-
 Words = npt.NDArray[np.uint64]
 
 
@@ -168,16 +120,15 @@ class Victim:
             planes = device.allocate_planes(count, block_bytes=plan.slot_bytes // count, num_blocks=NUM_BLOCKS + LOADS)
             self.fill(planes)
             engine = self.open_engine(device, 0, STORES + LOADS, planes)
-            kernel = launch_kernel(device, self.part, plan) if plan.variant == "kernel" else None
-            self.queue(engine, "pack" if plan.variant == "pack" else None, stores=kernel is None)
-            self.words[HELD : HELD + 4] = held_of_driver()
+            copier = "pack" if plan.variant == "pack" else None
+            self.queue(engine, copier)
             make_grandchild(self)
             self.words[STATE] = QUEUED
             if plan.variant == "registration":
                 self.words[STATE] = REGISTERING
                 self.second = self.open_engine(device, STORES + LOADS, plan.slots - STORES - LOADS, planes)
                 self.words[STATE] = REGISTERED
-            self.queue(engine, "pack" if plan.variant == "pack" else None, stores=kernel is None, forever=True)
+            self.queue(engine, copier, forever=True)
 
     def fill(self, planes: list[Plane]) -> None:
         """Each block with words of its own."""
@@ -188,7 +139,7 @@ class Victim:
                 buffer: Any = plane.owner
                 buffer.copy_from(block, offset=plane.address - buffer.address + number * plane.block_bytes)
 
-    def queue(self, engine: OffloadEngine, copier: Any, *, stores: bool, forever: bool = False) -> None:
+    def queue(self, engine: OffloadEngine, copier: Any, *, forever: bool = False) -> None:
         """Submit until `depth` transfers of each direction are in flight and some have ended, or for ever.
 
         (On the simulated device a submission ends the others.)
@@ -203,10 +154,9 @@ class Victim:
                 os._exit(2)
             if engine.in_flight < most:
                 engine.load(sources, targets, after=NO_WAIT)
-                if stores:
-                    engine.store((slots + number * STORES) % NUM_BLOCKS, slots, after=NO_WAIT, copier=copier)
+                engine.store((slots + number * STORES) % NUM_BLOCKS, slots, after=NO_WAIT, copier=copier)
                 number += 1
-                words[SUBMITTED] += np.uint64(1 + stores)
+                words[SUBMITTED] += np.uint64(2)
             elif forever:
                 time.sleep(0.0002)
             if forever or (not words[ENDED] and (engine.in_flight >= most or number >= 2 * most)):
@@ -219,39 +169,6 @@ def open_device(simulated: bool) -> Device:
     import kvoffload
 
     return kvoffload.open_device(backend="simulated" if simulated else "cuda")
-
-
-def launch_kernel(device: Device, part: npt.NDArray[np.uint8], plan: Plan) -> Any:
-    """Queue a kernel that writes into registered memory for some seconds. Returns what has to stay alive."""
-    from kvoffload.driver import address_of
-
-    with device.current():
-        driver = device.driver
-        module = driver.call("cuModuleLoadData", machine_code(device.capabilities.compute_capability))
-        function = driver.module_function(int(module), "write_words")
-        target = driver.host_device_address(address_of(part))
-        words = STORES * plan.slot_bytes // 8
-        arguments = np.array(
-            [target, words, word_of(plan.tag, KERNEL_BLOCK - 1), KERNEL_SECONDS * 10**9], dtype=np.uint64
-        )
-        pointers = address_of(arguments) + 8 * np.arange(4, dtype=np.uint64)
-        stream = driver.stream_create(0)
-        driver.launch(function, 64, 256, 0, stream, address_of(pointers))
-    return module
-
-
-def machine_code(compute_capability: tuple[int, int]) -> bytes:
-    """The kernel, assembled by Triton's ptxas if that is there; else its text, which the driver may compile."""
-    with suppress(ImportError, OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
-        import triton
-
-        source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(KERNEL)
-        program = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-        architecture = "-arch=sm_{}{}".format(*compute_capability)
-        subprocess.run([program, architecture, source, "-o", target], check=True, timeout=30, capture_output=True)
-        return target.read_bytes()
-    return KERNEL.encode() + b"\0"
 
 
 def make_grandchild(victim: Victim) -> None:
@@ -278,29 +195,12 @@ def make_grandchild(victim: Victim) -> None:
         os._exit(0)
 
 
-def open_files() -> Iterator[tuple[int, str]]:
-    """The descriptors of this process, and what they are of."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the folder itself
-            yield int(name), os.readlink(f"/proc/self/fd/{name}")
-
-
 def close_memory_files() -> None:
     """Close every descriptor of the memfd: that of the lock, and the copy that mmap holds, too."""
-    for descriptor, name in list(open_files()):
-        if "memfd:late-writes" in name:
-            os.close(descriptor)
-
-
-def held_of_driver() -> tuple[int, int, int, int]:
-    """Descriptors of the driver's device files, and those of them that another program keeps; mappings of such files,
-    and those of them that a forked child does not have.
-    """
-    files = [descriptor for descriptor, name in open_files() if name.startswith("/dev/nvidia")]
-    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    flags = [re.findall(r"VmFlags:(.*)", each) for each in mappings if "/dev/nvidia" in each]
-    apart = sum(" dc" in found[0] for found in flags if found)
-    return len(files), sum(map(os.get_inheritable, files)), len(flags), apart
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the folder itself
+            if "memfd:late-writes" in os.readlink(f"/proc/self/fd/{name}"):
+                os.close(int(name))
 
 
 # the process beside it ------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ import numpy.typing as npt
 from late_writes_engine import (
     ENDED,
     GRANDCHILD,
-    HELD,
     LOADS,
     MICROSECONDS,
     QUEUED,
@@ -76,11 +75,9 @@ class Lane:
 class Watch:
     """Looks at a word of every `SAMPLE_BYTES`, and at signs, as often as it can.
 
-    A change counts as after a sign only if it lies between two looks that both came after the sign was seen.
-
     Attributes:
         seen: when each sign was first seen, seconds of `time.monotonic`. "all" is when the last of `SIGNS` was.
-        after: how long after each sign the last change was seen, seconds. No key: there was none.
+        late: whether samples changed between two looks that both came after all signs.
         longest_gap: seconds between two looks, from the kill on.
         snapshot: of all bytes, made in slices from "all" on.
     """
@@ -89,7 +86,7 @@ class Watch:
         self.part, self.words = part, part.view(np.uint64)
         self.samples = self.words[:: min(SAMPLE_BYTES, part.nbytes // 64) // 8]
         self.seen: dict[str, float] = {}
-        self.after: dict[str, float] = {}
+        self.late = False
         self.longest_gap = 0.0
         self.last_change = 0.0
         self.snapshot = np.zeros_like(part)
@@ -105,9 +102,7 @@ class Watch:
         changed = not np.array_equal(now_there, self._last)
         if changed:
             self.last_change = ended
-            for sign, when in self.seen.items():
-                if when <= self._looked:
-                    self.after[sign] = ended - when
+            self.late |= self.seen.get("all", ended) <= self._looked
         self.longest_gap = max(self.longest_gap, began - self._looked)
         self._last, self._looked = now_there, began
         return changed
@@ -222,8 +217,7 @@ def kill_one(lane: Lane, tag: int, rng: random.Random) -> dict[str, Any]:
                 "registering": bool(words[STATE] != REGISTERED),
                 "seen": {sign: when - killed for sign, when in watch.seen.items()},
                 "last_change": watch.last_change - killed,
-                "after": watch.after,
-                "held_of_driver": words[HELD : HELD + 4].tolist(),
+                "late": watch.late,
                 "longest_gap": watch.longest_gap,
                 "changed_bytes": watch.changed_bytes(),
                 "foreign_words": watch.foreign_words(tag),

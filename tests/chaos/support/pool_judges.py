@@ -15,18 +15,25 @@ from typing import Any
 
 MISS, HIT, PENDING = range(3)
 Handle = tuple[int, str, int]  # of a reservation, a lease, a load or a request: the engine, what it is, a number
+Numbers = Sequence[int]
+Versions = Sequence[int] | None  # None: the call was refused
 
 
 class Judge:
     """Both have these calls, after the engine has answered; `sent`: when it was asked. They raise AssertionError.
 
-    An engine is a number.
+    An engine is a number. What orders keys, and what only happens to the owner, `Ledger` need not know.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self.counts = Counter[str]()
         self.latest = Counter[int]()
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether it does not know how much room there is."""
+        return False
 
     def tick(self) -> int:
         """The time of a question or an answer."""
@@ -38,8 +45,18 @@ class Judge:
         self.latest[number] += 1
         return self.latest[number]
 
-    def begun(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
+    def begun(self, numbers: Numbers, versions: Numbers) -> None:
         """An engine is about to be told to make these hits."""
+
+    def open_request(self, handle: Handle) -> None: ...
+
+    def end_request(self, handle: Handle) -> None: ...
+
+    def touch(self, numbers: Numbers) -> None: ...
+
+    def lose_owner(self) -> None: ...
+
+    def have_owner(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -121,7 +138,7 @@ class Exact(Judge):
 
     # what it is made of -------------------------------------------------------------------------------------------
 
-    def leading(self, numbers: Sequence[int], own: int | None = None) -> int:
+    def leading(self, numbers: Numbers, own: int | None = None) -> int:
         """How many leading keys are ready, or those that this engine's transfers are filling."""
         for found, number in enumerate(numbers):
             entry = self.of.get(number)
@@ -132,12 +149,12 @@ class Exact(Judge):
     def fills(self, engine: int | None, entry: Entry) -> bool:
         return any(isinstance(each, Held) and each.stored and each.engine == engine for each in entry.holders)
 
-    def leave_place(self, numbers: Sequence[int]) -> None:
+    def leave_place(self, numbers: Numbers) -> None:
         for place in self.places:
             place[:] = [number for number in place if number not in numbers]
         self.places = [place for place in self.places if place]
 
-    def renew(self, numbers: Sequence[int], request: Request | None) -> None:
+    def renew(self, numbers: Numbers, request: Request | None) -> None:
         """These keys are the latest: the first of all, or together with the others of their request."""
         self.leave_place(numbers)
         if request is None:
@@ -170,12 +187,12 @@ class Exact(Judge):
     def reserve(
         self,
         handle: Handle,
-        numbers: Sequence[int],
-        versions: Sequence[int],
-        accepted: Sequence[int],
+        numbers: Numbers,
+        versions: Numbers,
+        accepted: Numbers,
         *,
         sent: int,
-        request: Handle | None = None,
+        request: Handle | None,
     ) -> None:
         """Missing keys get room, the first first, as far as there is some or others may be evicted."""
         del sent
@@ -230,15 +247,15 @@ class Exact(Judge):
         if self.served:
             self.let_go(engine, [*self.keyless, *self.of.values()])
 
-    def look_up(self, numbers: Sequence[int], found: int, *, sent: int) -> None:
+    def look_up(self, numbers: Numbers, found: int, *, sent: int) -> None:
         del sent
         assert found == self.leading(numbers), f"{found} hits of {list(numbers)}, not {self.leading(numbers)}"
 
     def load(
         self,
         engine: int,
-        numbers: Sequence[int],
-        versions: Sequence[int] | None,
+        numbers: Numbers,
+        versions: Versions,
         what: str,
         *,
         sent: int,
@@ -259,7 +276,7 @@ class Exact(Judge):
         self.counts[what] += hits
         self.use(numbers[:hits], request)
 
-    def use(self, numbers: Sequence[int], request: Handle | None) -> None:
+    def use(self, numbers: Numbers, request: Handle | None) -> None:
         at_owner = self.known(request)
         if at_owner is not None:
             assert at_owner.keys is not None
@@ -268,15 +285,7 @@ class Exact(Judge):
         if self.served:
             self.renew([number for number in numbers if number in self.of], at_owner)
 
-    def lease(
-        self,
-        handle: Handle,
-        numbers: Sequence[int],
-        versions: Sequence[int] | None,
-        *,
-        sent: int,
-        pending: bool = False,
-    ) -> None:
+    def lease(self, handle: Handle, numbers: Numbers, versions: Versions, *, sent: int, pending: bool = False) -> None:
         """As `load` of all, but they are held until `release`. `pending`: it is a load that goes on until then."""
         del sent
         if self.leading(numbers, handle[0] if pending else None) < len(numbers):
@@ -292,7 +301,7 @@ class Exact(Judge):
         if pending:
             self.use(numbers, None)
 
-    def release(self, handle: Handle, versions: Sequence[int] | None) -> None:
+    def release(self, handle: Handle, versions: Versions) -> None:
         held = self.held.pop(handle)
         expected = [entry.version for entry in held.entries]
         assert versions is None or versions == expected, f"{handle} read versions {versions}, not {expected}"
@@ -308,11 +317,11 @@ class Exact(Judge):
             self.touch(list(at_owner.keys or ()))
         del self.requests[handle]
 
-    def touch(self, numbers: Sequence[int]) -> None:
+    def touch(self, numbers: Numbers) -> None:
         if self.served:
             self.renew([number for number in numbers if number in self.of], None)
 
-    def remove(self, numbers: Sequence[int], count: int, *, sent: int, heard: bool) -> None:
+    def remove(self, numbers: Numbers, count: int, *, sent: int, heard: bool) -> None:
         """`heard`: an owner has answered."""
         del sent
         assert heard == self.served
@@ -377,10 +386,6 @@ class Exact(Judge):
             request.keys, request.place = None, []
         self.of, self.places = kept, [[number] for number in kept]
 
-    def forget_order(self, numbers: Sequence[int]) -> None:
-        """Everything was touched, in this order: after a takeover, whose order of the keys this does not model."""
-        self.touch(numbers)
-
 
 class Ledger(Judge):
     """Which versions of a key a hit may have.
@@ -408,7 +413,7 @@ class Ledger(Judge):
     def version(self, number: int) -> int:
         return self.latest[number] if self.same else super().version(number)
 
-    def begun(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
+    def begun(self, numbers: Numbers, versions: Numbers) -> None:
         self.born.update(zip(numbers, versions, strict=True))
 
     def check(self, number: int, version: int, what: str, sent: int) -> None:
@@ -428,12 +433,12 @@ class Ledger(Judge):
     def reserve(
         self,
         handle: Handle,
-        numbers: Sequence[int],
-        versions: Sequence[int],
-        accepted: Sequence[int],
+        numbers: Numbers,
+        versions: Numbers,
+        accepted: Numbers,
         *,
         sent: int,
-        request: Handle | None = None,
+        request: Handle | None,
     ) -> None:
         del request
         version_of = dict(zip(numbers, versions, strict=True))
@@ -452,7 +457,7 @@ class Ledger(Judge):
     def abort(self, handle: Handle) -> None:
         del self.held[handle]  # it was never begun, so any hit of it is wrong
 
-    def look_up(self, numbers: Sequence[int], found: int, *, sent: int) -> None:
+    def look_up(self, numbers: Numbers, found: int, *, sent: int) -> None:
         for number in numbers[:found]:
             versions = [version for key, version in self.born if key == number]
             assert any(self.gone.get((number, version), sent + 1) > sent for version in versions), (
@@ -462,8 +467,8 @@ class Ledger(Judge):
     def load(
         self,
         engine: int,
-        numbers: Sequence[int],
-        versions: Sequence[int] | None,
+        numbers: Numbers,
+        versions: Versions,
         what: str,
         *,
         sent: int,
@@ -478,15 +483,7 @@ class Ledger(Judge):
                 self.check(number, version, what, sent)
             self.counts[what] += len(versions)
 
-    def lease(
-        self,
-        handle: Handle,
-        numbers: Sequence[int],
-        versions: Sequence[int] | None,
-        *,
-        sent: int,
-        pending: bool = False,
-    ) -> None:
+    def lease(self, handle: Handle, numbers: Numbers, versions: Versions, *, sent: int, pending: bool = False) -> None:
         if pending:
             self.loading[handle] = numbers, sent
         elif versions is not None:
@@ -494,7 +491,7 @@ class Ledger(Judge):
             for number, version in self.held[handle]:
                 self.check(number, version, "lease", sent)
 
-    def release(self, handle: Handle, versions: Sequence[int] | None) -> None:
+    def release(self, handle: Handle, versions: Versions) -> None:
         if handle in self.loading:
             numbers, sent = self.loading.pop(handle)
             self.load(0, numbers, versions, "loaded behind", sent=sent)
@@ -503,13 +500,7 @@ class Ledger(Judge):
         assert versions is None or versions == expected, f"{handle} read versions {versions}, not {expected}"
         self.counts["leased"] += len(expected)
 
-    def open_request(self, handle: Handle) -> None: ...
-
-    def end_request(self, handle: Handle) -> None: ...
-
-    def touch(self, numbers: Sequence[int]) -> None: ...
-
-    def remove(self, numbers: Sequence[int], count: int, *, sent: int, heard: bool) -> None:
+    def remove(self, numbers: Numbers, count: int, *, sent: int, heard: bool) -> None:
         del count
         if heard:
             for number in numbers:
@@ -524,11 +515,3 @@ class Ledger(Judge):
     def leave(self, engine: int) -> None:
         self.held = {handle: held for handle, held in self.held.items() if handle[0] != engine}
         self.loading = {handle: load for handle, load in self.loading.items() if handle[0] != engine}
-
-    uncertain = False
-
-    def lose_owner(self) -> None: ...
-
-    def have_owner(self) -> None: ...
-
-    def forget_order(self, numbers: Sequence[int]) -> None: ...
