@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 from documents import DOCUMENTS, ROOT, anchors, links, objects, title
+from house import sources, tree
 
 NAVIGATION = re.findall(r"^ +- (?:[\w ]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
 OF_THE_ROOT = {"index.md": "README.md", "guides/chat-server.md": "examples/chat_server/README.md"} | {
@@ -53,6 +56,24 @@ def test_files_that_are_named_are_there(document: Path) -> None:
     named = set(re.findall(r"`(?:python )?([\w/]+/\w+\.py)\b", document.read_text()))
     assert len(named) > 30 or document.name != "ARCHITECTURE.md"
     assert [name for name in named if not any((ROOT / folder / name).exists() for folder in ("", "kvoffload"))] == []
+
+
+@cache
+def classes_and_names() -> tuple[set[str], set[str]]:
+    """Of the package: its classes; its functions and attributes."""
+    nodes = [node for path in sources() for node in ast.walk(tree(path))]
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return {node.name for node in nodes if isinstance(node, ast.ClassDef)}, names
+
+
+@pytest.mark.parametrize("document", OF_MAINTAINERS, ids=title)
+def test_classes_that_are_named_have_what_is_named(document: Path) -> None:
+    """As `Shard.check`, or `CacheState.enter`: the method, of this class or one below or above, is in the package."""
+    classes, names = classes_and_names()
+    named = re.findall(r"\b([A-Z][a-z]\w+)\.(_?[a-z]\w+)\b(?!\()", document.read_text())
+    ours = [(name, of_it) for name, of_it in named if name != "Thread"]
+    assert [(name, of_it) for name, of_it in ours if name not in classes or of_it not in names] == []
 
 
 @pytest.mark.parametrize(
