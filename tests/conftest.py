@@ -82,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
     reports = terminalreporter.stats.get("skipped", [])
     reasons = Counter(re.split("[:;] ", report.longrepr[2].removeprefix("Skipped: "))[0] for report in reports)
     if reasons:
-        terminalreporter.section(f"{reasons.total()} skipped")
+        terminalreporter.write_sep("=", f"{reasons.total()} skipped")
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count:5} {reason}")
     if RAN is not None and exitstatus == pytest.ExitCode.OK:
