@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
-    """For the table of versions in docs/limits.md."""
+    """Why tests were skipped, a line for each reason, where pytest has one for each place (`-rs`, if you want those).
+    And the table of versions in docs/limits.md.
+    """
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(re.split("[:;] ", report.longrepr[2].removeprefix("Skipped: "))[0] for report in reports)
+    if reasons:
+        terminalreporter.write_sep("=", f"{reasons.total()} skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:5} {reason}")
     if RAN is not None and exitstatus == pytest.ExitCode.OK:
         note(Path(RAN), passed=len(terminalreporter.stats["passed"]))
 

@@ -67,7 +67,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     Args:
         engine: an OffloadEngine, or a ShardedEngine; then `after` and `order_before` take a list with one element per
-            device. The cache owns the slots: `engine.store` refuses them unless an open reservation of this cache holds
+            device. The cache guards the slots: `engine.store` refuses them unless an open reservation of it holds
             them. With 0 slots every lookup misses and every store is declined.
         policy: chooses the keys to evict when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`,
             or a function that takes the capacity in keys and returns a new one. An object serves one cache, without
@@ -107,7 +107,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     Raises:
         CapacityError: the engine has slots, but fewer than groups; fewer jobs may be in flight than there are groups;
-            another cache owns its slots, or is over `pool`, or the engine is not; there is no memory for `capacity`
+            another cache guards its slots, or is over `pool`, or the engine is not; there is no memory for `capacity`
             keys; or there are tiers and no slots.
         ClosedError: the engine is closed.
         LayoutError: `prefill_tokens_per_second` and a layout without tokens_per_block.

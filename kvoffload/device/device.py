@@ -445,8 +445,8 @@ class Device:
         if timeout is None:
             return
         # No signal handler runs between the end of an `__enter__` that is a C function and the body of its `with`
-        # (ARCHITECTURE, "Where signals arrive"). A `partial` of a C function is one. Python 3.14 would bind it to the
-        # instance; `staticmethod`, which is in C as well, keeps it as it is.
+        # (docs/how/repair.md). A `partial` of a C function is one. Python 3.14 would bind it to the instance;
+        # `staticmethod`, which is in C as well, keeps it as it is.
         acquire = staticmethod(partial(self.lifecycle.acquire, True, min(max(0.0, timeout), threading.TIMEOUT_MAX)))
         attempt: Any = type("Attempt", (), {"__enter__": acquire, "__exit__": self.lifecycle.__exit__})()
         acquired = False

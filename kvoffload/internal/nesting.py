@@ -2,7 +2,7 @@
 
 Such a call comes in the thread that holds the lock, and a reentrant lock would let it in, in the middle of a change. So
 every public call first asks whether its own thread holds the lock. If so, it answers from the truth, is put off, or is
-refused; ARCHITECTURE.md says which. Parts of the library that call each other under the lock do not ask.
+refused; docs/how/locks.md says which. Parts of the library that call each other under the lock do not ask.
 
 A finalizer also runs in threads of ours. Calls that wait for these (`refuse_waiting`) are refused in all of them, and
 wherever the caller's thread holds one of our locks, whichever: the thread that is waited for may want it.

@@ -207,7 +207,7 @@ FOUND = {  # what somebody types: the page that comes first, and the heading of 
     "synchronize": "how/ordering",
     "ttl": "guides/share-a-store",
     "tensor parallel": "start/several-gpus",
-    "threads": "architecture#threads-and-locks",
+    "threads": "how/locks",
     "timeout": "guides/asyncio#timeouts-and-cancelling",
     "triton": "faq#do-i-need-triton",
     "TTFT": "benchmarks/time-to-first-token",
