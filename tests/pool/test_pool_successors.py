@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pooling import (
-    ENTRY_BYTES,
     IDENTITY,
     SECONDS,
     RawMember,
+    Rows,
     SlowTiers,
     eventually,
     forks,
@@ -26,6 +25,7 @@ from pooling import (
     keys_of,
     raw,
     region_bytes,
+    restarting,
     serve,
 )
 
@@ -46,7 +46,7 @@ def stack() -> Iterator[ExitStack]:
 def returning(path: str, one: RawMember, stack: ExitStack, **changes: Any) -> RawMember:
     """One that asks to join with the memory of a member; it has no answer yet."""
     assert one.memory is not None
-    back = RawMember(path, fingerprint=bytes(16))
+    back = RawMember(path)
     stack.callback(back.close)
     asked = {**back.asked, "number": one.place, "capacity": len(one.memory.rows), **changes}
     back.send(Operation.JOIN, json.dumps(asked).encode(), [one.memory.descriptor])
@@ -121,7 +121,8 @@ def test_a_forked_child_does_not_keep_the_memory_of_an_owner_that_was_killed(tmp
     os.read(ready, 1)
     os.kill(killed, 9)
     os.waitpid(killed, 0)
-    stack.enter_context(serve(tmp_path, 8))
+    assert one.cut_off(), "the child has not kept the connection"
+    stack.enter_context(serve(tmp_path, 8))  # nor the socket
     back = returning(path, one, stack)
     eventually(lambda: joined(back), "no owner is left that has the memory")
     assert back.status(keys_of([1])) == [1]
@@ -238,9 +239,9 @@ def test_owners_that_restart_twice_within_a_second_lose_nothing(tmp_path: Path, 
     with serve(tmp_path, 8):
         pass
     stack.enter_context(serve(tmp_path, 8))
-    new = RawMember(path, fingerprint=bytes(16))
+    new = RawMember(path)
     stack.callback(new.close)
-    new.send(Operation.JOIN, json.dumps(new.asked).encode())
+    new.send(Operation.JOIN, new.asking())
     back = returning(path, one, stack)
     eventually(lambda: joined(back), "the member is back")
     eventually(lambda: joined(new), "it has waited for that")
@@ -285,19 +286,13 @@ def test_a_member_that_tells_one_owner_that_nothing_is_in_use_does_not_tell_the_
     """The owner ends after the member has looked, and before it says so."""
     monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
     path, tell = str(tmp_path / "pool"), SharedPool.tell
-    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
-    owner = [PoolOwner(path, nbytes=region_bytes(8))]
-    stack.callback(lambda: owner[0].close())
-    pool = stack.enter_context(SharedPool.attach(path, layout, identity=IDENTITY))
+    another = stack.enter_context(restarting(path))
+    pool = stack.enter_context(SharedPool.attach(path, Rows(), identity=IDENTITY))
 
     def restart(generation: int) -> None:
-        def replace() -> None:
-            owner[0].close()
-            owner[0] = PoolOwner(path, nbytes=region_bytes(8))
-
-        replacing = threading.Thread(target=replace)
-        replacing.start()
-        replacing.join()
+        restarts = threading.Thread(target=another)
+        restarts.start()
+        restarts.join()
         asks = partial(pool.ask, Operation.STATUS, pack_keys([]))
         eventually(lambda: asks() is not None and pool.generation == generation, "it is back")
 
