@@ -29,7 +29,9 @@ class Message(NamedTuple):
 
 
 def _unused(message: Message) -> Message:
-    """Raises MessageError: the member holds entries under this number, which nothing would release any more."""
+    """Return the message. Raises MessageError if the member holds entries under its number: nothing would release them
+    any more.
+    """
     if message.number in message.member.reservations or message.number in message.member.leases:
         raise messages.MessageError(f"the number {message.number} is in use")
     return message
@@ -111,7 +113,9 @@ def reserve(region: Region, message: Message) -> None:
 
 @guarded
 def end(region: Region, message: Message) -> None:
-    """Numbers that it holds nothing under are ignored."""
+    """Commit or abort a reservation, release a lease, or drop a request. A number under which the member holds nothing
+    is ignored.
+    """
     member, _, payload = message
     held, well = unpack(messages.ENDING, payload)
     unfit = frozenset(unpack_entries(payload, messages.ENDING.size))
@@ -174,8 +178,8 @@ def hint(region: Region, message: Message) -> bytes:
 
 
 def remove(region: Region, message: Message) -> bytes | None:
-    """Where there are tiers a thread does it, since they may take long: one for each region. If too many wait for it
-    the answer is that of a tier that fails.
+    """Remove keys, or all, and answer how many there were. Where there are tiers the region's thread does it, since
+    they may take long; if too many removals wait for it, the answer is that of a tier that fails.
     """
     index, (member, number, payload) = region.index, message
     keys = unpack_keys(payload) if payload else None

@@ -100,7 +100,7 @@ class Meaning(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The same for the same layout and identity."""
+        """A text, the same for the same layout and identity."""
         return blake2b(self.fingerprint + self.identity + b"%d" % self.row_bytes, digest_size=8).hexdigest()
 
     @property
@@ -155,7 +155,7 @@ class PoolMemory:
 
     @classmethod
     def create(cls, meaning: Meaning) -> PoolMemory:
-        """Raises CapacityError, CapabilityError."""
+        """Allocate the memory of a new region. Raises CapacityError, CapabilityError."""
         files = list[int]()
         allocate_memory(files, "kvoffload-pool", meaning.nbytes)
         memory = cls(files, meaning, headers=True)
@@ -164,7 +164,7 @@ class PoolMemory:
 
     @classmethod
     def adopt(cls, descriptor: int, meaning: Meaning) -> PoolMemory:
-        """The memory of an owner that has ended, by a descriptor of a member's, which stays that one's. Raises
+        """Map the memory of an owner that has ended. `descriptor` is a member's, and stays that one's. Raises
         ValueError: it is no such memory.
         """
         packed = meaning.pack()
@@ -211,13 +211,13 @@ class PoolMemory:
     # the owner's headers ------------------------------------------------------------------------------------------
 
     def reserved(self, entries: Sequence[int], sequence: int, writer: int) -> None:
-        """These entries are about to be written."""
+        """Write headers of entries that are about to be written."""
         pack, headers = _RESERVED.pack_into, self._bytes
         for entry in entries:
             pack(headers, HEADER.size * entry, 0, RESERVED, 0, sequence, writer)
 
     def named(self, keys: Sequence[bytes], entries: Sequence[int], tenant: bytes) -> None:
-        """These entries, which are reserved, are for these keys."""
+        """Write keys into the headers of entries that were reserved for them."""
         headers = self._bytes
         for key, entry in zip(keys, entries, strict=True):
             begin = HEADER.size * entry
@@ -225,32 +225,32 @@ class PoolMemory:
             _CHECK.pack_into(headers, begin, zlib.crc32(headers[begin + 16 : begin + 104]))
 
     def ready(self, entries: Iterable[int]) -> None:
-        """These entries have the bytes of their keys."""
+        """Mark entries that have the bytes of their keys by now."""
         states = self._bytes.cast("I")
         for entry in entries:
             states[32 * entry + 1] = READY
 
     def gone(self, entries: Iterable[int]) -> None:
-        """These entries have no keys any more. Those that are being written are so still."""
+        """Mark entries that have no keys any more as free. Those that are being written are so still."""
         states = self._bytes.cast("I")
         for entry in entries:
             if states[32 * entry + 1] == READY:
                 states[32 * entry + 1] = FREE
 
     def reading(self, entries: Iterable[int], member: int) -> None:
-        """The member may read these entries from now on."""
+        """Mark entries that the member may read from now on."""
         words, bit = self._bytes.cast("Q"), 1 << member
         for entry in entries:
             words[16 * entry + 1] |= bit
 
     def read(self, entries: Iterable[int], member: int) -> None:
-        """It reads them no more."""
+        """Take the member's mark from entries that it does not read any more."""
         words, others = self._bytes.cast("Q"), ~(1 << member)
         for entry in entries:
             words[16 * entry + 1] &= others
 
     def found(self) -> FoundIndex:
-        """What a dead owner has left. Headers that are wrong count as free."""
+        """Read what a dead owner has left. Headers that are wrong count as free."""
         ready, users = list[tuple[int, int, bytes, bytes]](), dict[int, int]()
         for entry, fields in enumerate(HEADER.iter_unpack(self._bytes)):
             check, state, readers, sequence, writer, length, tenant, key = fields
@@ -293,7 +293,9 @@ def receive(connection: socket.socket, files: list[int] | None) -> bytes:
 
 
 def _leave_locks_to_parent() -> None:
-    """In a forked child: the next owner must not wait for it. Each number stays taken, until it is closed here."""
+    """Close locks that this process, a forked child, has inherited from an owner: the next owner must not wait for it.
+    Each descriptor stays taken until it is closed here.
+    """
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for number in list(_OWNED):
         os.dup2(null, number, inheritable=False)

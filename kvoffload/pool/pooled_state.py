@@ -59,9 +59,7 @@ class Link(Protocol):
         self, operation: Operation, payload: bytes, /, *, number: int | None = None, generation: int | None = None
     ) -> bytes | None: ...
 
-    def tell(
-        self, operation: Operation, payload: bytes, /, *, keep: bool = False, generation: int | None = None
-    ) -> None: ...
+    def tell(self, operation: Operation, payload: bytes, /, *, generation: int | None = None) -> None: ...
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float, /) -> bytes | None: ...
 
@@ -99,11 +97,11 @@ class PooledState(CacheState):
         if self._clean >= generation or not self.pool.connected:
             return
         if all(granted == generation for granted, _ in self.numbers.values()):
-            self.pool.tell(Operation.CLEAN, b"", keep=True, generation=generation)
+            self.pool.tell(Operation.CLEAN, b"", generation=generation)
             self._clean = generation  # set last: after an interrupt the next call tells it again
 
     def forget_leases(self) -> None:
-        """Keys are about to be removed, or renamed: loads ask the owner for them, whatever leases hold."""
+        """Have loads ask the owner, whatever leases hold: keys are about to be removed, or renamed."""
         self.fetched = None
         self._removed = self.pool.next_number()
 
@@ -111,7 +109,7 @@ class PooledState(CacheState):
         return messages.pack_keys(keys, self.salt)
 
     def repair(self) -> None:
-        """As every state; and the owner hears of what has ended."""
+        """Repair as every state does, and tell the owner what has ended."""
         rebuild(self.table)
         for record in list(self.numbers):
             if record not in self.table.reservations and record not in self.table.leases:
@@ -182,7 +180,7 @@ class PooledState(CacheState):
         self.pool.wake()
 
     def settle(self, record: ReservationRecord, well: bool) -> None:
-        """The owner makes the keys hits, or free again, once no transfer may write their entries."""
+        """Have the owner make the keys hits, or free again, once no transfer may write their entries."""
         if record not in self.table.reservations:
             record.stage = COMMITTED if well else ABORTED
             return
@@ -208,8 +206,8 @@ class PooledState(CacheState):
         self.consistent = True
 
     def decline_unfit(self, record: Record, unfit: Collection[int]) -> None:
-        """The owner removes these keys with the end of the record; those that a load read behind their store, with the
-        end of the store.
+        """Have the owner remove these keys with the end of the record; those that a load read behind their store, with
+        the end of the store.
         """
         new = set(unfit).difference(self.unfit, *(source.indices for source in getattr(record, "sources", ())))
         if new and record in self.numbers:
@@ -220,7 +218,7 @@ class PooledState(CacheState):
     # reading ------------------------------------------------------------------------------------------------------
 
     def take(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
-        """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too.
+        """Lease the leading keys that are ready. With `pending`, also those that this member is storing.
 
         Args:
             loads: the number of the request that is about to load all of them; 0: of none.
@@ -258,7 +256,7 @@ class PooledState(CacheState):
     def propose_lease(
         self, keys: list[bytes], pending: bool, loads: bool = False, opened: RequestRecord | None = None
     ) -> LeaseRecord:
-        """A lease of all keys. With `loads`, the message that asks for it also says what `use` would.
+        """Lease all keys. With `loads`, the message that asks for them also says what `use` would.
 
         Raises MissingKeyError: not all are ready.
         """
@@ -278,7 +276,7 @@ class PooledState(CacheState):
         return lease
 
     def _shares(self, lease: LeaseRecord, source: LeaseRecord) -> bool:
-        """Have a lease read what another one holds, if that has all its keys. Whether it has."""
+        """Have a lease read what another one holds, if that has all its keys. Returns whether it has."""
         keys, found = lease.keys, source.indices[: len(lease.keys)]
         if source.keys[: len(keys)] != keys:
             entry_of = dict(zip(source.keys, source.indices, strict=True))
@@ -290,7 +288,7 @@ class PooledState(CacheState):
         return True
 
     def begin(self, lease: LeaseRecord) -> None:
-        """The owner holds its entries already."""
+        """Note a lease whose entries the owner holds already."""
         self.table.leases.add(lease)  # also one of no keys, which the owner was not asked for
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
@@ -348,7 +346,7 @@ class PooledState(CacheState):
             well = getattr(record, "stage", None) is COMMITTED
             unfit = [entry for entry, by in self.unfit.items() if by == granted]
             payload = messages.ENDING.pack(number, well) + pack_entries(unfit)
-            self.pool.tell(Operation.END, payload, keep=True, generation=generation)
+            self.pool.tell(Operation.END, payload, generation=generation)
             self.unfit = {entry: by for entry, by in self.unfit.items() if by != granted}
         self.numbers.pop(record, None)
         self.tidy()
@@ -366,7 +364,7 @@ class PoolRecordCalls(RecordCalls):
         self._answers = Counter[str]()
 
     def settle(self) -> bool:
-        """For the membership's thread: bring the cache up to date. Whether its transfers are in flight."""
+        """Bring the cache up to date, for the membership's thread. Returns whether its transfers are in flight."""
         engine, state = self._engine, self._pooled
         if engine is not None and not engine.closed:
             engine.advance()
@@ -405,7 +403,7 @@ class PoolRecordCalls(RecordCalls):
         return counted.resident + counted.pending
 
     def statistics(self) -> CacheStatistics:
-        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region. If no owner
+        """Count what this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region. If no owner
         answers, or the pool is closed, the first three are 0, and `evicted` is as before: a counter does not fall.
         """
         counts = json.loads(self._count(None)) if self._pool.connected else {}
@@ -422,8 +420,9 @@ class PoolRecordCalls(RecordCalls):
         assert numbers.keys() <= {*table.reservations, *table.leases}, "numbers are of records"
 
     def remove(self, given: tuple[list[bytes] | None, bool]) -> int:
-        """Perhaps also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0
-        and raises nothing if the owner does not answer, or a tier takes longer or fails: then they may be there still.
+        """Remove keys, or all; with `below` from the owner's tiers, too, for which it waits up to a minute, without the
+        cache's lock. Returns how many there were. Returns 0 and raises nothing if the owner does not answer, or a tier
+        takes longer or fails: then they may be there still.
         """
         locked(self, lambda _: self._pooled.forget_leases())
         keys, below = given
@@ -434,7 +433,7 @@ class PoolRecordCalls(RecordCalls):
 
     @guarded
     def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
-        """The owner moves the keys itself."""
+        """Pass a hint on to the owner, which moves the keys itself."""
         hint, _ = given
         self._pooled.end_dropped()
         answer = self._pool.ask(Operation.HINT, json.dumps(hint._asdict()).encode())

@@ -266,8 +266,8 @@ class SharedPool:
     def open(
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
     ) -> tuple[CacheState, RecordCalls]:
-        """State and records of a cache over this pool. Raises CapacityError, LayoutError: the engine is not over it, or
-        a cache is already.
+        """Return state and records for a cache over this pool. Raises CapacityError, LayoutError: the engine is not
+        over it, or a cache is already.
         """
         from kvoffload.pool.pooled_state import PooledState, PoolRecordCalls
 
@@ -313,8 +313,8 @@ class SharedPool:
     def ask(
         self, operation: Operation, payload: bytes, *, number: int | None = None, generation: int | None = None
     ) -> bytes | None:
-        """The owner's answer to a message; None: no owner, or not in time, and then not before it has caught up; or it
-        is of another `generation`; or a signal handler asks in the middle of another message.
+        """Send a message, and return the owner's answer. None: no owner, or not in time, and then not before it has
+        caught up; or it is of another `generation`; or a signal handler asks in the middle of another message.
 
         Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
         """
@@ -335,8 +335,8 @@ class SharedPool:
         return None
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float) -> bytes | None:
-        """The answer to BRING, REMOVE or FORGET, for which the owner may wait for tiers, at most so many seconds; None:
-        as of `ask`, also if it stops answering `ask` meanwhile. Other calls go on.
+        """Send BRING, REMOVE or FORGET, and return the answer, for which the owner may wait for tiers, at most so many
+        seconds. None: as of `ask`, also if it stops answering `ask` meanwhile. Other calls go on.
         """
         self.check_usable()
         refuse_waiting("promote" if operation is Operation.BRING else "remove")
@@ -362,9 +362,9 @@ class SharedPool:
         finally:
             del self._slow[number]
 
-    def tell(self, operation: Operation, payload: bytes, *, keep: bool = False, generation: int | None = None) -> None:
-        """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later. To
-        an owner of another `generation` nothing is sent.
+    def tell(self, operation: Operation, payload: bytes, *, generation: int | None = None) -> None:
+        """Send a message without an answer. If the owner does not listen it is dropped. One for the owner of a
+        `generation` is sent later then, and dropped if that owner has ended.
         """
         if self._closed or len(FORKS) != self._forks:
             return
@@ -373,7 +373,7 @@ class SharedPool:
             ready, number = not nested and self._ready(), self.next_number()
             if generation not in (None, self.generation) or (ready and self._send(number, operation, payload)):
                 return
-            if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
+            if generation is not None and self._joined and len(self._unsent) < _MOST_UNSENT:
                 self._unsent.append((operation, payload))
                 self.wake()
 
@@ -433,7 +433,7 @@ class SharedPool:
         return self._joined
 
     def _take_join(self, kind: int, content: bytes) -> None:
-        """The owner's answer to JOIN. The first one brings the memory; a later owner must have the same."""
+        """Take the owner's answer to JOIN. The first one brings the memory; a later owner must have the same."""
         if kind != Operation.JOIN:
             name, _, reason = content.decode(errors="replace").partition(": ")
             self._drop()
@@ -462,8 +462,8 @@ class SharedPool:
         self.wake()
 
     def _answer(self, number: int, end: float) -> tuple[int, bytes] | None:
-        """The answer with this number (0: any answer), or None if it does not come in time: then it is late. Answers
-        with greater numbers may come first, if another thread asked between this one's number and its message.
+        """Return the answer with this number (0: any answer); None: it does not come in time, and is late. Answers with
+        greater numbers may come first, if another thread asked between this one's number and its message.
         """
         self._late = number
         while (message := self._message(end)) is not None:
@@ -477,7 +477,7 @@ class SharedPool:
         return None
 
     def _message(self, end: float) -> tuple[int, int, bytes] | None:
-        """The next message that is no slow answer; None: there is none in time, or the owner has ended."""
+        """Return the next message that is no slow answer; None: none comes in time, or the owner has ended."""
         while self._socket is not None:
             if not self._arrives(end):
                 return None
@@ -520,13 +520,13 @@ class SharedPool:
         return False
 
     def _warn(self, text: str) -> None:
-        """Once, until an owner takes this member again."""
+        """Log a warning, once until an owner takes this member again."""
         if text not in self._warned:
             self._warned.append(text)
             LOGGER.warning("%s", text)
 
     def _lose(self) -> None:
-        """The owner has ended."""
+        """Give up an owner that has ended."""
         if self._joined:
             LOGGER.warning("the owner of %s has ended: its keys are misses until another one serves it", self.path)
             self.generation += 1
@@ -548,7 +548,7 @@ class SharedPool:
         return bool(not self.connected or self._unsent)
 
     def _tend(self) -> bool:
-        """For the thread: find a new owner if there is none, settle what has ended. Whether transfers are in flight."""
+        """Find a new owner if there is none, and settle what has ended. Returns whether transfers are in flight."""
         with self._calls, self._lock:
             if self.connected:
                 self._message(0.0)  # finds that the owner has ended
