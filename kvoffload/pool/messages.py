@@ -3,7 +3,7 @@
 A message is one datagram, or several if it is large: a header of 16 bytes, then its payload. A member numbers its
 messages; a reply has the number of what it answers. Messages of one member are executed in the order sent.
 
-    JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}      JSON both ways; see `PoolOwner._join`
+    JOIN     {"version", "fingerprint", "identity", "row_bytes", ...}       JSON both ways; see `PoolOwner._admit`
     FIND     keys                       how many leading keys are ready, u32; counts as a look-up
     STATUS   keys                       a byte a key: 0 missing, 1 ready, 2 pending
     TAKE     flags, request, keys       lease of the leading ready keys, or of each, named by the number of this
@@ -57,6 +57,8 @@ ALL_OR_NOTHING, USES = 1, 2  # flags of RESERVE
 PENDING, EACH, LOADS = 1, 2, 4  # of TAKE: pending keys of this member, too; every ready key, and answer for all keys;
 # and if all are taken, the request loads them, as with USE
 MISSING, STORING = (1 << 32) - 1, (1 << 32) - 2  # with EACH in place of an entry; STORING: this member is storing it
+
+Grant = tuple[int, int]  # a generation of owners, as a member counts them, and the number of its message
 
 
 class Operation(IntEnum):

@@ -95,7 +95,7 @@ class Meaning(NamedTuple):
     identity: bytes
 
     @property
-    def slot_bytes(self) -> int:
+    def rows_bytes(self) -> int:
         return self.capacity * self.row_bytes
 
     @property
@@ -105,7 +105,7 @@ class Meaning(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.slot_bytes + PAGE + -(-self.capacity * HEADER.size // PAGE) * PAGE
+        return self.rows_bytes + PAGE + -(-self.capacity * HEADER.size // PAGE) * PAGE
 
     def pack(self) -> bytes:
         return _SUPERBLOCK.pack(MAGIC, *self)
@@ -143,12 +143,12 @@ class PoolMemory:
         self.meaning = meaning
         self._files = files  # later also that of an open file of our own, which holds our lock
         try:
-            mapped = mmap.mmap(files[0], meaning.nbytes if headers else meaning.slot_bytes)
+            mapped = mmap.mmap(files[0], meaning.nbytes if headers else meaning.rows_bytes)
             weakref.finalize(mapped, close_files, self._files).atexit = False
         except BaseException:
             close_files(self._files)
             raise
-        begin, everything = meaning.slot_bytes, np.frombuffer(mapped, np.uint8)
+        begin, everything = meaning.rows_bytes, np.frombuffer(mapped, np.uint8)
         self.rows: UInt8Array = everything[:begin].reshape(meaning.capacity, meaning.row_bytes)
         self.headers = everything[begin + PAGE :][: meaning.capacity * HEADER.size]
         self._bytes = self.headers.data
@@ -159,7 +159,7 @@ class PoolMemory:
         files = list[int]()
         allocate_memory(files, "kvoffload-pool", meaning.nbytes)
         memory = cls(files, meaning, headers=True)
-        os.pwrite(memory.descriptor, meaning.pack(), meaning.slot_bytes)
+        os.pwrite(memory.descriptor, meaning.pack(), meaning.rows_bytes)
         return memory
 
     @classmethod
@@ -173,7 +173,7 @@ class PoolMemory:
             fits = sealed and os.fstat(descriptor).st_size == meaning.nbytes
         except OSError:
             fits = False
-        if not fits or os.pread(descriptor, len(packed), meaning.slot_bytes) != packed:
+        if not fits or os.pread(descriptor, len(packed), meaning.rows_bytes) != packed:
             raise ValueError(
                 f"a member's memory is no region of {meaning.nbytes} bytes with the superblock that it says"
             )

@@ -29,7 +29,7 @@ from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
 from kvoffload.errors import CapacityError, MissingKeyError
 from kvoffload.pool import messages
-from kvoffload.pool.messages import NUMBER, Operation, pack_entries, unpack_entries
+from kvoffload.pool.messages import NUMBER, Grant, Operation, pack_entries, unpack_entries
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
@@ -55,9 +55,7 @@ class Link(Protocol):
 
     def next_number(self) -> int: ...
 
-    def ask(
-        self, operation: Operation, payload: bytes, /, *, number: int | None = None, generation: int | None = None
-    ) -> bytes | None: ...
+    def ask(self, operation: Operation, payload: bytes, /, *, granted: Grant | None = None) -> bytes | None: ...
 
     def tell(self, operation: Operation, payload: bytes, /, *, generation: int | None = None) -> None: ...
 
@@ -82,8 +80,8 @@ class PooledState(CacheState):
         super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
         self.num_groups = pool.num_groups
         self.pool = pool
-        self.numbers: dict[Record, tuple[int, int]] = {}
-        self.unfit: dict[int, tuple[int, int]] = {}
+        self.numbers: dict[Record, Grant] = {}
+        self.unfit: dict[int, Grant] = {}
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self._removed = 0  # leases with smaller numbers may hold keys that have been removed since
         self.salt = b""
@@ -334,8 +332,8 @@ class PooledState(CacheState):
         """Ask for entries; `numbers` has the record before the owner can grant them."""
         if not self.pool.connected and self.pool.ask(Operation.STATUS, messages.pack_keys([])) is None:
             return None  # without a number: its end would wait for the owner, and crowd out those of real leases
-        self.numbers[record] = generation, number = self.pool.generation, self.pool.next_number()
-        return self.pool.ask(operation, payload, number=number, generation=generation)
+        self.numbers[record] = granted = self.pool.generation, self.pool.next_number()
+        return self.pool.ask(operation, payload, granted=granted)
 
     def _end_at_owner(self, record: Record) -> None:
         granted = self.numbers.get(record)

@@ -45,7 +45,7 @@ from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, in_ours, new_lock, new_thread, refuse_waiting, run_outside
 from kvoffload.internal.teardown import opened
 from kvoffload.pool import messages, watching
-from kvoffload.pool.messages import Operation
+from kvoffload.pool.messages import Grant, Operation
 from kvoffload.pool.pool_memory import Meaning, PoolMemory, RowLayout, close_files, receive
 from kvoffload.pool.watching import SETTLE_SECONDS, forget, hang_up, wake, watch
 
@@ -310,18 +310,19 @@ class SharedPool:
                 self._woken = True
                 wake(self._wakeup)
 
-    def ask(
-        self, operation: Operation, payload: bytes, *, number: int | None = None, generation: int | None = None
-    ) -> bytes | None:
+    def ask(self, operation: Operation, payload: bytes, *, granted: Grant | None = None) -> bytes | None:
         """Send a message, and return the owner's answer. None: no owner, or not in time, and then not before it has
-        caught up; or it is of another `generation`; or a signal handler asks in the middle of another message.
+        caught up; or a signal handler asks in the middle of another message.
+
+        Args:
+            granted: what the message asks for. An owner of another generation is not asked.
 
         Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
         """
         self.check_usable()
         if in_call(self._lock) or (in_ours() and threading.current_thread() is not self._thread):
             return None  # a finalizer asks, perhaps in the owner's thread
-        number = self.next_number() if number is None else number
+        generation, number = granted or (None, self.next_number())
         with self._calls, self._lock:
             if not (self._ready() and generation in (None, self.generation) and self._send(number, operation, payload)):
                 return None

@@ -247,6 +247,23 @@ def check_load_at_last(one: Member, *numbers: int) -> None:
 
 
 @contextmanager
+def forked_child() -> Iterator[None]:
+    """A forked child, which has what this process has open, until the block or this process has ended."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(child, 0)
+
+
+@contextmanager
 def held_by_a_thread(lock: Any) -> Iterator[None]:
     """Another thread has the lock, as it may when this process forks."""
     taken, go = threading.Event(), threading.Event()

@@ -21,6 +21,7 @@ from pooling import (
     RawMember,
     Rows,
     eventually,
+    forked_child,
     forks,
     keys_of,
     mapped,
@@ -236,29 +237,19 @@ def test_a_member_that_closes_or_is_forgotten_has_left_though_a_forked_child_liv
     closes: bool, tmp_path: Path
 ) -> None:
     """What it had is free at once if it closes."""
-    read, write = os.pipe()
     with serve(tmp_path, 8) as owner, raw(owner.path) as other:
         pool = SharedPool.attach(owner.path, Rows(), identity=IDENTITY)
         index = CacheIndex(pool)
         index.reserve(keys_of(range(4))).commit()
         held = [index.acquire(keys_of(range(4))), index.reserve(keys_of(range(4, 8)))]
         assert other.counts()["members"] == 2
-        child = os.fork()
-        if child == 0:
-            os.close(write)
-            os.read(read, 1)  # until the parent has seen all, or has ended
-            os._exit(0)
-        if closes:
-            pool.close()
-        del pool, index, held
-        gc.collect()
-        try:
+        with forked_child():
+            if closes:
+                pool.close()
+            del pool, index, held
+            gc.collect()
             eventually(lambda: other.counts()["members"] == 1, "the member has left")
             eventually(lambda: other.room(8) == 8 or not closes, "all entries are free")
-        finally:
-            os.close(write)
-            os.close(read)
-            os.waitpid(child, 0)
 
 
 # connections that do not join -----------------------------------------------------------------------------------------

@@ -299,14 +299,14 @@ def test_no_answer_to_another_message_is_taken_for_ones_own(before: bool, tmp_pa
         assert (kind, payload) == (Operation.STATUS, pack_keys([]))
         for number, content in ((late, b"\1"), (again, b""), (mine, b"\2")):
             owner.answer(number, Operation.STATUS, content)
-        assert pool.ask(Operation.STATUS, asked, number=mine) == b"\2"
+        assert pool.ask(Operation.STATUS, asked, granted=(0, mine)) == b"\2"
         early = pool.next_number()
         pool.tell(Operation.USE, asked)
         while (message := owner.read())[1] != Operation.USE:
             pass
         owner.answer(message[0], Operation.REFUSED, b"no request has this number")
         owner.answer(early, Operation.STATUS, b"\1")
-        assert pool.ask(Operation.STATUS, asked, number=early) == b"\1"
+        assert pool.ask(Operation.STATUS, asked, granted=(0, early)) == b"\1"
 
 
 def test_a_message_that_is_sent_later_arrives_whole(tmp_path: Path) -> None:

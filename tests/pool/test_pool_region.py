@@ -37,17 +37,17 @@ class Joined:
         if lock:
             self.memory.lock(self.holdings.number)
 
-    def reserve(self, *numbers: int) -> list[int]:
+    def asks(self, *numbers: int) -> Message:
         self.asked += 1
-        payload = FOR_REQUEST.pack(0, 0) + pack_keys(keys_of(numbers))
-        member_calls.reserve(self.region, Message(self.holdings, self.asked, payload))
+        return Message(self.holdings, self.asked, FOR_REQUEST.pack(0, 0) + pack_keys(keys_of(numbers)))
+
+    def reserve(self, *numbers: int) -> list[int]:
+        member_calls.reserve(self.region, self.asks(*numbers))
         record = self.holdings.reservations.get(self.asked)
         return [] if record is None else record.indices
 
     def take(self, *numbers: int) -> list[int]:
-        self.asked += 1
-        payload = FOR_REQUEST.pack(0, 0) + pack_keys(keys_of(numbers))
-        member_calls.take(self.region, Message(self.holdings, self.asked, payload))
+        member_calls.take(self.region, self.asks(*numbers))
         return self.holdings.leases[self.asked].indices
 
     def end(self, number: int, *, well: bool = True) -> None:
@@ -149,10 +149,7 @@ def test_the_next_owner_holds_what_may_be_in_use_whatever_its_quotas_are(region:
     gone.reserve(9)
     gone.memory.close()  # nothing of it can write any more
 
-    def with_quota(memory: PoolMemory) -> CacheIndex:
-        tenants = None if quota is None else {"": Tenant(max_blocks=quota)}
-        return CacheIndex(memory.meaning.capacity, policy="lru", tenants=tenants)
-
+    with_quota = partial(index, tenants={"": Tenant(max_blocks=quota)})
     with pytest.raises(BlockingIOError):  # its owner still grants rows
         Region(PoolMemory.adopt(writer.memory.descriptor, MEANING), with_quota, adopts=True)
     region.memory.close()
