@@ -47,8 +47,13 @@ def status(region: Region, message: Message) -> bytes:
 
 @guarded
 def take(region: Region, message: Message) -> None:
-    """Hold the leading keys that are ready, or with `PENDING` that the member itself is storing; or with `EACH` all
-    that are ready. The policy is told after the member: if it raises, the next call repairs.
+    """Hold keys under the number of the message, and answer their entries.
+
+    1. Of the leading keys that are ready; with `PENDING` keys that the member itself is storing count, too.
+    2. With `EACH`: of all that are ready. The others are `STORING` or `MISSING`.
+
+    With `LOADS` the request uses the keys if all are held. The policy is told after the member: if it raises, the next
+    call repairs.
     """
     member, number, payload = _unused(message)
     flags, request = unpack(messages.FOR_REQUEST, payload)

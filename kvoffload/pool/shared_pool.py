@@ -63,7 +63,7 @@ _MOST_SECONDS = 1e6  # that anything is waited for: `poll` takes twice as many
 
 
 class SharedPool:
-    """Made by `attach`. Usable from any thread; a context manager.
+    """An engine's membership in a pool, made by `attach`. Usable from any thread; a context manager.
 
     Close it after the engine over its memory: until then it tells owners that this process may touch the memory, and
     holds what a cache over it held when that was forgotten. If you forget it, or an interrupt loses it, it leaves the
@@ -304,7 +304,7 @@ class SharedPool:
             raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
 
     def wake(self) -> None:
-        """Transfers are in flight: look at them until they have ended, so that others see the keys."""
+        """Have the thread look at transfers in flight until they have ended, so that others see the keys."""
         with self._calls, self._lock:
             if not self._woken:
                 self._woken = True

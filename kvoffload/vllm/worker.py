@@ -184,8 +184,8 @@ class KVOffloadWorker(OffloadingWorker):
         self._transfers[transfer.job_id] = transfer
 
     def _by_group(self, gpu: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> list[GroupTransfer]:
-        """Blocks and slots of each group. `gpu` has blocks group after group. The position of a group's first block in
-        the request says where in its chunk it lies.
+        """Return the blocks and slots of each group. `gpu` has blocks group after group. The position of a group's
+        first block in the request says where in its chunk it lies.
         """
         transfers, block, slot = [], 0, 0
         for group, (size, first) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):

@@ -115,6 +115,15 @@ class Rig:
         self.device.simulator.run_all()
         return self.worker.get_finished()
 
+    def store(self, job: int, blocks: list[int], slots: list[int]) -> list[Any]:
+        """Store blocks of group 0, and return what has ended."""
+        self.worker.submit_store(job, gpu((0, blocks)), host(*slots))
+        return self.finish()
+
+    def load(self, job: int, blocks: list[int], slots: list[int]) -> list[Any]:
+        self.worker.submit_load(job, host(*slots), gpu((0, blocks)))
+        return self.finish()
+
     def __enter__(self) -> Rig:
         return self
 
