@@ -199,8 +199,8 @@ class PoolOwner:
             self._end()
 
     def _handle_events(self, timeout: float | None) -> bool:
-        """Handle what comes until the timeout. Returns whether there were events. In between a descriptor may be closed
-        and given to another member.
+        """Handle events; wait for the first of them until the timeout. Returns whether there were any. In between a
+        descriptor may be closed and given to another member.
         """
         ready = [(each, events, self._member_of.get(each)) for each, events in self._epoll.poll(timeout)]
         for each in ready:

@@ -250,7 +250,7 @@ class Region:
         return bool(self._state.awaited or any(member.promotions for member in self.members))
 
     def reserved(self, record: ReservationRecord) -> None:
-        """Write headers before these entries are written. The index calls it under its lock."""
+        """Write headers before a record's entries are written. The index calls it under its lock."""
         if len(record.victim_indices) > len(record.indices):
             self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
         if record.indices:

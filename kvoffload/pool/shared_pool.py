@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 0.1
 ASK_SECONDS = 1e-4 if hostinfo.usable_cpus() >= 8 else 0.0  # that a call asks for its answer before it sleeps
 ALLOCATING_SECONDS = 10.0  # that an owner is waited for which says each second that it allocates memory
-_MOST_UNSENT = 65_536  # messages
+MOST_UNSENT = 65_536  # messages
 _MOST_SECONDS = 1e6  # that anything is waited for: `poll` takes twice as many
 
 
@@ -374,7 +374,7 @@ class SharedPool:
             ready, number = not nested and self._ready(), self.next_number()
             if generation not in (None, self.generation) or (ready and self._send(number, operation, payload)):
                 return
-            if generation is not None and self._joined and len(self._unsent) < _MOST_UNSENT:
+            if generation is not None and self._joined and len(self._unsent) < MOST_UNSENT:
                 self._unsent.append((operation, payload))
                 self.wake()
 

@@ -297,7 +297,7 @@ class Standing(LRU):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self.stands.set()
-        self.go.wait(6 * SECONDS)
+        self.go.wait(SECONDS)
         super().touch(keys)
 
 

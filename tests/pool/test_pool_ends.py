@@ -26,7 +26,6 @@ from pooling import (
     layout_of,
     member,
     raw,
-    region_bytes,
     serve,
 )
 from tier_classes import DictTier
@@ -43,7 +42,7 @@ from kvoffload import (
     Status,
 )
 from kvoffload.cache.policies import LRU, RequestPolicy
-from kvoffload.pool import PoolOwner, SharedPool, owner
+from kvoffload.pool import SharedPool, owner
 from kvoffload.pool.messages import NUMBER, Operation, pack_keys
 from kvoffload.pool.region import MOST_REMOVALS
 from kvoffload.testing import SimulatedDriver
@@ -280,21 +279,19 @@ def test_removals_that_wait_for_a_tier_that_hangs_are_so_many_and_others_do_noth
 
 def test_after_an_orderly_restart_members_come_before_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a kill: the new owner waits for the members that have the memory."""
-    path = str(tmp_path / "pool")
-    first = PoolOwner(path, nbytes=region_bytes(8))
-    with member(path) as one:
+    with serve(tmp_path, 8) as first, member(first.path) as one:
         one.store(1, 2, 3)
         first.close()
-        with serve(tmp_path, 8) as second, member(path) as new:
+        with serve(tmp_path, 8) as second, member(first.path) as new:
             assert new.hits(1, 2, 3) == 3
             new.check_load(1, 2, 3)
             eventually(lambda: one.hits(1, 2, 3) == 3, "the member is back")
             assert [each["members"] for each in second.statistics()] == [2]
-    assert os.path.lexists(path), "so that the next owner knows of the member"
+    assert os.path.lexists(first.path), "so that the next owner knows of the member"
     monkeypatch.setattr(owner, "GRACE_SECONDS", 0.05)  # no member is left that it could wait for
-    with serve(tmp_path, 8), member(path) as one:
+    with serve(tmp_path, 8), member(first.path) as one:
         assert one.hits(1) == 0
-    assert not os.path.lexists(path), "nobody had the memory when it ended"
+    assert not os.path.lexists(first.path), "nobody had the memory when it ended"
 
 
 # forgotten ------------------------------------------------------------------------------------------------------------

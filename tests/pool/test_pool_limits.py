@@ -14,7 +14,7 @@ import pytest
 from pooling import SECONDS, SOURCES, Made, Rows, Standing, eventually, keys_of, member, region_bytes, serve
 
 from kvoffload import NO_WAIT, CapabilityError, CapacityError, LayoutError, Status, Tenant
-from kvoffload.pool import PoolOwner, SharedPool, messages, watching
+from kvoffload.pool import PoolOwner, SharedPool, messages, shared_pool, watching
 from kvoffload.pool.messages import MOST_KEY_BYTES, MOST_MESSAGE
 
 # messages that are too large ------------------------------------------------------------------------------------------
@@ -58,8 +58,7 @@ def test_a_member_says_each_reason_once_for_which_the_next_owner_refuses_it_and_
     def said() -> list[str]:
         return [each for each in caplog.messages if "does not take this engine's memory" in each]
 
-    first = PoolOwner(tmp_path / "pool", nbytes=region_bytes(8))
-    with member(first.path) as one:
+    with serve(tmp_path, 8) as first, member(first.path) as one:
         one.store(1)
         first.close()
         with serve(tmp_path, 8, tiers=tiers):
@@ -235,15 +234,18 @@ def test_calls_of_a_process_without_descriptors_find_nothing_while_there_is_no_o
             eventually(lambda: one.hits(1) == 1, "the next owner has the key")
 
 
-def test_calls_while_the_owner_stands_still_keep_it_from_hearing_of_no_end(tmp_path: Path) -> None:
+def test_calls_while_the_owner_stands_still_keep_it_from_hearing_of_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What they had not asked for ended, too: so many ends that those of leases that ended later were dropped."""
+    monkeypatch.setattr(shared_pool, "MOST_UNSENT", 50)
     policies = Made(Standing)
     with serve(tmp_path, 8, policy=policies) as owner, member(owner.path, answer_seconds=0.2) as one:
         eventually(lambda: one.store(1, 2) and one.hits(1, 2) == 2, "the keys are stored")
         lease = one.cache.acquire(keys_of([1]))
         one.cache.touch(keys_of([1]))
         assert one.cache.fetch(keys_of([1]), [SOURCES], after=NO_WAIT).wait(SECONDS) == 0
-        for _ in range(70_000):
+        for _ in range(100):
             assert one.store(3, wait=False).keys == ()
         lease.release()
         Standing.let_go(policies)

@@ -37,14 +37,14 @@ class Replica(Scheduler):
 
     def __init__(self, path: str, name: str, asked: Counter[str]) -> None:
         self.worker = SharedPool.attach(path, Rows(), identity="m", engine=(name, 0))
-        self.pool: Any = SharedPool.beside(path, name, 1)
+        self.pool = SharedPool.beside(path, name, 1)
         ask = self.pool.ask
 
         def counted(operation: Any, *rest: Any, **options: Any) -> Any:
             asked[f"{name} {operation.name}"] += 1
             return ask(operation, *rest, **options)
 
-        self.pool.ask = counted
+        vars(self.pool)["ask"] = counted
         super().__init__(KVOffloadManager(0, enable_events=True, promotions=PooledLookups(lambda: self.pool)))
 
     def store(self, numbers: Sequence[int]) -> list[int]:

@@ -43,11 +43,12 @@ class Host(Scheduler):
         self.manager.on_request_finished(context)
         self.end_step()
 
-    def written(self, numbers: Sequence[int]) -> None:
-        """Store, have the tiers take them, and evict them."""
+    def written(self, numbers: Sequence[int]) -> ReqContext:
+        """Store, have the tiers take them, and evict them. Returns the context of a request for them."""
         self.store(numbers)
         assert self.index.drain(SECONDS)
         self.index.clear(below=False)
+        return self.context(numbers)
 
     def look_until(self, numbers: Sequence[int], context: ReqContext, result: list[LookupResult]) -> int:
         """Steps, in each of which the request looks its keys up; how many there were."""
@@ -161,9 +162,8 @@ def test_of_a_window_the_last_chunks_are_asked_for() -> None:
 def test_a_request_waits_no_longer_than_its_deadline() -> None:
     tier = FaultyTier()
     with host(tier, seconds=0.3) as bench:
-        bench.written(range(2))
+        context = bench.written(range(2))
         tier.hang_all()
-        context = bench.context(range(2))
         begun = time.monotonic()
         bench.look_until(range(2), context, [MISS, MISS])
         assert time.monotonic() - begun >= 0.29
@@ -181,9 +181,8 @@ def test_the_promotions_of_a_request_share_one_deadline(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CacheIndex, "promote", noted)
     with host(tier, seconds=1.0) as bench:
-        bench.written(range(3))
+        context = bench.written(range(3))
         tier.hang_all()
-        context = bench.context(range(3))
         assert bench.look([0], context) == [PENDING]
         bench.end_step()
         time.sleep(0.1)
@@ -218,8 +217,7 @@ def test_a_hit_is_held_until_the_step_has_ended() -> None:
 
 def test_a_request_that_finishes_holds_nothing() -> None:
     with host(DictTier()) as bench:
-        bench.written(range(3))
-        context = bench.context(range(3))
+        context = bench.written(range(3))
         bench.look_until(range(3), context, [HIT] * 3)
         bench.end_step()
         assert bench.index.statistics().pinned == 3
@@ -229,8 +227,7 @@ def test_a_request_that_finishes_holds_nothing() -> None:
 
 def test_what_is_not_loaded_is_held_until_the_deadline() -> None:
     with host(DictTier(), seconds=0.5) as bench:
-        bench.written(range(3))
-        context = bench.context(range(3))
+        context = bench.written(range(3))
         bench.look(range(3), context)
         bench.end_step()
         until(lambda: bench.index.status(keys(*range(3))) == [Status.HIT] * 3)
@@ -277,8 +274,7 @@ def test_tiers_that_cannot_be_reset_are_not_used_any_more() -> None:
 def test_a_load_that_failed_is_not_repeated_from_the_tier_for_ever() -> None:
     tier = DictTier()
     with host(tier) as bench:
-        bench.written(range(2))
-        context = bench.context(range(2))
+        context = bench.written(range(2))
         bench.look_until(range(2), context, [HIT, HIT])
         spec = bench.manager.prepare_load(keys(*range(2)), context)
         bench.manager.note_failed(spec.block_ids.tolist())
