@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from kvoffload.cache.entries import LeaseRecord, Status
+from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.record_calls import guarded, leading
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
@@ -17,7 +17,6 @@ from kvoffload.pool.region import Member, Region, survived, tenant_digest
 
 MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
 _MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
-_CODES = {Status.MISS: 0, Status.HIT: 1, Status.PENDING: 2}
 
 
 class Message(NamedTuple):
@@ -42,7 +41,7 @@ def find(region: Region, message: Message) -> bytes:
 
 
 def status(region: Region, message: Message) -> bytes:
-    return bytes(map(_CODES.__getitem__, region.records.status(unpack_keys(message.payload))))
+    return bytes(map(messages.STATUSES.index, region.records.status(unpack_keys(message.payload))))
 
 
 @guarded

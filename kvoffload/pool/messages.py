@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.cache.entries import Status
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 
@@ -52,6 +53,7 @@ NUMBER = struct.Struct("<I")
 FOR_REQUEST = struct.Struct("<BQ")  # flags, request (0: none)
 ENDING = struct.Struct("<QB")  # number, well
 REQUEST = struct.Struct("<Q")
+STATUSES = (Status.MISS, Status.HIT, Status.PENDING)  # by their codes in the answer to STATUS
 PRESENT, NEW, DECLINED = range(3)  # codes of keys in the answer to RESERVE
 ALL_OR_NOTHING, USES = 1, 2  # flags of RESERVE
 PENDING, EACH, LOADS = 1, 2, 4  # of TAKE: pending keys of this member, too; every ready key, and answer for all keys;

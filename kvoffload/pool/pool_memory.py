@@ -141,7 +141,7 @@ class PoolMemory:
 
     def __init__(self, files: list[int], meaning: Meaning, *, headers: bool) -> None:
         self.meaning = meaning
-        self._files = files  # later also that of an open file of our own, which holds our lock
+        self._files = files  # `lock` adds that of an open file of our own, which holds the lock
         try:
             mapped = mmap.mmap(files[0], meaning.nbytes if headers else meaning.rows_bytes)
             weakref.finalize(mapped, close_files, self._files).atexit = False
@@ -190,17 +190,13 @@ class PoolMemory:
 
         Raises BlockingIOError: the number is `OWNER`, and another owner has the memory.
         """
-        if not self.holds_lock:
+        if len(self._files) < 2:
             opened(self._files, os.open, f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         kind = fcntl.F_RDLCK
         if number == OWNER:
             kind = fcntl.F_WRLCK
             _OWNED.add(self._files[1])
         fcntl.fcntl(self._files[1], fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, number, 1, 0))
-
-    @property
-    def holds_lock(self) -> bool:
-        return len(self._files) > 1
 
     def locked(self, number: int) -> bool:
         """Whether any other open file holds the lock of this number."""
@@ -270,7 +266,7 @@ class PoolMemory:
 
         Memory that is forgotten gives them up once no array over it is left, an engine's either.
         """
-        if self.holds_lock:  # a forked child has it, too, and may go on for long
+        if len(self._files) > 1:  # a forked child has it, too, and may go on for long
             fcntl.fcntl(self._files[1], fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, MEMBERS + 1, 0))
         self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, np.uint8)
         self._bytes = memoryview(b"")

@@ -29,14 +29,13 @@ from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
 from kvoffload.errors import CapacityError, MissingKeyError
 from kvoffload.pool import messages
-from kvoffload.pool.messages import NUMBER, Grant, Operation, pack_entries, unpack_entries
+from kvoffload.pool.messages import NUMBER, STATUSES, Grant, Operation, pack_entries, unpack_entries
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
 
 OPEN, SETTLING, COMMITTED, ABORTED = Stage
 _REQUEST = -1  # in `RequestRecord.notes`: the number of a request at the owner
-_STATUSES = (Status.MISS, Status.HIT, Status.PENDING)
 MOST_SECONDS = 60.0  # that a promotion by the owner is waited for
 _NO_OWNER = "the pool's owner does not answer"
 
@@ -372,12 +371,12 @@ class PoolRecordCalls(RecordCalls):
     @partial(guarded, nested=lambda _, keys: [Status.MISS] * len(keys))
     def status(self, keys: list[bytes]) -> list[Status]:
         answer = self._pool.ask(Operation.STATUS, self._pooled.pack(keys))
-        return [Status.MISS] * len(keys) if answer is None else [_STATUSES[code] for code in answer]
+        return [Status.MISS] * len(keys) if answer is None else [STATUSES[code] for code in answer]
 
     @partial(guarded, nested=lambda *_: Status.MISS)
     def status_of(self, key: bytes) -> Status:
         answer = self._pool.ask(Operation.STATUS, self._pooled.pack([key]))
-        status = Status.MISS if answer is None else _STATUSES[answer[0]]
+        status = Status.MISS if answer is None else STATUSES[answer[0]]
         self._state.recorder.note_lookup([key], int(status is Status.HIT))
         return status
 

@@ -61,14 +61,17 @@ def connector_for(option: str, why: str) -> Connector:
     return connector
 
 
-def identity_of(connector: Connector, offloading: OffloadingConfig) -> str:
-    """Describe the model and its draft model, with their weights; dtypes, and vLLM's release.
+def identity_of(connector: Connector, offloading: OffloadingConfig, given: str | None = None) -> str:
+    """Return `given`, kvoffload_tier_identity; if that is None, describe the model and its draft model, with their
+    weights, dtypes, and vLLM's release.
 
     Adapters are left out: vLLM's keys depend on their names and paths.
 
     Raises:
         CapabilityError: nothing tells which weights a model has.
     """
+    if given is not None:
+        return given
     config = connector.config
     draft: Any = config.speculative_config
     drafts: Any = None if draft is None else draft.draft_model_config

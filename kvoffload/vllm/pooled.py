@@ -41,7 +41,7 @@ class PoolOfEngine:
 
     Args:
         path: of the owner's socket.
-        identity: of the weights; None: see `identity_of`.
+        identity: of the weights, see `identity_of`.
     """
 
     def __init__(self, path: str, config: OffloadingConfig, identity: str | None) -> None:
@@ -53,7 +53,7 @@ class PoolOfEngine:
     def attach(self, layout: KVLayout) -> SharedPool:
         """Join as a worker, whose slots are the result's `host_memory`. Raises errors of `SharedPool.attach`."""
         config, workers = self._config, self._config.parallel.world_size
-        identity = identity_of(self._connector, config) if self._identity is None else self._identity
+        identity = identity_of(self._connector, config, self._identity)
         rows = _Rows(layout_digest(config, [note_of(layout)] * workers), layout.slot_bytes, workers)
         engine = (config.engine_id, config.parallel.rank)
         return SharedPool.attach(self._path, rows, identity=identity, engine=engine, timeout=_LONGEST_WAIT)

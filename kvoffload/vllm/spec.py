@@ -239,7 +239,7 @@ class TiersOfWorkers:
                     for name, value in choice.arguments.items()
                 }
                 if choice.kind != "memory" and "identity" not in arguments:
-                    arguments["identity"] = self.identity
+                    arguments["identity"] = identity_of(self._connector, self._config, options.kvoffload_tier_identity)
                 try:
                     tiers.append(load_tier(choice.kind, **arguments))
                 except (TypeError, ValueError) as error:
@@ -271,8 +271,3 @@ class TiersOfWorkers:
                     "Leave out kvoffload_tiers where workers are on several machines"
                 ) from error
         return pools, notes
-
-    @property
-    def identity(self) -> str:
-        given = self._options.kvoffload_tier_identity
-        return identity_of(self._connector, self._config) if given is None else given
