@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from kvoffload.cache.entries import LeaseRecord, Status
+from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.record_calls import guarded, leading
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
@@ -17,7 +17,6 @@ from kvoffload.pool.region import Member, Region, survived, tenant_digest
 
 MOST_REQUESTS = 4096  # open ones of a member; the oldest are forgotten
 _MOST_MARKED = 65_536  # entries of a member, after which marks of ended reads are removed
-_CODES = {Status.MISS: 0, Status.HIT: 1, Status.PENDING: 2}
 
 
 class Message(NamedTuple):
@@ -29,7 +28,9 @@ class Message(NamedTuple):
 
 
 def _unused(message: Message) -> Message:
-    """Raises MessageError: the member holds entries under this number, which nothing would release any more."""
+    """Return the message. Raises MessageError if the member holds entries under its number: nothing would release them
+    any more.
+    """
     if message.number in message.member.reservations or message.number in message.member.leases:
         raise messages.MessageError(f"the number {message.number} is in use")
     return message
@@ -40,13 +41,18 @@ def find(region: Region, message: Message) -> bytes:
 
 
 def status(region: Region, message: Message) -> bytes:
-    return bytes(map(_CODES.__getitem__, region.records.status(unpack_keys(message.payload))))
+    return bytes(map(messages.STATUSES.index, region.records.status(unpack_keys(message.payload))))
 
 
 @guarded
 def take(region: Region, message: Message) -> None:
-    """Hold the leading keys that are ready, or with `PENDING` that the member itself is storing; or with `EACH` all
-    that are ready. The policy is told after the member: if it raises, the next call repairs.
+    """Hold keys under the number of the message, and answer their entries.
+
+    1. Of the leading keys that are ready; with `PENDING` keys that the member itself is storing count, too.
+    2. With `EACH`: of all that are ready. The others are `STORING` or `MISSING`.
+
+    With `LOADS` the request uses the keys if all are held. The policy is told after the member: if it raises, the next
+    call repairs.
     """
     member, number, payload = _unused(message)
     flags, request = unpack(messages.FOR_REQUEST, payload)
@@ -111,7 +117,9 @@ def reserve(region: Region, message: Message) -> None:
 
 @guarded
 def end(region: Region, message: Message) -> None:
-    """Numbers that it holds nothing under are ignored."""
+    """Commit or abort a reservation, release a lease, or drop a request. A number under which the member holds nothing
+    is ignored.
+    """
     member, _, payload = message
     held, well = unpack(messages.ENDING, payload)
     unfit = frozenset(unpack_entries(payload, messages.ENDING.size))
@@ -174,8 +182,8 @@ def hint(region: Region, message: Message) -> bytes:
 
 
 def remove(region: Region, message: Message) -> bytes | None:
-    """Where there are tiers a thread does it, since they may take long: one for each region. If too many wait for it
-    the answer is that of a tier that fails.
+    """Remove keys, or all, and answer how many there were. Where there are tiers the region's thread does it, since
+    they may take long; if too many removals wait for it, the answer is that of a tier that fails.
     """
     index, (member, number, payload) = region.index, message
     keys = unpack_keys(payload) if payload else None

@@ -3,7 +3,7 @@
 A message is one datagram, or several if it is large: a header of 16 bytes, then its payload. A member numbers its
 messages; a reply has the number of what it answers. Messages of one member are executed in the order sent.
 
-    JOIN     {"version", "fingerprint", "identity", "slot_bytes", ...}      JSON both ways; see `PoolOwner._join`
+    JOIN     {"version", "fingerprint", "identity", "row_bytes", ...}       JSON both ways; see `PoolOwner._admit`
     FIND     keys                       how many leading keys are ready, u32; counts as a look-up
     STATUS   keys                       a byte a key: 0 missing, 1 ready, 2 pending
     TAKE     flags, request, keys       lease of the leading ready keys, or of each, named by the number of this
@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.cache.entries import Status
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 
@@ -52,11 +53,14 @@ NUMBER = struct.Struct("<I")
 FOR_REQUEST = struct.Struct("<BQ")  # flags, request (0: none)
 ENDING = struct.Struct("<QB")  # number, well
 REQUEST = struct.Struct("<Q")
+STATUSES = (Status.MISS, Status.HIT, Status.PENDING)  # by their codes in the answer to STATUS
 PRESENT, NEW, DECLINED = range(3)  # codes of keys in the answer to RESERVE
 ALL_OR_NOTHING, USES = 1, 2  # flags of RESERVE
 PENDING, EACH, LOADS = 1, 2, 4  # of TAKE: pending keys of this member, too; every ready key, and answer for all keys;
 # and if all are taken, the request loads them, as with USE
 MISSING, STORING = (1 << 32) - 1, (1 << 32) - 2  # with EACH in place of an entry; STORING: this member is storing it
+
+Grant = tuple[int, int]  # a generation of owners, as a member counts them, and the number of its message
 
 
 class Operation(IntEnum):
@@ -83,7 +87,7 @@ class Operation(IntEnum):
 
 
 def socket_path(path: str | Path) -> str:
-    """The absolute path; `~` is your home. Raises TypeError; ValueError: it is empty, has a NUL, or is too long."""
+    """Return the absolute path; `~` is your home. Raises TypeError; ValueError: it is empty, too long, or has a NUL."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"the pool's path must be a string or a Path, got {shown(path)}")
     if not str(path) or "\0" in str(path):
@@ -97,15 +101,15 @@ def socket_path(path: str | Path) -> str:
 
 
 class MessageError(Exception):
-    """A peer sent what is no message."""
+    """A peer sent bytes that are no message."""
 
 
 class OtherMemoryError(Exception):
-    """A member's memory is not the region's. No later answer of this owner is another one."""
+    """A member's memory is not the region's: this owner will never take it."""
 
 
 def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
-    """Each key with a salt in front. Raises LayoutError: a key has more than 64 bytes."""
+    """Pack keys, with a salt in front of each. Raises LayoutError: one has more than 64 bytes."""
     if salt:
         keys = [salt + key for key in keys]
     try:
@@ -122,7 +126,7 @@ def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
 
 
 def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
-    """Raises MessageError."""
+    """Return the keys that `pack_keys` has packed. Raises MessageError."""
     (count,) = unpack(NUMBER, payload, start)
     begin = start + 4 + count
     lengths = payload[start + 4 : begin]
@@ -142,7 +146,7 @@ def unpack_keys(payload: bytes, start: int = 0) -> list[bytes]:
 
 
 def unpack(form: struct.Struct, payload: bytes, start: int = 0) -> tuple[Any, ...]:
-    """Raises MessageError."""
+    """Read a struct at `start`. Raises MessageError: the payload is too short."""
     if len(payload) < start + form.size:
         raise MessageError("a message is cut off")
     return form.unpack_from(payload, start)
@@ -153,14 +157,14 @@ def pack_entries(entries: Sequence[int]) -> bytes:
 
 
 def unpack_entries(payload: bytes, start: int = 0) -> list[int]:
-    """Raises MessageError."""
+    """Return the entries that `pack_entries` has packed. Raises MessageError."""
     if (len(payload) - start) % 4:
         raise MessageError("a list of entries is cut off")
     return list(struct.unpack_from(f"<{(len(payload) - start) // 4}I", payload, start))
 
 
 def datagrams(number: int, operation: int, payload: bytes) -> list[bytes]:
-    """The datagrams of a message."""
+    """Cut a message into datagrams."""
     step = DATAGRAM_BYTES - HEADER.size
     if len(payload) <= step:  # the usual case
         return [HEADER.pack(number, operation, False) + payload]
@@ -169,14 +173,16 @@ def datagrams(number: int, operation: int, payload: bytes) -> list[bytes]:
 
 
 class Assembler:
-    """Makes messages of datagrams. Drops what another message cuts off, as after an interrupt of its sender."""
+    """Puts messages together. Drops one that another message cuts off, as after an interrupt of its sender."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._of: tuple[int, int] | None = None
 
     def take(self, datagram: bytes) -> tuple[int, int, bytes] | None:
-        """Number, operation and payload of a message that this datagram completes. Raises MessageError."""
+        """Return number, operation and payload of the message that this datagram completes; None: it completes none.
+        Raises MessageError.
+        """
         if not HEADER.size <= len(datagram) <= DATAGRAM_BYTES:
             raise MessageError(f"a datagram of {len(datagram)} bytes is cut off, or has more than {DATAGRAM_BYTES}")
         number, operation, more = HEADER.unpack_from(datagram)

@@ -141,8 +141,8 @@ class PoolOwner:
         self._thread.join()
 
     def statistics(self) -> list[dict[str, Any]]:
-        """For each region: its name, members, bytes, capacity, keys resident, pending and pinned, and evicted so far.
-        Messages that members had sent before this call count, unless more arrive than the owner can execute. After
+        """Return for each region its name, members, bytes, capacity, keys resident, pending and pinned, and evicted so
+        far. Messages that members had sent before this call count, unless more arrive than the owner can execute. After
         `close`: no regions.
         """
         counted: Future[list[dict[str, Any]]] = Future()
@@ -199,7 +199,9 @@ class PoolOwner:
             self._end()
 
     def _handle_events(self, timeout: float | None) -> bool:
-        """Whether there were any. A descriptor may be closed and given to another member in between."""
+        """Handle events; wait for the first of them until the timeout. Returns whether there were any. In between a
+        descriptor may be closed and given to another member.
+        """
         ready = [(each, events, self._member_of.get(each)) for each, events in self._epoll.poll(timeout)]
         for each in ready:
             self._handle(*each)
@@ -218,9 +220,7 @@ class PoolOwner:
                 if events & ~select.EPOLLIN and member.flush():
                     self._epoll.modify(member.connection, select.EPOLLIN)
                 while events & ~select.EPOLLOUT and self._read(member) and dead:
-                    pass  # messages that it sent before it died count
-                if dead:
-                    self._lose(member, dead=True)
+                    pass  # messages that it sent before it died count; behind them is its end
             except Exception as error:  # noqa: BLE001  # one member's must not end the others'
                 if not isinstance(error, ConnectionError):
                     LOGGER.warning("a member of %s is cut off: %s", self.path, reason(error))
@@ -254,8 +254,8 @@ class PoolOwner:
             self._epoll.register(each, select.EPOLLIN)
 
     def _read(self, member: Member) -> bool:
-        """Execute what it has sent. Whether there may be more: others have their turn first. Raises ConnectionError at
-        the end.
+        """Execute up to 64 datagrams that it has sent. Returns whether there may be more: others have their turn first.
+        Raises ConnectionError: it has ended.
         """
         for _ in range(64):
             try:
@@ -285,7 +285,7 @@ class PoolOwner:
             member.answer(number, kind, answer)
 
     def _lose(self, member: Member, *, dead: bool = False) -> None:
-        """`dead`: its process is known to have ended."""
+        """Cut a member off. `dead`: its process is known to have ended."""
         self._silent.pop(member, None)
         if member.gone:
             return
@@ -300,14 +300,14 @@ class PoolOwner:
             self._survive(partial(member.region.leave, member, dead=dead))
 
     def _survive(self, step: Step) -> None:
-        """One member, or one region, must not end the others'."""
+        """Run a step, and go on if it raises: one member, or one region, must not end the others'."""
         try:
             step()
         except BaseException as error:  # noqa: BLE001  # SystemExit of a policy, too
             self._warn_once(f"an error in the owner of {self.path}: {reason(error)}")
 
     def _post(self, step: Step) -> None:
-        """Have the thread do something; after its end, or in a forked child, the caller's does. For any thread."""
+        """Have the owner's thread run a step; after its end, or in a forked child, run it here. For any thread."""
         if len(FORKS) == self._forks:  # else a thread of the parent may have had the lock
             with self._waking:
                 if self._wakeup >= 0:
@@ -341,9 +341,9 @@ class PoolOwner:
     # joining ------------------------------------------------------------------------------------------------------
 
     def _join(self, member: Member) -> bool:
-        """Have a member join the region that is there, the one that it brings along, or a new one. Whether it has an
-        answer; else it waits, for other processes of its engine, for a region that is being made, or for members of the
-        last owner.
+        """Have a member join the region that is there, the one that it brings along, or a new one. Returns whether it
+        has an answer. Else it waits: for other processes of its engine, for a region that is being made, or for members
+        of the last owner.
         """
         if member.gone:
             return True
@@ -382,8 +382,8 @@ class PoolOwner:
             LOGGER.warning("%s", text)
 
     def _checked(self, member: Member) -> RegionKey | None:
-        """The region that the member wants; None: that of an engine whose processes have not joined yet. Raises
-        ValueError, KeyError.
+        """Return the key of the region that the member wants; None: that of an engine whose processes have not joined
+        yet. Raises ValueError, KeyError.
         """
         asked = member.asked
         if asked.get("version") != messages.VERSION:
@@ -495,7 +495,9 @@ class PoolOwner:
 
 
 def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
-    """A listener, its file, and whether it follows one whose owner has died. The folder is locked meanwhile."""
+    """Listen at `path`. Returns the socket, its file, and whether that took the place of one that an owner had left.
+    The folder is locked meanwhile.
+    """
     folder = os.path.dirname(os.path.abspath(path))
     try:
         status = os.stat(folder)
@@ -531,7 +533,7 @@ def _listen(path: str) -> tuple[socket.socket, os.stat_result, bool]:
 
 
 def _lock(descriptor: int, folder: str) -> None:
-    """Others may open the folder, and so lock it."""
+    """Lock a folder, or raise ValueError after `LOCK_SECONDS`: others may open it, and so lock it."""
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:

@@ -95,17 +95,17 @@ class Meaning(NamedTuple):
     identity: bytes
 
     @property
-    def slot_bytes(self) -> int:
+    def rows_bytes(self) -> int:
         return self.capacity * self.row_bytes
 
     @property
     def name(self) -> str:
-        """The same for the same layout and identity."""
+        """A text, the same for the same layout and identity."""
         return blake2b(self.fingerprint + self.identity + b"%d" % self.row_bytes, digest_size=8).hexdigest()
 
     @property
     def nbytes(self) -> int:
-        return self.slot_bytes + PAGE + -(-self.capacity * HEADER.size // PAGE) * PAGE
+        return self.rows_bytes + PAGE + -(-self.capacity * HEADER.size // PAGE) * PAGE
 
     def pack(self) -> bytes:
         return _SUPERBLOCK.pack(MAGIC, *self)
@@ -141,30 +141,30 @@ class PoolMemory:
 
     def __init__(self, files: list[int], meaning: Meaning, *, headers: bool) -> None:
         self.meaning = meaning
-        self._files = files  # later also that of an open file of our own, which holds our lock
+        self._files = files  # `lock` adds that of an open file of our own, which holds the lock
         try:
-            mapped = mmap.mmap(files[0], meaning.nbytes if headers else meaning.slot_bytes)
+            mapped = mmap.mmap(files[0], meaning.nbytes if headers else meaning.rows_bytes)
             weakref.finalize(mapped, close_files, self._files).atexit = False
         except BaseException:
             close_files(self._files)
             raise
-        begin, everything = meaning.slot_bytes, np.frombuffer(mapped, np.uint8)
+        begin, everything = meaning.rows_bytes, np.frombuffer(mapped, np.uint8)
         self.rows: UInt8Array = everything[:begin].reshape(meaning.capacity, meaning.row_bytes)
         self.headers = everything[begin + PAGE :][: meaning.capacity * HEADER.size]
         self._bytes = self.headers.data
 
     @classmethod
     def create(cls, meaning: Meaning) -> PoolMemory:
-        """Raises CapacityError, CapabilityError."""
+        """Allocate the memory of a new region. Raises CapacityError, CapabilityError."""
         files = list[int]()
         allocate_memory(files, "kvoffload-pool", meaning.nbytes)
         memory = cls(files, meaning, headers=True)
-        os.pwrite(memory.descriptor, meaning.pack(), meaning.slot_bytes)
+        os.pwrite(memory.descriptor, meaning.pack(), meaning.rows_bytes)
         return memory
 
     @classmethod
     def adopt(cls, descriptor: int, meaning: Meaning) -> PoolMemory:
-        """The memory of an owner that has ended, by a descriptor of a member's, which stays that one's. Raises
+        """Map the memory of an owner that has ended. `descriptor` is a member's, and stays that one's. Raises
         ValueError: it is no such memory.
         """
         packed = meaning.pack()
@@ -173,7 +173,7 @@ class PoolMemory:
             fits = sealed and os.fstat(descriptor).st_size == meaning.nbytes
         except OSError:
             fits = False
-        if not fits or os.pread(descriptor, len(packed), meaning.slot_bytes) != packed:
+        if not fits or os.pread(descriptor, len(packed), meaning.rows_bytes) != packed:
             raise ValueError(
                 f"a member's memory is no region of {meaning.nbytes} bytes with the superblock that it says"
             )
@@ -190,17 +190,13 @@ class PoolMemory:
 
         Raises BlockingIOError: the number is `OWNER`, and another owner has the memory.
         """
-        if not self.holds_lock:
+        if len(self._files) < 2:
             opened(self._files, os.open, f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         kind = fcntl.F_RDLCK
         if number == OWNER:
             kind = fcntl.F_WRLCK
             _OWNED.add(self._files[1])
         fcntl.fcntl(self._files[1], fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, number, 1, 0))
-
-    @property
-    def holds_lock(self) -> bool:
-        return len(self._files) > 1
 
     def locked(self, number: int) -> bool:
         """Whether any other open file holds the lock of this number."""
@@ -211,13 +207,13 @@ class PoolMemory:
     # the owner's headers ------------------------------------------------------------------------------------------
 
     def reserved(self, entries: Sequence[int], sequence: int, writer: int) -> None:
-        """These entries are about to be written."""
+        """Write headers of entries that are about to be written."""
         pack, headers = _RESERVED.pack_into, self._bytes
         for entry in entries:
             pack(headers, HEADER.size * entry, 0, RESERVED, 0, sequence, writer)
 
     def named(self, keys: Sequence[bytes], entries: Sequence[int], tenant: bytes) -> None:
-        """These entries, which are reserved, are for these keys."""
+        """Write keys into the headers of entries that were reserved for them."""
         headers = self._bytes
         for key, entry in zip(keys, entries, strict=True):
             begin = HEADER.size * entry
@@ -225,32 +221,32 @@ class PoolMemory:
             _CHECK.pack_into(headers, begin, zlib.crc32(headers[begin + 16 : begin + 104]))
 
     def ready(self, entries: Iterable[int]) -> None:
-        """These entries have the bytes of their keys."""
+        """Mark entries that have the bytes of their keys by now."""
         states = self._bytes.cast("I")
         for entry in entries:
             states[32 * entry + 1] = READY
 
     def gone(self, entries: Iterable[int]) -> None:
-        """These entries have no keys any more. Those that are being written are so still."""
+        """Mark entries that have no keys any more as free. Those that are being written are so still."""
         states = self._bytes.cast("I")
         for entry in entries:
             if states[32 * entry + 1] == READY:
                 states[32 * entry + 1] = FREE
 
     def reading(self, entries: Iterable[int], member: int) -> None:
-        """The member may read these entries from now on."""
+        """Mark entries that the member may read from now on."""
         words, bit = self._bytes.cast("Q"), 1 << member
         for entry in entries:
             words[16 * entry + 1] |= bit
 
     def read(self, entries: Iterable[int], member: int) -> None:
-        """It reads them no more."""
+        """Take the member's mark from entries that it does not read any more."""
         words, others = self._bytes.cast("Q"), ~(1 << member)
         for entry in entries:
             words[16 * entry + 1] &= others
 
     def found(self) -> FoundIndex:
-        """What a dead owner has left. Headers that are wrong count as free."""
+        """Read what a dead owner has left. Headers that are wrong count as free."""
         ready, users = list[tuple[int, int, bytes, bytes]](), dict[int, int]()
         for entry, fields in enumerate(HEADER.iter_unpack(self._bytes)):
             check, state, readers, sequence, writer, length, tenant, key = fields
@@ -270,7 +266,7 @@ class PoolMemory:
 
         Memory that is forgotten gives them up once no array over it is left, an engine's either.
         """
-        if self.holds_lock:  # a forked child has it, too, and may go on for long
+        if len(self._files) > 1:  # a forked child has it, too, and may go on for long
             fcntl.fcntl(self._files[1], fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, MEMBERS + 1, 0))
         self.rows, self.headers = np.empty((0, 0), np.uint8), np.empty(0, np.uint8)
         self._bytes = memoryview(b"")
@@ -293,7 +289,9 @@ def receive(connection: socket.socket, files: list[int] | None) -> bytes:
 
 
 def _leave_locks_to_parent() -> None:
-    """In a forked child: the next owner must not wait for it. Each number stays taken, until it is closed here."""
+    """Close locks that this process, a forked child, has inherited from an owner: the next owner must not wait for it.
+    Each descriptor stays taken until it is closed here.
+    """
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for number in list(_OWNED):
         os.dup2(null, number, inheritable=False)

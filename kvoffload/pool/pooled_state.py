@@ -29,14 +29,13 @@ from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
 from kvoffload.errors import CapacityError, MissingKeyError
 from kvoffload.pool import messages
-from kvoffload.pool.messages import NUMBER, Operation, pack_entries, unpack_entries
+from kvoffload.pool.messages import NUMBER, STATUSES, Grant, Operation, pack_entries, unpack_entries
 
 if TYPE_CHECKING:
     from kvoffload.cache.engines import CacheEngine
 
 OPEN, SETTLING, COMMITTED, ABORTED = Stage
 _REQUEST = -1  # in `RequestRecord.notes`: the number of a request at the owner
-_STATUSES = (Status.MISS, Status.HIT, Status.PENDING)
 MOST_SECONDS = 60.0  # that a promotion by the owner is waited for
 _NO_OWNER = "the pool's owner does not answer"
 
@@ -55,13 +54,9 @@ class Link(Protocol):
 
     def next_number(self) -> int: ...
 
-    def ask(
-        self, operation: Operation, payload: bytes, /, *, number: int | None = None, generation: int | None = None
-    ) -> bytes | None: ...
+    def ask(self, operation: Operation, payload: bytes, /, *, granted: Grant | None = None) -> bytes | None: ...
 
-    def tell(
-        self, operation: Operation, payload: bytes, /, *, keep: bool = False, generation: int | None = None
-    ) -> None: ...
+    def tell(self, operation: Operation, payload: bytes, /, *, generation: int | None = None) -> None: ...
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float, /) -> bytes | None: ...
 
@@ -84,8 +79,8 @@ class PooledState(CacheState):
         super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
         self.num_groups = pool.num_groups
         self.pool = pool
-        self.numbers: dict[Record, tuple[int, int]] = {}
-        self.unfit: dict[int, tuple[int, int]] = {}
+        self.numbers: dict[Record, Grant] = {}
+        self.unfit: dict[int, Grant] = {}
         self.fetched: LeaseRecord | None = None  # the latest that a look-up holds, which its load shares
         self._removed = 0  # leases with smaller numbers may hold keys that have been removed since
         self.salt = b""
@@ -99,11 +94,11 @@ class PooledState(CacheState):
         if self._clean >= generation or not self.pool.connected:
             return
         if all(granted == generation for granted, _ in self.numbers.values()):
-            self.pool.tell(Operation.CLEAN, b"", keep=True, generation=generation)
+            self.pool.tell(Operation.CLEAN, b"", generation=generation)
             self._clean = generation  # set last: after an interrupt the next call tells it again
 
     def forget_leases(self) -> None:
-        """Keys are about to be removed, or renamed: loads ask the owner for them, whatever leases hold."""
+        """Have loads ask the owner, whatever leases hold: keys are about to be removed, or renamed."""
         self.fetched = None
         self._removed = self.pool.next_number()
 
@@ -111,7 +106,7 @@ class PooledState(CacheState):
         return messages.pack_keys(keys, self.salt)
 
     def repair(self) -> None:
-        """As every state; and the owner hears of what has ended."""
+        """Repair as every state does, and tell the owner what has ended."""
         rebuild(self.table)
         for record in list(self.numbers):
             if record not in self.table.reservations and record not in self.table.leases:
@@ -182,7 +177,7 @@ class PooledState(CacheState):
         self.pool.wake()
 
     def settle(self, record: ReservationRecord, well: bool) -> None:
-        """The owner makes the keys hits, or free again, once no transfer may write their entries."""
+        """Have the owner make the keys hits, or free again, once no transfer may write their entries."""
         if record not in self.table.reservations:
             record.stage = COMMITTED if well else ABORTED
             return
@@ -208,8 +203,8 @@ class PooledState(CacheState):
         self.consistent = True
 
     def decline_unfit(self, record: Record, unfit: Collection[int]) -> None:
-        """The owner removes these keys with the end of the record; those that a load read behind their store, with the
-        end of the store.
+        """Have the owner remove these keys with the end of the record; those that a load read behind their store, with
+        the end of the store.
         """
         new = set(unfit).difference(self.unfit, *(source.indices for source in getattr(record, "sources", ())))
         if new and record in self.numbers:
@@ -220,7 +215,7 @@ class PooledState(CacheState):
     # reading ------------------------------------------------------------------------------------------------------
 
     def take(self, keys: list[bytes], pending: bool, loads: int | None = None) -> LeaseRecord:
-        """A lease of the leading keys that are ready. With `pending`, of keys that this member is storing, too.
+        """Lease the leading keys that are ready. With `pending`, also those that this member is storing.
 
         Args:
             loads: the number of the request that is about to load all of them; 0: of none.
@@ -258,7 +253,7 @@ class PooledState(CacheState):
     def propose_lease(
         self, keys: list[bytes], pending: bool, loads: bool = False, opened: RequestRecord | None = None
     ) -> LeaseRecord:
-        """A lease of all keys. With `loads`, the message that asks for it also says what `use` would.
+        """Lease all keys. With `loads`, the message that asks for them also says what `use` would.
 
         Raises MissingKeyError: not all are ready.
         """
@@ -278,7 +273,7 @@ class PooledState(CacheState):
         return lease
 
     def _shares(self, lease: LeaseRecord, source: LeaseRecord) -> bool:
-        """Have a lease read what another one holds, if that has all its keys. Whether it has."""
+        """Have a lease read what another one holds, if that has all its keys. Returns whether it has."""
         keys, found = lease.keys, source.indices[: len(lease.keys)]
         if source.keys[: len(keys)] != keys:
             entry_of = dict(zip(source.keys, source.indices, strict=True))
@@ -290,7 +285,7 @@ class PooledState(CacheState):
         return True
 
     def begin(self, lease: LeaseRecord) -> None:
-        """The owner holds its entries already."""
+        """Note a lease whose entries the owner holds already."""
         self.table.leases.add(lease)  # also one of no keys, which the owner was not asked for
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
@@ -336,8 +331,8 @@ class PooledState(CacheState):
         """Ask for entries; `numbers` has the record before the owner can grant them."""
         if not self.pool.connected and self.pool.ask(Operation.STATUS, messages.pack_keys([])) is None:
             return None  # without a number: its end would wait for the owner, and crowd out those of real leases
-        self.numbers[record] = generation, number = self.pool.generation, self.pool.next_number()
-        return self.pool.ask(operation, payload, number=number, generation=generation)
+        self.numbers[record] = granted = self.pool.generation, self.pool.next_number()
+        return self.pool.ask(operation, payload, granted=granted)
 
     def _end_at_owner(self, record: Record) -> None:
         granted = self.numbers.get(record)
@@ -348,7 +343,7 @@ class PooledState(CacheState):
             well = getattr(record, "stage", None) is COMMITTED
             unfit = [entry for entry, by in self.unfit.items() if by == granted]
             payload = messages.ENDING.pack(number, well) + pack_entries(unfit)
-            self.pool.tell(Operation.END, payload, keep=True, generation=generation)
+            self.pool.tell(Operation.END, payload, generation=generation)
             self.unfit = {entry: by for entry, by in self.unfit.items() if by != granted}
         self.numbers.pop(record, None)
         self.tidy()
@@ -366,7 +361,7 @@ class PoolRecordCalls(RecordCalls):
         self._answers = Counter[str]()
 
     def settle(self) -> bool:
-        """For the membership's thread: bring the cache up to date. Whether its transfers are in flight."""
+        """Bring the cache up to date, for the membership's thread. Returns whether its transfers are in flight."""
         engine, state = self._engine, self._pooled
         if engine is not None and not engine.closed:
             engine.advance()
@@ -376,12 +371,12 @@ class PoolRecordCalls(RecordCalls):
     @partial(guarded, nested=lambda _, keys: [Status.MISS] * len(keys))
     def status(self, keys: list[bytes]) -> list[Status]:
         answer = self._pool.ask(Operation.STATUS, self._pooled.pack(keys))
-        return [Status.MISS] * len(keys) if answer is None else [_STATUSES[code] for code in answer]
+        return [Status.MISS] * len(keys) if answer is None else [STATUSES[code] for code in answer]
 
     @partial(guarded, nested=lambda *_: Status.MISS)
     def status_of(self, key: bytes) -> Status:
         answer = self._pool.ask(Operation.STATUS, self._pooled.pack([key]))
-        status = Status.MISS if answer is None else _STATUSES[answer[0]]
+        status = Status.MISS if answer is None else STATUSES[answer[0]]
         self._state.recorder.note_lookup([key], int(status is Status.HIT))
         return status
 
@@ -405,7 +400,7 @@ class PoolRecordCalls(RecordCalls):
         return counted.resident + counted.pending
 
     def statistics(self) -> CacheStatistics:
-        """What this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region. If no owner
+        """Count what this member has done; `resident`, `pending`, `pinned` and `evicted` are of the region. If no owner
         answers, or the pool is closed, the first three are 0, and `evicted` is as before: a counter does not fall.
         """
         counts = json.loads(self._count(None)) if self._pool.connected else {}
@@ -422,8 +417,9 @@ class PoolRecordCalls(RecordCalls):
         assert numbers.keys() <= {*table.reservations, *table.leases}, "numbers are of records"
 
     def remove(self, given: tuple[list[bytes] | None, bool]) -> int:
-        """Perhaps also from the owner's tiers, for which it waits up to a minute, without the cache's lock. Returns 0
-        and raises nothing if the owner does not answer, or a tier takes longer or fails: then they may be there still.
+        """Remove keys, or all; with `below` from the owner's tiers, too, for which it waits up to a minute, without the
+        cache's lock. Returns how many there were. Returns 0 and raises nothing if the owner does not answer, or a tier
+        takes longer or fails: then they may be there still.
         """
         locked(self, lambda _: self._pooled.forget_leases())
         keys, below = given
@@ -434,7 +430,7 @@ class PoolRecordCalls(RecordCalls):
 
     @guarded
     def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
-        """The owner moves the keys itself."""
+        """Pass a hint on to the owner, which moves the keys itself."""
         hint, _ = given
         self._pooled.end_dropped()
         answer = self._pool.ask(Operation.HINT, json.dumps(hint._asdict()).encode())

@@ -100,12 +100,12 @@ class Member:
         return str(self.asked.get("engine", ""))
 
     def opened(self, number: int) -> RequestRecord | None:
-        """The open request with this number."""
+        """Return the member's open request with this number; None: it has none."""
         request = self.requests.get(number)
         return None if request is None else request._record
 
     def answer(self, number: int, kind: int, payload: bytes) -> None:
-        """Send it, or keep it until there is room. A member that does not read is cut off."""
+        """Send an answer, or keep it until there is room. A member that does not read is cut off."""
         if self.gone:
             return
         before = len(self._outgoing)
@@ -118,11 +118,11 @@ class Member:
             self.connection.shutdown(socket.SHUT_RDWR)  # which the owner's thread sees as its end
 
     def answer_later(self, number: int, kind: int, payload: bytes) -> None:
-        """For any thread."""
+        """As `answer`, from any thread."""
         self._post(partial(self.answer, number, kind, payload))
 
     def flush(self) -> bool:
-        """Send what is kept. Whether that is all."""
+        """Send the answers that are kept. Returns whether all are sent."""
         try:
             while self._outgoing:
                 self.connection.send(self._outgoing[0])
@@ -134,7 +134,7 @@ class Member:
         return True
 
     def release_promotions(self, until: float, *, ended: bool = False) -> None:
-        """Release those with a deadline up to then, by `time.monotonic`; with `ended`, also all that have ended.
+        """Release promotions with a deadline up to then, by `time.monotonic`; with `ended`, also all that have ended.
         Another thread of the member may wait for the rest.
         """
         for promotion in list(self.promotions):
@@ -145,7 +145,7 @@ class Member:
 
 @contextmanager
 def survived() -> Iterator[None]:
-    """A policy that raises must not keep from what follows: the next call repairs."""
+    """Go on if a policy raises; the next call repairs it."""
     try:
         yield
     except BaseException as error:  # noqa: BLE001  # SystemExit, too
@@ -153,14 +153,14 @@ def survived() -> Iterator[None]:
 
 
 class Removals:
-    """What one thread does for a region, in order, as long as there is something."""
+    """Removals of a region, which one thread does in order; it ends when there are none."""
 
     def __init__(self) -> None:
         self._lock = new_lock()
         self._steps: deque[Step] = deque()
 
     def add(self, step: Step) -> bool:
-        """False: so many wait that it is not done."""
+        """Have the thread run a step. Returns False, and runs nothing, if too many wait."""
         with self._lock:
             waiting = len(self._steps)
             if waiting >= MOST_REMOVALS:
@@ -221,7 +221,7 @@ class Region:
 
     def _read_headers(self) -> None:
         def hold(state: CacheState) -> None:
-            """Hold the entries of each user, with a key or without."""
+            """Lease the entries of each user, with a key or without."""
             state.consistent = False
             for alive in self.gone.values():
                 lease = LeaseRecord([], list(alive.marked), ())
@@ -250,7 +250,7 @@ class Region:
         return bool(self._state.awaited or any(member.promotions for member in self.members))
 
     def reserved(self, record: ReservationRecord) -> None:
-        """The index tells it under its lock."""
+        """Write headers before a record's entries are written. The index calls it under its lock."""
         if len(record.victim_indices) > len(record.indices):
             self.memory.gone(record.victim_indices[len(record.indices) :])  # which no new key takes
         if record.indices:
@@ -262,16 +262,16 @@ class Region:
     # members ------------------------------------------------------------------------------------------------------
 
     def of_engine(self, name: str) -> list[Member]:
-        """The processes of an engine that have joined."""
+        """Return the processes of an engine that have joined."""
         return [member for member in self.members if name and member.engine == name]
 
     def copying_for(self, name: str) -> int:
-        """How many processes of an engine have joined, without the one with its index."""
+        """Count the processes of an engine that have joined, without the one with its index."""
         return sum("processes" not in each.asked for each in self.of_engine(name))
 
     def number_for(self, member: Member, old: int | None) -> int:
-        """The number of a member that joins: that of its engine's other processes, or one that no member has, and no
-        process the lock of.
+        """Choose the number of a member that joins: that of its engine's other processes, or one that no member has,
+        and no process the lock of.
 
         Args:
             old: that a member with the memory of the last owner has.
@@ -293,8 +293,8 @@ class Region:
         return old
 
     def leave(self, member: Member, *, dead: bool) -> None:
-        """A member has gone. What it was writing stays in quarantine until nothing of it can write any more. So does
-        what it was reading, unless it is `dead`: it may have lost its connection alone.
+        """Take out a member that has gone. What it was writing stays in quarantine until nothing of it can write any
+        more. So does what it was reading, unless it is `dead`: it may have lost its connection alone.
         """
         self.members.discard(member)
         member.release_promotions(float("inf"))
@@ -322,7 +322,9 @@ class Region:
         self.records.settle_ended(None)
 
     def end_quarantine(self, number: int) -> None:
-        """The member has nothing in use that was granted before it joined: by the last owner, or by this one."""
+        """Free what is kept for a member that has nothing in use any more which was granted before it joined: by the
+        last owner, or by this one.
+        """
         alive = self.gone.pop(number, None)
         if alive is not None:
             alive.finished = True
@@ -331,8 +333,8 @@ class Region:
             self.memory.read(alive.marked - still, number)
 
     def unmark(self, member: Member) -> None:
-        """Of the entries that headers name as the member's, it uses some no more. It may still use what it has leased,
-        and what was granted before it joined, which the next owner must know.
+        """Take the member's mark from headers of entries that it does not read any more. It may still read what it has
+        leased, and what was granted before it joined, which the next owner must know.
         """
         still = {entry for lease in member.leases.values() for entry in lease.indices}
         alive = self.gone.get(member.number)
@@ -367,7 +369,7 @@ def tenant_digest(tenant: str) -> bytes:
 
 
 def meaning_of(fingerprint: bytes, identity: str, row_bytes: int, *, nbytes: int = 0) -> Meaning:
-    """Of as many entries as fit into `nbytes`."""
+    """Describe a region of as many entries as fit into `nbytes`."""
     digest = blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     most = max(0, (nbytes - PAGE) // (row_bytes + HEADER.size))
     meaning = Meaning(most, row_bytes, fingerprint, digest)

@@ -45,7 +45,7 @@ from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, in_ours, new_lock, new_thread, refuse_waiting, run_outside
 from kvoffload.internal.teardown import opened
 from kvoffload.pool import messages, watching
-from kvoffload.pool.messages import Operation
+from kvoffload.pool.messages import Grant, Operation
 from kvoffload.pool.pool_memory import Meaning, PoolMemory, RowLayout, close_files, receive
 from kvoffload.pool.watching import SETTLE_SECONDS, forget, hang_up, wake, watch
 
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 0.1
 ASK_SECONDS = 1e-4 if hostinfo.usable_cpus() >= 8 else 0.0  # that a call asks for its answer before it sleeps
 ALLOCATING_SECONDS = 10.0  # that an owner is waited for which says each second that it allocates memory
-_MOST_UNSENT = 65_536  # messages
+MOST_UNSENT = 65_536  # messages
 _MOST_SECONDS = 1e6  # that anything is waited for: `poll` takes twice as many
 
 
 class SharedPool:
-    """Made by `attach`. Usable from any thread; a context manager.
+    """An engine's membership in a pool, made by `attach`. Usable from any thread; a context manager.
 
     Close it after the engine over its memory: until then it tells owners that this process may touch the memory, and
     holds what a cache over it held when that was forgotten. If you forget it, or an interrupt loses it, it leaves the
@@ -268,8 +268,8 @@ class SharedPool:
     def open(
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
     ) -> tuple[CacheState, RecordCalls]:
-        """State and records of a cache over this pool. Raises CapacityError, LayoutError: the engine is not over it, or
-        a cache is already.
+        """Return state and records for a cache over this pool. Raises CapacityError, LayoutError: the engine is not
+        over it, or a cache is already.
         """
         from kvoffload.pool.pooled_state import PooledState, PoolRecordCalls
 
@@ -306,24 +306,25 @@ class SharedPool:
             raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
 
     def wake(self) -> None:
-        """Transfers are in flight: look at them until they have ended, so that others see the keys."""
+        """Have the thread look at transfers in flight until they have ended, so that others see the keys."""
         with self._calls, self._lock:
             if not self._woken:
                 self._woken = True
                 wake(self._wakeup)
 
-    def ask(
-        self, operation: Operation, payload: bytes, *, number: int | None = None, generation: int | None = None
-    ) -> bytes | None:
-        """The owner's answer to a message; None: no owner, or not in time, and then not before it has caught up; or it
-        is of another `generation`; or a signal handler asks in the middle of another message.
+    def ask(self, operation: Operation, payload: bytes, *, granted: Grant | None = None) -> bytes | None:
+        """Send a message, and return the owner's answer. None: no owner, or not in time, and then not before it has
+        caught up; or a signal handler asks in the middle of another message.
+
+        Args:
+            granted: what the message asks for. An owner of another generation is not asked.
 
         Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
         """
         self.check_usable()
         if in_call(self._lock) or (in_ours() and threading.current_thread() is not self._thread):
             return None  # a finalizer asks, perhaps in the owner's thread
-        number = self.next_number() if number is None else number
+        generation, number = granted or (None, self.next_number())
         with self._calls, self._lock:
             if not (self._ready() and generation in (None, self.generation) and self._send(number, operation, payload)):
                 return None
@@ -337,8 +338,8 @@ class SharedPool:
         return None
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float) -> bytes | None:
-        """The answer to BRING, REMOVE or FORGET, for which the owner may wait for tiers, at most so many seconds; None:
-        as of `ask`, also if it stops answering `ask` meanwhile. Other calls go on.
+        """Send BRING, REMOVE or FORGET, and return the answer, for which the owner may wait for tiers, at most so many
+        seconds. None: as of `ask`, also if it stops answering `ask` meanwhile. Other calls go on.
         """
         self.check_usable()
         refuse_waiting("promote" if operation is Operation.BRING else "remove")
@@ -366,9 +367,9 @@ class SharedPool:
         finally:
             del self._slow[number]
 
-    def tell(self, operation: Operation, payload: bytes, *, keep: bool = False, generation: int | None = None) -> None:
-        """Send a message without an answer. If the owner does not listen it is dropped, or with `keep` sent later. To
-        an owner of another `generation` nothing is sent.
+    def tell(self, operation: Operation, payload: bytes, *, generation: int | None = None) -> None:
+        """Send a message without an answer. If the owner does not listen it is dropped. One for the owner of a
+        `generation` is sent later then, and dropped if that owner has ended.
         """
         if self._closed or len(FORKS) != self._forks:
             return
@@ -377,7 +378,7 @@ class SharedPool:
             ready, number = not nested and self._ready(), self.next_number()
             if generation not in (None, self.generation) or (ready and self._send(number, operation, payload)):
                 return
-            if keep and self._joined and len(self._unsent) < _MOST_UNSENT:
+            if generation is not None and self._joined and len(self._unsent) < MOST_UNSENT:
                 self._unsent.append((operation, payload))
                 self.wake()
 
@@ -437,7 +438,7 @@ class SharedPool:
         return self._joined
 
     def _take_join(self, kind: int, content: bytes) -> None:
-        """The owner's answer to JOIN. The first one brings the memory; a later owner must have the same."""
+        """Take the owner's answer to JOIN. The first one brings the memory; a later owner must have the same."""
         if kind != Operation.JOIN:
             name, _, reason = content.decode(errors="replace").partition(": ")
             self._drop()
@@ -466,8 +467,8 @@ class SharedPool:
         self.wake()
 
     def _answer(self, number: int, end: float) -> tuple[int, bytes] | None:
-        """The answer with this number (0: any answer), or None if it does not come in time: then it is late. Answers
-        with greater numbers may come first, if another thread asked between this one's number and its message.
+        """Return the answer with this number (0: any answer); None: it does not come in time, and is late. Answers with
+        greater numbers may come first, if another thread asked between this one's number and its message.
         """
         self._late = number
         while (message := self._message(end)) is not None:
@@ -481,7 +482,7 @@ class SharedPool:
         return None
 
     def _message(self, end: float) -> tuple[int, int, bytes] | None:
-        """The next message that is no slow answer; None: there is none in time, or the owner has ended."""
+        """Return the next message that is no slow answer; None: none comes in time, or the owner has ended."""
         while self._socket is not None:
             if not self._arrives(end):
                 return None
@@ -524,13 +525,13 @@ class SharedPool:
         return False
 
     def _warn(self, text: str) -> None:
-        """Once, until an owner takes this member again."""
+        """Log a warning, once until an owner takes this member again."""
         if text not in self._warned:
             self._warned.append(text)
             LOGGER.warning("%s", text)
 
     def _lose(self) -> None:
-        """The owner has ended."""
+        """Give up an owner that has ended."""
         if self._joined:
             LOGGER.warning("the owner of %s has ended: its keys are misses until another one serves it", self.path)
             self.generation += 1
@@ -552,7 +553,7 @@ class SharedPool:
         return bool(not self.connected or self._unsent)
 
     def _tend(self) -> bool:
-        """For the thread: find a new owner if there is none, settle what has ended. Whether transfers are in flight."""
+        """Find a new owner if there is none, and settle what has ended. Returns whether transfers are in flight."""
         with self._calls, self._lock:
             if self.connected:
                 self._message(0.0)  # finds that the owner has ended

@@ -40,7 +40,7 @@ def hang_up(connections: list[socket.socket]) -> None:
 
 
 def watch(pool: weakref.ref[Any], files: list[int]) -> None:
-    """The thread of a member: sleeps until transfers are in flight, or the owner has ended, or it is forgotten.
+    """Run the thread of a member: sleep until transfers are in flight, or the owner has ended, or it is forgotten.
 
     Args:
         files: a wakeup of its own, which it takes out and closes; empty if the thread's start was interrupted.

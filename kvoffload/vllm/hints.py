@@ -24,7 +24,7 @@ _ACTIONS: dict[str, Action] = {
 
 
 def session_of(context: ReqContext, named: object = None) -> str | None:
-    """The session that vLLM has `named`, else the one that `kv_transfer_params` name."""
+    """Return the session that vLLM has `named`, else the one that `kv_transfer_params` name."""
     name = _first(named, _get(context.kv_transfer_params, "session"))
     if name is None or (isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME):
         return name
@@ -33,7 +33,7 @@ def session_of(context: ReqContext, named: object = None) -> str | None:
 
 
 def hints_of(context: ReqContext, session: str | None) -> list[Hint]:
-    """The hints that came with a request of this session."""
+    """Return the hints that came with a request of this session."""
     envelope = _first(getattr(context, "kv_hints", None), _get(context.kv_transfer_params, "kv_hints"))
     actions = [] if envelope is None else _get(envelope, "actions")
     if not isinstance(actions, list) or (actions and _get(envelope, "protocol_version") not in _VERSIONS):
@@ -60,7 +60,7 @@ def _hint(action: object, own: str | None) -> Hint | None:
 
 
 def _get(holder: object, name: str) -> Any:
-    """A field of JSON, or of vLLM's structs."""
+    """Return a field of JSON, or of vLLM's structs; None: there is none."""
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 

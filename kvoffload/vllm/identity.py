@@ -61,14 +61,17 @@ def connector_for(option: str, why: str) -> Connector:
     return connector
 
 
-def identity_of(connector: Connector, offloading: OffloadingConfig) -> str:
-    """The model and its draft model, with their weights; dtypes, and vLLM's release.
+def identity_of(connector: Connector, offloading: OffloadingConfig, given: str | None = None) -> str:
+    """Return `given`, kvoffload_tier_identity; if that is None, describe the model and its draft model, with their
+    weights, dtypes, and vLLM's release.
 
     Adapters are left out: vLLM's keys depend on their names and paths.
 
     Raises:
         CapabilityError: nothing tells which weights a model has.
     """
+    if given is not None:
+        return given
     config = connector.config
     draft: Any = config.speculative_config
     drafts: Any = None if draft is None else draft.draft_model_config
@@ -113,7 +116,7 @@ def _identity_of_model(model: Any, load: Any) -> dict[str, Any]:
 
 
 def _weights(model: str, revision: str | None, cache: str | None) -> str:
-    """A text that differs for other weights under the same name; CapabilityError if nothing tells them apart."""
+    """Return a text that differs for other weights of that name. Raises CapabilityError: nothing tells them apart."""
     path = Path(model)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     if any(file.suffix in _WEIGHTS and file.is_file() for file in files):
@@ -149,14 +152,14 @@ def _text(value: Any) -> str:
 
 
 def note_of(layout: KVLayout) -> str:
-    """A description of a worker's slots: it is equal for two workers if each could load the other's slots."""
+    """Describe a worker's slots: equally for two workers if each could load the other's slots."""
     groups = [[group.slot_order, [plane.block_bytes for plane in group.planes]] for group in layout.groups]
     coded = {"codecs": layout.codecs} if set(layout.codecs) != {"raw"} else {}  # records without are as before
     return json.dumps({"blocks_per_slot": layout.blocks_per_slot, "groups": groups, **coded})
 
 
 def layout_digest(offloading: OffloadingConfig, notes: Sequence[str]) -> bytes:
-    """16 bytes over each worker's `note_of`, in the order of their ranks, and how vLLM divides the model."""
+    """Digest, into 16 bytes, each worker's `note_of`, in the order of their ranks, and how vLLM divides the model."""
     parallel, cache = offloading.parallel, offloading.cache
     said = {
         "workers": list(notes),

@@ -107,7 +107,7 @@ class KVOffloadManager(OffloadingManager):
 
     @cached_property
     def index(self) -> CacheIndex:
-        """The keys. Opened at its first use, with the tiers if there are any: that use raises their errors."""
+        """The index of the keys. Opened at its first use, with tiers if there are any: that use raises their errors."""
         on_event = None if self._events is None else self._events.note
         if self._promotions is not None:
             return self._promotions.open(on_event)
@@ -122,7 +122,9 @@ class KVOffloadManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """HIT: the key can be loaded. HIT_PENDING: it is being stored or promoted. RETRY: a tier may have it. MISS."""
+        """Return HIT if the key can be loaded, HIT_PENDING if it is being stored or promoted, RETRY if a tier may have
+        it, else MISS.
+        """
         if self._promotions is not None:
             return self._promotions.lookup(self.index, key, req_context)
         status = self._status_of(key)
@@ -136,7 +138,7 @@ class KVOffloadManager(OffloadingManager):
             self._promotions.advance()
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """The slots of keys that `lookup` found. They are not evicted before `complete_load` of the same keys.
+        """Return the slots of keys that `lookup` found, and hold them until `complete_load` of the same keys.
 
         Raises MissingKeyError if a key has no slot; then nothing is held.
         """
@@ -408,7 +410,7 @@ class RequestState:
 
 
 def state_of(index: CacheIndex, context: ReqContext, resets: int, named: object = None) -> RequestState:
-    """The state of a context, with an open request of the index; made if there is none, for the session `named`."""
+    """Return a context's state, with an open request of the index; made if there is none, for the session `named`."""
     state: RequestState | None = context.get_state(RequestState)
     if state is None or state.owner is not index:
         state = RequestState(index, resets, context, named)

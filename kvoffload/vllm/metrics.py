@@ -39,7 +39,7 @@ _SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 def _grown(now: object, before: object, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """The counts that have grown since the last report (None: none yet), and by how much."""
+    """Yield the counts that have grown since the last report (None: none yet), and by how much."""
     for name in names:
         count, counted = getattr(now, name), getattr(before, name, 0)
         grown = count - counted if count >= counted else count  # the next owner of a shared pool counts from 0
@@ -48,7 +48,7 @@ def _grown(now: object, before: object, names: Iterable[str]) -> Iterator[tuple[
 
 
 def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Metrics of each tier, labelled with its name, besides `definitions`."""
+    """Return the metrics of each tier, labelled with its name, which come besides `definitions`."""
     counters = _TIER_COUNTERS.items()
     return {
         _TIER_USABLE: OffloadingGaugeMetadata(
@@ -59,7 +59,7 @@ def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def definitions(store_threshold: int) -> dict[str, OffloadingMetricMetadata]:
-    """For `OffloadingSpec.build_metric_definitions`. Below a threshold of 2 no chunk is skipped."""
+    """Return the metrics for `OffloadingSpec.build_metric_definitions`. Below a threshold of 2 no chunk is skipped."""
     skipped = OffloadingCounterMetadata("Chunks not stored, as they were not offered often enough.")
     share = "of the CPU KV cache's chunks, 0.0 to 1.0."
     return {

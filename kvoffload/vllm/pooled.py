@@ -24,7 +24,7 @@ from kvoffload.pool.pooled_state import PoolRecordCalls
 from kvoffload.pool.shared_pool import SharedPool
 from kvoffload.vllm.identity import connector_for, identity_of, layout_digest, note_of
 
-_LONGEST_WAIT = 300.0  # seconds for the owner, which may have to allocate the memory first
+_LONGEST_WAIT = 300.0  # seconds for the owner, which may have to allocate the memory first, and for the workers
 _REPORT_SECONDS = 1.0  # between questions for the pool's gauges
 
 
@@ -41,25 +41,22 @@ class PoolOfEngine:
 
     Args:
         path: of the owner's socket.
-        identity: of the weights; None: see `identity_of`.
-        wait: seconds for the owner, and for the workers.
+        identity: of the weights, see `identity_of`.
     """
 
-    def __init__(
-        self, path: str, config: OffloadingConfig, identity: str | None, *, wait: float = _LONGEST_WAIT
-    ) -> None:
+    def __init__(self, path: str, config: OffloadingConfig, identity: str | None) -> None:
         why = "with vLLM's own connector other engines would load the bytes of a store that failed"
         self._connector = connector_for("kvoffload_pool", why)
-        self._path, self._config, self._identity, self._wait = path, config, identity, wait
+        self._path, self._config, self._identity = path, config, identity
         self._pool: SharedPool | None = None
 
     def attach(self, layout: KVLayout) -> SharedPool:
         """Join as a worker, whose slots are the result's `host_memory`. Raises errors of `SharedPool.attach`."""
         config, workers = self._config, self._config.parallel.world_size
-        identity = identity_of(self._connector, config) if self._identity is None else self._identity
+        identity = identity_of(self._connector, config, self._identity)
         rows = _Rows(layout_digest(config, [note_of(layout)] * workers), layout.slot_bytes, workers)
         engine = (config.engine_id, config.parallel.rank)
-        return SharedPool.attach(self._path, rows, identity=identity, engine=engine, timeout=self._wait)
+        return SharedPool.attach(self._path, rows, identity=identity, engine=engine, timeout=_LONGEST_WAIT)
 
     def workers_are_there(self) -> bool:
         """Join as the scheduler, if all workers have joined."""
@@ -75,8 +72,8 @@ class PoolOfEngine:
         return 0 if self._pool is None else self._pool.capacity
 
     def promotions(self) -> PooledLookups:
-        """For the manager, which joins at its first use, if `workers_are_there` has not."""
-        return PooledLookups(lambda: self._pool or self._join(self._wait))
+        """Make the lookups of the manager, which joins at its first use, if `workers_are_there` has not."""
+        return PooledLookups(lambda: self._pool or self._join(_LONGEST_WAIT))
 
     def _join(self, timeout: float) -> SharedPool:
         engine, workers = self._config.engine_id, self._config.parallel.world_size
@@ -121,13 +118,15 @@ class PooledLookups:
         self._report_at = 0.0
 
     def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
-        """`on_event` hears nothing: which keys other engines evict is not known here."""
+        """Join the pool, and open an index over it. `on_event` hears nothing: which keys other engines evict is not
+        known here.
+        """
         self._pool = self._open_pool()
         self._index = CacheIndex(self._pool)
         return self._index
 
     def lookup(self, index: CacheIndex, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """HIT, HIT_PENDING or MISS. Statistics count each key once for a request."""
+        """Return HIT, HIT_PENDING or MISS. Statistics count each key once for a request."""
         state: LookupState | None = context.get_state(LookupState)
         if state is None or state.owner is not self:
             state = LookupState(self)
@@ -166,13 +165,13 @@ class PooledLookups:
         self._active.clear()
 
     def release(self, context: ReqContext) -> None:
-        """The request has begun to load, or has finished."""
+        """Count the request's keys anew: it has begun to load, or has finished."""
         state = context.get_state(LookupState)
         if state is not None and state.owner is self:
             state.counted.clear()
 
     def clear(self, index: CacheIndex) -> None:
-        """From now on this engine's keys are its own, in the same pool: it has no hits of what was stored before, nor
+        """Give this engine keys of its own, in the same pool: from now on it has no hits of what was stored before, nor
         of what other replicas store.
 
         vLLM resets for new weights, for example. Nothing tells which weights the other replicas have now: they may
@@ -182,7 +181,7 @@ class PooledLookups:
         _records(index).part(None)
 
     def statistics(self, index: CacheIndex) -> CacheStatistics:
-        """At most a second old: vLLM asks in each step, and the owner knows the gauges."""
+        """Return statistics at most a second old: vLLM asks in each step, and the owner knows the gauges."""
         now = time.monotonic()
         if self._latest is None or now >= self._report_at:
             self._latest, self._report_at = index.statistics(), now + _REPORT_SECONDS

@@ -99,7 +99,7 @@ class Promotions:
             except MissingKeyError:  # evicted meanwhile
                 status = Status.MISS
         if status is Status.MISS:
-            result = self._ask(state, key)
+            result = self._ask(index, state, key)
         else:
             state.seen.setdefault(get_offload_group_idx(key), {})[key] = None
             result = LookupResult.HIT if status is Status.HIT else LookupResult.HIT_PENDING
@@ -108,14 +108,13 @@ class Promotions:
             state.counted.add(key)
         return result
 
-    def _ask(self, state: PromotionState, key: OffloadKey) -> LookupResult:
+    def _ask(self, index: CacheIndex, state: PromotionState, key: OffloadKey) -> LookupResult:
         promotion = state.asked.get(key)
         if promotion is not None:
             return LookupResult.MISS if promotion.done else LookupResult.RETRY
         if self._ended or 0 < state.until <= time.monotonic():
             return LookupResult.MISS
-        assert self._index is not None
-        below = self._index.status_below(key)
+        below = index.status_below(key)
         group = get_offload_group_idx(key)
         seen = state.seen.setdefault(group, {})
         if below is Status.PENDING and group in self._windows and len(seen) > self._windows[group]:
@@ -174,8 +173,7 @@ class Promotions:
         except TierError as error:
             LOGGER.error("the tiers are not used any more, since a reset of vLLM's cache failed there: %s", error)
             self._ended = True
-            assert self._index is not None
-            self._index.close(0.0)
+            index.close(0.0)
 
     def statistics(self, index: CacheIndex) -> CacheStatistics:
         return index.statistics()

@@ -84,7 +84,7 @@ class KVOffloadSpec(OffloadingSpec):
         return (*CPUOffloadingInfo.config_info_keys(), "kvoffload_policy")
 
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side, the same at each call. Pins no memory, and needs no GPU.
+        """Return the scheduler's side, the same at each call. Pins no memory, and needs no GPU.
 
         If all workers offer their slots by now, it opens the tiers, and raises their errors; or joins the pool, if they
         have. Else the manager's first use does.
@@ -114,7 +114,7 @@ class KVOffloadSpec(OffloadingSpec):
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVOffloadWorker:
-        """A worker's side, the same at each call. The first call pins the worker's host memory.
+        """Return a worker's side, the same at each call. The first call pins the worker's host memory.
 
         Raises:
             CapacityError: the memory cannot be pinned, or a chunk is larger than vLLM's configuration says.
@@ -160,7 +160,7 @@ class KVOffloadSpec(OffloadingSpec):
         return open_device(kv_caches.tensors[0].tensor.device.index or 0)
 
     def current_stream(self, kv_caches: CanonicalKVCaches) -> Callable[[], StreamLike]:
-        """A function that returns the stream on which vLLM queues its work. A subclass may override it, for tests."""
+        """Return a function that gives vLLM's current stream. A subclass may override it, for tests."""
         import torch
 
         device = kv_caches.tensors[0].tensor.device
@@ -200,11 +200,11 @@ class TiersOfWorkers:
         self._wait = wait
 
     def name_of(self, rank: int) -> str:
-        """The name under which a worker offers its slots; all processes of an engine know the engine's identifier."""
+        """Return the name of a worker's offer of its slots; all processes of an engine know the engine's identifier."""
         return f"{self._config.engine_id}/{rank}"
 
     def promotions(self) -> Promotions:
-        """For the manager, which opens the index at its first use."""
+        """Make the promotions of the manager, which opens the index at its first use."""
         sizes = {group.group_id: group.sliding_window_size_in_chunks for group in self._config.groups}
         disks_alone = all(choice.kind == "disk" for choice in self._options.kvoffload_tiers)
         return Promotions(
@@ -239,7 +239,7 @@ class TiersOfWorkers:
                     for name, value in choice.arguments.items()
                 }
                 if choice.kind != "memory" and "identity" not in arguments:
-                    arguments["identity"] = self.identity
+                    arguments["identity"] = identity_of(self._connector, self._config, options.kvoffload_tier_identity)
                 try:
                     tiers.append(load_tier(choice.kind, **arguments))
                 except (TypeError, ValueError) as error:
@@ -271,8 +271,3 @@ class TiersOfWorkers:
                     "Leave out kvoffload_tiers where workers are on several machines"
                 ) from error
         return pools, notes
-
-    @property
-    def identity(self) -> str:
-        given = self._options.kvoffload_tier_identity
-        return identity_of(self._connector, self._config) if given is None else given

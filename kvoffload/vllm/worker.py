@@ -184,8 +184,8 @@ class KVOffloadWorker(OffloadingWorker):
         self._transfers[transfer.job_id] = transfer
 
     def _by_group(self, gpu: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> list[GroupTransfer]:
-        """Blocks and slots of each group. `gpu` has blocks group after group. The position of a group's first block in
-        the request says where in its chunk it lies.
+        """Return the blocks and slots of each group. `gpu` has blocks group after group. The position of a group's
+        first block in the request says where in its chunk it lies.
         """
         transfers, block, slot = [], 0, 0
         for group, (size, first) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
@@ -203,7 +203,7 @@ class KVOffloadWorker(OffloadingWorker):
     # their ends ---------------------------------------------------------------------------------------------------
 
     def get_finished(self) -> list[TransferResult]:
-        """The transfers that have ended since the last call, all as successes. Does not wait.
+        """Return the transfers that have ended since the last call, all as successes. Does not wait.
 
         Raises:
             TransferError: a load has failed, and there is no KVOffloadConnector to report it. The worker is of no use
@@ -265,12 +265,12 @@ class KVOffloadWorker(OffloadingWorker):
                 ) from transfer.failure
 
     def take_failed_loads(self) -> set[int]:
-        """vLLM's numbers of failed loads that `get_finished` has met since the last call of this."""
+        """Return vLLM's numbers of failed loads that `get_finished` has met since the last call of this."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
     def take_failed_slots(self) -> set[int]:
-        """Slots of failed transfers, of stores and loads, that `get_finished` has met since the last call of this."""
+        """Return slots of failed stores and loads that `get_finished` has met since the last call of this."""
         failed, self._failed_slots = self._failed_slots, set()
         return failed
 
@@ -283,7 +283,7 @@ class KVOffloadWorker(OffloadingWorker):
 
 
 def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
-    """vLLM's KV cache tensors as a layout with vLLM's groups; a slot holds `blocks_per_chunk` blocks of one group.
+    """Describe vLLM's KV cache tensors, with vLLM's groups; a slot holds `blocks_per_chunk` blocks of one group.
 
     The tensors are `(num_blocks, page bytes)`, with any stride between blocks. Groups may share memory, since a block
     number belongs to one group only. The layout keeps the tensors alive. Each block is one range of its slot, whatever

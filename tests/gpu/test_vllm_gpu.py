@@ -51,7 +51,7 @@ def test_chunks_come_back_from_a_disk_below_the_worker(
         assert tier.promoted >= 2 * CHUNKS
         bench.index.clear(below=False)
         bench.check([5, 6])
-        context = bench.context(keys(5, 99))
+        context = bench.context([5, 99])
         assert bench.look_up([5, 99], context) == [LookupResult.HIT, LookupResult.MISS]
         bench.manager.on_request_finished(context)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ ENTRY_BYTES = PLANES * ROW_BYTES
 SECONDS = 10.0
 POISON = 0xEE
 IDENTITY = "model"
+P = TypeVar("P", bound=LRU)
 forks = pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, where another test of this process has loaded it
 
 
@@ -86,6 +87,25 @@ def descriptors() -> int:
 def mapped() -> int:
     """How many regions are mapped in this process."""
     return Path("/proc/self/maps").read_text().count("kvoffload-pool")
+
+
+class Rows(NamedTuple):
+    """What a pool asks of a layout."""
+
+    fingerprint: bytes = bytes(16)
+    slot_bytes: int = ENTRY_BYTES
+    num_groups: int = 1
+
+
+class Made(list[P]):
+    """The `policy` of an owner: makes one for each region, and has them all."""
+
+    def __init__(self, kind: Callable[[int], P]) -> None:
+        self.kind = kind
+
+    def __call__(self, capacity: int) -> P:
+        self.append(self.kind(capacity))
+        return self[-1]
 
 
 class SlowTiers:
@@ -227,6 +247,23 @@ def check_load_at_last(one: Member, *numbers: int) -> None:
 
 
 @contextmanager
+def forked_child() -> Iterator[None]:
+    """A forked child, which has what this process has open, until the block or this process has ended."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(child, 0)
+
+
+@contextmanager
 def held_by_a_thread(lock: Any) -> Iterator[None]:
     """Another thread has the lock, as it may when this process forks."""
     taken, go = threading.Event(), threading.Event()
@@ -253,6 +290,11 @@ class Standing(LRU):
         super().__init__(capacity)
         self.go, self.stands = threading.Event(), threading.Event()
 
+    @staticmethod
+    def let_go(policies: Sequence[Standing]) -> None:
+        for each in policies:
+            each.go.set()
+
     def touch(self, keys: Sequence[bytes]) -> None:
         self.stands.set()
         self.go.wait(SECONDS)
@@ -266,7 +308,9 @@ class RawMember:
         memory: the region, from the answer to JOIN, or as given.
     """
 
-    def __init__(self, path: str, *, fingerprint: bytes, row_bytes: int = ENTRY_BYTES, tenant: str = "") -> None:
+    def __init__(
+        self, path: str, *, fingerprint: bytes = bytes(16), row_bytes: int = ENTRY_BYTES, tenant: str = ""
+    ) -> None:
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(SECONDS)
         self.connection.connect(path)
@@ -310,15 +354,19 @@ class RawMember:
         assert answered == self.number
         return kind, content
 
+    def asking(self, **changes: Any) -> bytes:
+        """What JOIN says."""
+        return json.dumps({**self.asked, **changes}).encode()
+
     def join(self, memory: PoolMemory | None = None, **changes: Any) -> dict[str, Any]:
         """Join, and map the memory; with `memory` as one who brings it."""
-        asked, passed = {**self.asked, **changes}, [] if memory is None else [memory.descriptor]
-        kind, content = self.ask(Operation.JOIN, json.dumps(asked).encode(), passed)
+        passed = [] if memory is None else [memory.descriptor]
+        kind, content = self.ask(Operation.JOIN, self.asking(**changes), passed)
         assert kind == Operation.JOIN, content
         said: dict[str, Any] = json.loads(content)
         self.place = said["number"]
         if memory is None:
-            meaning = Meaning(said["capacity"], asked["row_bytes"], b"", b"")
+            meaning = Meaning(said["capacity"], self.asked["row_bytes"], b"", b"")
             self.memory = PoolMemory([self.passed], meaning, headers=True)
             self.memory.lock(self.place)
         return said
@@ -373,8 +421,8 @@ class RawMember:
 
 
 @contextmanager
-def raw(path: str, *, join: bool = True, fingerprint: bytes = bytes(16), **options: Any) -> Iterator[RawMember]:
-    made = RawMember(path, fingerprint=fingerprint, **options)
+def raw(path: str, *, join: bool = True, **options: Any) -> Iterator[RawMember]:
+    made = RawMember(path, **options)
     try:
         if join:
             made.join()
@@ -388,6 +436,21 @@ def serve(folder: Any, capacity: int = 16, **options: Any) -> Iterator[PoolOwner
     """An owner in this process, of one region with so many entries, at `folder/pool`."""
     with PoolOwner(folder / "pool", **{"nbytes": region_bytes(capacity), **options}) as owner:
         yield owner
+
+
+@contextmanager
+def restarting(path: str) -> Iterator[Callable[[], None]]:
+    """A function that ends the owner of 8 entries at this path, and begins another one."""
+    owner = [PoolOwner(path, nbytes=region_bytes(8))]
+
+    def restart() -> None:
+        owner[0].close()
+        owner[0] = PoolOwner(path, nbytes=region_bytes(8))
+
+    try:
+        yield restart
+    finally:
+        owner[0].close()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import resource
 import select
@@ -13,16 +12,16 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pooling import (
-    ENTRY_BYTES,
     IDENTITY,
     SECONDS,
     RawMember,
+    Rows,
     eventually,
+    forked_child,
     forks,
     keys_of,
     mapped,
@@ -42,17 +41,13 @@ from kvoffload.tiers import MemoryTier
 OTHER = b"other fingerprin"
 
 
-def asking(one: RawMember, **changes: Any) -> bytes:
-    return json.dumps({**one.asked, **changes}).encode()
-
-
 def test_a_name_that_is_no_text_is_refused_and_the_owner_goes_on(tmp_path: Path) -> None:
     """A lone surrogate, which JSON can have and UTF-8 cannot."""
     path = str(tmp_path / "pool")
     with PoolOwner(path, nbytes=1 << 20, region_bytes=1 << 19) as owner, raw(path, join=False) as one:
         one.join(engine="\ud800")
         with raw(path, join=False, fingerprint=OTHER) as other:
-            kind, why = other.ask(Operation.JOIN, asking(other, engine="\ud800"))
+            kind, why = other.ask(Operation.JOIN, other.asking(engine="\ud800"))
             assert kind == Operation.REFUSED
             assert why.startswith(b"ValueError: processes of the engine ? have joined")
         assert one.status([]) == []
@@ -64,14 +59,14 @@ def test_a_tier_whose_error_is_no_text_is_refused_and_the_owner_goes_on(tmp_path
         raise OSError("\ud800")
 
     with serve(tmp_path, tiers=tiers) as owner, raw(owner.path, join=False) as one:
-        assert one.ask(Operation.JOIN, asking(one)) == (Operation.REFUSED, b"OSError: ?")
+        assert one.ask(Operation.JOIN, one.asking()) == (Operation.REFUSED, b"OSError: ?")
         assert owner.statistics() == []
 
 
 def test_one_who_is_refused_cannot_go_on_as_a_member(tmp_path: Path) -> None:
     with serve(tmp_path) as owner, raw(owner.path) as good, raw(owner.path, join=False) as bad:
         bad.asked.pop("fingerprint")
-        kind, _ = bad.ask(Operation.JOIN, asking(bad, engine="nobody's", processes=0))
+        kind, _ = bad.ask(Operation.JOIN, bad.asking(engine="nobody's", processes=0))
         assert kind == Operation.REFUSED
         bad.send(Operation.STATUS, pack_keys([]))
         assert bad.cut_off()
@@ -96,7 +91,7 @@ def test_an_error_in_a_region_ends_neither_the_owner_nor_other_members(
         with monkeypatch.context() as patched, raw(owner.path, join=False) as waits:
             patched.setattr(Region, "settle", broken("settle"))
             waits.asked.pop("fingerprint")
-            waits.send(Operation.JOIN, asking(waits, engine="nobody's", processes=1))
+            waits.send(Operation.JOIN, waits.asking(engine="nobody's", processes=1))
             eventually(lambda: "settle is broken" in caplog.text, "it is tried while someone waits")
             eventually(lambda: good.status([]) == [], "the owner goes on")
             owner.statistics()
@@ -108,7 +103,7 @@ def test_a_thread_that_does_not_start_refuses_one_member_and_not_those_after_it(
         with raw(owner.path, join=False) as one:
             usual = threading.stack_size(1 << 47)  # more than a process can map
             try:
-                assert one.ask(Operation.JOIN, asking(one))[0] == Operation.REFUSED
+                assert one.ask(Operation.JOIN, one.asking())[0] == Operation.REFUSED
             finally:
                 threading.stack_size(usual)
         with raw(owner.path) as later:
@@ -140,7 +135,7 @@ def test_a_region_without_members_keeps_its_keys_if_its_room_is_too_little(tmp_p
             first.store(keys_of(range(4)), 1)
         with raw(owner.path, fingerprint=OTHER) as second, raw(owner.path, join=False) as large:
             eventually(lambda: [each["members"] for each in owner.statistics()] == [0, 1], "the first has left")
-            kind, why = large.ask(Operation.JOIN, asking(large, identity="another's", row_bytes=1 << 20))
+            kind, why = large.ask(Operation.JOIN, large.asking(identity="another's", row_bytes=1 << 20))
             assert (kind, why[:13]) == (Operation.REFUSED, b"CapacityError")
             assert second.counts()["members"] == 1
         with raw(owner.path) as first:
@@ -214,7 +209,7 @@ def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tm
         child = os.fork()
         if child == 0:
             try:
-                mine = RawMember(owner.path, fingerprint=bytes(16))
+                mine = RawMember(owner.path)
                 mine.join()
                 mine.store(keys_of([1]), 1)
                 if os.fork() > 0:
@@ -236,74 +231,49 @@ def test_a_child_that_sends_on_after_its_parent_has_died_keeps_no_one_waiting(tm
 
 
 @forks
-def test_what_a_member_had_is_free_once_it_has_left_though_a_forked_child_lives_on(tmp_path: Path) -> None:
-    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
-    read, write = os.pipe()
-    with serve(tmp_path, 8) as owner, raw(owner.path) as other:
-        with SharedPool.attach(owner.path, layout, identity=IDENTITY) as pool:
-            index = CacheIndex(pool)
-            index.reserve(keys_of(range(4))).commit()
-            lease, reservation = index.acquire(keys_of(range(4))), index.reserve(keys_of(range(4, 8)))
-            assert other.counts()["members"] == 2
-            child = os.fork()
-            if child == 0:
-                os.close(write)
-                os.read(read, 1)  # until the parent has seen all, or has ended
-                os._exit(0)
-        try:
-            eventually(lambda: other.counts()["members"] == 1, "the member has left")
-            eventually(lambda: other.room(8) == 8, "all entries are free")
-        finally:
-            os.close(write)
-            os.close(read)
-            os.waitpid(child, 0)
-            del lease, reservation
-
-
-@forks
 @pytest.mark.filterwarnings("ignore:unclosed <socket", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_member_that_is_forgotten_has_left_though_a_forked_child_lives_on(tmp_path: Path) -> None:
-    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
-    read, write = os.pipe()
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_member_that_closes_or_is_forgotten_has_left_though_a_forked_child_lives_on(
+    closes: bool, tmp_path: Path
+) -> None:
+    """What it had is free at once if it closes."""
     with serve(tmp_path, 8) as owner, raw(owner.path) as other:
-        pool = SharedPool.attach(owner.path, layout, identity=IDENTITY)
-        child = os.fork()
-        if child == 0:
-            os.close(write)
-            os.read(read, 1)
-            os._exit(0)
-        del pool
-        gc.collect()
-        try:
+        pool = SharedPool.attach(owner.path, Rows(), identity=IDENTITY)
+        index = CacheIndex(pool)
+        index.reserve(keys_of(range(4))).commit()
+        held = [index.acquire(keys_of(range(4))), index.reserve(keys_of(range(4, 8)))]
+        assert other.counts()["members"] == 2
+        with forked_child():
+            if closes:
+                pool.close()
+            del pool, index, held
+            gc.collect()
             eventually(lambda: other.counts()["members"] == 1, "the member has left")
-        finally:
-            os.close(write)
-            os.close(read)
-            os.waitpid(child, 0)
+            eventually(lambda: other.room(8) == 8 or not closes, "all entries are free")
 
 
 # connections that do not join -----------------------------------------------------------------------------------------
 
 
-def test_connections_that_do_not_ask_to_join_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_do_not_ask_to_join_or_were_refused_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve(tmp_path) as owner, raw(owner.path) as member:
         monkeypatch.setattr(owners, "JOIN_SECONDS", 0.05)
         with raw(owner.path, join=False) as idle:
             assert idle.cut_off()
+        with raw(owner.path, join=False) as refused:
+            kind, why = refused.ask(Operation.JOIN, refused.asking(version=77))
+            assert kind == Operation.REFUSED
+            assert why.startswith(b"CapabilityError: the owner speaks version 1, the member 77: ")
+            assert refused.cut_off()
         assert member.status([]) == [], "a member may be silent"
-
-
-def test_connections_that_were_refused_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "JOIN_SECONDS", 0.05)
-    with serve(tmp_path) as owner, raw(owner.path, join=False) as refused:
-        assert refused.ask(Operation.JOIN, asking(refused, version=77))[0] == Operation.REFUSED
-        assert refused.cut_off()
 
 
 def test_a_connection_that_waits_keeps_no_more_than_one_descriptor_of_what_it_sends(tmp_path: Path) -> None:
     with serve(tmp_path) as owner, raw(owner.path) as member, raw(owner.path, join=False) as waits:
         waits.asked.pop("fingerprint")
-        waits.send(Operation.JOIN, asking(waits, engine="nobody's", processes=1))
+        waits.send(Operation.JOIN, waits.asking(engine="nobody's", processes=1))
         member.status([])
         before = len(os.listdir("/proc/self/fd"))
         for number in range(50):
@@ -349,6 +319,8 @@ def test_an_owner_without_descriptors_says_so_once_and_does_not_spin(
     [
         ({"write": "x"}, "write must be one of admitted, through, back, none, got 'x'"),
         ({"policy": LRU(4)}, "policy must be a name or a function of the capacity, of each region, got LRU"),
+        ({"busy_poll": -0.1}, "busy_poll must be a number of seconds"),
+        ({"busy_poll": True}, "busy_poll must be a number of seconds"),
         ({"tiers": 5}, "tiers must be a function of a region's name and identity, or None, got 5"),
     ],
 )

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,14 +18,14 @@ from pooling import (
     ROW_BYTES,
     SECONDS,
     SOURCES,
-    Member,
+    Made,
+    Rows,
     eventually,
     key_of,
     keys_of,
     layout_of,
     member,
     raw,
-    region_bytes,
     serve,
 )
 from tier_classes import DictTier
@@ -43,7 +42,7 @@ from kvoffload import (
     Status,
 )
 from kvoffload.cache.policies import LRU, RequestPolicy
-from kvoffload.pool import PoolOwner, SharedPool, owner
+from kvoffload.pool import SharedPool, owner
 from kvoffload.pool.messages import NUMBER, Operation, pack_keys
 from kvoffload.pool.region import MOST_REMOVALS
 from kvoffload.testing import SimulatedDriver
@@ -88,16 +87,12 @@ class SlowToRemove(DictTier):
 
 
 def test_a_load_tells_the_owners_policy_once(tmp_path: Path) -> None:
-    policies = list[Telling]()
-
-    def policy(capacity: int) -> Telling:
-        policies.append(Telling(capacity))
-        return policies[-1]
+    policies = Made(Telling)
 
     def loaded() -> list[list[bytes]]:
         return [keys for each in policies for keys in each.loaded]
 
-    with serve(tmp_path, 8, policy=policy), member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8, policy=policies) as owner, member(owner.path) as one:
         one.store(1, 2, 3)
         one.check_load(1, 2)
         assert one.hits(1) == 1  # the owner has executed what came before
@@ -165,13 +160,8 @@ def test_what_was_removed_is_not_loaded_without_the_owner(tmp_path: Path, how: s
 
 
 def test_a_policy_that_raises_after_the_answer_takes_no_entry_away(tmp_path: Path, caplog: Any) -> None:
-    policies = list[Telling]()
-
-    def policy(capacity: int) -> Telling:
-        policies.append(Telling(capacity))
-        return policies[-1]
-
-    with serve(tmp_path, 4, policy=policy) as pool, raw(pool.path) as one, raw(pool.path) as other:
+    policies = Made(Telling)
+    with serve(tmp_path, 4, policy=policies) as pool, raw(pool.path) as one, raw(pool.path) as other:
         for each in policies:
             each.raises = True
         number, entries = one.reserve(keys_of([1, 2]))
@@ -191,7 +181,7 @@ def test_a_policy_that_raises_after_the_answer_takes_no_entry_away(tmp_path: Pat
 
 
 def test_statistics_are_there_after_close_as_of_a_private_cache(tmp_path: Path) -> None:
-    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
         one.store(1, 2)
         assert one.cache.statistics().resident == 2
         one.cache.close()
@@ -204,7 +194,7 @@ def test_statistics_are_there_after_close_as_of_a_private_cache(tmp_path: Path) 
 
 
 def test_what_a_member_cannot_have_is_refused(tmp_path: Path) -> None:
-    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
         refused = r"tenant must be one of '', got 'b'; .* attach to a shared pool as one"
         with pytest.raises(ValueError, match=refused):
             one.cache.open_request(tenant="b")
@@ -223,7 +213,7 @@ def test_what_a_member_cannot_have_is_refused(tmp_path: Path) -> None:
 def test_remove_waits_for_the_owners_tiers_and_hides_nothing_meanwhile(tmp_path: Path) -> None:
     tier = SlowToRemove()
     options: dict[str, Any] = {"tiers": lambda *_: [tier], "write": "through"}
-    with serve(tmp_path, 8, **options), member(str(tmp_path / "pool"), answer_seconds=0.5) as one:
+    with serve(tmp_path, 8, **options) as owner, member(owner.path, answer_seconds=0.5) as one:
         one.store(1, 2, 3)
         eventually(lambda: len(tier.store) == 3, "the tier has the keys")
         removed = list[int]()
@@ -289,54 +279,27 @@ def test_removals_that_wait_for_a_tier_that_hangs_are_so_many_and_others_do_noth
 
 def test_after_an_orderly_restart_members_come_before_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a kill: the new owner waits for the members that have the memory."""
-    path = str(tmp_path / "pool")
-    first = PoolOwner(path, nbytes=region_bytes(8))
-    with member(path) as one:
+    with serve(tmp_path, 8) as first, member(first.path) as one:
         one.store(1, 2, 3)
         first.close()
-        with serve(tmp_path, 8) as second, member(path) as new:
+        with serve(tmp_path, 8) as second, member(first.path) as new:
             assert new.hits(1, 2, 3) == 3
             new.check_load(1, 2, 3)
             eventually(lambda: one.hits(1, 2, 3) == 3, "the member is back")
             assert [each["members"] for each in second.statistics()] == [2]
-    assert os.path.lexists(path), "so that the next owner knows of the member"
+    assert os.path.lexists(first.path), "so that the next owner knows of the member"
     monkeypatch.setattr(owner, "GRACE_SECONDS", 0.05)  # no member is left that it could wait for
-    with serve(tmp_path, 8), member(path) as one:
+    with serve(tmp_path, 8), member(first.path) as one:
         assert one.hits(1) == 0
-    assert not os.path.lexists(path), "nobody had the memory when it ended"
+    assert not os.path.lexists(first.path), "nobody had the memory when it ended"
 
 
 # forgotten ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_forgotten_membership_keeps_no_file_and_no_thread(tmp_path: Path) -> None:
-    def files() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    def threads() -> list[str]:
-        return [each.name for each in threading.enumerate() if each.name == "kvoffload-pool"]
-
-    with serve(tmp_path, 8) as pool, member(pool.path) as other, ExitStack() as stack:
-        before, running = files(), len(threads())
-        one = Member(pool.path, stack)
-        stack.pop_all()
-        one.store(1)
-        one.engine.close()
-        one.device.close()
-        gone = weakref.ref(one.pool)
-        del one
-        gc.collect()
-        eventually(lambda: gone() is None, "it is garbage, once its thread does not look any more")
-        eventually(lambda: len(threads()) == running, "its thread has ended")
-        eventually(lambda: pool.statistics()[0]["members"] == 1, "the owner has seen it leave")
-        eventually(lambda: files() == before, "its files are closed")
-        other.check_load(1)
-
-
 def test_the_lock_of_a_forgotten_membership_lasts_as_long_as_an_engine_over_its_memory(tmp_path: Path) -> None:
     with serve(tmp_path, 8) as pool, raw(pool.path) as other:
-        layout: Any = type("Rows", (), {"fingerprint": bytes(16), "slot_bytes": 4096, "num_groups": 1})
-        forgotten = SharedPool.attach(pool.path, layout, identity=IDENTITY)
+        forgotten = SharedPool.attach(pool.path, Rows(), identity=IDENTITY)
         assert other.memory is not None
         number = 1 - other.place
         assert other.memory.locked(number)

@@ -8,21 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from pooling import Rows
 from tiering import until
 
 from kvoffload import CacheIndex, CapacityError
 from kvoffload.pool import PoolOwner, SharedPool
 
 ROW, CAPACITY = 4096, 8
-
-
-class Rows(NamedTuple):
-    fingerprint: bytes = bytes(16)
-    slot_bytes: int = ROW
-    num_groups: int = 1
 
 
 @pytest.fixture

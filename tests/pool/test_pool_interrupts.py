@@ -7,22 +7,15 @@ import threading
 import warnings
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from interrupts import count_points, interrupt_at
-from pooling import descriptors, eventually, mapped, serve
+from pooling import Rows, descriptors, eventually, mapped, serve
 
 import kvoffload
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.pool import SharedPool
-
-
-class Rows(NamedTuple):
-    fingerprint: bytes = bytes(16)
-    slot_bytes: int = 4096
-    num_groups: int = 1
 
 
 def members() -> int:

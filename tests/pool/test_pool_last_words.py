@@ -9,13 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pooling import ENTRY_BYTES, IDENTITY, SECONDS, SOURCES, eventually, held, keys_of, member, members, serve
+from pooling import ENTRY_BYTES, IDENTITY, SECONDS, SOURCES, Rows, eventually, held, keys_of, member, members, serve
 
 from kvoffload import NO_WAIT, BlockCache, CacheIndex, CapacityError, KVLayout, LayoutError, OffloadEngine
 from kvoffload.cache.entries import LeaseRecord
@@ -54,27 +53,19 @@ def test_what_a_member_says_right_before_it_dies_counts(tmp_path: Path) -> None:
         assert one.cache.lookup(keys_of(range(count))) == count, "all keys were committed"
 
 
-def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:
-    with serve(tmp_path) as owner, member(owner.path) as one:
+def test_an_engine_of_another_layout_or_over_other_memory_is_refused(tmp_path: Path) -> None:
+    """Its keys would be hits for all, and their bytes nowhere in the pool, or with another meaning."""
+    with serve(tmp_path, 8) as owner, member(owner.path) as one, ExitStack() as stack:
+        pool = stack.enter_context(SharedPool.attach(owner.path, one.layout, identity=IDENTITY, answer_seconds=SECONDS))
         other = KVLayout([one.planes], dtype="int8", tokens_per_block=4, block_axes=("tokens", "x"))
         assert other.slot_bytes == one.layout.slot_bytes
-        with (
-            SharedPool.attach(owner.path, one.layout, identity=IDENTITY, answer_seconds=SECONDS) as pool,
-            OffloadEngine(other, device=one.device, host_memory=pool.host_memory, staging_bytes=0) as engine,
-            pytest.raises(LayoutError, match="the layout that the pool was attached with"),
+        for layout, memory, error, why in (
+            (other, {"host_memory": pool.host_memory}, LayoutError, "the layout that the pool was attached with"),
+            (one.layout, {"num_slots": pool.capacity}, CapacityError, r"give it host_memory=pool\.host_memory"),
         ):
-            BlockCache(engine, pool=pool)
-
-
-def test_an_engine_over_other_memory_is_refused(tmp_path: Path) -> None:
-    """Its keys would be hits for all, and their bytes nowhere in the pool."""
-    with serve(tmp_path, 8) as owner, member(owner.path) as one:
-        with (
-            SharedPool.attach(owner.path, one.layout, identity=IDENTITY, answer_seconds=SECONDS) as pool,
-            OffloadEngine(one.layout, device=one.device, num_slots=pool.capacity, staging_bytes=0) as engine,
-            pytest.raises(CapacityError, match=r"give it host_memory=pool\.host_memory"),
-        ):
-            BlockCache(engine, pool=pool)
+            options: Any = {"device": one.device, "staging_bytes": 0, **memory}
+            with OffloadEngine(layout, **options) as engine, pytest.raises(error, match=why):
+                BlockCache(engine, pool=pool)
         one.store(1)
         one.check_load(1)
 
@@ -201,10 +192,7 @@ class Restarting:
 
     def ask_slowly(self, *_: Any) -> bytes | None: ...
 
-    def tell(
-        self, operation: Operation, payload: bytes, /, *, keep: bool = False, generation: int | None = None
-    ) -> None:
-        del keep
+    def tell(self, operation: Operation, payload: bytes, /, *, generation: int | None = None) -> None:
         if generation in (None, self.generation):
             self.told.append((operation, payload))
 
@@ -273,10 +261,9 @@ class Reader:
 @contextmanager
 def reader(path: Path) -> Iterator[Reader]:
     meaning, joined = Meaning(8, ENTRY_BYTES, bytes(16), bytes(16)), list[SharedPool]()
-    layout = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
 
     def join() -> None:
-        joined.append(SharedPool.attach(path, layout, identity=IDENTITY, answer_seconds=0.1, timeout=SECONDS))
+        joined.append(SharedPool.attach(path, Rows(), identity=IDENTITY, answer_seconds=0.1, timeout=SECONDS))
 
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
@@ -299,46 +286,34 @@ def reader(path: Path) -> Iterator[Reader]:
                 yield Reader(connection, pool)
 
 
-def test_an_owner_is_asked_for_a_lost_answer_under_a_number_that_no_call_waits_for(tmp_path: Path) -> None:
-    """A thread that took its number before took that answer, of no bytes, for its own."""
+@pytest.mark.parametrize("before", [True, False])
+def test_no_answer_to_another_message_is_taken_for_ones_own(before: bool, tmp_path: Path) -> None:
+    """A thread has taken its number, and waits while another one asks, or the owner is asked for a lost answer."""
     with reader(tmp_path / "pool") as owner:
         pool, asked = owner.pool, pack_keys(keys_of([1]))
+        mine = pool.next_number() if before else 0
         assert pool.ask(Operation.STATUS, asked) is None, "it is late"
-        early = pool.next_number()
+        mine = mine or pool.next_number()
         late, _, _ = owner.read()
         again, kind, payload = owner.read()  # of the membership's thread
         assert (kind, payload) == (Operation.STATUS, pack_keys([]))
-        for number, content in ((late, b"\1"), (again, b""), (early, b"\2")):
+        for number, content in ((late, b"\1"), (again, b""), (mine, b"\2")):
             owner.answer(number, Operation.STATUS, content)
-        assert pool.ask(Operation.STATUS, asked, number=early) == b"\2"
-
-
-def test_no_answer_to_a_later_message_is_taken_for_one_to_an_earlier_one(tmp_path: Path) -> None:
-    """Its thread had taken its number, and waited while another thread asked: an answer of another kind made a look-up
-    raise, or find nothing.
-    """
-    with reader(tmp_path / "pool") as owner:
-        pool, asked = owner.pool, pack_keys(keys_of([1]))
-        early = pool.next_number()
-        assert pool.ask(Operation.STATUS, asked) is None, "it is late"
-        late, again = owner.read()[0], owner.read()[0]
-        for number, content in ((late, b"\1"), (again, b""), (early, b"\2")):
-            owner.answer(number, Operation.STATUS, content)
-        assert pool.ask(Operation.STATUS, asked, number=early) == b"\2"
+        assert pool.ask(Operation.STATUS, asked, granted=(0, mine)) == b"\2"
         early = pool.next_number()
         pool.tell(Operation.USE, asked)
         while (message := owner.read())[1] != Operation.USE:
             pass
         owner.answer(message[0], Operation.REFUSED, b"no request has this number")
         owner.answer(early, Operation.STATUS, b"\1")
-        assert pool.ask(Operation.STATUS, asked, number=early) == b"\1"
+        assert pool.ask(Operation.STATUS, asked, granted=(0, early)) == b"\1"
 
 
 def test_a_message_that_is_sent_later_arrives_whole(tmp_path: Path) -> None:
     """The owner had read a part of it, which counted together with the rest, or all, of it."""
     with reader(tmp_path / "pool") as owner:
         payload = ENDING.pack(7, True) + os.urandom(10 * DATAGRAM_BYTES)
-        owner.pool.tell(Operation.END, payload, keep=True)
+        owner.pool.tell(Operation.END, payload, generation=0)
         assert not owner.pool.connected, "the socket is full"
         for _ in range(2):  # now it sends again what fits, of all that it has not sent
             owner.answer(owner.pool.next_number(), Operation.REFUSED, b"of an earlier message")

@@ -29,7 +29,7 @@ def test_several_members_that_come_while_their_region_is_being_made_share_it(tmp
         joining = [stack.enter_context(raw(owner.path, join=False)) for _ in range(5)]
         with raw(owner.path, join=False) as gone:
             for each in (gone, *joining):
-                each.send(Operation.JOIN, json.dumps(each.asked).encode())
+                each.send(Operation.JOIN, each.asking())
             eventually(lambda: "6 connections" in repr(owner), "they are accepted")
             owner.statistics()  # it has read what they asked
         eventually(lambda: "5 connections" in repr(owner), "one has gone")
@@ -93,9 +93,9 @@ def test_whoever_wants_a_region_that_makes_room_waits_for_the_end_of_its_tiers(t
         eventually(lambda: not any(each["members"] for each in owner.statistics()), "they have left")
         tiers[1].go.set()
         one, other = (left.enter_context(raw(owner.path, join=False, fingerprint=each)) for each in (third, first))
-        one.send(Operation.JOIN, json.dumps(one.asked).encode())
+        one.send(Operation.JOIN, one.asking())
         assert tiers[0].closing.wait(SECONDS), "the first region makes room"
-        other.send(Operation.JOIN, json.dumps(other.asked).encode())
+        other.send(Operation.JOIN, other.asking())
         _, kind, why = other.receive()
         assert kind == Operation.WAIT, why
         tiers[0].go.set()
@@ -117,7 +117,7 @@ def test_a_region_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: P
         before = descriptors(), mapped()
         for _ in range(3):
             with raw(owner.path, join=False) as one:
-                answer = one.ask(Operation.JOIN, json.dumps(one.asked).encode())
+                answer = one.ask(Operation.JOIN, one.asking())
                 assert answer == (Operation.REFUSED, b"OSError: no disk")
         eventually(lambda: (descriptors(), mapped()) == before, "nothing is left")
 
@@ -134,7 +134,7 @@ def test_an_owner_that_ends_while_it_makes_a_region_leaves_nothing(
     tiers = SlowTiers(lambda: [tier] if opens else no_disk())
     owner = PoolOwner(path, nbytes=region_bytes(64), tiers=tiers)
     with raw(path, join=False) as one:
-        one.send(Operation.JOIN, json.dumps(one.asked).encode())
+        one.send(Operation.JOIN, one.asking())
         assert tiers.opening.wait(SECONDS)
         if how == "error":
             with monkeypatch.context() as patched:
@@ -175,7 +175,7 @@ def test_a_region_that_its_owner_has_not_seen_before_it_ends_is_closed(tmp_path:
             one.store([b"key"], 1)
             tiers.go.clear()
             tiers.opening.clear()
-            other.send(Operation.JOIN, json.dumps(other.asked).encode())
+            other.send(Operation.JOIN, other.asking())
             assert tiers.opening.wait(SECONDS)
             one.send(Operation.TOUCH, pack_keys([b"key"]))
             assert stands.wait(SECONDS)

@@ -17,6 +17,7 @@ from pooling import (
     IDENTITY,
     SECONDS,
     SOURCES,
+    Made,
     Member,
     Standing,
     check_load_at_last,
@@ -57,7 +58,7 @@ class SlowTier(DictTier):
 
 
 def test_a_key_that_one_member_stores_is_a_hit_for_all(tmp_path: Path) -> None:
-    with serve(tmp_path, 16), members(str(tmp_path / "pool"), 3) as (a, b, c):
+    with serve(tmp_path, 16) as owner, members(owner.path, 3) as (a, b, c):
         a.store(*range(6))
         b.store(3, 4, 5, 6, 7)
         for each in (a, b, c):
@@ -76,7 +77,7 @@ def test_a_key_that_one_member_stores_is_a_hit_for_all(tmp_path: Path) -> None:
 
 def test_what_was_evicted_is_still_counted_when_no_owner_answers(tmp_path: Path) -> None:
     """Whoever keeps the counter, as Prometheus does, takes one that falls and comes back for as many evictions more."""
-    with serve(tmp_path, 4) as owner, members(str(tmp_path / "pool"), 1) as (a,):
+    with serve(tmp_path, 4) as owner, members(owner.path, 1) as (a,):
         a.store(*range(4))
         a.store(*range(4, 8))
         assert (a.cache.statistics().evicted, a.cache.statistics().resident) == (4, 4)
@@ -87,7 +88,7 @@ def test_what_was_evicted_is_still_counted_when_no_owner_answers(tmp_path: Path)
 
 def test_a_reserved_key_is_not_loaded_before_a_transfer_fills_it(tmp_path: Path) -> None:
     """As in a cache of one's own: neither one that is only reserved, nor one whose store was given up."""
-    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
         one.store(1)
         reservation = one.cache.reserve(keys_of([2, 3]))
         for numbers in ([2], [1, 2], [3]):
@@ -103,7 +104,7 @@ def test_a_reserved_key_is_not_loaded_before_a_transfer_fills_it(tmp_path: Path)
 
 
 def test_a_reservation_says_whether_there_was_too_little_room(tmp_path: Path) -> None:
-    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
         first = one.cache.reserve(keys_of(range(6)))
         assert (first.short, first.declined) == (False, ())
         second = one.cache.reserve(keys_of([0, *range(10, 16)]))
@@ -114,7 +115,7 @@ def test_a_reservation_says_whether_there_was_too_little_room(tmp_path: Path) ->
 
 
 def test_a_load_of_pending_keys_follows_their_store(tmp_path: Path) -> None:
-    with serve(tmp_path, 8), members(str(tmp_path / "pool"), 2) as (one, other):
+    with serve(tmp_path, 8) as owner, members(owner.path, 2) as (one, other):
         for numbers in ((1, 2), (2, 3, 4)):
             one.store(*numbers, wait=False)
             one.check_load(*numbers, pending=True)
@@ -123,7 +124,7 @@ def test_a_load_of_pending_keys_follows_their_store(tmp_path: Path) -> None:
 
 
 def test_a_key_is_no_hit_before_its_transfer_has_ended(tmp_path: Path) -> None:
-    with serve(tmp_path, 8) as owner, members(str(tmp_path / "pool"), 2) as (one, other), held(one) as (stream, gate):
+    with serve(tmp_path, 8) as owner, members(owner.path, 2) as (one, other), held(one) as (stream, gate):
         job = one.store(1, 2, wait=False, after=stream)
         reservation = one.cache.reserve(keys_of([3]))
         reservation.commit(one.engine.store([3], reservation.slots(), after=stream))
@@ -145,7 +146,7 @@ def test_a_key_is_no_hit_before_its_transfer_has_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["load", "fetch", "lease"])
 def test_entries_are_kept_until_the_transfers_that_read_them_have_ended(how: str, tmp_path: Path) -> None:
     targets = range(SOURCES, SOURCES + 3)
-    with serve(tmp_path, 8) as owner, members(str(tmp_path / "pool"), 2) as (one, other), held(one) as (stream, gate):
+    with serve(tmp_path, 8) as owner, members(owner.path, 2) as (one, other), held(one) as (stream, gate):
         one.store(1, 2, 3)
         one.poison(targets)
         if how == "load":
@@ -168,8 +169,8 @@ def test_entries_are_kept_until_the_transfers_that_read_them_have_ended(how: str
 
 
 def test_each_member_says_by_a_lock_that_it_may_touch_the_memory(tmp_path: Path) -> None:
-    with serve(tmp_path, 8), raw(str(tmp_path / "pool"), join=False) as other:
-        with members(str(tmp_path / "pool"), 2) as (one, _):
+    with serve(tmp_path, 8) as owner, raw(owner.path, join=False) as other:
+        with members(owner.path, 2) as (one, _):
             other.asked["fingerprint"] = one.layout.fingerprint.hex()
             other.join()
             assert other.memory is not None
@@ -177,32 +178,27 @@ def test_each_member_says_by_a_lock_that_it_may_touch_the_memory(tmp_path: Path)
         assert [number for number in range(63) if other.memory.locked(number)] == [2]
 
 
-def test_others_see_what_was_stored_without_another_call_of_the_member(tmp_path: Path) -> None:
-    with serve(tmp_path, 8), members(str(tmp_path / "pool"), 2) as (one, other):
-        one.store(1, 2, wait=False)
-        eventually(lambda: other.hits(1, 2) == 2, "the member's thread tells the owner")
-        other.check_load(1, 2)
+@contextmanager
+def owner_that_stands(folder: Path, answer_seconds: float = 0.1) -> Iterator[tuple[PoolOwner, Member, Made[Standing]]]:
+    """An owner that stands still in its policy, with that, and a member whose key 1 it has."""
+    policies = Made(Standing)
+    with serve(folder, 8, policy=policies) as owner, member(owner.path, answer_seconds=answer_seconds) as one:
+        stored(one, 1)
+        check_load_at_last(one, 1)
+        one.cache.touch(keys_of([1]))
+        yield owner, one, policies
 
 
 def test_what_a_late_owner_has_granted_ends_without_another_call(tmp_path: Path) -> None:
     """Its answer comes when nobody waits for it any more, and the member makes no more calls."""
-    policies = list[Standing]()
-
-    def policy(capacity: int) -> Standing:
-        policies.append(Standing(capacity))
-        return policies[-1]
-
-    with serve(tmp_path, 8, policy=policy) as owner, member(str(tmp_path / "pool"), answer_seconds=0.1) as one:
-        stored(one, 1)
-        standing = next(each for each in policies if not each.go.is_set() and len(each))
-        one.cache.touch(keys_of([1]))
+    with owner_that_stands(tmp_path) as (owner, one, policies):
         assert one.store(2, 3).keys == ()
         assert one.hits(1) == 0, "every key is a miss"
         reservation = one.cache.reserve(keys_of([4]))
         assert reservation.declined == (key_of(4),)
         with pytest.raises(MissingKeyError):
             one.cache.load(keys_of([1]), [SOURCES], after=NO_WAIT)
-        standing.go.set()
+        Standing.let_go(policies)
 
         def idle() -> bool:
             (found,) = owner.statistics()
@@ -218,19 +214,9 @@ def test_the_owners_answer_is_asked_for_or_slept_for(
 ) -> None:
     """With many CPUs a call asks for a moment before it sleeps. Neither takes longer than `answer_seconds`."""
     monkeypatch.setattr(shared_pool, "ASK_SECONDS", ask_seconds)
-    policies = list[Standing]()
-
-    def policy(capacity: int) -> Standing:
-        policies.append(Standing(capacity))
-        return policies[-1]
-
-    with serve(tmp_path, 8, policy=policy), member(str(tmp_path / "pool"), answer_seconds=0.1) as one:
-        stored(one, 1)
-        check_load_at_last(one, 1)
-        standing = next(each for each in policies if not each.go.is_set() and len(each))
-        one.cache.touch(keys_of([1]))
+    with owner_that_stands(tmp_path) as (_, one, policies):
         assert one.hits(1) == 0, "the owner stands still: every key is a miss"
-        standing.go.set()
+        Standing.let_go(policies)
         check_load_at_last(one, 1)
 
 
@@ -238,33 +224,24 @@ def test_calls_of_an_owner_that_stands_still_for_long_do_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor once the socket is full of what they have asked: all have ended while it stands still."""
-    policies = list[Standing]()
-
-    def policy(capacity: int) -> Standing:
-        policies.append(Standing(capacity))
-        return policies[-1]
-
-    with serve(tmp_path, 8, policy=policy), member(str(tmp_path / "pool"), answer_seconds=0.2) as one:
-        stored(one, 1)
-        standing = next(each for each in policies if not each.go.is_set() and len(each))
-        one.cache.touch(keys_of([1]))
+    with owner_that_stands(tmp_path, 0.2) as (_, one, policies):
         monkeypatch.setattr(watching, "RETRY_SECONDS", 0.0)  # as after minutes
         assert [one.hits(1) for _ in range(2000)] == [0] * 2000, "it has stood still for 10 seconds: calls have waited"
         monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
-        standing.go.set()
+        Standing.let_go(policies)
         check_load_at_last(one, 1)
 
 
 def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Path) -> None:
     """And while one thread waits for it, another one's calls go on."""
     tier = SlowTier()
-    with serve(tmp_path, 8, tiers=lambda *_: [tier], write="through"), member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8, tiers=lambda *_: [tier], write="through") as owner, member(owner.path) as one:
         one.store(1, 2, 3)
         eventually(lambda: len(tier.store) >= 3, "the tier has the keys")
         one.cache.remove(keys_of([3]), below=True)
         one.store(3)
         eventually(lambda: len(tier.store) >= 3, "the tier has the key again")
-        with raw(str(tmp_path / "pool"), fingerprint=bytes.fromhex(one.layout.fingerprint.hex())) as other:
+        with raw(owner.path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())) as other:
             assert other.room(8) >= 1  # evicts some
         there = one.hits(1, 2, 3)
         assert there < 3
@@ -289,16 +266,11 @@ def test_a_slow_tier_of_the_owner_hides_no_key_that_is_in_the_pool(tmp_path: Pat
 
 
 @contextmanager
-def key_in_slow_tier(folder: Path) -> Iterator[tuple[Member, SlowTier, list[Standing]]]:
+def key_in_slow_tier(folder: Path) -> Iterator[tuple[Member, SlowTier, Made[Standing]]]:
     """A member whose key 1 only the owner's tier has, and key 2 the pool; and policies that stand still in `touch`."""
-    tier, policies = SlowTier(), list[Standing]()
-
-    def policy(capacity: int) -> Standing:
-        policies.append(Standing(capacity))
-        return policies[-1]
-
+    tier, policies = SlowTier(), Made(Standing)
     with (
-        serve(folder, 8, policy=policy, tiers=lambda *_: [tier], write="through") as owner,
+        serve(folder, 8, policy=policies, tiers=lambda *_: [tier], write="through") as owner,
         member(owner.path, answer_seconds=0.2) as one,
     ):
         stored(one, 1)
@@ -327,8 +299,7 @@ def test_a_late_answer_to_one_thread_does_not_keep_another_one_from_its_own(
         assert tier.asked.wait(SECONDS), "the thread waits for the tier"
         one.cache.touch(keys_of([2]))
         assert one.hits(2) == 0, "the owner stands still"
-        for standing in policies:
-            standing.go.set()
+        Standing.let_go(policies)
         tier.go.set()
         assert ended.wait(SECONDS / 2)
         thread.join()
@@ -350,15 +321,14 @@ def test_who_waits_for_a_tier_of_the_owner_does_not_wait_for_one_that_stands_sti
         one.cache.touch(keys_of([2]))
         thread.join(SECONDS)
         assert found == [0, 0]
-        for standing in policies:
-            standing.go.set()
+        Standing.let_go(policies)
         tier.go.set()
         thread.join()
 
 
 def test_keys_that_only_the_owners_tier_has_come_back(tmp_path: Path) -> None:
     tier = DictTier()
-    with serve(tmp_path, 4, tiers=lambda *_: [tier], write="through") as owner, member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 4, tiers=lambda *_: [tier], write="through") as owner, member(owner.path) as one:
         for number in range(12):  # one after another: entries are held while they are written
             eventually(partial(lambda each: one.store(each).keys, number), "there is room")
             eventually(partial(tier.has_record, key_of(number)), "the tier has the key")
@@ -410,7 +380,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> Non
 
 def test_inside_another_call_every_key_is_a_miss(tmp_path: Path) -> None:
     """A signal handler looks keys up while a call holds the lock; releasing is put off."""
-    with serve(tmp_path, 8), member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
         one.store(1, 2)
         lease, seen = one.cache.acquire(keys_of([1])), list[Any]()
 
@@ -431,8 +401,8 @@ def test_inside_another_call_every_key_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_closing_a_membership_ends_what_it_held_and_may_be_done_twice_and_by_several(tmp_path: Path) -> None:
-    with serve(tmp_path, 8) as owner, raw(str(tmp_path / "pool"), join=False) as other:
-        with member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, raw(owner.path, join=False) as other:
+        with member(owner.path) as one:
             one.store(1, 2)
             lease = one.cache.acquire(keys_of([1]))
             reservation = one.cache.reserve(keys_of([5, 6]))

@@ -198,7 +198,7 @@ def test_a_memory_that_is_not_this_region_is_not_adopted() -> None:
     before = len(os.listdir("/proc/self/fd"))
     unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, MEANING.nbytes)
-    os.pwrite(unsealed, MEANING.pack(), MEANING.slot_bytes)
+    os.pwrite(unsealed, MEANING.pack(), MEANING.rows_bytes)
     read, write = os.pipe()
     with region() as memory:
         for descriptor, why in (
@@ -216,11 +216,11 @@ def test_a_memory_that_is_not_this_region_is_not_adopted() -> None:
             with pytest.raises(ValueError, match=r"superblock|no region"):
                 PoolMemory.adopt(memory.descriptor, MEANING._replace(**changes))
         for byte in range(len(MEANING.pack())):  # each byte of the superblock counts
-            there = os.pread(memory.descriptor, 1, MEANING.slot_bytes + byte)
-            os.pwrite(memory.descriptor, bytes([there[0] ^ 1]), MEANING.slot_bytes + byte)
+            there = os.pread(memory.descriptor, 1, MEANING.rows_bytes + byte)
+            os.pwrite(memory.descriptor, bytes([there[0] ^ 1]), MEANING.rows_bytes + byte)
             with pytest.raises(ValueError, match="superblock"):
                 PoolMemory.adopt(memory.descriptor, MEANING)
-            os.pwrite(memory.descriptor, there, MEANING.slot_bytes + byte)
+            os.pwrite(memory.descriptor, there, MEANING.rows_bytes + byte)
         with adopted(memory):
             pass
     os.close(write)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import random
 import select
@@ -11,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,14 @@ import pytest
 from pooling import (
     ENTRY_BYTES,
     SECONDS,
+    Made,
     RawMember,
+    Rows,
+    Standing,
     descriptors,
     eventually,
     forks,
     keys_of,
-    layout_of,
     member,
     raw,
     region_bytes,
@@ -33,8 +33,7 @@ from pooling import (
 )
 
 import kvoffload
-from kvoffload import CapacityError, KVOffloadError, Tenant
-from kvoffload.cache.policies import LRU
+from kvoffload import CapacityError, Tenant
 from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import HEADER, PENDING, REQUEST, Operation, datagrams, pack_keys
@@ -67,8 +66,6 @@ def test_a_path_that_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: P
         with pytest.raises(NotADirectoryError, match=f"Not a directory: '{tmp_path}/{os.path.dirname(below)}'"):
             PoolOwner(tmp_path / below, nbytes=1 << 20)
     assert (tmp_path / "file").read_bytes() == b""
-    with pytest.raises(ValueError, match=r"path must have at most 107 bytes, .* got \d\d\d: "):
-        PoolOwner(tmp_path / ("x" * 200), nbytes=1 << 20)
     with pytest.raises(ValueError, match="region_bytes must be at most nbytes, 1048576, got 1048577"):
         PoolOwner(tmp_path / "pool", nbytes=1 << 20, region_bytes=(1 << 20) + 1)
     assert descriptors() == before
@@ -110,7 +107,7 @@ def test_two_owners_at_one_path_are_refused_and_a_stale_socket_is_replaced(tmp_p
     assert os.listdir(tmp_path) == []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
         stale.bind(str(tmp_path / "pool"))
-    with serve(tmp_path), raw(str(tmp_path / "pool")):
+    with serve(tmp_path) as owner, raw(owner.path):
         assert (tmp_path / "pool").stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == []
 
@@ -133,10 +130,9 @@ def test_regions_without_members_make_room_for_others(tmp_path: Path) -> None:
         first.store(keys_of([1]), 1)
         with raw(path, fingerprint=OTHER) as second:
             assert second.status(keys_of([1])) == [0], "other layouts have keys of their own"
-            third = RawMember(path, fingerprint=b"third fingerprin")
-            kind, why = third.ask(Operation.JOIN, json.dumps(third.asked).encode())
+            with raw(path, join=False, fingerprint=b"third fingerprin") as third:
+                kind, why = third.ask(Operation.JOIN, third.asking())
             assert (kind, why[:13]) == (Operation.REFUSED, b"CapacityError"), "both regions have members"
-            third.close()
         eventually(lambda: min(each["members"] for each in owner.statistics()) == 0, "a member is gone")
         with raw(path, fingerprint=b"third fingerprin"):
             assert len(owner.statistics()) == 2
@@ -145,34 +141,28 @@ def test_regions_without_members_make_room_for_others(tmp_path: Path) -> None:
 
 
 def test_a_region_takes_63_members(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path):
-        joined = [RawMember(path, fingerprint=bytes(16)) for _ in range(63)]
-        assert sorted(each.join()["number"] for each in joined) == list(range(63))
+    with serve(tmp_path) as owner, ExitStack() as stack:
+        joined = [stack.enter_context(raw(owner.path)) for _ in range(63)]
+        assert sorted(each.place for each in joined) == list(range(63))
         joined[-1].store(keys_of([1]), 7)
-        more = RawMember(path, fingerprint=bytes(16))
-        kind, why = more.ask(Operation.JOIN, json.dumps(more.asked).encode())
+        with raw(owner.path, join=False) as more:
+            kind, why = more.ask(Operation.JOIN, more.asking())
         assert kind == Operation.REFUSED
         assert b"63" in why
-        more.close()
         joined[20].close()
-        with raw(path) as next_one:
+        with raw(owner.path) as next_one:
             assert next_one.place == 20
             assert next_one.status(keys_of([1])) == [1]
-        for each in joined:
-            each.close()
 
 
 def test_tenants_have_their_quotas_and_others_are_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
     with serve(tmp_path, 16, tenants={"small": Tenant(max_blocks=3), "": Tenant(max_blocks=8)}) as owner:
-        with raw(path, tenant="small") as small, raw(path) as other:
+        with raw(owner.path, tenant="small") as small, raw(owner.path) as other:
             assert len(small.reserve(keys_of(range(5)))[1]) == 3
             assert len(other.reserve(keys_of(range(10, 26)))[1]) == 8
-            wrong = RawMember(path, fingerprint=bytes(16), tenant="nobody")
-            kind, why = wrong.ask(Operation.JOIN, json.dumps(wrong.asked).encode())
+            with raw(owner.path, join=False, tenant="nobody") as wrong:
+                kind, why = wrong.ask(Operation.JOIN, wrong.asking())
             assert (kind, why[:10]) == (Operation.REFUSED, b"ValueError")
-            wrong.close()
         eventually(lambda: pending(owner) == (0, 0), "reservations of members that are gone end")
 
 
@@ -186,11 +176,10 @@ def test_tenants_have_their_quotas_and_others_are_refused(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_a_member_that_asks_for_nonsense_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with serve(tmp_path) as owner:
-        asking = RawMember(str(tmp_path / "pool"), fingerprint=bytes(16))
-        kind, _ = asking.ask(Operation.JOIN, json.dumps({**asking.asked, **changes}).encode())
+        with raw(owner.path, join=False) as asking:
+            kind, _ = asking.ask(Operation.JOIN, asking.asking(**changes))
         assert kind == Operation.REFUSED
-        asking.close()
-        with raw(str(tmp_path / "pool")) as good:
+        with raw(owner.path) as good:
             assert good.status([]) == []
         assert len(owner.statistics()) == 1
 
@@ -240,35 +229,20 @@ def test_every_message_cut_off_anywhere_is_survived(operation: Operation, tmp_pa
         eventually(lambda: good.room(8) == 8, "all entries are free")
 
 
-def test_messages_that_are_too_large_end_the_connection(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path), raw(path) as good, raw(path) as bad:
-        bad.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        try:
-            for _ in range(200):
-                bad.connection.send(HEADER.pack(1, Operation.FIND, True) + bytes(40_000))
-        except OSError:
-            pass
-        assert bad.cut_off()
-        assert good.status([]) == []
-
-
 def test_asking_to_join_again_ends_the_connection_and_leaves_no_member(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
     with serve(tmp_path) as owner:
         for joined in (True, False):
-            with raw(path, join=joined) as bad:
+            with raw(owner.path, join=joined) as bad:
                 for _ in range(2 - joined):
-                    bad.send(Operation.JOIN, json.dumps(bad.asked).encode())
+                    bad.send(Operation.JOIN, bad.asking())
                 assert bad.cut_off()
-        with raw(path):
+        with raw(owner.path):
             eventually(lambda: owner.statistics()[0]["members"] == 1, "the others are gone")
 
 
 def test_keys_given_twice_reserve_no_entry_for_ever(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 8), raw(path) as good:
-        with raw(path) as bad:
+    with serve(tmp_path, 8) as owner, raw(owner.path) as good:
+        with raw(owner.path) as bad:
             bad.send(Operation.RESERVE, bytes(9) + pack_keys([b"a", b"a", b"b", b"a"]))
             assert bad.cut_off()
         eventually(lambda: good.room(8) == 8, "all entries are free")
@@ -277,11 +251,10 @@ def test_keys_given_twice_reserve_no_entry_for_ever(tmp_path: Path) -> None:
 @pytest.mark.parametrize("again", [Operation.RESERVE, Operation.TAKE])
 @pytest.mark.parametrize("first", [Operation.RESERVE, Operation.TAKE])
 def test_a_number_that_holds_entries_is_not_used_again(first: Operation, again: Operation, tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 8) as owner, raw(path) as good:
+    with serve(tmp_path, 8) as owner, raw(owner.path) as good:
         good.store(keys_of([1, 2]), 1)
         keys = {Operation.RESERVE: [keys_of([10]), keys_of([11])], Operation.TAKE: [keys_of([1]), keys_of([2])]}
-        with raw(path) as bad:
+        with raw(owner.path) as bad:
             bad.ask(first, bytes(9) + pack_keys(keys[first][0]))
             bad.number -= 1
             bad.send(again, bytes(9) + pack_keys(keys[again][1]))
@@ -304,8 +277,7 @@ def test_a_member_that_does_not_read_its_answers_is_cut_off(tmp_path: Path) -> N
 
 
 def test_what_a_member_ends_twice_or_never_had_is_ignored(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 8) as owner, raw(path) as one, raw(path) as other:
+    with serve(tmp_path, 8) as owner, raw(owner.path) as one, raw(owner.path) as other:
         number, _ = one.reserve(keys_of([1]))
         other.end(number)
         other.end(12345, well=False)
@@ -326,10 +298,7 @@ def test_what_a_member_ends_twice_or_never_had_is_ignored(tmp_path: Path) -> Non
 
 
 def test_entries_of_a_member_that_is_gone_are_kept_until_its_lock_is_free(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 4) as owner, raw(path) as other:
-        dying = RawMember(path, fingerprint=bytes(16))
-        dying.join()
+    with serve(tmp_path, 4) as owner, raw(owner.path) as other, raw(owner.path) as dying:
         _, entries = dying.reserve(keys_of([1, 2]))
         assert other.status(keys_of([1])) == [2]
         dying.connection.close()
@@ -345,8 +314,7 @@ def test_entries_of_a_member_that_is_gone_are_kept_until_its_lock_is_free(tmp_pa
 
 def test_a_member_that_lost_its_connection_alone_keeps_what_it_reads(tmp_path: Path) -> None:
     """The owner cuts off who sends garbage; its GPU may still read what it has leased."""
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 4), raw(path) as other, raw(path) as cut:
+    with serve(tmp_path, 4) as owner, raw(owner.path) as other, raw(owner.path) as cut, ExitStack() as stack:
         entries = cut.store(keys_of([1, 2]), 7)
         cut.take(keys_of([1, 2]))
         cut.connection.send(b"garbage")
@@ -357,58 +325,46 @@ def test_a_member_that_lost_its_connection_alone_keeps_what_it_reads(tmp_path: P
             other.end(number)
         assert cut.memory is not None
         assert (cut.memory.rows[entries] == 7).all()
-        again = RawMember(path, fingerprint=bytes(16))  # it comes back with its memory
+        again = stack.enter_context(raw(owner.path, join=False))  # it comes back with its memory
         again.join(cut.memory, number=cut.place, capacity=4)
         assert again.place == cut.place
         assert len(other.reserve(keys_of(range(40, 44)))[1]) == 2
         again.send(Operation.CLEAN)
         eventually(lambda: other.room(2) == 2, "the quarantine is over")
-        again.close()
 
 
 def test_what_a_member_read_before_it_lost_its_connection_the_next_owner_keeps(tmp_path: Path) -> None:
     """Also if it has read the same keys once more since."""
-    path = str(tmp_path / "pool")
-    with ExitStack() as stack:
-
-        def connected() -> RawMember:
-            made = RawMember(path, fingerprint=bytes(16))
-            stack.callback(made.close)
-            return made
-
-        with serve(tmp_path, 4):
-            cut = connected()
-            cut.join()
-            memory, entries = cut.memory, cut.store(keys_of([1, 2]), 7)
-            cut.take(keys_of([1, 2]))
-            cut.connection.send(b"garbage")
-            assert cut.cut_off()
-            again = connected()
-            again.join(memory, number=cut.place, capacity=4)
-            lease, _ = again.take(keys_of([1, 2]))
-            again.end(lease)
-            assert again.counts()["pinned"] == 2
-        with serve(tmp_path, 4):
-            back, other = connected(), connected()
-            back.join(memory, number=cut.place, capacity=4)
+    with serve(tmp_path, 4) as owner, raw(owner.path) as cut, raw(owner.path, join=False) as again:
+        entries = cut.store(keys_of([1, 2]), 7)
+        cut.take(keys_of([1, 2]))
+        cut.connection.send(b"garbage")
+        assert cut.cut_off()
+        back = {"number": cut.place, "capacity": 4}
+        again.join(cut.memory, **back)
+        lease, _ = again.take(keys_of([1, 2]))
+        again.end(lease)
+        assert again.counts()["pinned"] == 2
+        owner.close()
+        with serve(tmp_path, 4), raw(owner.path, join=False) as later, raw(owner.path, join=False) as other:
+            later.join(cut.memory, **back)
             other.join()
             number, found = other.reserve(keys_of(range(10, 14)))
             assert not set(found) & set(entries)
             other.end(number, well=False)
-            back.send(Operation.CLEAN)
+            later.send(Operation.CLEAN)
             eventually(lambda: other.room(4) == 4, "nothing is held")
 
 
 @forks
 def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_path: Path) -> None:
     """The member's process ends, and another one has its socket and its lock: its leases end, its entries stay kept."""
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 4) as owner, raw(path) as other:
+    with serve(tmp_path, 4) as owner, raw(owner.path) as other:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                mine = RawMember(path, fingerprint=bytes(16))
+                mine = RawMember(owner.path)
                 mine.join()
                 mine.store(keys_of([9]), 3)
                 mine.take(keys_of([9]))
@@ -429,48 +385,15 @@ def test_a_socket_that_a_child_has_inherited_does_not_keep_a_member_alive(tmp_pa
         eventually(lambda: other.room(4) == 4, "the quarantine is over")
 
 
-@forks
-@pytest.mark.usefixtures("no_grace")
-def test_a_child_of_the_owners_process_is_not_taken_for_it(tmp_path: Path) -> None:
-    """When the owner is killed, a child that it has forked holds neither its socket nor its connections."""
-    path = str(tmp_path / "pool")
-    read, write = os.pipe()
-    ready, say = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            owner = PoolOwner(path, nbytes=region_bytes(4))
-            joined = RawMember(path, fingerprint=bytes(16))
-            joined.join()
-            if os.fork() == 0:
-                os.close(write)
-                owner.close()
-                os.write(say, b"x")
-                select.select([read], [], [], 20)
-                os._exit(0)
-            select.select([ready], [], [], 20)
-            joined.close()
-        finally:
-            os._exit(0)
-    os.close(read)
-    os.waitpid(child, 0)
-    assert os.path.lexists(path), "there was an owner"
-    with serve(tmp_path, 4), raw(path) as one:
-        assert len(one.reserve(keys_of(range(4)))[1]) == 4
-    os.close(write)
-    for each in (ready, say):
-        os.close(each)
-
-
 def test_nothing_is_left_when_an_owner_and_its_members_have_ended(tmp_path: Path) -> None:
     shm = set(os.listdir("/dev/shm"))
     for turn in range(3):
         if turn == 1:
             before, threads = descriptors(), threading.active_count()
-        with serve(tmp_path, 8, tiers=lambda *_: [MemoryTier(1 << 20)]), member(str(tmp_path / "pool")) as one:
+        with serve(tmp_path, 8, tiers=lambda *_: [MemoryTier(1 << 20)]) as owner, member(owner.path) as one:
             one.store(1, 2, 3)
             one.check_load(1, 2, 3)
-            with raw(str(tmp_path / "pool"), fingerprint=OTHER, join=False):
+            with raw(owner.path, fingerprint=OTHER, join=False):
                 pass
         del one
     eventually(lambda: threading.active_count() == threads, "threads are left")
@@ -481,30 +404,21 @@ def test_nothing_is_left_when_an_owner_and_its_members_have_ended(tmp_path: Path
 
 def test_attach_says_what_is_wrong(tmp_path: Path) -> None:
     path = str(tmp_path / "pool")
-    with kvoffload.open_device(backend="simulated") as device:
-        layout = layout_of(device.allocate_planes(2, block_bytes=2048, num_blocks=4))
-        (tmp_path / "file").touch()
-        for nowhere in (path, str(tmp_path / "file" / "pool"), str(tmp_path / "file")):
-            before = descriptors()
-            with pytest.raises(TimeoutError, match=r"no owner answers at '/.*; waited 0.05 seconds"):
-                SharedPool.attach(nowhere, layout, identity="m", timeout=0.05)
-            assert descriptors() == before
-        with pytest.raises(ValueError, match="path must have at most 107 bytes"):
-            SharedPool.attach("/" + "x" * 200, layout, identity="m", timeout=0.05)
-        with serve(tmp_path, nbytes=ENTRY_BYTES), pytest.raises(CapacityError, match="no room for a region"):
-            SharedPool.attach(path, layout, identity="m")
-        with serve(tmp_path):
-            with pytest.raises(ValueError, match=r"tenant='x' is none of the owner's: ''$"):
-                SharedPool.attach(path, layout, identity="m", tenant="x")
-            for wrong in ({"identity": 3}, {"identity": "m", "tenant": b"x"}, {"identity": "m", "timeout": "x"}):
-                with pytest.raises((TypeError, ValueError, KVOffloadError)):
-                    SharedPool.attach(path, layout, **wrong)
+    (tmp_path / "file").touch()
+    for nowhere in (path, str(tmp_path / "file" / "pool"), str(tmp_path / "file")):
+        before = descriptors()
+        with pytest.raises(TimeoutError, match=r"no owner answers at '/.*; waited 0.05 seconds"):
+            SharedPool.attach(nowhere, Rows(), identity="m", timeout=0.05)
+        assert descriptors() == before
+    with serve(tmp_path, nbytes=ENTRY_BYTES), pytest.raises(CapacityError, match="no room for a region"):
+        SharedPool.attach(path, Rows(), identity="m")
+    with serve(tmp_path), pytest.raises(ValueError, match=r"tenant='x' is none of the owner's: ''$"):
+        SharedPool.attach(path, Rows(), identity="m", tenant="x")
 
 
 def test_promotions_and_requests_of_a_member_that_is_gone_end(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
     with serve(tmp_path, 4, tiers=lambda *_: [MemoryTier(1 << 20)], write="through") as owner:
-        with raw(path) as one:
+        with raw(owner.path) as one:
             one.store(keys_of([1, 2]), 9)
             one.send(Operation.OPEN, (77).to_bytes(8, "little") + b"\1session")
             one.send(Operation.BRING, (50).to_bytes(4, "little") + pack_keys(keys_of([1, 2, 3])))
@@ -514,7 +428,7 @@ def test_promotions_and_requests_of_a_member_that_is_gone_end(tmp_path: Path) ->
             one.send(Operation.CLOSE, REQUEST.pack(77))
             one.send(Operation.BRING, (60_000).to_bytes(4, "little") + pack_keys(keys_of([1, 4])))
         eventually(lambda: pending(owner) == (0, 0), "nothing is held")
-        with raw(path) as two:
+        with raw(owner.path) as two:
             eventually(lambda: two.room(4) == 4, "all entries are free")
 
 
@@ -537,8 +451,7 @@ def test_what_was_promoted_for_a_member_that_does_not_take_it_is_not_held_for_lo
 
 
 def test_pending_keys_of_others_are_not_taken(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 4), raw(path) as one, raw(path) as other:
+    with serve(tmp_path, 4) as owner, raw(owner.path) as one, raw(owner.path) as other:
         _, entries = one.reserve(keys_of([1, 2]))
         assert other.take(keys_of([1, 2]), PENDING)[1] == []
         assert one.take(keys_of([1, 2]), PENDING)[1] == entries
@@ -557,26 +470,6 @@ def test_statistics_count_what_members_had_done_before(busy_poll: float, tmp_pat
             assert owner.statistics()[0]["members"] == 0
 
 
-@pytest.mark.parametrize("wrong", [-0.1, float("inf"), "1", True])
-def test_seconds_of_busy_polling_are_checked(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="busy_poll must be a number of seconds"):
-        PoolOwner(tmp_path / "pool", nbytes=1, busy_poll=wrong)
-    assert not (tmp_path / "pool").exists()
-
-
-class Waits(LRU):
-    """Keeps the owner's thread in its hands."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.asked, self.go = threading.Event(), threading.Event()
-
-    def insert(self, keys: Sequence[bytes]) -> None:
-        self.asked.set()
-        assert self.go.wait(SECONDS)
-        super().insert(keys)
-
-
 LEAVES = """
 import socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -590,29 +483,23 @@ sys.stdin.readline()
 
 def test_the_end_of_a_process_is_not_taken_for_that_of_one_that_comes_meanwhile(tmp_path: Path) -> None:
     """The owner closes the descriptors of the first one, and gets the same numbers for the second, in one look."""
-    policies = list[Waits]()
-
-    def policy(capacity: int) -> Waits:
-        policies.append(Waits(capacity))
-        return policies[-1]
-
-    with serve(tmp_path, 8, policy=policy) as owner, raw(owner.path) as one:
+    policies = Made(Standing)
+    with serve(tmp_path, 8, policy=policies) as owner, raw(owner.path) as one:
         command = [sys.executable, "-c", LEAVES, owner.path]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             assert process.stdout.readline() == "there\n"
             owner.statistics()  # it has been accepted
-            one.reserve([b"key"])
-            eventually(lambda: any(each.asked.is_set() for each in policies), "the owner is busy")
+            one.send(Operation.TOUCH, pack_keys([b"key"]))
+            eventually(lambda: any(each.stands.is_set() for each in policies), "the owner is busy")
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline() == "gone\n"
             with raw(owner.path, join=False) as other:
                 process.kill()
                 process.wait(SECONDS)
-                for each in policies:
-                    each.go.set()
+                Standing.let_go(policies)
                 other.join()
                 other.reserve([b"another"])
                 assert owner.statistics()[0]["members"] == 2

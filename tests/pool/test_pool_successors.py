@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pooling import (
-    ENTRY_BYTES,
     IDENTITY,
     SECONDS,
     RawMember,
+    Rows,
     SlowTiers,
     eventually,
     forks,
@@ -26,6 +25,7 @@ from pooling import (
     keys_of,
     raw,
     region_bytes,
+    restarting,
     serve,
 )
 
@@ -46,7 +46,7 @@ def stack() -> Iterator[ExitStack]:
 def returning(path: str, one: RawMember, stack: ExitStack, **changes: Any) -> RawMember:
     """One that asks to join with the memory of a member; it has no answer yet."""
     assert one.memory is not None
-    back = RawMember(path, fingerprint=bytes(16))
+    back = RawMember(path)
     stack.callback(back.close)
     asked = {**back.asked, "number": one.place, "capacity": len(one.memory.rows), **changes}
     back.send(Operation.JOIN, json.dumps(asked).encode(), [one.memory.descriptor])
@@ -73,14 +73,13 @@ def has(tier: FaultyTier, keys: list[bytes]) -> bool:
 
 def test_an_owner_takes_no_memory_that_another_one_still_grants(tmp_path: Path, stack: ExitStack) -> None:
     """Two owners live, since the socket of the first was removed. A member that brings its memory waits."""
-    path = str(tmp_path / "pool")
     first = stack.enter_context(serve(tmp_path, 8))
-    stays, moves = stack.enter_context(raw(path)), stack.enter_context(raw(path))
+    stays, moves = stack.enter_context(raw(first.path)), stack.enter_context(raw(first.path))
     stays.store(keys_of([1]), 7)
-    os.unlink(path)
+    os.unlink(first.path)
     second = stack.enter_context(serve(tmp_path, 8))
     moves.connection.close()
-    back = returning(path, moves, stack)
+    back = returning(first.path, moves, stack)
     eventually(lambda: len(second._joining) == 1, "the second owner knows of it")
     second.statistics()  # it has tried
     assert not joined(back)
@@ -121,7 +120,8 @@ def test_a_forked_child_does_not_keep_the_memory_of_an_owner_that_was_killed(tmp
     os.read(ready, 1)
     os.kill(killed, 9)
     os.waitpid(killed, 0)
-    stack.enter_context(serve(tmp_path, 8))
+    assert one.cut_off(), "the child has not kept the connection"
+    stack.enter_context(serve(tmp_path, 8))  # nor the socket
     back = returning(path, one, stack)
     eventually(lambda: joined(back), "no owner is left that has the memory")
     assert back.status(keys_of([1])) == [1]
@@ -230,18 +230,17 @@ def test_an_owner_that_ends_while_it_takes_a_memory_over_leaves_all_to_the_next_
 
 def test_owners_that_restart_twice_within_a_second_lose_nothing(tmp_path: Path, stack: ExitStack) -> None:
     """The one in between has ended before a member was back."""
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 8):
-        one = stack.enter_context(raw(path))
+    with serve(tmp_path, 8) as first:
+        one = stack.enter_context(raw(first.path))
         one.store(keys_of([1]), 7)
         assert one.status(keys_of([1])) == [1]
     with serve(tmp_path, 8):
         pass
     stack.enter_context(serve(tmp_path, 8))
-    new = RawMember(path, fingerprint=bytes(16))
+    new = RawMember(first.path)
     stack.callback(new.close)
-    new.send(Operation.JOIN, json.dumps(new.asked).encode())
-    back = returning(path, one, stack)
+    new.send(Operation.JOIN, new.asking())
+    back = returning(first.path, one, stack)
     eventually(lambda: joined(back), "the member is back")
     eventually(lambda: joined(new), "it has waited for that")
     assert back.status(keys_of([1])) == [1]
@@ -250,17 +249,16 @@ def test_owners_that_restart_twice_within_a_second_lose_nothing(tmp_path: Path, 
 def test_an_owner_keeps_the_socket_while_a_member_may_still_use_what_the_last_one_granted(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 8):
-        one, other = stack.enter_context(raw(path)), stack.enter_context(raw(path))
+    with serve(tmp_path, 8) as first:
+        one, other = stack.enter_context(raw(first.path)), stack.enter_context(raw(first.path))
         other.reserve(keys_of([1]))
     monkeypatch.setattr(owners, "GRACE_SECONDS", 0.0)
     with serve(tmp_path, 8) as second:
-        back = returning(path, one, stack)
+        back = returning(first.path, one, stack)
         eventually(lambda: joined(back), "the member is back")
         back.connection.close()
         eventually(lambda: second.statistics()[0]["members"] == 0, "it has gone")
-    assert os.path.lexists(path)
+    assert os.path.lexists(first.path)
 
 
 def test_an_owner_keeps_the_socket_for_a_member_that_has_lost_its_connection_alone(
@@ -285,19 +283,13 @@ def test_a_member_that_tells_one_owner_that_nothing_is_in_use_does_not_tell_the_
     """The owner ends after the member has looked, and before it says so."""
     monkeypatch.setattr(watching, "RETRY_SECONDS", 0.02)
     path, tell = str(tmp_path / "pool"), SharedPool.tell
-    layout: Any = SimpleNamespace(fingerprint=bytes(16), slot_bytes=ENTRY_BYTES, num_groups=1)
-    owner = [PoolOwner(path, nbytes=region_bytes(8))]
-    stack.callback(lambda: owner[0].close())
-    pool = stack.enter_context(SharedPool.attach(path, layout, identity=IDENTITY))
+    another = stack.enter_context(restarting(path))
+    pool = stack.enter_context(SharedPool.attach(path, Rows(), identity=IDENTITY))
 
     def restart(generation: int) -> None:
-        def replace() -> None:
-            owner[0].close()
-            owner[0] = PoolOwner(path, nbytes=region_bytes(8))
-
-        replacing = threading.Thread(target=replace)
-        replacing.start()
-        replacing.join()
+        restarts = threading.Thread(target=another)
+        restarts.start()
+        restarts.join()
         asks = partial(pool.ask, Operation.STATUS, pack_keys([]))
         eventually(lambda: asks() is not None and pool.generation == generation, "it is back")
 
@@ -325,20 +317,19 @@ def test_a_member_that_tells_one_owner_that_nothing_is_in_use_does_not_tell_the_
 def test_an_owner_says_once_that_it_refuses_members_of_the_last_one(
     tmp_path: Path, stack: ExitStack, caplog: Any
 ) -> None:
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 8, tenants={"chat": Tenant(), "": Tenant()}):
-        one = stack.enter_context(raw(path, tenant="chat"))
+    with serve(tmp_path, 8, tenants={"chat": Tenant(), "": Tenant()}) as first:
+        one = stack.enter_context(raw(first.path, tenant="chat"))
     stack.enter_context(serve(tmp_path, 8))
     for _ in range(2):
-        assert returning(path, one, stack, tenant="chat").receive()[1] == Operation.REFUSED
-    said = [each.getMessage() for each in caplog.records if "refuses a member" in each.getMessage()]
-    assert said == [f"{path} refuses a member of the last owner: ValueError: tenant='chat' is none of the owner's: ''"]
+        assert returning(first.path, one, stack, tenant="chat").receive()[1] == Operation.REFUSED
+    why = "ValueError: tenant='chat' is none of the owner's: ''"
+    said = [each for each in caplog.messages if "refuses a member" in each]
+    assert said == [f"{first.path} refuses a member of the last owner: {why}"]
 
 
 def test_a_member_whose_memory_was_lost_on_the_way_gets_no_other_one(tmp_path: Path) -> None:
     """The kernel drops descriptors for which the owner's process has no room."""
-    path = str(tmp_path / "pool")
-    with serve(tmp_path, 8), raw(path, join=False) as one:
+    with serve(tmp_path, 8) as first, raw(first.path, join=False) as one:
         asked = {**one.asked, "number": 0, "capacity": 8}
         kind, why = one.ask(Operation.JOIN, json.dumps(asked).encode())
         assert (kind, why[:46]) == (Operation.REFUSED, b"CapacityError: its memory has not come along: ")

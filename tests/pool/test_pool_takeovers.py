@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from interrupts import Methods, interrupt_at, trace_points
 from pooling import (
-    ENTRY_BYTES,
     IDENTITY,
     SECONDS,
     SOURCES,
+    Made,
     Member,
+    Rows,
     Standing,
     check_load_at_last,
     eventually,
@@ -27,12 +28,13 @@ from pooling import (
     members,
     raw,
     region_bytes,
+    restarting,
     serve,
     stored,
 )
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheIndex, ClosedError, MissingKeyError, Tenant
-from kvoffload.pool import PoolOwner, SharedPool, messages
+from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool import owner as owners
 from kvoffload.pool.messages import Operation, pack_keys
 
@@ -64,33 +66,16 @@ def taken_over(one: Member, *numbers: int) -> None:
     eventually(lambda: one.hits(*numbers) == len(numbers), "the next owner has the keys")
 
 
-class member_of_many_owners:  # noqa: N801  (a context manager)
-    """A member, and a function that ends its owner and begins another one."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> tuple[Member, Any]:
-        self.owner = PoolOwner(self.path, nbytes=region_bytes(8))
-        self.entered = member(self.path)
-        one = self.entered.__enter__()
+@contextmanager
+def member_of_many_owners(path: str) -> Iterator[tuple[Member, Callable[[], None]]]:
+    """A member that has stored key 1, and a function that ends its owner and begins another one."""
+    with restarting(path) as restart, member(path) as one:
         one.store(1)
-
-        def restart() -> None:
-            self.owner.close()
-            self.owner = PoolOwner(self.path, nbytes=region_bytes(8))
-
-        return one, restart
-
-    def __exit__(self, *exception: Any) -> None:
-        self.entered.__exit__(None, None, None)
-        self.owner.close()
+        yield one, restart
 
 
 def test_the_next_owner_has_the_keys_and_the_members_their_numbers(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    first = PoolOwner(path, nbytes=region_bytes(8))
-    with members(path, 2) as (a, b):
+    with serve(tmp_path, 8) as first, members(first.path, 2) as (a, b):
         a.store(1, 2, 3)
         first.close()
         assert (a.hits(1), b.store(4).keys) == (0, ())
@@ -101,21 +86,19 @@ def test_the_next_owner_has_the_keys_and_the_members_their_numbers(tmp_path: Pat
             b.check_load(1, 2, 3)
             b.store(5)
             a.check_load(5)
-            with member(path) as third:
+            with member(first.path) as third:
                 third.check_load(1, 5)
                 assert third.store(*range(10, 18)).keys, "entries are free"
             eventually(lambda: owner.statistics()[0]["pinned"] == 0, "nothing of the last owner is held")
 
 
 def test_what_members_read_and_write_when_the_owner_ends_is_kept_until_they_have_ended(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    first = PoolOwner(path, nbytes=region_bytes(8))
-    with members(path, 2) as (a, b):
+    with serve(tmp_path, 8) as first, members(first.path, 2) as (a, b):
         a.store(0, 1, 2, 3)
         lease = a.cache.acquire(keys_of([0, 1]))
         reservation = a.cache.reserve(keys_of([4, 5, 6]))
         first.close()
-        with serve(tmp_path, 8), raw(path, join=False) as other:
+        with serve(tmp_path, 8), raw(first.path, join=False) as other:
             for each in (a, b):
                 taken_over(each, 0, 1, 2, 3)
                 each.cache.acquire(keys_of([3])).release()  # a member says then, at the latest, that it is clean
@@ -157,10 +140,8 @@ def test_what_a_member_reads_is_kept_by_each_owner_after_the_one_that_granted_it
 
 def test_a_key_that_was_removed_does_not_come_back_with_the_next_owner(tmp_path: Path) -> None:
     """Also if an older header has it: its entry was given up when more keys were evicted than stored."""
-    path = str(tmp_path / "pool")
     tenants = {"": Tenant(max_blocks=6), "b": Tenant(max_blocks=2)}
-    first = PoolOwner(path, nbytes=region_bytes(8), tenants=tenants)
-    with members(path, 1) as (a,):
+    with serve(tmp_path, 8, tenants=tenants) as first, members(first.path, 1) as (a,):
         a.store(*range(6))
         for turn in range(30):
             a.store(*range(6 + turn % 7, 6 + turn % 7 + 1 + turn % 5))
@@ -182,9 +163,8 @@ def test_an_owner_that_ends_between_a_look_up_and_the_load_costs_hits_and_no_exc
     how: str, tmp_path: Path
 ) -> None:
     """`load` alone may say that a key is missing, as it may after every look-up; see its Raises."""
-    owner = PoolOwner(tmp_path / "pool", nbytes=region_bytes(8))
     blocks = range(SOURCES, SOURCES + 3)
-    with member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
         one.store(1, 2, 3)
         one.poison(blocks)
         ended = list[str]()
@@ -213,46 +193,26 @@ def test_an_owner_that_ends_between_a_look_up_and_the_load_costs_hits_and_no_exc
         assert one.wrong([1, 2, 3][:loaded], blocks[:loaded]) == []
         assert cache.lookup(keys_of([1])) == 0
         cache.check()
-    owner.close()
 
 
 def test_a_region_of_its_own_is_not_given_to_members_of_an_older_one(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owners, "GRACE_SECONDS", 0.05)
-    path = str(tmp_path / "pool")
-    first = PoolOwner(path, nbytes=region_bytes(8))
-    with member(path) as one:
+    with serve(tmp_path, 8) as first, member(first.path) as one:
         one.store(1)
         with one.pool._lock:  # its thread does not come back in time
             closing = threading.Thread(target=first.close)
             closing.start()
             closing.join()
-            second = PoolOwner(path, nbytes=region_bytes(8))
-            with raw(path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())):
+            second = PoolOwner(first.path, nbytes=region_bytes(8))
+            with raw(first.path, fingerprint=bytes.fromhex(one.layout.fingerprint.hex())):
                 pass
         eventually(lambda: "does not take" in caplog.text, "it is refused, once")
         assert "hits until you attach again and make a new engine" in caplog.text
         assert one.hits(1) == 0
         assert one.store(2).keys == ()
         second.close()
-
-
-def test_an_owner_of_another_version_is_named_once(
-    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tmp_path / "pool")
-    first = PoolOwner(path, nbytes=region_bytes(8))
-    with member(path) as one:
-        one.store(1)
-        monkeypatch.setattr(messages, "VERSION", messages.VERSION + 1)  # what the member has said stays
-        first.close()
-        with serve(tmp_path, 8):
-            eventually(lambda: "the owner speaks version 2, the member 1" in caplog.text, "it is refused")
-            for _ in range(20):
-                assert one.hits(1) == 0
-                time.sleep(0.01)
-    assert [each.count("speaks version") for each in caplog.messages if "does not take" in each] == [1]
 
 
 def test_an_interrupt_anywhere_while_a_new_owner_is_found_only_delays_it(tmp_path: Path) -> None:
@@ -300,13 +260,11 @@ def test_an_interrupt_where_no_owner_is_found_does_not_keep_the_member_from_the_
 
 def test_a_cache_that_is_made_after_a_takeover_frees_what_its_number_was_writing_before(tmp_path: Path) -> None:
     """An earlier member had the number, and its reservation's headers are all that is left of it."""
-    path = str(tmp_path / "pool")
-    layout: Any = type("Rows", (), {"fingerprint": bytes(16), "slot_bytes": ENTRY_BYTES, "num_groups": 1})
-    first = PoolOwner(path, nbytes=region_bytes(8))
-    with raw(path, fingerprint=layout.fingerprint) as gone:
+    first = PoolOwner(tmp_path / "pool", nbytes=region_bytes(8))
+    with raw(first.path) as gone:
         gone.reserve(keys_of([1, 2, 3]))
     eventually(lambda: first.statistics()[0]["pending"] == 0, "its reservation is aborted")
-    with SharedPool.attach(path, layout, identity=IDENTITY) as pool:
+    with SharedPool.attach(first.path, Rows(), identity=IDENTITY) as pool:
         first.close()
         with serve(tmp_path, 8) as second:
             eventually(lambda: second.statistics(), "the member has brought the memory")
@@ -357,17 +315,11 @@ def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_pat
 @pytest.mark.parametrize("seconds", [0.3, 0.01])
 def test_an_owner_that_answers_late_to_a_member_that_is_back_has_its_keys(seconds: float, tmp_path: Path) -> None:
     """Also if the member has asked again meanwhile."""
-    path, policies = str(tmp_path / "pool"), list[Standing]()
-
-    def policy(capacity: int) -> Standing:
-        policies.append(Standing(capacity))
-        return policies[-1]
-
-    first = PoolOwner(path, nbytes=region_bytes(8))
-    with member(path, answer_seconds=0.05) as one:
+    path, policies = str(tmp_path / "pool"), Made(Standing)
+    with serve(tmp_path, 8) as first, member(first.path, answer_seconds=0.05) as one:
         stored(one, 1, 2)
         first.close()
-        options: dict[str, Any] = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8), "policy": policy}
+        options: dict[str, Any] = {"nbytes": 2 * region_bytes(8), "region_bytes": region_bytes(8), "policy": policies}
         with PoolOwner(path, **options) as second, raw(path, fingerprint=b"another region's") as other:
             with one.pool._lock:  # so that the owner stands still when it comes
                 other.store(keys_of([1]), 1)
@@ -376,8 +328,7 @@ def test_an_owner_that_answers_late_to_a_member_that_is_back_has_its_keys(second
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 assert one.hits(1) == 0
-            for each in policies:
-                each.go.set()
+            Standing.let_go(policies)
             check_load_at_last(one, 1, 2)
             stored(one, 3)
             eventually(lambda: [each["members"] for each in second.statistics()] == [1, 1], "each has one place")

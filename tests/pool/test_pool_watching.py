@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pooling import SECONDS, Member, eventually, held, member, serve
+from pooling import SECONDS, Member, descriptors, eventually, held, member, serve
 
 from kvoffload.pool import watching
 
@@ -39,7 +39,7 @@ def test_a_member_looks_often_while_copies_are_in_flight_and_soon_sleeps_again(
 ) -> None:
     """Then only the end of its owner wakes it, for which it seeks another one now and then."""
     settle, linger, retry = watching.SETTLE_SECONDS, watching.LINGER_SECONDS, watching.RETRY_SECONDS
-    with serve(tmp_path, 8) as owner, member(str(tmp_path / "pool")) as one:
+    with serve(tmp_path, 8) as owner, member(owner.path) as one:
         eventually(lambda: waits[-1:] == [10 * retry], "it sleeps")
         waits.clear()
         with held(one) as (stream, gate):
@@ -60,11 +60,13 @@ def test_a_member_looks_often_while_copies_are_in_flight_and_soon_sleeps_again(
 def test_the_thread_of_a_forgotten_membership_is_woken(
     tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would sleep for longer than anything may take."""
+    """It would sleep for longer than anything may take. Nothing of the membership is left."""
     monkeypatch.setattr(watching, "RETRY_SECONDS", 10.0 * SECONDS)
-    with serve(tmp_path, 8), ExitStack() as stack:
-        running = set(threading.enumerate())
-        one = Member(str(tmp_path / "pool"), stack)
+    with serve(tmp_path, 8) as owner, member(owner.path), ExitStack() as stack:
+        eventually(lambda: waits[-1:] == [100.0 * SECONDS], "the other member sleeps")
+        waits.clear()
+        before, running = descriptors(), set(threading.enumerate())
+        one = Member(owner.path, stack)
         (thread,) = (each for each in set(threading.enumerate()) - running if each.name == "kvoffload-pool")
         stack.pop_all()
         one.engine.close()
@@ -76,3 +78,5 @@ def test_the_thread_of_a_forgotten_membership_is_woken(
         eventually(lambda: gone() is None, "it is garbage")
         thread.join(SECONDS)
         assert not thread.is_alive()
+        eventually(lambda: owner.statistics()[0]["members"] == 1, "the owner has seen it leave")
+        eventually(lambda: descriptors() == before, "its files are closed")

@@ -826,7 +826,9 @@ MUTATIONS = (
         "pool/owner.py",
         "    CLOSED_IN_CHILDREN.add(listener)\n",
         "",
-        (f"{POOL_OWNER}::test_a_child_of_the_owners_process_is_not_taken_for_it",),
+        (
+            "tests/pool/test_pool_successors.py::test_a_forked_child_does_not_keep_the_memory_of_an_owner_that_was_killed",
+        ),
     ),
 )
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

@@ -18,7 +18,6 @@ fake_vllm.install()
 import vllm.envs  # noqa: E402
 from vllm.v1.kv_offload.base import LookupResult  # noqa: E402
 from vllm_host import config, server, with_disk  # noqa: E402
-from vllm_parts import keys  # noqa: E402
 
 import kvoffload  # noqa: E402
 from kvoffload import CapabilityError, LayoutError  # noqa: E402
@@ -236,7 +235,7 @@ def test_a_pool_has_no_hits_for_an_engine_with_another_memory_layout(device: kvo
         server(device, f"{tmp_path} 3", kv_cache_layout="LBNHC", **pool) as third,
     ):
         one.store([1, 2])
-        context = other.context(keys(1, 2))
+        context = other.context([1, 2])
         assert other.look_up([1, 2], context) == [LookupResult.MISS] * 2
         other.manager.on_request_finished(context)
         third.check([1, 2])

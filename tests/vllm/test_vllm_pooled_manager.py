@@ -9,17 +9,18 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import fake_vllm
 import pytest
 from interrupts import interrupt
+from pooling import Rows
 from tiering import until
 
 fake_vllm.install()
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext  # noqa: E402
-from vllm_parts import keys, request  # noqa: E402
+from vllm.v1.kv_offload.base import LookupResult  # noqa: E402
+from vllm_parts import Scheduler, keys  # noqa: E402
 
 from kvoffload import CapacityError  # noqa: E402
 from kvoffload.pool import PoolOwner, SharedPool  # noqa: E402
@@ -31,44 +32,20 @@ HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDI
 ROW = 4096
 
 
-class Rows(NamedTuple):
-    fingerprint: bytes = bytes(16)
-    slot_bytes: int = ROW
-    num_groups: int = 1
+class Replica(Scheduler):
+    """A scheduler, and the membership of its worker."""
 
-
-class Replica:
-    """A scheduler's manager, and the membership of its worker."""
-
-    def __init__(self, path: str, name: str, asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, path: str, name: str, asked: Counter[str]) -> None:
         self.worker = SharedPool.attach(path, Rows(), identity="m", engine=(name, 0))
         self.pool = SharedPool.beside(path, name, 1)
         ask = self.pool.ask
 
-        def counted(operation: Any, *rest: Any, **options: Any) -> bytes | None:
+        def counted(operation: Any, *rest: Any, **options: Any) -> Any:
             asked[f"{name} {operation.name}"] += 1
             return ask(operation, *rest, **options)
 
-        monkeypatch.setattr(self.pool, "ask", counted)
-        self.manager = KVOffloadManager(0, enable_events=True, promotions=PooledLookups(lambda: self.pool))
-        self.number = 0
-
-    def context(self, numbers: Sequence[int]) -> ReqContext:
-        self.number += 1
-        context: ReqContext = request(f"{self.number}", keys(*numbers))
-        self.manager.on_new_request(context)
-        return context
-
-    def look_up(self, numbers: Sequence[int], context: ReqContext | None = None) -> list[LookupResult]:
-        context = self.context(numbers) if context is None else context
-        return [self.manager.lookup(key, context) for key in keys(*numbers)]
-
-    def end_step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
-
-    def begin_store(self, numbers: Sequence[int]) -> tuple[Any, ReqContext]:
-        context = self.context(numbers)
-        return self.manager.prepare_store(keys(*numbers), context), context
+        vars(self.pool)["ask"] = counted
+        super().__init__(KVOffloadManager(0, enable_events=True, promotions=PooledLookups(lambda: self.pool)))
 
     def store(self, numbers: Sequence[int]) -> list[int]:
         output, context = self.begin_store(numbers)
@@ -83,23 +60,23 @@ class Replica:
 
 
 @contextmanager
-def replicas(folder: Path, monkeypatch: pytest.MonkeyPatch, capacity: int = 64) -> Iterator[Any]:
+def replicas(folder: Path, capacity: int = 64) -> Iterator[Any]:
     """The owner, two replicas, and what they have asked it."""
     path, asked = str(folder / "pool"), Counter[str]()
     with ExitStack() as stack:
         owner = stack.enter_context(PoolOwner(path, nbytes=(capacity + 2) * ROW + capacity * 128))
-        pair = [Replica(path, name, asked, monkeypatch) for name in "ab"]
+        pair = [Replica(path, name, asked) for name in "ab"]
         for each in pair:
             stack.callback(each.close)
         yield owner, *pair, asked
 
 
-def test_one_replica_loads_what_another_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with replicas(tmp_path, monkeypatch) as (owner, a, b, asked):
+def test_one_replica_loads_what_another_has_stored(tmp_path: Path) -> None:
+    with replicas(tmp_path) as (owner, a, b, asked):
         slots = a.store(range(40))
         asked.clear()
         context = b.context(range(41))
-        assert b.look_up(range(41), context) == [HIT] * 40 + [MISS]
+        assert b.look(range(41), context) == [HIT] * 40 + [MISS]
         spec = b.manager.prepare_load(keys(*range(5, 40)), context)
         assert list(spec.block_ids) == slots[5:]
         b.end_step()
@@ -112,10 +89,10 @@ def test_one_replica_loads_what_another_has_stored(tmp_path: Path, monkeypatch: 
         assert not [*a.manager.take_events(), *b.manager.take_events()]
 
 
-def test_hits_stay_until_the_end_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with replicas(tmp_path, monkeypatch, capacity=8) as (owner, a, b, _):
+def test_hits_stay_until_the_end_of_the_step(tmp_path: Path) -> None:
+    with replicas(tmp_path, capacity=8) as (owner, a, b, _):
         a.store(range(8))
-        assert b.look_up(range(8)) == [HIT] * 8
+        assert b.look(range(8)) == [HIT] * 8
         output, _ = a.begin_store(range(100, 104))
         assert not output.keys_to_store, "nothing can be evicted"
         b.end_step()
@@ -123,69 +100,67 @@ def test_hits_stay_until_the_end_of_the_step(tmp_path: Path, monkeypatch: pytest
         output, _ = a.begin_store(range(100, 104))
         assert len(output.keys_to_store) == 4
         assert owner.statistics()[0]["pending"] == 4
-        assert sum(each is HIT for each in b.look_up(range(8))) == 4
+        assert sum(each is HIT for each in b.look(range(8))) == 4
 
 
-def test_nobody_waits_for_what_another_engine_is_storing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with replicas(tmp_path, monkeypatch) as (_, a, b, _):
+def test_nobody_waits_for_what_another_engine_is_storing(tmp_path: Path) -> None:
+    with replicas(tmp_path) as (_, a, b, _):
         output, context = a.begin_store(range(3))
-        assert a.look_up(range(4)) == [PENDING] * 3 + [MISS]
-        assert b.look_up(range(4)) == [MISS] * 4
+        assert a.look(range(4)) == [PENDING] * 3 + [MISS]
+        assert b.look(range(4)) == [MISS] * 4
         assert not b.begin_store(range(3))[0].keys_to_store
         a.manager.complete_store(output.keys_to_store, context)
         a.end_step()
         b.end_step()
-        assert a.look_up(range(4)) == b.look_up(range(4)) == [HIT] * 3 + [MISS]
+        assert a.look(range(4)) == b.look(range(4)) == [HIT] * 3 + [MISS]
 
 
-def test_after_a_reset_an_engine_has_keys_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with replicas(tmp_path, monkeypatch) as (_, a, b, _):
+def test_after_a_reset_an_engine_has_keys_of_its_own(tmp_path: Path) -> None:
+    with replicas(tmp_path) as (_, a, b, _):
         a.store(range(4))
         a.begin_store([9])
         loading = a.context(range(2))
-        a.look_up(range(2), loading)
+        a.look(range(2), loading)
         a.manager.prepare_load(keys(0, 1), loading)
         a.manager.reset_cache()
-        assert a.look_up([0, 1, 9]) == [MISS] * 3
-        assert b.look_up(range(4)) == [HIT] * 4, "other weights, other keys: those of other replicas stay"
+        assert a.look([0, 1, 9]) == [MISS] * 3
+        assert b.look(range(4)) == [HIT] * 4, "other weights, other keys: those of other replicas stay"
         a.manager.on_reset_flushed()
         a.store(range(2))
         a.end_step()
-        assert a.look_up(range(4)) == [HIT] * 2 + [MISS] * 2
+        assert a.look(range(4)) == [HIT] * 2 + [MISS] * 2
         b.store([20])
         a.end_step()
-        assert a.look_up([20]) == [MISS]
+        assert a.look([20]) == [MISS]
         a.end_step()
         b.end_step()
         until(lambda: (now := a.manager.index.statistics()).pinned == now.pending == 0)
 
 
-def test_a_failed_load_makes_keys_missing_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with replicas(tmp_path, monkeypatch) as (_, a, b, _):
+def test_a_failed_load_makes_keys_missing_for_all(tmp_path: Path) -> None:
+    with replicas(tmp_path) as (_, a, b, _):
         slots = a.store(range(4))
         context = b.context(range(4))
-        b.look_up(range(4), context)
+        b.look(range(4), context)
         b.manager.prepare_load(keys(*range(4)), context)
         b.end_step()
         b.manager.note_failed([slots[2]])
         b.manager.complete_load(keys(*range(4)), context)
-        assert a.look_up(range(4)) == [HIT, HIT, MISS, HIT]
+        assert a.look(range(4)) == [HIT, HIT, MISS, HIT]
 
 
-def test_without_an_owner_what_has_begun_ends_and_all_else_is_a_miss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with replicas(tmp_path, monkeypatch) as (owner, a, b, _):
+def test_without_an_owner_what_has_begun_ends_and_all_else_is_a_miss(tmp_path: Path) -> None:
+    with replicas(tmp_path) as (owner, a, b, _):
         slots = a.store(range(4))
         loading, storing = b.context(range(4)), b.begin_store([7])
-        assert b.look_up(range(4), loading) == [HIT] * 4
+        assert b.look(range(4), loading) == [HIT] * 4
         owner.close()
         assert list(b.manager.prepare_load(keys(1, 3), loading).block_ids) == [slots[1], slots[3]]
         b.end_step()
         b.manager.complete_load(keys(1, 3), loading)
         b.manager.complete_store(storing[0].keys_to_store, storing[1])
         b.manager.on_request_finished(loading)
-        assert b.look_up(range(4)) == [MISS] * 4
+        assert b.look(range(4)) == [MISS] * 4
         output, context = b.begin_store(range(4))
         assert not output.keys_to_store
         b.manager.on_request_finished(context)
@@ -194,7 +169,7 @@ def test_without_an_owner_what_has_begun_ends_and_all_else_is_a_miss(
         assert b.manager.get_stats() is not None
         with PoolOwner(owner.path, nbytes=66 * ROW + 64 * 128) as following:  # takes over memory and keys
             until(lambda: [each["members"] for each in following.statistics()] == [4])
-            until(lambda: a.look_up(range(4), a.context(range(4))) == [HIT] * 4 or a.end_step())
+            until(lambda: a.look(range(4), a.context(range(4))) == [HIT] * 4 or a.end_step())
 
 
 def test_a_manager_whose_index_cannot_be_opened_leaves_the_pool(
@@ -225,8 +200,8 @@ def test_a_manager_whose_index_cannot_be_opened_leaves_the_pool(
         until(lambda: [each["members"] for each in owner.statistics()] == [1])
 
 
-def test_gauges_are_asked_for_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with replicas(tmp_path, monkeypatch) as (_, a, _, asked):
+def test_gauges_are_asked_for_once_a_second(tmp_path: Path) -> None:
+    with replicas(tmp_path) as (_, a, _, asked):
         a.store([1])
         begun = time.monotonic()
         for _ in range(50):
@@ -234,11 +209,9 @@ def test_gauges_are_asked_for_once_a_second(tmp_path: Path, monkeypatch: pytest.
         assert asked["a COUNTS"] <= 2 + time.monotonic() - begun
 
 
-def test_no_counter_is_reduced_when_an_owner_ends_and_another_one_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_counter_is_reduced_when_an_owner_ends_and_another_one_follows(tmp_path: Path) -> None:
     """Prometheus raises for a counter that is increased by less than 0, and vLLM's front end ends with that."""
-    with replicas(tmp_path, monkeypatch, capacity=4) as (owner, a, _, _):
+    with replicas(tmp_path, capacity=4) as (owner, a, _, _):
         increases = []
 
         def reports(resident: int) -> bool:
@@ -269,32 +242,17 @@ def an_owner_follows(owner: PoolOwner, *replicas: Any) -> Iterator[PoolOwner]:
         yield following
 
 
-def test_a_store_that_goes_on_while_an_owner_follows_makes_no_key_a_hit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_store_does_not_end_another_one_of_its_keys_while_an_owner_follows(
+    tmp_path: Path,
 ) -> None:
-    """The next owner would grant other entries for its keys; and vLLM says which keys a store had, not which store."""
-    with replicas(tmp_path, monkeypatch) as (owner, a, b, _):
+    """At every point. Else the next store of these keys would be complete when the first one is: the next owner grants
+    other entries for them, and vLLM says which keys a store had, not which store.
+    """
+    with replicas(tmp_path) as (owner, a, b, _):
         storing = a.begin_store([1, 2])
         with an_owner_follows(owner, a, b) as following:
-            assert a.begin_store([0, 1, 2])[0] is None, "vLLM offers them again in its next step"
-            a.manager.complete_store(storing[0].keys_to_store, storing[1])
-            assert b.look_up(range(3)) == [MISS] * 3
-            a.store(range(3))
-            b.end_step()
-            assert b.look_up(range(3)) == [HIT] * 3
-            b.end_step()
-            until(lambda: following.statistics()[0]["pinned"] == 0)  # what the last owner had granted is free
-
-
-def test_an_interrupted_store_does_not_end_one_of_the_same_keys_that_goes_on_while_an_owner_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every point. Else the next store of these keys would be complete when the first one is."""
-    with replicas(tmp_path, monkeypatch) as (owner, a, b, _):
-        storing = a.begin_store([1, 2])
-        with an_owner_follows(owner, a, b) as following:
-            context, begun, points = a.context([1, 2]), list[Any](), 0
-            offer = partial(a.manager.prepare_store, keys(1, 2), context)
+            context, begun, points = a.context(range(3)), list[Any](), 0
+            offer = partial(a.manager.prepare_store, keys(0, 1, 2), context)
             while None not in begun and points < 100:  # an owner that is late declines both
                 points += 1
                 until(lambda: a.pool.connected)
@@ -303,9 +261,9 @@ def test_an_interrupted_store_does_not_end_one_of_the_same_keys_that_goes_on_whi
             assert not any(each.keys_to_store for each in begun[:-1])
             assert points > 10
             a.manager.complete_store(storing[0].keys_to_store, storing[1])
-            assert b.look_up([1, 2]) == [MISS] * 2
+            assert b.look(range(3)) == [MISS] * 3
+            a.store(range(3))
             b.end_step()
-            a.store([1, 2])
-            assert b.look_up([1, 2]) == [HIT] * 2
+            assert b.look(range(3)) == [HIT] * 3
             b.end_step()
             until(lambda: following.statistics()[0]["pinned"] == 0)

@@ -15,15 +15,9 @@ from tiering import SECONDS, aligned, until
 
 fake_vllm.install()
 
-from vllm.v1.kv_offload.base import (  # noqa: E402
-    LookupResult,
-    OffloadKey,
-    ReqContext,
-    ScheduleEndContext,
-    make_offload_key,
-)
+from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
-from vllm_parts import request  # noqa: E402
+from vllm_parts import Scheduler, keys  # noqa: E402
 
 from kvoffload import CacheIndex, Status  # noqa: E402
 from kvoffload.testing import FaultyTier  # noqa: E402
@@ -34,43 +28,27 @@ from kvoffload.vllm.promotions import Promotions  # noqa: E402
 HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
 
 
-class Host:
-    """What vLLM's scheduler and workers do with the manager."""
+class Host(Scheduler):
+    """And what workers do, in memory of the test's."""
 
     def __init__(self, manager: KVOffloadManager, pool: Any) -> None:
-        self.manager, self.pool = manager, pool
-
-    @property
-    def index(self) -> CacheIndex:
-        assert isinstance(self.manager.index, CacheIndex)
-        return self.manager.index
+        super().__init__(manager)
+        self.pool = pool
 
     def store(self, numbers: Sequence[int]) -> None:
-        context = self.context(numbers)
-        output = self.manager.prepare_store(keys(numbers), context)
-        assert output is not None
+        output, context = self.begin_store(numbers)
         for key, slot in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
-            self.pool[slot] = int.from_bytes(key[:4], "big")
+            self.pool[slot] = int(key[:8])
         self.manager.complete_store(output.keys_to_store, context)
         self.manager.on_request_finished(context)
         self.end_step()
 
-    def written(self, numbers: Sequence[int]) -> None:
-        """Store, have the tiers take them, and evict them."""
+    def written(self, numbers: Sequence[int]) -> ReqContext:
+        """Store, have the tiers take them, and evict them. Returns the context of a request for them."""
         self.store(numbers)
         assert self.index.drain(SECONDS)
         self.index.clear(below=False)
-
-    def context(self, numbers: Sequence[int]) -> ReqContext:
-        context: ReqContext = request("request", keys(numbers))
-        self.manager.on_new_request(context)
-        return context
-
-    def look(self, numbers: Sequence[int], context: ReqContext) -> list[LookupResult]:
-        return [self.manager.lookup(key, context) for key in keys(numbers)]
-
-    def end_step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        return self.context(numbers)
 
     def look_until(self, numbers: Sequence[int], context: ReqContext, result: list[LookupResult]) -> int:
         """Steps, in each of which the request looks its keys up; how many there were."""
@@ -85,15 +63,11 @@ class Host:
 
     def loaded(self, numbers: Sequence[int], context: ReqContext) -> bool:
         """Begin and end a load of keys; whether the slots hold their bytes."""
-        spec = self.manager.prepare_load(keys(numbers), context)
+        spec = self.manager.prepare_load(keys(*numbers), context)
         self.end_step()
         right = [bool((self.pool[slot] == n % 256).all()) for n, slot in zip(numbers, spec.block_ids, strict=True)]
-        self.manager.complete_load(keys(numbers), context)
+        self.manager.complete_load(keys(*numbers), context)
         return all(right)
-
-
-def keys(numbers: Sequence[int], group: int = 0) -> list[OffloadKey]:
-    return [make_offload_key(n.to_bytes(4, "big") + bytes(12), group) for n in numbers]
 
 
 @contextmanager
@@ -143,7 +117,7 @@ def test_promoted_keys_are_hits_with_their_bytes() -> None:
         assert bench.index.statistics().lookups == 2, "vLLM's own that have an answer; the promotion adds none"
         bench.look_until([7, 0, 1, 2, 9], context, [HIT] * 4 + [MISS])
         assert bench.loaded([7, 0, 1, 2], context)
-        sources = [bench.manager.get_load_source(key, context) for key in keys([7, 0])]
+        sources = [bench.manager.get_load_source(key, context) for key in keys(7, 0)]
         assert sources == [CacheHitSource.HOST, CacheHitSource.DISK]
         assert bench.index.statistics().pinned == 0
 
@@ -181,16 +155,15 @@ def test_a_tier_that_has_to_be_asked_is() -> None:
 def test_of_a_window_the_last_chunks_are_asked_for() -> None:
     with host(Asked()) as bench:
         context = bench.context([])
-        results = [bench.manager.lookup(key, context) for key in reversed(keys(range(6), group=1))]
+        results = [bench.manager.lookup(key, context) for key in reversed(keys(*range(6), group=1))]
         assert results == [RETRY] * 3 + [MISS] * 3
 
 
 def test_a_request_waits_no_longer_than_its_deadline() -> None:
     tier = FaultyTier()
     with host(tier, seconds=0.3) as bench:
-        bench.written(range(2))
+        context = bench.written(range(2))
         tier.hang_all()
-        context = bench.context(range(2))
         begun = time.monotonic()
         bench.look_until(range(2), context, [MISS, MISS])
         assert time.monotonic() - begun >= 0.29
@@ -208,9 +181,8 @@ def test_the_promotions_of_a_request_share_one_deadline(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CacheIndex, "promote", noted)
     with host(tier, seconds=1.0) as bench:
-        bench.written(range(3))
+        context = bench.written(range(3))
         tier.hang_all()
-        context = bench.context(range(3))
         assert bench.look([0], context) == [PENDING]
         bench.end_step()
         time.sleep(0.1)
@@ -238,15 +210,14 @@ def test_a_hit_is_held_until_the_step_has_ended() -> None:
         bench.store(range(4))
         context = bench.context(range(4))
         assert bench.look(range(4), context) == [HIT] * 4
-        with bench.index.promote(keys(range(10, 14))) as promotion:  # as another request's, by the tiers' thread
+        with bench.index.promote(keys(*range(10, 14))) as promotion:  # as another request's, by the tiers' thread
             promotion.wait(SECONDS)
             assert bench.loaded(range(4), context)
 
 
 def test_a_request_that_finishes_holds_nothing() -> None:
     with host(DictTier()) as bench:
-        bench.written(range(3))
-        context = bench.context(range(3))
+        context = bench.written(range(3))
         bench.look_until(range(3), context, [HIT] * 3)
         bench.end_step()
         assert bench.index.statistics().pinned == 3
@@ -256,11 +227,10 @@ def test_a_request_that_finishes_holds_nothing() -> None:
 
 def test_what_is_not_loaded_is_held_until_the_deadline() -> None:
     with host(DictTier(), seconds=0.5) as bench:
-        bench.written(range(3))
-        context = bench.context(range(3))
+        context = bench.written(range(3))
         bench.look(range(3), context)
         bench.end_step()
-        until(lambda: bench.index.status(keys(range(3))) == [Status.HIT] * 3)
+        until(lambda: bench.index.status(keys(*range(3))) == [Status.HIT] * 3)
 
         def released() -> bool:
             bench.end_step()
@@ -304,12 +274,11 @@ def test_tiers_that_cannot_be_reset_are_not_used_any_more() -> None:
 def test_a_load_that_failed_is_not_repeated_from_the_tier_for_ever() -> None:
     tier = DictTier()
     with host(tier) as bench:
-        bench.written(range(2))
-        context = bench.context(range(2))
+        context = bench.written(range(2))
         bench.look_until(range(2), context, [HIT, HIT])
-        spec = bench.manager.prepare_load(keys(range(2)), context)
+        spec = bench.manager.prepare_load(keys(*range(2)), context)
         bench.manager.note_failed(spec.block_ids.tolist())
-        bench.manager.complete_load(keys(range(2)), context)
+        bench.manager.complete_load(keys(*range(2)), context)
         bench.end_step()
         assert len(tier.store) == 2, "its bytes are not at fault"
         assert bench.look(range(2), context) == [MISS, MISS]
@@ -331,7 +300,7 @@ def test_events_and_statistics() -> None:
 
         until(told)
         assert [event.removed for event in found] == [False] * len(found)
-        assert {key for event in found for key in event.keys} == set(keys(range(2)))
+        assert {key for event in found for key in event.keys} == set(keys(*range(2)))
         stats = bench.manager.get_stats()
         assert stats.reduce()["vllm:kvoffload_tier_promoted_chunks:('dict',)"] == 2
         assert stats.reduce()["vllm:kvoffload_tier_usable:('dict',)"] == 1

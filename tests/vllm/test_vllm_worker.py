@@ -121,9 +121,8 @@ def test_a_failed_store_leaves_slots_that_cannot_be_loaded(caplog: pytest.LogCap
         with caplog.at_level(logging.WARNING, "kvoffload"):
             assert [(result.job_id, result.success) for result in rig.finish()] == [(1, True)]
         assert "store 1 of vLLM has failed" in caplog.text
-        rig.worker.submit_load(2, host(2, 3), gpu((0, [5, 6])))
         with pytest.raises(kvoffload.TransferError, match=r"load 2 .* slots \[3\] hold no bytes .*KVOffloadConnector"):
-            rig.finish()
+            rig.load(2, [5, 6], [2, 3])
 
 
 def test_a_store_of_chunks_that_lack_blocks_fails_where_there_are_windows() -> None:
@@ -147,12 +146,9 @@ def test_a_store_of_chunks_that_lack_blocks_fails_where_there_are_windows() -> N
 def test_a_store_that_succeeds_mends_its_slots() -> None:
     with Rig() as rig:
         failing(rig)
-        rig.worker.submit_store(1, gpu((0, [0])), host(3))
-        rig.finish()
-        rig.worker.submit_store(2, gpu((0, [0])), host(3))
-        rig.finish()
-        rig.worker.submit_load(3, host(3), gpu((0, [5])))
-        rig.finish()
+        rig.store(1, [0], [3])
+        rig.store(2, [0], [3])
+        rig.load(3, [5], [3])
         assert (rig.blocks[:, 5] == rig.blocks[:, 0]).all()
 
 
@@ -162,34 +158,29 @@ def test_shared_slots_are_filled_by_tiers_after_a_failed_store() -> None:
     with Rig(host=lambda layout: SharedSlots(8, layout.slot_bytes)) as rig:
         rig.worker.reports_failures = True
         failing(rig)
-        rig.worker.submit_store(1, gpu((0, [3])), host(2))
-        rig.finish()
+        rig.store(1, [3], [2])
         assert rig.worker.take_failed_slots() == {2}
         rig.worker.offer(name, "what they are")
         with kvoffload.SharedSlots.receive(name) as slots:
             assert slots.note == "what they are"
             slots.array[2] = 7
-        rig.worker.submit_load(2, host(2), gpu((0, [5])))
-        rig.finish()
+        rig.load(2, [5], [2])
         assert rig.worker.take_failed_loads() == set()
         assert (rig.blocks[:, 5] == 7).all()
 
 
 def test_a_failed_load_ends_the_worker_where_it_cannot_be_reported() -> None:
     with Rig() as rig:
-        rig.worker.submit_store(1, gpu((0, [0])), host(3))
-        rig.finish()
+        rig.store(1, [0], [3])
         failing(rig)
-        rig.worker.submit_load(2, host(3), gpu((0, [5])))
         with pytest.raises(kvoffload.TransferError, match=r'load 2 of vLLM .*="KVOffloadConnector"'):
-            rig.finish()
+            rig.load(2, [5], [3])
 
 
 def test_a_failed_load_that_is_awaited_raises() -> None:
     with Rig() as rig:
         rig.worker.reports_failures = True
-        rig.worker.submit_store(1, gpu((0, [0])), host(3))
-        rig.finish()
+        rig.store(1, [0], [3])
         failing(rig)
         rig.worker.submit_load(2, host(3), gpu((0, [5])), expedited=True)
         with pytest.raises(kvoffload.TransferError, match="sync_load_budget_bytes"):
@@ -199,10 +190,9 @@ def test_a_failed_load_that_is_awaited_raises() -> None:
 def test_too_many_transfers_wait_for_each_other() -> None:
     with Rig(max_in_flight=1) as rig:
         rig.worker.submit_store(1, gpu((0, [0])), host(0))
-        rig.worker.submit_store(2, gpu((0, [1])), host(1))
-        assert [(result.job_id, result.transfer_size) for result in rig.finish()] == [(1, 2 * PAGE), (2, 2 * PAGE)]
-        rig.worker.submit_load(3, host(0, 1), gpu((0, [4, 5])))
-        rig.finish()
+        ended = [(result.job_id, result.transfer_size) for result in rig.store(2, [1], [1])]
+        assert ended == [(1, 2 * PAGE), (2, 2 * PAGE)]
+        rig.load(3, [4, 5], [0, 1])
         assert (rig.blocks[:, 4:6] == rig.blocks[:, :2]).all()
 
 
@@ -233,8 +223,7 @@ def test_the_connector_reports_failed_loads_and_slots() -> None:
     with Rig() as rig:
         rig.worker.reports_failures = True
         failing(rig)
-        rig.worker.submit_load(2, host(3), gpu((0, [5])))
-        rig.finish()
+        rig.load(2, [5], [3])
         loads = {
             1: SimpleNamespace(req_id="a", sync=False),
             2: SimpleNamespace(req_id="b", sync=False),
@@ -268,17 +257,13 @@ def test_a_codec_and_blocks_that_do_not_fit() -> None:
         values = normal(np.random.default_rng(1), 2 * 16 * PAGE // 2).view(np.uint8).reshape(2, 16, PAGE)
         unfit, rig.blocks[:] = rig.blocks[:, 1].copy(), values
         rig.blocks[:, 1] = unfit
-        rig.worker.submit_store(1, gpu((0, [0, 1, 2])), host(3, 4, 5))
-        assert [result.success for result in rig.finish()] == [True]
+        assert [result.success for result in rig.store(1, [0, 1, 2], [3, 4, 5])] == [True]
         assert rig.worker.take_failed_slots() == {4}
         rig.worker.submit_load(2, host(3, 5), gpu((0, [8, 9])))
-        rig.worker.submit_load(3, host(4), gpu((0, [10])))
-        rig.finish()
+        rig.load(3, [10], [4])
         assert rig.worker.take_failed_loads() == {3}
         assert (rig.blocks[:, [8, 9]] == values[:, [0, 2]]).all()
-        rig.worker.submit_store(4, gpu((0, [2])), host(4))
-        rig.finish()
-        rig.worker.submit_load(5, host(4), gpu((0, [10])))
-        rig.finish()
+        rig.store(4, [2], [4])
+        rig.load(5, [10], [4])
         assert rig.worker.take_failed_loads() == set()
         assert (rig.blocks[:, 10] == values[:, 2]).all()

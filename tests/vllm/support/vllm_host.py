@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +28,10 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     LookupResult,
-    OffloadKey,
     ReqContext,
-    ScheduleEndContext,
 )
-from vllm_parts import PAGE, FakeTensor, gpu, keys, request  # noqa: E402
+from vllm_parts import PAGE, FakeTensor, Scheduler, gpu, keys  # noqa: E402
 
-from kvoffload import CacheIndex  # noqa: E402
 from kvoffload.vllm import KVOffloadSpec, KVOffloadWorker  # noqa: E402
 from kvoffload.vllm.identity import making_connector  # noqa: E402
 
@@ -135,27 +131,12 @@ def config(engine: str, *, kv_cache_layout: str = "LBNHC", **extra: Any) -> Any:
     )
 
 
-@dataclass
-class Server:
-    """What vLLM's scheduler and connector do with a manager and a worker, for one request after the other."""
+class Server(Scheduler):
+    """And what its connector does with a worker."""
 
-    cache: Any
-    manager: Any
-    worker: KVOffloadWorker
-    numbers: Iterator[int] = field(default_factory=lambda: iter(range(1, 1_000_000)))
-
-    @property
-    def index(self) -> CacheIndex:
-        assert isinstance(self.manager.index, CacheIndex)
-        return self.manager.index
-
-    def context(self, wanted: Sequence[OffloadKey]) -> ReqContext:
-        context: ReqContext = request(f"request {next(self.numbers)}", list(wanted))
-        self.manager.on_new_request(context)
-        return context
-
-    def end_step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+    def __init__(self, cache: Any, manager: Any, worker: KVOffloadWorker) -> None:
+        super().__init__(manager)
+        self.cache, self.worker = cache, worker
 
     def finish(self, job: int) -> None:
         """Wait for a transfer, and take its result."""
@@ -165,13 +146,11 @@ class Server:
     def store(self, chunks: Sequence[int], *, queued: bool = False) -> None:
         """Compute chunks in blocks of the same numbers modulo `NUM_BLOCKS`, and store them."""
         wanted = keys(*chunks)
-        context = self.context(wanted)
-        output = self.manager.prepare_store(wanted, context)
+        output, context = self.begin_store(chunks)
         blocks = [chunks[wanted.index(each)] % NUM_BLOCKS for each in output.keys_to_store]
         self.cache.write({chunk % NUM_BLOCKS: content(chunk) for chunk in chunks}, queued=queued)
-        job = next(self.numbers)
-        self.worker.submit_store(job, gpu((0, blocks)), output.store_spec)
-        self.finish(job)
+        self.worker.submit_store(self.requests, gpu((0, blocks)), output.store_spec)
+        self.finish(self.requests)
         self.manager.complete_store(output.keys_to_store, context)
         self.manager.on_request_finished(context)
         self.end_step()
@@ -180,7 +159,7 @@ class Server:
         """Until none of them is pending; in each step the request asks again."""
         end = time.monotonic() + SECONDS
         while True:
-            found = [self.manager.lookup(each, context) for each in keys(*chunks)]
+            found = self.look(chunks, context)
             if not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
                 return found
             assert time.monotonic() < end, found
@@ -189,14 +168,12 @@ class Server:
 
     def load(self, chunks: Sequence[int], *, expedited: bool = False) -> list[Bytes]:
         """Load chunks that are there or in a tier into blocks 0 and on, and read these on the model's stream."""
-        wanted = keys(*chunks)
-        context = self.context(wanted)
+        wanted, context = keys(*chunks), self.context(chunks)
         assert self.look_up(chunks, context) == [LookupResult.HIT] * len(chunks)
         spec = self.manager.prepare_load(wanted, context)
         self.end_step()
-        job = next(self.numbers)
-        self.worker.submit_load(job, spec, gpu((0, list(range(len(chunks))))), expedited=expedited)
-        self.finish(job)
+        self.worker.submit_load(self.requests, spec, gpu((0, list(range(len(chunks))))), expedited=expedited)
+        self.finish(self.requests)
         self.manager.complete_load(wanted, context)
         self.manager.on_request_finished(context)
         return [self.cache.read(block) for block in range(len(chunks))]

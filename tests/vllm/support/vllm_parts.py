@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,15 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    LookupResult,
     ReqContext,
+    ScheduleEndContext,
     make_offload_key,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec  # noqa: E402
 
 import kvoffload  # noqa: E402
+from kvoffload import CacheIndex  # noqa: E402
 from kvoffload.testing import SimulatedDriver  # noqa: E402
 from kvoffload.vllm import KVOffloadWorker  # noqa: E402
 
@@ -38,6 +42,35 @@ def request(name: str, *groups: list[Any]) -> Any:
         for place, key in enumerate(group):
             context.set_offload_key_position(key, 4 * place + 4)
     return context
+
+
+class Scheduler:
+    """What vLLM's scheduler does with a manager, for one request after the other. Chunks have numbers, see `keys`."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager, self.requests = manager, 0
+
+    @property
+    def index(self) -> CacheIndex:
+        assert isinstance(self.manager.index, CacheIndex)
+        return self.manager.index
+
+    def context(self, numbers: Sequence[int]) -> ReqContext:
+        self.requests += 1
+        context: ReqContext = request(f"request {self.requests}", keys(*numbers))
+        self.manager.on_new_request(context)
+        return context
+
+    def look(self, numbers: Sequence[int], context: ReqContext | None = None) -> list[LookupResult]:
+        context = self.context(numbers) if context is None else context
+        return [self.manager.lookup(key, context) for key in keys(*numbers)]
+
+    def begin_store(self, numbers: Sequence[int]) -> tuple[Any, ReqContext]:
+        context = self.context(numbers)
+        return self.manager.prepare_store(keys(*numbers), context), context
+
+    def end_step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
 
 class FakeTensor:
@@ -81,6 +114,15 @@ class Rig:
     def finish(self) -> list[Any]:
         self.device.simulator.run_all()
         return self.worker.get_finished()
+
+    def store(self, job: int, blocks: list[int], slots: list[int]) -> list[Any]:
+        """Store blocks of group 0, and return what has ended."""
+        self.worker.submit_store(job, gpu((0, blocks)), host(*slots))
+        return self.finish()
+
+    def load(self, job: int, blocks: list[int], slots: list[int]) -> list[Any]:
+        self.worker.submit_load(job, host(*slots), gpu((0, blocks)))
+        return self.finish()
 
     def __enter__(self) -> Rig:
         return self
