@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.policies import PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import Reservation
 from kvoffload.errors import CapabilityError, MissingKeyError
@@ -28,7 +28,6 @@ class DiskPut:
 
     Attributes:
         slots: for each key to write. Keys that were present or declined have none.
-        declined: as in `Reservation`.
         written: keys whose records are written.
         positions: place of each key in the put call.
     """
@@ -36,7 +35,6 @@ class DiskPut:
     def __init__(self, reservation: Reservation, sequence: int) -> None:
         self.reservation = reservation
         self.slots = dict(zip(reservation.keys, reservation.indices, strict=True))
-        self.declined = reservation.declined
         self.written: set[bytes] = set()
         self.sequence = sequence
         self.positions = dict(zip(reservation.keys, reservation.positions, strict=True))
@@ -49,8 +47,8 @@ class DiskIndex:
         self,
         files: SlotFiles,
         *,
-        policy: PolicyChoice = DEFAULT_POLICY,
-        tenants: Mapping[str, Tenant] | None = None,
+        policy: PolicyChoice,
+        tenants: Mapping[str, Tenant],
     ) -> None:
         self.files = files
         records = files.load()  # if that fails, a policy object has served no index yet
@@ -62,7 +60,7 @@ class DiskIndex:
             records.keys,
             records.slots,
             records.sequences.astype(np.int64),
-            tenants=_names(records.tenants, {} if tenants is None else tenants),
+            tenants=_names(records.tenants, tenants),
         )
 
     # asking -------------------------------------------------------------------------------------------------------
@@ -78,9 +76,6 @@ class DiskIndex:
             for key in keys
         ]
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self.index.touch(keys)
-
     def __len__(self) -> int:
         return len(self.index._state.table)  # without its lock: see `Workers.figures`
 
@@ -89,8 +84,6 @@ class DiskIndex:
     def reserve(self, keys: Sequence[bytes], tenant: str = "") -> DiskPut:
         """Reserve slots for those keys of a put call that have no record yet, evicting others."""
         self._check_writes()
-        for key in keys:
-            self.files.check_key(key)
         with self._lock:
             reservation = self.index.reserve(keys, tenant=tenant)
             put = DiskPut(reservation, self._next_sequence)
@@ -174,7 +167,7 @@ class DiskIndex:
         """Drop an entry that turned out to have no record. Its slot is still leased: no other key can have taken it."""
         self.index.remove([key])
         if not self.files.read_only:
-            self.files.erase([slot])
+            self.files.erase(slot)
 
     # removing -----------------------------------------------------------------------------------------------------
 
@@ -201,17 +194,6 @@ class DiskIndex:
             self._writing.clear()
         self._check_writes()
         self.files.clear()
-
-    def sync(self) -> None:
-        """Make all writes so far durable; OSError if some may not be."""
-        self.files.sync()
-
-    def close(self) -> None:
-        """Sync and close the files. No other call may run. Idempotent."""
-        self.files.close()
-
-    def __repr__(self) -> str:
-        return f"DiskIndex({self.index.describe()}; {self.files!r})"
 
     def _check_writes(self) -> None:
         if self.files.read_only:

@@ -272,14 +272,13 @@ class MemberFile:
 
     # what is forgotten, and what is durable -----------------------------------------------------------------------
 
-    def erase(self, slots: Iterable[int]) -> None:
-        """Clear the headers of these slots. The next successful `sync` makes this durable.
+    def erase(self, slot: int) -> None:
+        """Clear the header of a slot. The next successful `sync` makes this durable.
 
         If a write fails, `sync` retries it; nothing is raised here.
         """
         with self._headers:
-            for slot in slots:
-                self._erase(slot)
+            self._erase(slot)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Clear all headers of these keys, so that none is in the file when this returns, even after a crash.

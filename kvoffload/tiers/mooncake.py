@@ -23,7 +23,7 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.options import Limits, given_or_default
+from kvoffload.tiers.options import Limits, given_or_default, import_package
 from kvoffload.tiers.refusals import MOONCAKE_NO_ROOM
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
 
@@ -142,7 +142,9 @@ class MooncakeTier(RemoteTier):
         self._masters = _addresses(master)
         self._timeout = round(1000 * seconds("timeout", timeout))
         _set_environment(self._timeout)  # before the import, which reads some of it
-        self._store = _import_store()
+        needs = "MooncakeTier needs the package mooncake-transfer-engine-non-cuda"
+        library = "install the library, as by `apt-get install libibverbs1 libnuma1 libcurl4`"
+        self._store = import_package("mooncake.store", needs=needs, extra="mooncake", library=library)
         self._setup = {
             "master_server_addr": master,
             "metadata_server": connection.metadata_server,
@@ -308,20 +310,6 @@ def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
 
 
 # the client -----------------------------------------------------------------------------------------------------------
-
-
-def _import_store() -> Any:
-    try:
-        from mooncake import store
-    except ImportError as error:
-        remedy = "pip install 'kvoffload[mooncake]'"
-        if ".so" in str(error):
-            remedy = "install the library, as by `apt-get install libibverbs1 libnuma1 libcurl4`"
-        raise CapabilityError(
-            f"MooncakeTier needs the package mooncake-transfer-engine-non-cuda, which cannot be imported ({error}); "
-            f"{remedy}"
-        ) from error
-    return store
 
 
 def _set_environment(milliseconds: int) -> None:

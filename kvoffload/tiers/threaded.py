@@ -272,19 +272,10 @@ class ThreadedTier(Tier):
     def exists(self, keys: Sequence[bytes], *, deadline: float | None = None, notify: Notify | None = None) -> TierJob:
         job = self._checked(keys, None, deadline, notify)
 
-        def has(key: bytes) -> Outcome:
-            return Outcome.DONE if self.have_records([key])[0] else Outcome.MISSING
-
         def ask(positions: Sequence[int]) -> Sequence[Outcome]:
-            wanted = [job.keys[at] for at in positions]
-            try:
-                found = self.have_records(wanted)
-            except Exception as error:  # noqa: BLE001  # for some of the keys, if they are asked for one by one
-                self._workers.warn(error)
-                if type(self).has_record is ThreadedTier.has_record:
-                    return [Outcome.FAILED] * len(wanted)
-                return [self._guarded(partial(has, key), lambda _: Outcome.FAILED) for key in wanted]
-            return [Outcome.DONE if each else Outcome.MISSING for each in found]
+            alone = type(self).has_record is not ThreadedTier.has_record
+            found = self._asked([job.keys[at] for at in positions], Outcome.FAILED, self.warn, alone=alone)
+            return [each if each is Outcome.FAILED else Outcome.DONE if each else Outcome.MISSING for each in found]
 
         return self._queue(job, [Work(job, each, ask) for each in self._calls(job, bounded=False)])
 
@@ -307,16 +298,7 @@ class ThreadedTier(Tier):
         known = self._opened and not self._workers.closed and self.capabilities.local_index
         if not known or os.getpid() != self._process:
             return [False] * len(keys)
-        try:
-            return list(self.have_records(keys))
-        except Exception:  # noqa: BLE001  # for some of the keys
-            found = [False] * len(keys)
-            for at, key in enumerate(keys):
-                try:
-                    found[at] = self.have_records([key])[0]
-                except Exception:  # noqa: BLE001  # a failing medium, or one that is being closed: a miss
-                    pass
-            return found
+        return self._asked(keys, False, lambda _: None)
 
     def statistics(self) -> TierStatistics:
         self._check_process()
@@ -398,6 +380,21 @@ class ThreadedTier(Tier):
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ClosedError(f"{self!r} belongs to the parent of this forked process: make another one")
+
+    def _asked(
+        self, keys: Sequence[bytes], unknown: _R, failed: Callable[[Exception], None], *, alone: bool = True
+    ) -> list[bool | _R]:
+        """Ask whether there are records of these keys, together, and if that raises, for each key `alone`.
+
+        If that raises, too, or is not asked, the answer is `unknown`. `failed` is called with each error.
+        """
+        try:
+            return list(self.have_records(keys))
+        except Exception as error:  # noqa: BLE001  # a failing medium, or one that is being closed
+            failed(error)
+            if not alone:
+                return [unknown] * len(keys)
+            return [found for key in keys for found in self._asked([key], unknown, failed, alone=False)]
 
     def _queue(self, job: TierJob, works: Sequence[Work], *, bounded: bool = True) -> TierJob:
         """Queue the works of a job; keys that find no room end at once."""

@@ -131,18 +131,13 @@ class WorkQueues:
         return [work for work in self.writes if concerned.concerns(work)]
 
     def drop_ended(self) -> None:
+        self.removals = deque(work for work in self.removals if work.waits)
         self.reads = deque(work for work in self.reads if work.waits)
         self.writes = deque(work for work in self.writes if work.waits)
         self.read_keys, self.write_keys = _keys_of(self.reads), _keys_of(self.writes)
 
     def jobs(self) -> list[TierJob]:
         return list(dict.fromkeys(each.job for queue in (self.removals, self.reads, self.writes) for each in queue))
-
-    def clear(self) -> None:
-        self.reads.clear()
-        self.writes.clear()
-        self.removals.clear()
-        self.read_keys = self.write_keys = 0
 
     def _take_write(self) -> Write | None:
         removals = [*self.removals, *(each for each in self.running if isinstance(each, Remove))]
@@ -292,7 +287,7 @@ class Workers:
         for job in waiting:
             job.settle_waiting(Outcome.CANCELLED)
         with self._lock:
-            self._queues.clear()
+            self._queues.drop_ended()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))

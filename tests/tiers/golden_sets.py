@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from disk_sets import LAYOUT, PAGE, write_one
+from disk_sets import LAYOUT, PAGE, open_set, write_one
 
 GOLDEN = Path(__file__).parent / "golden"
 KEY = b"a key of 16 byte"
@@ -67,14 +67,12 @@ def pack(name: str, folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     import tempfile
 
-    from kvoffload.tiers.slot_files import SlotFiles
-
     parser = argparse.ArgumentParser(description="Write the golden disk sets anew, in the format of this version.")
     parser.add_argument("--write", action="store_true", required=True, help=f"overwrite the files in {GOLDEN.name}/")
     parser.parse_args(arguments)
     for name, chosen in SETS.items():
         with tempfile.TemporaryDirectory() as folder:
-            files = SlotFiles(paths_in(Path(folder), name), **options(name), direct=False)
+            files = open_set(*paths_in(Path(folder), name), **options(name))
             write_one(files, 2, b"before clear", "", [memoryview(payload_of(2))], 1, 0)
             files.clear()
             for slot, key, sequence, position in RECORDS:
