@@ -66,7 +66,7 @@ class DiskIndex:
     # asking -------------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key has a record, without asking the disk. Takes no lock: a hint."""
+        """Return whether each key has a record, without asking the disk. Takes no lock: a hint."""
         table = self.index._state.table
         of, pending = table.of, table.pending
         if not pending:
@@ -147,7 +147,7 @@ class DiskIndex:
         return [results[key] for key in keys]
 
     def _read_finished(self, of: dict[bytes, Sequence[Buffer]]) -> dict[bytes, ReadResult]:
-        """`read` for keys whose puts are finished: payload by key."""
+        """Do `read` for keys whose puts are finished. `of` has their payloads."""
         keys = list(of)
         try:
             lease = self.index.acquire(keys)
@@ -172,7 +172,7 @@ class DiskIndex:
     # removing -----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove records, durably; for each key whether it was known. A put of these keys goes on without them.
+        """Remove records, durably, and return for each key whether it was known. Puts go on without these keys.
 
         Raises:
             OSError: they are misses now, but a crash may bring some back; call it again.
@@ -201,7 +201,7 @@ class DiskIndex:
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:
-    """Tenant name per record, or "" if the tenant is gone. None: no record has a tenant."""
+    """Return the tenant name per record, or "" if the tenant is gone. None: no record has a tenant."""
     known = {name: as_pairs(tenant_digest(name))[0] for name in tenants if name}
     found = {name: (digests == digest).all(axis=1) for name, digest in known.items()}
     if not any(mask.any() for mask in found.values()):

@@ -236,7 +236,7 @@ class MooncakeTier(RemoteTier):
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _connected(self) -> Any:
-        """The client; ConnectionError if no master answers, or another thread still waits for its answer."""
+        """Return the client. ConnectionError if no master answers, or another thread still waits for its answer."""
         if self._client is None:
             mine = [threading.get_ident()]
             try:  # not by a lock: an interrupt after its `acquire` would leave it taken
@@ -297,7 +297,7 @@ def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
-    """The outcomes; ConnectionError if all are FAILED, so that a warning is logged."""
+    """Return the outcomes. ConnectionError if all are FAILED, so that a warning is logged."""
     if outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
         _known(call, codes)
     return outcomes
@@ -336,7 +336,7 @@ def _variables_of_user() -> frozenset[str]:
 
 
 def _addresses(master: str) -> list[tuple[str, int]]:
-    """Host and port of a master, or of each server where masters register; ValueError for another string."""
+    """Return host and port of a master, or of each server where masters register. ValueError for another string."""
     found: list[tuple[str, int]] = []
     for address in (master.rpartition("://")[2] if isinstance(master, str) else "").split(";"):
         host, _, port = address.rpartition(":")
@@ -361,7 +361,7 @@ def can_set_up(setup: Mapping[str, str], timeout: float) -> bool:
 
 
 def _own_address(remote: tuple[str, int]) -> str:
-    """This machine's address as `remote` sees it. Sends no packet."""
+    """Return this machine's address as `remote` sees it. Sends no packet."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(*remote, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -35,7 +35,7 @@ class Limits:
 
 
 def given_or_default(name: str, value: _Options | None, kind: type[_Options]) -> _Options:
-    """`value`, or `kind()` if it is None; TypeError if it is of another type."""
+    """Return `value`, or `kind()` if it is None. TypeError if it is of another type."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be a kvoffload.tiers.{kind.__name__}, or None, got {shown(value)}")
     return kind() if value is None else value

@@ -131,7 +131,7 @@ class SlotFiles:
     # records ------------------------------------------------------------------------------------------------------
 
     def load(self) -> StoredKeys:
-        """All records, each key once, in the order in which they were written. Call it once, before other methods.
+        """Return all records, each key once, in the order of their writes. Call it once, before other methods.
 
         It reads no payloads: `read` finds out if a crash lost one.
         """

@@ -134,22 +134,22 @@ class ThreadedTier(Tier):
         raise NotImplementedError(f"{type(self).__name__} must have has_record, or have_records")
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
-        """`read_record` for several keys of one `get`. Return a list of their outcomes, in order. Override this one
+        """Read records for several keys of one `get`, and return a list of their outcomes, in order. Override this one
         instead if your medium reads several at once.
         """
         calls = [partial(self.read_record, *each) for each in zip(keys, rows, strict=True)]
         return [self._guarded(call, lambda _: Outcome.FAILED) for call in calls]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
-        """`write_record` for several keys of one `put`. Return a list of their outcomes, in order. Override this one
+        """Write records for several keys of one `put`, and return a list of their outcomes, in order. Override this one
         instead if your medium writes several at once.
         """
         calls = [partial(self.write_record, *each, origin) for each in zip(keys, rows, strict=True)]
         return [self._guarded(call, outcome_of) for call in calls]
 
     def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """`has_record` for several keys: return a list of bools, in order. Override this one instead if your medium
-        answers for several at once.
+        """Return for each key, in order, whether there is a record: a list of bools. Override this one instead if your
+        medium answers for several at once.
 
         If it raises, the keys are FAILED; if you have `has_record`, too, `exists` first tries again with each key
         alone. `contains` may call it, too: see `has_record`.
@@ -409,7 +409,7 @@ class ThreadedTier(Tier):
         return job
 
     def _calls(self, job: TierJob, *, bounded: bool = True) -> list[range]:
-        """The positions of each call for a job: divided evenly among the threads, then `bounded` by bytes."""
+        """Return the positions of each call for a job: divided evenly among the threads, then `bounded` by bytes."""
         keys = -(-len(job.keys) // self.threads)
         if bounded:
             keys = min(keys, self.bytes_per_call // self.record_bytes)

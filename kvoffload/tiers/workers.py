@@ -260,7 +260,10 @@ class Workers:
                     self._changed.notify_all()
 
     def figures(self) -> dict[str, Any]:
-        """Inside another call it takes no lock, since this lock comes before the cache's, and may count ended keys."""
+        """Return the counts and the state of queues and threads, by their names in `TierStatistics`.
+
+        Inside another call this takes no lock, since this lock comes before the cache's, and may count ended keys.
+        """
         now = time.monotonic()
         if not in_any_call():
             with self._lock:
@@ -297,7 +300,7 @@ class Workers:
         return not self._queues.running and not any(thread.is_alive() for thread in self._threads)
 
     def calling(self, call: Callable[..., _R], *arguments: object) -> _R:
-        """Make a call of the tier's own methods."""
+        """Call one of the tier's own methods. A user's may wait for the library: it runs as outside of its calls."""
         return run_outside(call, *arguments) if self._foreign else call(*arguments)
 
     def _work(self, number: int) -> None:
@@ -347,5 +350,5 @@ class Workers:
 
 
 def _end_of(works: Sequence[Work]) -> int:
-    """How many keys the works have, which begin with the first of their job."""
+    """Return how many keys the works have, which begin with the first of their job."""
     return works[-1].positions.stop if works else 0

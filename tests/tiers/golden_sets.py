@@ -1,11 +1,10 @@
-"""Golden disk sets: files as ranges of bytes that are not zero. `golden_sets.py --write` writes them anew."""
+"""Golden disk sets: files as ranges of bytes that are not zero. Run this file to write them anew."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +63,8 @@ def pack(name: str, folder: Path) -> None:
     (GOLDEN / f"{name}.json").write_text(json.dumps(contents, indent=1) + "\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    import tempfile
-
-    parser = argparse.ArgumentParser(description="Write the golden disk sets anew, in the format of this version.")
-    parser.add_argument("--write", action="store_true", required=True, help=f"overwrite the files in {GOLDEN.name}/")
-    parser.parse_args(arguments)
+def write_golden_sets() -> None:
+    """Write all sets to `GOLDEN`, in the format of this version."""
     for name, chosen in SETS.items():
         with tempfile.TemporaryDirectory() as folder:
             files = open_set(*paths_in(Path(folder), name), **options(name))
@@ -82,4 +77,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_golden_sets()

@@ -161,20 +161,6 @@ def test_a_key_evicted_before_a_restart_stays_removed(tmp_path: Path) -> None:
     assert keys_after_a_crash(files, tmp_path, "oldest", slots=1) == [b"new"]
 
 
-def test_without_a_removal_an_evicted_key_may_come_back_with_its_own_bytes(tmp_path: Path) -> None:
-    """What makes the tests above more than a restart: writes are lost here."""
-    files = LosingFiles()
-    slots = open_set(tmp_path / "a.kv", slots=1, operations=files)
-    write_one(slots, 0, b"old", "", payload(1), 0, 0)
-    slots.sync()
-    write_one(slots, 0, b"new", "", payload(2), 1, 0)
-    after = open_set(crashed(files, tmp_path, "oldest"), slots=1)
-    views = blank()
-    assert after.load().keys == [b"old"]
-    assert read_one(after, 0, b"old", views)
-    assert same(views, payload(1))
-
-
 def test_a_removal_of_what_was_never_there_syncs_nothing(tmp_path: Path) -> None:
     files = LosingFiles()
     slots = open_set(tmp_path / "a.kv", slots=2, operations=files)

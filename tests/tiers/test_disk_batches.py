@@ -112,12 +112,6 @@ def test_wrong_bytes_in_the_middle_of_neighbours(files: SlotFiles, tmp_path: Pat
     assert get_all(files, range(6)) == [True, True, True, None, True, True]
 
 
-def test_short_transfers_go_on_in_the_next_record(files: SlotFiles, operations: FaultyFiles) -> None:
-    operations.most_bytes = 3000
-    assert put_all(files, range(6)) == [True] * 6
-    assert get_all(files, range(6)) == [True] * 6
-
-
 def test_a_disk_that_fails_for_every_record_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

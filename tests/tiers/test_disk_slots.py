@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, read_one, same, stored, write_one
 
-from kvoffload.tiers.files import in_runs
 from kvoffload.tiers.slot_files import SlotFiles
 
 
@@ -324,15 +323,3 @@ def test_a_reader_writes_and_locks_nothing(tmp_path: Path) -> None:
     writer.close()
     assert {"pwritev", "fdatasync", "fallocate"} & set(operations.calls) <= {"pwritev"}
     assert (tmp_path / "a.kv").read_bytes() == before
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_of_neighbours_that_fail_together_each_is_tried_alone(length: int) -> None:
-    def call(first: int, views: Sequence[memoryview]) -> bool:
-        if 10 + length - 1 in range(first, first + len(views)):
-            raise OSError(errno.EIO, "error")
-        return True
-
-    slots = [3, *range(10, 10 + length), 20]
-    results = in_runs(call, slots, [[memoryview(b"row")]] * len(slots))
-    assert [result is True for result in results] == [True] * length + [False, True]

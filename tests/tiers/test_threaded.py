@@ -198,19 +198,6 @@ def test_two_writes_of_a_key_are_one_after_the_other() -> None:
         assert again.wait(SECONDS) == [DONE]
 
 
-def test_a_removal_cancels_writes_of_its_keys_alone() -> None:
-    tier = GatedTier()
-    with attached(tier):
-        begun = begin_one(tier)
-        waiting = tier.put([b"a", b"b"], [0, 1])
-        removal = tier.remove([b"a", b"first"])
-        assert waiting.outcomes == [CANCELLED, None]
-        tier.permit()
-        assert (begun.wait(SECONDS), waiting.wait(SECONDS)) == ([DONE], [CANCELLED, DONE])
-        assert removal.wait(SECONDS) == [Outcome.MISSING, DONE]
-        assert tier.contains([b"a", b"b", b"first"]) == [False, True, False]
-
-
 def test_a_write_is_found_after_many_others_were_queued() -> None:
     """What the queue remembers of keys is bounded, and has all that wait."""
     tier = GatedTier(threads=2)
