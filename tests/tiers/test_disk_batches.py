@@ -113,9 +113,8 @@ def test_wrong_bytes_in_the_middle_of_neighbours(files: SlotFiles, tmp_path: Pat
 
 
 def test_a_disk_that_fails_for_every_record_is_one_line_of_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    operations: FaultyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    operations = FaultyFiles()
     tier = DiskTier(
         tmp_path / "a.kv", nbytes=1 << 20, identity="model@1", limits=Limits(threads=1), operations=operations
     )

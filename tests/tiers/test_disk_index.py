@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from disk_sets import FaultyFiles, blank, flip, open_set, payload, read_key, same, write_key, write_one
 
-from kvoffload.cache.policies import LRU
+from kvoffload.cache.policies import LRU, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.tiers.disk_index import DiskIndex
@@ -18,11 +18,14 @@ from kvoffload.tiers.format import MOST_SEQUENCE
 from kvoffload.tiers.slot_files import SlotFiles
 
 
-def opened(path: Path, *, slots: int = 4, operations: Any = None, read_only: bool = False, **options: Any) -> DiskIndex:
-    more = {} if operations is None else {"operations": operations}
-    return DiskIndex(
-        open_set(path, slots=slots, read_only=read_only, **more), **{"policy": "lru", "tenants": {}, **options}
-    )
+def opened(path: Path, *, policy: PolicyChoice = "lru", tenants: Any = None, slots: int = 4, **files: Any) -> DiskIndex:
+    return DiskIndex(open_set(path, slots=slots, **files), policy=policy, tenants=tenants or {})
+
+
+@pytest.fixture
+def disk(tmp_path: Path, operations: FaultyFiles) -> DiskIndex:
+    """Of four slots."""
+    return opened(tmp_path / "a.kv", operations=operations)
 
 
 def restarted(disk: DiskIndex, **options: Any) -> DiskIndex:
@@ -54,8 +57,7 @@ def there(disk: DiskIndex, keys: Sequence[bytes]) -> list[bytes]:
 KEYS = [b"key %d" % number for number in range(10)]
 
 
-def test_a_full_disk_evicts_by_its_policy(tmp_path: Path) -> None:
-    disk = opened(tmp_path / "a.kv")
+def test_a_full_disk_evicts_by_its_policy(disk: DiskIndex) -> None:
     put(disk, *KEYS[:4])
     disk.index.touch(KEYS[:1])
     put(disk, KEYS[4])
@@ -138,8 +140,7 @@ def test_a_key_in_two_slots_is_the_latest_one(tmp_path: Path) -> None:
     assert len(disk) == 0
 
 
-def test_keys_can_be_read_before_their_put_is_finished(tmp_path: Path) -> None:
-    disk = opened(tmp_path / "a.kv")
+def test_keys_can_be_read_before_their_put_is_finished(disk: DiskIndex) -> None:
     started = disk.reserve(KEYS[:2])
     assert disk.contains(KEYS[:2]) == [False, False]
     write_key(disk, started, KEYS[0], payload(KEYS[0][-1]))
@@ -150,9 +151,7 @@ def test_keys_can_be_read_before_their_put_is_finished(tmp_path: Path) -> None:
     assert there(disk, KEYS[:2]) == KEYS[:1]
 
 
-def test_a_put_that_fails_leaves_its_keys_missing(tmp_path: Path) -> None:
-    operations = FaultyFiles()
-    disk = opened(tmp_path / "a.kv", operations=operations)
+def test_a_put_that_fails_leaves_its_keys_missing(disk: DiskIndex, operations: FaultyFiles) -> None:
     started = disk.reserve(KEYS[:2])
     operations.failing["pwritev"] = errno.EIO
     for key in KEYS[:2]:
@@ -167,9 +166,9 @@ def test_a_put_that_fails_leaves_its_keys_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["payload", "error"])
-def test_pitfall_44_what_cannot_be_read_is_removed(tmp_path: Path, damage: str) -> None:
-    operations = FaultyFiles()
-    disk = opened(tmp_path / "a.kv", operations=operations)
+def test_pitfall_44_what_cannot_be_read_is_removed(
+    disk: DiskIndex, operations: FaultyFiles, tmp_path: Path, damage: str
+) -> None:
     put(disk, *KEYS[:2])
     slot = disk.files.load().slots.tolist()[0]
     if damage == "payload":
@@ -188,8 +187,7 @@ def test_pitfall_44_what_cannot_be_read_is_removed(tmp_path: Path, damage: str) 
     assert there(disk, KEYS) == KEYS[:2]
 
 
-def test_remove_and_clear_say_what_was_there(tmp_path: Path) -> None:
-    disk = opened(tmp_path / "a.kv")
+def test_remove_and_clear_say_what_was_there(disk: DiskIndex) -> None:
     put(disk, *KEYS[:3])
     assert disk.remove([KEYS[1], KEYS[9]]) == [True, False]
     assert there(disk, KEYS) == [KEYS[0], KEYS[2]]
@@ -217,9 +215,9 @@ def test_records_can_be_put_behind_one_of_the_highest_sequence_number(tmp_path: 
 
 
 @pytest.mark.parametrize("call", ["remove", "clear"])
-def test_what_cannot_be_removed_durably_is_an_error_and_a_miss(tmp_path: Path, call: str) -> None:
-    operations = FaultyFiles()
-    disk = opened(tmp_path / "a.kv", operations=operations)
+def test_what_cannot_be_removed_durably_is_an_error_and_a_miss(
+    disk: DiskIndex, operations: FaultyFiles, call: str
+) -> None:
     put(disk, *KEYS[:2])
     operations.failing["fdatasync"] = errno.EIO
     for _ in range(2):
@@ -232,8 +230,7 @@ def test_what_cannot_be_removed_durably_is_an_error_and_a_miss(tmp_path: Path, c
     assert disk.contains(KEYS[:1]) == [False]
 
 
-def test_present_and_declined_keys_have_no_slots(tmp_path: Path) -> None:
-    disk = opened(tmp_path / "a.kv", slots=4)
+def test_present_and_declined_keys_have_no_slots(disk: DiskIndex) -> None:
     put(disk, KEYS[0])
     started = disk.reserve(KEYS[:6])
     assert started.reservation.present == (KEYS[0],)
@@ -249,8 +246,7 @@ def test_present_and_declined_keys_have_no_slots(tmp_path: Path) -> None:
     disk.index.check()
 
 
-def test_a_reader_has_what_was_there_when_it_was_opened(tmp_path: Path) -> None:
-    disk = opened(tmp_path / "a.kv")
+def test_a_reader_has_what_was_there_when_it_was_opened(disk: DiskIndex, tmp_path: Path) -> None:
     put(disk, *KEYS[:2])
     before = (tmp_path / "a.kv").stat().st_size
     reader = opened(tmp_path / "a.kv", read_only=True)

@@ -157,31 +157,23 @@ def test_an_unknown_version_is_an_empty_set(
     assert keys_in(*pair) == []
 
 
-def test_a_file_of_another_program_is_never_overwritten(pair: tuple[Path, Path]) -> None:
-    pair[1].write_bytes(b"a diary")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a diary",
+        *map(bytes, (1, 2 * PAGE, SET_BYTES - 1, SET_BYTES + 1, 4 * SET_BYTES)),
+        bytes(2 * PAGE + 100) + b"\1".ljust(SET_BYTES - 2 * PAGE - 100, b"\0"),
+    ],
+    ids=len,
+)
+def test_a_file_of_another_program_is_never_overwritten(pair: tuple[Path, Path], content: bytes) -> None:
+    """Zeros of another size may be the image of a disk, or a file that another program has allocated. A file of the
+    size that begins with zeros is blank only if there are zeros up to its payloads.
+    """
+    pair[1].write_bytes(content)
     for reset in (False, True):
         assert "not a file of a disk tier" in refused(*pair, reset=reset)
-    assert pair[1].read_bytes() == b"a diary"
-
-
-@pytest.mark.parametrize("size", [1, 2 * PAGE, SET_BYTES - 1, SET_BYTES + 1, 4 * SET_BYTES])
-def test_zeros_in_a_file_of_another_size_are_not_overwritten(tmp_path: Path, size: int) -> None:
-    """It may be the image of a disk, or a file that another program has allocated."""
-    path = tmp_path / "a.kv"
-    path.write_bytes(bytes(size - 1) + b"\0")
-    path.chmod(0o600)
-    for reset in (False, True):
-        assert "not a file of a disk tier" in refused(path, reset=reset)
-    assert path.read_bytes() == bytes(size)
-
-
-def test_a_file_of_the_size_that_begins_with_zeros_is_blank_only_up_to_its_payloads(tmp_path: Path) -> None:
-    path, foreign = tmp_path / "a.kv", bytearray(SET_BYTES)
-    foreign[2 * PAGE + 100] = 1
-    path.write_bytes(foreign)
-    path.chmod(0o600)
-    assert "not a file of a disk tier" in refused(path, reset=True)
-    assert path.read_bytes() == foreign
+    assert pair[1].read_bytes() == content
 
 
 @pytest.mark.parametrize("slots", [4, 64])
@@ -361,8 +353,7 @@ def test_a_superblock_whose_epoch_no_other_can_follow_is_damaged(tmp_path: Path)
 # space ----------------------------------------------------------------------------------------------------------------
 
 
-def test_pitfall_55_too_little_space_is_refused_at_creation(tmp_path: Path) -> None:
-    operations = FaultyFiles()
+def test_pitfall_55_too_little_space_is_refused_at_creation(operations: FaultyFiles, tmp_path: Path) -> None:
     operations.failing["fallocate"] = errno.ENOSPC
     with pytest.raises(CapacityError, match=r"b.kv|a.kv"):
         open_set(tmp_path / "a.kv", tmp_path / "b.kv", operations=operations)
@@ -373,8 +364,7 @@ def test_pitfall_55_too_little_space_is_refused_at_creation(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
-def test_a_creation_that_fails_leaves_nothing(tmp_path: Path, call: str) -> None:
-    operations = FaultyFiles()
+def test_a_creation_that_fails_leaves_nothing(operations: FaultyFiles, tmp_path: Path, call: str) -> None:
     operations.failing[call] = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
         open_set(tmp_path / "a.kv", operations=operations)

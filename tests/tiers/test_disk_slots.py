@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +29,7 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 7, 512, PAGE, PAGE + 1, SLOT_BYTES - 1])
-def test_short_reads_and_writes_are_completed(tmp_path: Path, most: int) -> None:
-    operations = FaultyFiles()
+def test_short_reads_and_writes_are_completed(operations: FaultyFiles, tmp_path: Path, most: int) -> None:
     operations.most_bytes = most
     files = open_set(tmp_path / "a.kv", slots=2, operations=operations)
     write_one(files, 1, b"key", "", payload(1), 0, 0)
@@ -125,22 +124,19 @@ def test_a_deleted_or_replaced_file_gives_no_wrong_bytes(tmp_path: Path) -> None
 
 def test_threads_write_and_read_different_slots(tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv", tmp_path / "b.kv", slots=32)
-    wrong: list[int] = []
 
     def work(slots: Sequence[int]) -> None:
         for turn in range(5):
             for slot in slots:
                 write_one(files, slot, b"%d" % slot, "", payload(slot + turn), turn, 0)
-            wrong.extend(slot for slot in slots if not stored(files, slot, b"%d" % slot, slot + turn))
+            assert all(stored(files, slot, b"%d" % slot, slot + turn) for slot in slots)
 
-    threads = [threading.Thread(target=work, args=(range(first, 64, 4),)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(10):
-        files.sync()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(work, range(first, 64, 4)) for first in range(4)]
+        for _ in range(10):
+            files.sync()
+    for call in calls:
+        call.result()
     files.close()
     again = open_set(tmp_path / "a.kv", tmp_path / "b.kv", slots=32)
     assert len(again.load().keys) == 64
@@ -308,13 +304,12 @@ def test_a_reader_of_a_set_that_was_formatted_again_reads_nothing(files: SlotFil
     assert not read_one(reader, 0, b"key", blank())
 
 
-def test_a_reader_writes_and_locks_nothing(tmp_path: Path) -> None:
+def test_a_reader_writes_and_locks_nothing(operations: FaultyFiles, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="a writer creates it"):
         open_set(tmp_path / "a.kv", read_only=True)
     assert list(tmp_path.iterdir()) == []
     open_set(tmp_path / "a.kv").close()
     before = (tmp_path / "a.kv").read_bytes()
-    operations = FaultyFiles()
     reader = open_set(tmp_path / "a.kv", read_only=True, operations=operations, direct=True)
     writer = open_set(tmp_path / "a.kv")
     with pytest.raises(OSError, match="Bad file descriptor"):

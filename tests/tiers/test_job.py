@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,22 +136,15 @@ def test_wait_has_a_timeout() -> None:
 
 def test_one_of_many_threads_begins_a_key() -> None:
     """And none that one has begun is cancelled."""
-    for _ in range(200):
-        job = TierJob([b"a"] * 1, notify=None)
-        begun: list[int] = []
-        barrier = threading.Barrier(3)
 
-        def begin(job: TierJob = job, begun: list[int] = begun, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait(10)
-            begun.extend(job.begin([0]))
+    def at_once(barrier: threading.Barrier, call: Callable[..., Any], *arguments: Any) -> Any:
+        barrier.wait(10)
+        return call(*arguments)
 
-        def cancel(job: TierJob = job, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait(10)
-            job.cancel()
-
-        threads = [threading.Thread(target=target) for target in (begin, begin, cancel)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        assert len(begun) + (job.outcomes == [CANCELLED]) == 1
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(200):
+            job, barrier = TierJob([b"a"]), threading.Barrier(3)
+            begins = [threads.submit(at_once, barrier, job.begin, [0]) for _ in range(2)]
+            threads.submit(at_once, barrier, job.cancel).result(10)
+            begun = [at for begin in begins for at in begin.result(10)]
+            assert len(begun) + (job.outcomes == [CANCELLED]) == 1

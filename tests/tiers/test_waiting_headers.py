@@ -62,8 +62,7 @@ def test_headers_are_written_together_after_the_last_payload(files: SlotFiles, o
     assert in_the_file(files) == {b"held", b"1", b"2", b"3", b"6"}
 
 
-def test_no_more_than_512_wait(tmp_path: Path) -> None:
-    operations = FaultyFiles()
+def test_no_more_than_512_wait(operations: FaultyFiles, tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv", slots=_MOST_WAITING + 2, operations=operations)
     with a_payload_being_written(files, operations):
         for slot in range(1, _MOST_WAITING):
