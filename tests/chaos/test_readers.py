@@ -172,4 +172,4 @@ def test_a_record_whose_slot_gets_another_key_between_two_looks_at_it(tmp_path: 
     member.hashes = hooked
     assert not read_key(disk, b"key", blank())
     assert disk.contains([b"key", b"other"]) == [False, True]
-    disk.close()
+    disk.files.close()
