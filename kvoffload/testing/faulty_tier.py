@@ -107,7 +107,7 @@ class FaultyTier(ThreadedTier):
         return self._hung
 
     def fail_all(self) -> None:
-        """From now on every get, put, removal and flush fails, as with a medium that is gone, until `heal`.
+        """Let every get, put, removal and flush fail from now on, as with a medium that is gone, until `heal`.
 
         Keys are FAILED, `drain` returns False. `exists` and `contains` still answer.
         """
@@ -115,7 +115,7 @@ class FaultyTier(ThreadedTier):
             self._all_fail = True
 
     def hang_all(self) -> None:
-        """From now on every get, put, removal and flush hangs, until you call `heal`. Do so before `close`.
+        """Let every get, put, removal and flush hang from now on, until you call `heal`. Do so before `close`.
 
         `contains` still answers; so does `exists`, as long as one thread of the tier does not hang.
         """
@@ -132,7 +132,7 @@ class FaultyTier(ThreadedTier):
             self._released.notify_all()
 
     def heal(self) -> None:
-        """No new faults: `faults` is TierFaults(), and hanging calls go on. Returns before these have ended; one may
+        """End all faults: `faults` becomes TierFaults(), and hanging calls go on. Returns before these end; one may
         still fail by the old rates. Records torn before stay corrupt.
         """
         with self._state:

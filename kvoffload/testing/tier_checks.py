@@ -25,7 +25,7 @@ _MOST_TO_FILL = 4096  # records
 
 
 def refused(what: str, error: type[Exception], names: str, call: Callable[[], object]) -> None:
-    """A call must raise this error, and its message must contain `names`."""
+    """Check that a call raises this error, with `names` in its message."""
     try:
         result = call()
     except error as raised:
@@ -38,7 +38,7 @@ def refused(what: str, error: type[Exception], names: str, call: Callable[[], ob
 
 
 def operations(tier: Tier) -> dict[str, Callable[[], object]]:
-    """Calls that a tier without a pool, or a closed one, refuses."""
+    """Return calls that a tier without a pool, or a closed one, refuses."""
     return {
         "put": lambda: tier.put([b"a"], [0]), "get": lambda: tier.get([b"a"], [0]),
         "exists": lambda: tier.exists([b"a"]), "remove": lambda: tier.remove([b"a"]), "clear": lambda: tier.clear(),
@@ -576,8 +576,8 @@ def check_tier(
 
 
 def _errors_of(works: Sequence[Callable[[], object]], name: str, timeout: float) -> list[BaseException] | None:
-    """The exceptions of these functions, each run in a thread of its own; None if one takes longer than `timeout`
-    seconds.
+    """Run each of these functions in a thread of its own, and return their exceptions. None: one takes longer than
+    `timeout` seconds.
     """
     errors: list[BaseException] = []
 

@@ -156,7 +156,7 @@ class TierFuzz:
             job.cancel()
 
     def _take(self, count: int) -> list[int]:
-        """Entries that no job has. Each must still be poisoned: this finds late writes of ended jobs."""
+        """Take entries that no job has. Each must still be poisoned: this finds late writes of ended jobs."""
         while len(self._entries) < count:
             self._finish(0)
         self._random.shuffle(self._entries)

@@ -54,7 +54,7 @@ class TierPools:
             array[entry, :8] = np.frombuffer(version.to_bytes(8, "little"), dtype=np.uint8)
 
     def version(self, entry: int) -> int | None:
-        """The number of an entry's content, if every byte is right; None otherwise."""
+        """Return the number of an entry's content, or None if a byte of it is wrong."""
         version = int.from_bytes(self.arrays[0][entry, :8].tobytes(), "little")
         for array, rows in zip(self.arrays, self._rows, strict=True):
             number, content = array[entry, :8].tobytes(), array[entry, 8:]
@@ -67,7 +67,7 @@ class TierPools:
             array[entry] = POISON
 
     def poisoned(self, entry: int) -> bool:
-        """Whether an entry was not written to since it was poisoned."""
+        """Return whether an entry was not written to since it was poisoned."""
         return all(bool((array[entry] == POISON).all()) for array in self.arrays)
 
     def check_guards(self) -> None:
@@ -91,7 +91,7 @@ class TierSetup:
 
     @contextmanager
     def session(self, *, clear: bool = True) -> Iterator[TierSession]:
-        """A tier with a pool, without records; closed afterwards, and its guards are checked."""
+        """Yield a tier with a pool, without records; close it afterwards, and check its guards."""
         session = TierSession(self.make(), self.new_pools(), self.timeout)
         try:
             session.attach()
@@ -153,7 +153,7 @@ class TierSession:
             assert set(outcomes) <= {DONE}, f"put, with room for all: {names(outcomes)}, instead of DONE"
 
     def get(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The numbers of the contents that come back, None for MISSING; to entries from the last one down."""
+        """Fetch keys to entries from the last one down. Returns the numbers of their contents, None for MISSING."""
         for entry in range(self.count):
             self.pools.poison(entry)
         entries = list(range(self.count))[::-1][: len(keys)]
@@ -177,7 +177,7 @@ class TierSession:
             assert found == wanted, f"get of {keys[part]}: contents {found}, instead of {wanted}"
 
     def expect_none(self, keys: Sequence[bytes], why: str) -> None:
-        """None of these keys has a record, by `get`, `exists` and `contains`."""
+        """Check by `get`, `exists` and `contains` that none of these keys has a record."""
         for start in range(0, len(keys), self.count):
             part = keys[start : start + self.count]
             found = self.get(part)

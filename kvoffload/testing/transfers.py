@@ -29,8 +29,8 @@ POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulat
 
 
 def pattern(key: object, nbytes: int) -> UInt8Array:
-    """A new array of `nbytes` bytes, uint8, (nbytes,), that depend only on `repr(key)`: the same in every process and
-    on every machine.
+    """Return a new array, uint8, (nbytes,), whose bytes depend only on `repr(key)`: the same in every process and on
+    every machine.
 
     Different keys give unrelated bytes, so that a block in the wrong place shows at once. A longer array
     for the same key begins with the bytes of the shorter one.
@@ -70,7 +70,7 @@ def naive_transfer(
     group: int = 0,
     first_sub_block: int = 0,
 ) -> None:
-    """The reference for a transfer: a loop over blocks and planes that makes the same copies in host arrays, in place.
+    """Make a transfer's copies in host arrays, in place, by a loop over blocks and planes: the reference for transfers.
 
     Args:
         layout: gives the addresses and sizes of blocks.

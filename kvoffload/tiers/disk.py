@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from kvoffload.internal.nesting import new_lock
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity, make_checksum
+from kvoffload.tiers.member_file import ReadResult
 from kvoffload.tiers.options import Limits
 from kvoffload.tiers.refusals import outcome_of
 from kvoffload.tiers.sets import file_at
@@ -137,7 +138,7 @@ class DiskTier(ThreadedTier):
             raise
 
     def release(self) -> None:
-        self._here.close()
+        self._here.files.close()
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> list[Outcome]:
         if self.read_only or self._unlinked:
@@ -150,27 +151,13 @@ class DiskTier(ThreadedTier):
                 put = self._puts[origin.job] = disk.reserve(origin.job.keys, tenant)
         payloads = {key: _views(each) for key, each in zip(keys, rows, strict=True) if key in put.slots}
         results = dict(zip(payloads, disk.write(put, list(payloads), list(payloads.values())), strict=True))
-        outcomes: list[Outcome] = []
-        for key, there in zip(keys, disk.contains(keys), strict=True):
-            result = results.get(key, there)
-            if isinstance(result, OSError):
-                self.warn(result)
-                outcomes.append(outcome_of(result))
-            else:
-                outcomes.append(Outcome.DONE if result else Outcome.DECLINED)
-        return outcomes
+        known = zip(keys, disk.contains(keys), strict=True)
+        return [self._outcome(results.get(key, there), Outcome.DECLINED, outcome_of) for key, there in known]
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> list[Outcome]:
         results = self._here.read(keys, list(map(_views, rows)))
         self.count_corrupt(results.count(None))
-        outcomes: list[Outcome] = []
-        for result in results:
-            if isinstance(result, OSError):
-                self.warn(result)
-                outcomes.append(Outcome.FAILED)
-            else:
-                outcomes.append(Outcome.DONE if result else Outcome.MISSING)
-        return outcomes
+        return [self._outcome(result, Outcome.MISSING, lambda _: Outcome.FAILED) for result in results]
 
     def have_records(self, keys: Sequence[bytes]) -> list[bool]:
         return [False] * len(keys) if self._disk is None else self._disk.contains(keys)
@@ -184,8 +171,9 @@ class DiskTier(ThreadedTier):
     def flush(self) -> None:
         if self.read_only:
             return
-        self._here.sync()
-        if not self._unlinked and (unlinked := self._here.files.unlinked):
+        files = self._here.files
+        files.sync()
+        if not self._unlinked and (unlinked := files.unlinked):
             self._unlinked = True
             LOGGER.warning("%r: %s was deleted while it is open; it takes no more puts", self, ", ".join(unlinked))
 
@@ -204,7 +192,7 @@ class DiskTier(ThreadedTier):
     def get_ended(self, job: TierJob) -> None:
         found = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
         if found:
-            self._here.touch(found)
+            self._here.index.touch(found)
 
     # inner workings -----------------------------------------------------------------------------------------------
 
@@ -212,6 +200,13 @@ class DiskTier(ThreadedTier):
     def _here(self) -> DiskIndex:
         assert self._disk is not None, "the files are open from `start` on"
         return self._disk
+
+    def _outcome(self, result: ReadResult, without: Outcome, judge: Callable[[OSError], Outcome]) -> Outcome:
+        """Return DONE for True, `without` for no record, and what `judge` says of an error, which is logged."""
+        if isinstance(result, OSError):
+            self.warn(result)
+            return judge(result)
+        return Outcome.DONE if result else without
 
 
 def _views(rows: Rows) -> list[Buffer]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.policies import PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import Reservation
 from kvoffload.errors import CapabilityError, MissingKeyError
@@ -28,7 +28,6 @@ class DiskPut:
 
     Attributes:
         slots: for each key to write. Keys that were present or declined have none.
-        declined: as in `Reservation`.
         written: keys whose records are written.
         positions: place of each key in the put call.
     """
@@ -36,7 +35,6 @@ class DiskPut:
     def __init__(self, reservation: Reservation, sequence: int) -> None:
         self.reservation = reservation
         self.slots = dict(zip(reservation.keys, reservation.indices, strict=True))
-        self.declined = reservation.declined
         self.written: set[bytes] = set()
         self.sequence = sequence
         self.positions = dict(zip(reservation.keys, reservation.positions, strict=True))
@@ -49,8 +47,8 @@ class DiskIndex:
         self,
         files: SlotFiles,
         *,
-        policy: PolicyChoice = DEFAULT_POLICY,
-        tenants: Mapping[str, Tenant] | None = None,
+        policy: PolicyChoice,
+        tenants: Mapping[str, Tenant],
     ) -> None:
         self.files = files
         records = files.load()  # if that fails, a policy object has served no index yet
@@ -62,13 +60,13 @@ class DiskIndex:
             records.keys,
             records.slots,
             records.sequences.astype(np.int64),
-            tenants=_names(records.tenants, {} if tenants is None else tenants),
+            tenants=_names(records.tenants, tenants),
         )
 
     # asking -------------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key has a record, without asking the disk. Takes no lock: a hint."""
+        """Return whether each key has a record, without asking the disk. Takes no lock: a hint."""
         table = self.index._state.table
         of, pending = table.of, table.pending
         if not pending:
@@ -78,9 +76,6 @@ class DiskIndex:
             for key in keys
         ]
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self.index.touch(keys)
-
     def __len__(self) -> int:
         return len(self.index._state.table)  # without its lock: see `Workers.figures`
 
@@ -89,8 +84,6 @@ class DiskIndex:
     def reserve(self, keys: Sequence[bytes], tenant: str = "") -> DiskPut:
         """Reserve slots for those keys of a put call that have no record yet, evicting others."""
         self._check_writes()
-        for key in keys:
-            self.files.check_key(key)
         with self._lock:
             reservation = self.index.reserve(keys, tenant=tenant)
             put = DiskPut(reservation, self._next_sequence)
@@ -154,7 +147,7 @@ class DiskIndex:
         return [results[key] for key in keys]
 
     def _read_finished(self, of: dict[bytes, Sequence[Buffer]]) -> dict[bytes, ReadResult]:
-        """`read` for keys whose puts are finished: payload by key."""
+        """Do `read` for keys whose puts are finished. `of` has their payloads."""
         keys = list(of)
         try:
             lease = self.index.acquire(keys)
@@ -174,12 +167,12 @@ class DiskIndex:
         """Drop an entry that turned out to have no record. Its slot is still leased: no other key can have taken it."""
         self.index.remove([key])
         if not self.files.read_only:
-            self.files.erase([slot])
+            self.files.erase(slot)
 
     # removing -----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove records, durably; for each key whether it was known. A put of these keys goes on without them.
+        """Remove records, durably, and return for each key whether it was known. Puts go on without these keys.
 
         Raises:
             OSError: they are misses now, but a crash may bring some back; call it again.
@@ -202,24 +195,13 @@ class DiskIndex:
         self._check_writes()
         self.files.clear()
 
-    def sync(self) -> None:
-        """Make all writes so far durable; OSError if some may not be."""
-        self.files.sync()
-
-    def close(self) -> None:
-        """Sync and close the files. No other call may run. Idempotent."""
-        self.files.close()
-
-    def __repr__(self) -> str:
-        return f"DiskIndex({self.index.describe()}; {self.files!r})"
-
     def _check_writes(self) -> None:
         if self.files.read_only:
             raise CapabilityError(f"{self.files!r} is open for reading only; put and remove in the process that writes")
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:
-    """Tenant name per record, or "" if the tenant is gone. None: no record has a tenant."""
+    """Return the tenant name per record, or "" if the tenant is gone. None: no record has a tenant."""
     known = {name: as_pairs(tenant_digest(name))[0] for name in tenants if name}
     found = {name: (digests == digest).all(axis=1) for name, digest in known.items()}
     if not any(mask.any() for mask in found.values()):

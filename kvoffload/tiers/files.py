@@ -19,38 +19,22 @@ _MOST_RANGES = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one call of preadv or p
 
 
 class FileOperations:
-    """The calls of `os`, one method each, so that a test can record them or make them fail."""
+    """The calls of `os` with files as descriptors, so that a test can record them or make them fail."""
 
-    # no Python around these: see `teardown.opened`
+    # `open` and `close` must be C functions, without Python around them: see `teardown.opened`.
     open: Callable[[str, int, int], int] = staticmethod(os.open)
     close: Callable[[int], None] = staticmethod(os.close)
-
-    def preadv(self, file: int, views: Sequence[Buffer], offset: int) -> int:
-        return os.preadv(file, views, offset)
-
-    def pwritev(self, file: int, views: Sequence[Buffer], offset: int) -> int:
-        return os.pwritev(file, views, offset)
-
-    def fdatasync(self, file: int) -> None:
-        os.fdatasync(file)
-
-    def fsync(self, file: int) -> None:
-        os.fsync(file)
+    preadv: Transfer = staticmethod(os.preadv)
+    pwritev: Transfer = staticmethod(os.pwritev)
+    fdatasync: Callable[[int], None] = staticmethod(os.fdatasync)
+    fsync: Callable[[int], None] = staticmethod(os.fsync)
+    ftruncate: Callable[[int, int], None] = staticmethod(os.ftruncate)
+    unlink: Callable[[str], None] = staticmethod(os.unlink)
+    fstat: Callable[[int], os.stat_result] = staticmethod(os.fstat)
+    flock: Callable[[int, int], None] = staticmethod(fcntl.flock)
 
     def fallocate(self, file: int, nbytes: int) -> None:
         os.posix_fallocate(file, 0, nbytes)
-
-    def ftruncate(self, file: int, nbytes: int) -> None:
-        os.ftruncate(file, nbytes)
-
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
-
-    def fstat(self, file: int) -> os.stat_result:
-        return os.fstat(file)
-
-    def flock(self, file: int, operation: int) -> None:
-        fcntl.flock(file, operation)
 
 
 SYSTEM = FileOperations()
@@ -62,6 +46,7 @@ class OpenFile:
     Headers and superblocks go through the page cache, payloads around it: they never share a page.
 
     Attributes:
+        descriptor: of the file, for buffered I/O; -1 after `close`.
         direct: whether payloads bypass the page cache.
     """
 
@@ -72,7 +57,7 @@ class OpenFile:
         self.operations = operations
         self._writes = flags & os.O_ACCMODE != os.O_RDONLY
         self._files = []
-        self._buffered = self._open(flags)
+        self.descriptor = self._open(flags)
         self._direct: int | None = None
 
     def _open(self, flags: int) -> int:
@@ -90,12 +75,8 @@ class OpenFile:
         return self._direct is not None
 
     @property
-    def descriptor(self) -> int:
-        return self._buffered
-
-    @property
     def nbytes(self) -> int:
-        return self.operations.fstat(self._buffered).st_size
+        return self.operations.fstat(self.descriptor).st_size
 
     def try_direct(self, offset: int) -> None:
         """Try direct I/O by reading a page at `offset` and writing it back; use it for payloads if that works.
@@ -108,7 +89,7 @@ class OpenFile:
         except OSError:
             return
         try:
-            same = os.path.samestat(self.operations.fstat(file), self.operations.fstat(self._buffered))
+            same = os.path.samestat(self.operations.fstat(file), self.operations.fstat(self.descriptor))
             with mmap.mmap(-1, PAGE) as page, memoryview(page) as view:
                 try:
                     copied = same and self.operations.preadv(file, [view], offset) == PAGE
@@ -123,11 +104,11 @@ class OpenFile:
 
     def read(self, views: Sequence[Buffer], offset: int) -> bool:
         """Fill `views` with the bytes from `offset` on, through the page cache; False if the file ends before."""
-        return self._transfer(self.operations.preadv, self._buffered, views, offset)
+        return self._transfer(self.operations.preadv, self.descriptor, views, offset)
 
     def write(self, views: Sequence[Buffer], offset: int) -> None:
         """Write all bytes of `views` at `offset`, through the page cache. Not durable before `sync`."""
-        if not self._transfer(self.operations.pwritev, self._buffered, views, offset):
+        if not self._transfer(self.operations.pwritev, self.descriptor, views, offset):
             raise OSError(errno.EIO, "pwritev wrote nothing", self.path)
 
     def read_payload(self, views: Sequence[Buffer], offset: int) -> bool:
@@ -146,13 +127,13 @@ class OpenFile:
         Raises:
             OSError: a write may be lost. A later call would not say so: the kernel reports a lost write once.
         """
-        self.operations.fdatasync(self._buffered)
+        self.operations.fdatasync(self.descriptor)
 
     def close(self) -> None:
         """Unlock, and close the descriptors. Idempotent."""
-        if self._writes and self._buffered >= 0:  # a forked child has the same lock, and may go on for long
-            self.operations.flock(self._buffered, fcntl.LOCK_UN)
-        self._direct, self._buffered = None, -1
+        if self._writes and self.descriptor >= 0:  # a forked child has the same lock, and may go on for long
+            self.operations.flock(self.descriptor, fcntl.LOCK_UN)
+        self._direct, self.descriptor = None, -1
         self._close(len(self._files))
 
     def _transfer_payload(self, call: Transfer, views: Sequence[Buffer], offset: int) -> bool:
@@ -162,7 +143,7 @@ class OpenFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        return self._transfer(call, self._buffered, views, offset)
+        return self._transfer(call, self.descriptor, views, offset)
 
     @staticmethod
     def _transfer(call: Transfer, file: int, views: Sequence[Buffer], offset: int) -> bool:

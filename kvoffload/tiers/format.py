@@ -104,7 +104,7 @@ class Superblock(NamedTuple):
         return body + _digest(body, person=b"kvoffload super").digest()
 
     def member_digest(self) -> bytes:
-        """The 16 bytes that each header of the member contains: a digest of everything but epoch and text."""
+        """Return the 16 bytes that each header of the member contains: a digest of everything but epoch and text."""
         packed = self.pack()
         return _digest(b"".join(packed[part] for part in _FIXED), person=b"kvoffload member").digest()
 
@@ -116,20 +116,20 @@ def check_identity(identity: str) -> str:
 
 
 def identity_fields(identity: str) -> tuple[bytes, bytes]:
-    """Digest of an identity, and its first 256 bytes for messages."""
+    """Return the digest of an identity, and its first 256 bytes for messages."""
     data = identity.encode("utf-8", "surrogatepass")
     return _digest(data, person=b"kvoffload ident").digest(), data[:_MOST_TEXT]
 
 
 def tenant_digest(tenant: str) -> bytes:
-    """The 16 bytes for a tenant in headers: a digest, so that names may have any length; zeros for ""."""
+    """Return the 16 bytes for a tenant in headers: a digest, so that names may have any length; zeros for ""."""
     if not tenant:
         return bytes(DIGEST_BYTES)
     return _digest(tenant.encode("utf-8", "surrogatepass"), person=b"kvoffload tenant").digest()
 
 
 def unpack_superblock(data: bytes) -> Superblock | None:
-    """The superblock in these 512 bytes; None if they are damaged, or of another version."""
+    """Return the superblock in these 512 bytes; None if they are damaged, or of another version."""
     body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if len(data) != SUPERBLOCK_BYTES or _digest(body, person=b"kvoffload super").digest() != checksum:
         return None
@@ -157,7 +157,7 @@ def pack_header(
     sequence: int,
     position: int,
 ) -> bytes:
-    """The 192 bytes of a header; `tenant` is its digest, `digest` the payload's."""
+    """Return the 192 bytes of a header. `tenant` is its digest, `digest` the payload's."""
     body = _BODY.pack(
         member_digest, digest, key, tenant, nbytes, epoch, sequence, slot, position, len(key), checksum.algorithm,
         NO_CODEC,
@@ -241,7 +241,7 @@ def join_headers(segments: Sequence[Headers]) -> Headers:
 
 
 def as_pairs(digests: bytes) -> Pairs:
-    """Digests of 16 bytes, one after the other, as rows of two integers, which numpy compares quickly."""
+    """Return consecutive digests of 16 bytes as rows of two integers, which numpy compares quickly."""
     return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
 
 
@@ -270,7 +270,7 @@ class Checksum(NamedTuple):
 
 
 def make_checksum(key: bytes | None = None) -> Checksum:
-    """xxh3_128; with a key of 16 to 64 secret bytes, blake2b.
+    """Return xxh3_128, or blake2b if there is a key of 16 to 64 secret bytes.
 
     Raises:
         TypeError, ValueError: `key`. The message does not show it.

@@ -141,7 +141,7 @@ class MemberFile:
         return segments
 
     def _table(self) -> Iterator[tuple[int, memoryview]]:
-        """The header table in parts: the first slot of each, and memory for its headers, the same for all parts."""
+        """Yield for each part of the header table its first slot and memory for its headers, the same for all parts."""
         buffer = memoryview(bytearray(min(_HEADERS_AT_ONCE, self.superblock.slots) * HEADER_BYTES))
         for first in range(0, self.superblock.slots, _HEADERS_AT_ONCE):
             yield first, buffer[: min(_HEADERS_AT_ONCE, self.superblock.slots - first) * HEADER_BYTES]
@@ -164,7 +164,7 @@ class MemberFile:
         sequence: int,
         wanted: Callable[[bytes], bool],
     ) -> list[bool | OSError]:
-        """Make slots hold records. Their headers are in the file at the latest when no record is being written.
+        """Write records into slots. Their headers are in the file at the latest when no record is being written.
 
         1. Headers wait from here on, until all writes that have begun have ended.
         2. Payloads are written, neighbouring slots in one call.
@@ -241,7 +241,7 @@ class MemberFile:
     def read_shared(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """As `read`, while another process may write: the header must be the same before and after reading the payload.
+        """Do `read` while another process may write: the header must be the same before and after reading the payload.
 
         A payload that is being replaced, and whose new header waits, looks like damage.
         """
@@ -272,14 +272,13 @@ class MemberFile:
 
     # what is forgotten, and what is durable -----------------------------------------------------------------------
 
-    def erase(self, slots: Iterable[int]) -> None:
-        """Clear the headers of these slots. The next successful `sync` makes this durable.
+    def erase(self, slot: int) -> None:
+        """Clear the header of a slot. The next successful `sync` makes this durable.
 
         If a write fails, `sync` retries it; nothing is raised here.
         """
         with self._headers:
-            for slot in slots:
-                self._erase(slot)
+            self._erase(slot)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Clear all headers of these keys, so that none is in the file when this returns, even after a crash.
@@ -363,7 +362,7 @@ class MemberFile:
         self._inherited = False
 
     def _renew(self, first: int, data: memoryview) -> None:
-        """Give headers of earlier epochs the epoch of now, if `hashes` and `digests` have their records. In memory."""
+        """Renew in `data` the headers of earlier epochs whose records are in `hashes` and `digests`."""
         table = np.frombuffer(data, HEADER_DTYPE)
         slots = slice(first, first + len(table))
         same = (self.digests[slots] == table["digest"]).all(axis=1) & (table["epoch"] != np.uint64(self._epoch))
@@ -413,7 +412,7 @@ class MemberFile:
         return True
 
     def _peek(self, slot: int) -> Peek | None:
-        """A slot's header in the file now, for a read-only process; None if it is not valid."""
+        """Read a slot's header as the file has it now, for a read-only process. None if it is not valid."""
         found = [each for each in read_superblocks(self.file) if each is not None]
         current = max(found, key=lambda each: each.epoch, default=None)
         if current is None or current.member_digest() != self._digest:
@@ -428,7 +427,7 @@ class MemberFile:
 
 
 def hash_of(key: bytes) -> int:
-    """A number for a key, not 0. It differs from process to process, because Python salts hashes of bytes."""
+    """Return a number for a key, not 0. It differs from process to process: Python salts hashes of bytes."""
     return hash(key) or 1
 
 

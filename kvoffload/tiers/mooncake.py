@@ -23,7 +23,7 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.options import Limits, given_or_default
+from kvoffload.tiers.options import Limits, given_or_default, import_package
 from kvoffload.tiers.refusals import MOONCAKE_NO_ROOM
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
 
@@ -142,7 +142,9 @@ class MooncakeTier(RemoteTier):
         self._masters = _addresses(master)
         self._timeout = round(1000 * seconds("timeout", timeout))
         _set_environment(self._timeout)  # before the import, which reads some of it
-        self._store = _import_store()
+        needs = "MooncakeTier needs the package mooncake-transfer-engine-non-cuda"
+        library = "install the library, as by `apt-get install libibverbs1 libnuma1 libcurl4`"
+        self._store = import_package("mooncake.store", needs=needs, extra="mooncake", library=library)
         self._setup = {
             "master_server_addr": master,
             "metadata_server": connection.metadata_server,
@@ -234,7 +236,7 @@ class MooncakeTier(RemoteTier):
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _connected(self) -> Any:
-        """The client; ConnectionError if no master answers, or another thread still waits for its answer."""
+        """Return the client. ConnectionError if no master answers, or another thread still waits for its answer."""
         if self._client is None:
             mine = [threading.get_ident()]
             try:  # not by a lock: an interrupt after its `acquire` would leave it taken
@@ -295,7 +297,7 @@ def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
-    """The outcomes; ConnectionError if all are FAILED, so that a warning is logged."""
+    """Return the outcomes. ConnectionError if all are FAILED, so that a warning is logged."""
     if outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
         _known(call, codes)
     return outcomes
@@ -308,20 +310,6 @@ def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
 
 
 # the client -----------------------------------------------------------------------------------------------------------
-
-
-def _import_store() -> Any:
-    try:
-        from mooncake import store
-    except ImportError as error:
-        remedy = "pip install 'kvoffload[mooncake]'"
-        if ".so" in str(error):
-            remedy = "install the library, as by `apt-get install libibverbs1 libnuma1 libcurl4`"
-        raise CapabilityError(
-            f"MooncakeTier needs the package mooncake-transfer-engine-non-cuda, which cannot be imported ({error}); "
-            f"{remedy}"
-        ) from error
-    return store
 
 
 def _set_environment(milliseconds: int) -> None:
@@ -348,7 +336,7 @@ def _variables_of_user() -> frozenset[str]:
 
 
 def _addresses(master: str) -> list[tuple[str, int]]:
-    """Host and port of a master, or of each server where masters register; ValueError for another string."""
+    """Return host and port of a master, or of each server where masters register. ValueError for another string."""
     found: list[tuple[str, int]] = []
     for address in (master.rpartition("://")[2] if isinstance(master, str) else "").split(";"):
         host, _, port = address.rpartition(":")
@@ -373,7 +361,7 @@ def can_set_up(setup: Mapping[str, str], timeout: float) -> bool:
 
 
 def _own_address(remote: tuple[str, int]) -> str:
-    """This machine's address as `remote` sees it. Sends no packet."""
+    """Return this machine's address as `remote` sees it. Sends no packet."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(*remote, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -146,8 +146,10 @@ class ObjectStoreTier(RemoteTier):
         return Outcome.DONE
 
     def _delete_unfinished(self, folder: str, names: Sequence[str] | None = None) -> None:
-        """In a folder of this machine, a process that was killed in a put leaves a file NAME#N with a part of the
-        record, which obstore neither lists nor deletes; N counts from 1. Delete those of `names`, or all.
+        """Delete the unfinished files of these names, or all, if the store is a folder of this machine.
+
+        A process that was killed in a put leaves a file NAME#N with a part of the record, which obstore neither lists
+        nor deletes; N counts from 1.
         """
         if not isinstance(self._store, self._obstore.store.LocalStore):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 from kvoffload.errors import CapabilityError
@@ -34,17 +35,18 @@ class Limits:
 
 
 def given_or_default(name: str, value: _Options | None, kind: type[_Options]) -> _Options:
-    """`value`, or `kind()` if it is None; TypeError if it is of another type."""
+    """Return `value`, or `kind()` if it is None. TypeError if it is of another type."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be a kvoffload.tiers.{kind.__name__}, or None, got {shown(value)}")
     return kind() if value is None else value
 
 
-def import_package(name: str, *, needs: str, extra: str) -> Any:
-    """Import a package that only some tiers need. CapabilityError names it by `needs`, and the `extra` to install."""
+def import_package(name: str, *, needs: str, extra: str, library: str = "") -> Any:
+    """Import a module that only some tiers need. CapabilityError names its package by `needs`, and the remedy: to
+    install the `extra`, or what `library` says if a shared library is missing.
+    """
     try:
-        return __import__(name)
+        return import_module(name)
     except ImportError as error:
-        raise CapabilityError(
-            f"{needs}, which cannot be imported ({error}); install it: pip install 'kvoffload[{extra}]'"
-        ) from error
+        remedy = library if library and ".so" in str(error) else f"install it: pip install 'kvoffload[{extra}]'"
+        raise CapabilityError(f"{needs}, which cannot be imported ({error}); {remedy}") from error

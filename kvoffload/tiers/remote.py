@@ -70,11 +70,11 @@ class RecordFormat:
         self.folder = f"{prefix}/{VERSION}/{layout.hex()}/{self._space.hex()}/"
 
     def name(self, key: bytes) -> str:
-        """The name of a key's record, at most 300 characters: the folder, then the key's hex digits."""
+        """Return the name of a key's record, at most 300 characters: the folder, then the key's hex digits."""
         return self.folder + key.hex()
 
     def pack(self, key: bytes, rows: Sequence[UInt8Array]) -> bytes:
-        """The header of a record whose payload these rows are, 192 bytes."""
+        """Return the 192 bytes of the header for a record with these rows as its payload."""
         digest = self._checksum.of([row.data for row in rows])
         body = _BODY.pack(
             MAGIC, VERSION, HEADER_BYTES, self._nbytes, self._ranges, self._checksum.algorithm, NO_CODEC, len(key),
@@ -83,7 +83,7 @@ class RecordFormat:
         return self._checksum.of_bytes(body) + body
 
     def is_record(self, key: bytes, header: bytes, rows: Sequence[UInt8Array]) -> bool:
-        """Whether this is the header of the key's record, and the rows are the payload that it was packed with."""
+        """Return whether `header` is that of the key's record, packed with these rows as its payload."""
         return header == self.pack(key, rows)
 
 
@@ -265,7 +265,7 @@ class RemoteTier(ThreadedTier):
         """
 
     def describe(self) -> dict[str, str | int]:
-        """Facts about the store for `kvoffload doctor`, such as `version`, `used_bytes`, `max_bytes`; {} by default.
+        """Return facts about the store for `kvoffload doctor`: `version`, `used_bytes`, `max_bytes`; {} by default.
 
         Called between `connect` and `disconnect`. It may ask the store, and raise.
         """

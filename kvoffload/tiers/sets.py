@@ -72,7 +72,7 @@ class FoundFile(NamedTuple):
 
 
 def file_at(path: str | Path) -> str:
-    """The path of a file, with `~` expanded; for a folder that of the file `kvoffload` in it."""
+    """Return the path of a file, with `~` expanded; for a folder that of the file `kvoffload` in it."""
     expanded = os.path.expanduser(path)
     return os.path.join(expanded, "kvoffload") if os.path.isdir(expanded) or expanded.endswith("/") else expanded
 
@@ -224,7 +224,7 @@ def _lock(file: OpenFile) -> None:
 
 
 def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[FileState, Superblock | None]:
-    """The state of a file. A writer replaces a copy of the superblock that is not the newest one."""
+    """Tell the state of a file. A writer replaces a copy of the superblock that is not the newest one."""
     copies = read_superblocks(file)
     valid = [each for each in copies if each is not None]
     if valid:

@@ -9,7 +9,7 @@ Slot `s` is slot `s // n` of member `s % n` of n members, so neighbours are on d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,10 @@ from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array, UInt64Array
-from kvoffload.tiers.files import PAGE, SYSTEM, Buffer, FileOperations
+from kvoffload.tiers.files import PAGE, Buffer, FileOperations
 from kvoffload.tiers.format import (
     DIGEST_BYTES,
     HEADER_BYTES,
-    MOST_KEY_BYTES,
     TABLE_OFFSET,
     Pairs,
     Superblock,
@@ -76,22 +75,16 @@ class SlotFiles:
         paths: Sequence[str | Path],
         *,
         slot_bytes: int,
-        nbytes: int = 0,
+        nbytes: int,
         layout_digest: bytes,
         identity: str,
-        key: bytes | None = None,
-        reset: bool = False,
-        read_only: bool = False,
-        direct: bool = True,
-        io_threads: int | None = None,
-        operations: FileOperations = SYSTEM,
+        key: bytes | None,
+        reset: bool,
+        read_only: bool,
+        direct: bool,
+        io_threads: int | None,
+        operations: FileOperations,
     ) -> None:
-        if not paths:
-            raise ValueError("paths must name at least one file, got none")
-        if at_least("slot_bytes", slot_bytes, PAGE) % PAGE:
-            raise ValueError(f"slot_bytes must be a multiple of {PAGE}, got {slot_bytes}")
-        if len(layout_digest) != DIGEST_BYTES:
-            raise ValueError(f"layout_digest must be {DIGEST_BYTES} bytes, got {len(layout_digest)}")
         self.paths = [str(path) for path in paths]
         self.slot_bytes = slot_bytes
         self.read_only = read_only
@@ -138,7 +131,7 @@ class SlotFiles:
     # records ------------------------------------------------------------------------------------------------------
 
     def load(self) -> StoredKeys:
-        """All records, each key once, in the order in which they were written. Call it once, before other methods.
+        """Return all records, each key once, in the order of their writes. Call it once, before other methods.
 
         It reads no payloads: `read` finds out if a crash lost one.
         """
@@ -169,7 +162,7 @@ class SlotFiles:
         puts: Sequence[SlotPut],
         tenant: str,
         sequence: int,
-        wanted: Callable[[bytes], bool] = lambda _: True,
+        wanted: Callable[[bytes], bool],
     ) -> list[bool | OSError]:
         """Write records into slots; durable after `sync`.
 
@@ -181,13 +174,7 @@ class SlotFiles:
 
         Returns:
             For each record the answer of `wanted`; or the error that left its slot without a record.
-
-        Raises:
-            ValueError: a key or payload; nothing has changed.
         """
-        for put in puts:
-            self.check_key(put.key)
-            self._check_views(put.views)
         owner, count = tenant_digest(tenant), len(self._members)
 
         def write(member: MemberFile, mine: list[int]) -> Sequence[bool | OSError]:
@@ -200,8 +187,6 @@ class SlotFiles:
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
         """Read the payloads of keys, each from its slot. Unless the result is True, the payload may hold anything."""
-        for views in payloads:
-            self._check_views(views)
         count = len(self._members)
 
         def read(member: MemberFile, mine: list[int]) -> Sequence[ReadResult]:
@@ -211,11 +196,10 @@ class SlotFiles:
 
         return self._by_member(slots, read)
 
-    def erase(self, slots: Iterable[int]) -> None:
-        """Clear slots. A crash before the next `sync` may bring their records back. Raises no OSError."""
-        for slot in slots:
-            place, number = divmod(slot, len(self._members))
-            self._members[number].erase([place])
+    def erase(self, slot: int) -> None:
+        """Clear a slot. A crash before the next `sync` may bring its record back. Raises no OSError."""
+        place, number = divmod(slot, len(self._members))
+        self._members[number].erase(place)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove the records of these keys, durably.
@@ -246,10 +230,6 @@ class SlotFiles:
         finally:
             run_all(member.file.close for member in members)
 
-    def check_key(self, key: bytes) -> None:
-        if not 0 < len(key) <= MOST_KEY_BYTES:
-            raise ValueError(f"key must have 1 to {MOST_KEY_BYTES} bytes on a disk, got {len(key)}; hash longer ones")
-
     def __repr__(self) -> str:
         mode = ", read_only" if self.read_only else ""
         return f"SlotFiles({', '.join(self.paths)}: {self.num_slots} slots of {self.slot_bytes} bytes{mode})"
@@ -264,11 +244,6 @@ class SlotFiles:
             if mine:
                 results.update(zip(mine, call(member, mine), strict=True))
         return [results[at] for at in range(len(slots))]
-
-    def _check_views(self, views: Sequence[Buffer]) -> None:
-        nbytes = views[0].nbytes if len(views) == 1 else sum(view.nbytes for view in views)
-        if nbytes != self.slot_bytes:
-            raise ValueError(f"views must have {self.slot_bytes} bytes together, got {nbytes}")
 
 
 def _slots_of(nbytes: int, members: int, slot_bytes: int) -> int:

@@ -134,22 +134,22 @@ class ThreadedTier(Tier):
         raise NotImplementedError(f"{type(self).__name__} must have has_record, or have_records")
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
-        """`read_record` for several keys of one `get`. Return a list of their outcomes, in order. Override this one
+        """Read records for several keys of one `get`, and return a list of their outcomes, in order. Override this one
         instead if your medium reads several at once.
         """
         calls = [partial(self.read_record, *each) for each in zip(keys, rows, strict=True)]
         return [self._guarded(call, lambda _: Outcome.FAILED) for call in calls]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
-        """`write_record` for several keys of one `put`. Return a list of their outcomes, in order. Override this one
+        """Write records for several keys of one `put`, and return a list of their outcomes, in order. Override this one
         instead if your medium writes several at once.
         """
         calls = [partial(self.write_record, *each, origin) for each in zip(keys, rows, strict=True)]
         return [self._guarded(call, outcome_of) for call in calls]
 
     def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """`has_record` for several keys: return a list of bools, in order. Override this one instead if your medium
-        answers for several at once.
+        """Return for each key, in order, whether there is a record: a list of bools. Override this one instead if your
+        medium answers for several at once.
 
         If it raises, the keys are FAILED; if you have `has_record`, too, `exists` first tries again with each key
         alone. `contains` may call it, too: see `has_record`.
@@ -272,19 +272,10 @@ class ThreadedTier(Tier):
     def exists(self, keys: Sequence[bytes], *, deadline: float | None = None, notify: Notify | None = None) -> TierJob:
         job = self._checked(keys, None, deadline, notify)
 
-        def has(key: bytes) -> Outcome:
-            return Outcome.DONE if self.have_records([key])[0] else Outcome.MISSING
-
         def ask(positions: Sequence[int]) -> Sequence[Outcome]:
-            wanted = [job.keys[at] for at in positions]
-            try:
-                found = self.have_records(wanted)
-            except Exception as error:  # noqa: BLE001  # for some of the keys, if they are asked for one by one
-                self._workers.warn(error)
-                if type(self).has_record is ThreadedTier.has_record:
-                    return [Outcome.FAILED] * len(wanted)
-                return [self._guarded(partial(has, key), lambda _: Outcome.FAILED) for key in wanted]
-            return [Outcome.DONE if each else Outcome.MISSING for each in found]
+            alone = type(self).has_record is not ThreadedTier.has_record
+            found = self._asked([job.keys[at] for at in positions], Outcome.FAILED, self.warn, alone=alone)
+            return [each if each is Outcome.FAILED else Outcome.DONE if each else Outcome.MISSING for each in found]
 
         return self._queue(job, [Work(job, each, ask) for each in self._calls(job, bounded=False)])
 
@@ -307,16 +298,7 @@ class ThreadedTier(Tier):
         known = self._opened and not self._workers.closed and self.capabilities.local_index
         if not known or os.getpid() != self._process:
             return [False] * len(keys)
-        try:
-            return list(self.have_records(keys))
-        except Exception:  # noqa: BLE001  # for some of the keys
-            found = [False] * len(keys)
-            for at, key in enumerate(keys):
-                try:
-                    found[at] = self.have_records([key])[0]
-                except Exception:  # noqa: BLE001  # a failing medium, or one that is being closed: a miss
-                    pass
-            return found
+        return self._asked(keys, False, lambda _: None)
 
     def statistics(self) -> TierStatistics:
         self._check_process()
@@ -399,6 +381,21 @@ class ThreadedTier(Tier):
         if os.getpid() != self._process:
             raise ClosedError(f"{self!r} belongs to the parent of this forked process: make another one")
 
+    def _asked(
+        self, keys: Sequence[bytes], unknown: _R, failed: Callable[[Exception], None], *, alone: bool = True
+    ) -> list[bool | _R]:
+        """Ask whether there are records of these keys, together, and if that raises, for each key `alone`.
+
+        If that raises, too, or is not asked, the answer is `unknown`. `failed` is called with each error.
+        """
+        try:
+            return list(self.have_records(keys))
+        except Exception as error:  # noqa: BLE001  # a failing medium, or one that is being closed
+            failed(error)
+            if not alone:
+                return [unknown] * len(keys)
+            return [found for key in keys for found in self._asked([key], unknown, failed, alone=False)]
+
     def _queue(self, job: TierJob, works: Sequence[Work], *, bounded: bool = True) -> TierJob:
         """Queue the works of a job; keys that find no room end at once."""
         try:
@@ -412,7 +409,7 @@ class ThreadedTier(Tier):
         return job
 
     def _calls(self, job: TierJob, *, bounded: bool = True) -> list[range]:
-        """The positions of each call for a job: divided evenly among the threads, then `bounded` by bytes."""
+        """Return the positions of each call for a job: divided evenly among the threads, then `bounded` by bytes."""
         keys = -(-len(job.keys) // self.threads)
         if bounded:
             keys = min(keys, self.bytes_per_call // self.record_bytes)

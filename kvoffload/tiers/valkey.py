@@ -178,7 +178,7 @@ class ValkeyTier(RemoteTier):
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Any]:
-        """A route to each primary of the cluster. Raises if one cannot be reached, or slots are missing.
+        """Return a route to each primary of the cluster. Raises if one cannot be reached, or slots are missing.
 
         The timeout does not bound glide's own scan of a cluster, and its route to all primaries leaves out primaries
         without a connection.
@@ -194,7 +194,7 @@ class ValkeyTier(RemoteTier):
 
     @contextmanager
     def _connected(self) -> Iterator[Any]:
-        """The thread's client. After `_ERRORS` errors in a row it is closed, and the next call makes another one.
+        """Yield the thread's client. After `_ERRORS` errors in a row it is closed, and the next call makes another one.
 
         A client of glide connects again by itself, but it never leaves a connection whose answers are out of step. A
         cluster's client is kept longer, because its timeout does not bound each step of connecting.
@@ -251,12 +251,12 @@ class ValkeyTier(RemoteTier):
         return configuration(**arguments | dict(given.options))
 
     def _groups(self, names: Sequence[str]) -> list[slice]:
-        """Records for one command: all; in a cluster one by one, since each may be on another server."""
+        """Divide records among commands: all in one; in a cluster one each, since each may be on another server."""
         step = 1 if self.cluster else len(names)
         return [slice(at, at + step) for at in range(0, len(names), step)]
 
     def _part_names(self, name: str) -> list[str]:
-        """The names of header and ranges. The text in braces puts them all into one slot of a cluster."""
+        """Return the names of header and ranges. The text in braces puts them all into one slot of a cluster."""
         return [f"{{{name}}}:{part}" for part in range(1 + len(self.pools))]
 
     def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
@@ -285,8 +285,8 @@ class ValkeyTier(RemoteTier):
         return outcomes
 
     def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        """`_fetch` without values that are longer than their parts, since one of these fails the whole command. [] if
-        all fit.
+        """Do `_fetch` without values that are longer than their parts: one of these fails the whole command. [] if all
+        fit.
 
         The error is no argument: a frame of its own traceback would hold it, and the garbage collector would crash on
         the buffers in glide's frames.
@@ -302,7 +302,7 @@ class ValkeyTier(RemoteTier):
         return [outcomes[name] for name in names]
 
     def _look(self, names: Sequence[str]) -> list[bool | None]:
-        """For each record whether all parts are there; None if a part is no string of the right size."""
+        """Ask for each record whether all parts are there. None: a part is no string of the right size."""
         sizes = [HEADER_BYTES, *(pool.shape[1] for pool in self.pools)]
         batch = self._batch()
         for name in names:

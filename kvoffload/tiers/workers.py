@@ -131,18 +131,13 @@ class WorkQueues:
         return [work for work in self.writes if concerned.concerns(work)]
 
     def drop_ended(self) -> None:
+        self.removals = deque(work for work in self.removals if work.waits)
         self.reads = deque(work for work in self.reads if work.waits)
         self.writes = deque(work for work in self.writes if work.waits)
         self.read_keys, self.write_keys = _keys_of(self.reads), _keys_of(self.writes)
 
     def jobs(self) -> list[TierJob]:
         return list(dict.fromkeys(each.job for queue in (self.removals, self.reads, self.writes) for each in queue))
-
-    def clear(self) -> None:
-        self.reads.clear()
-        self.writes.clear()
-        self.removals.clear()
-        self.read_keys = self.write_keys = 0
 
     def _take_write(self) -> Write | None:
         removals = [*self.removals, *(each for each in self.running if isinstance(each, Remove))]
@@ -265,7 +260,10 @@ class Workers:
                     self._changed.notify_all()
 
     def figures(self) -> dict[str, Any]:
-        """Inside another call it takes no lock, since this lock comes before the cache's, and may count ended keys."""
+        """Return the counts and the state of queues and threads, by their names in `TierStatistics`.
+
+        Inside another call this takes no lock, since this lock comes before the cache's, and may count ended keys.
+        """
         now = time.monotonic()
         if not in_any_call():
             with self._lock:
@@ -292,7 +290,7 @@ class Workers:
         for job in waiting:
             job.settle_waiting(Outcome.CANCELLED)
         with self._lock:
-            self._queues.clear()
+            self._queues.drop_ended()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
@@ -302,7 +300,7 @@ class Workers:
         return not self._queues.running and not any(thread.is_alive() for thread in self._threads)
 
     def calling(self, call: Callable[..., _R], *arguments: object) -> _R:
-        """Make a call of the tier's own methods."""
+        """Call one of the tier's own methods. A user's may wait for the library: it runs as outside of its calls."""
         return run_outside(call, *arguments) if self._foreign else call(*arguments)
 
     def _work(self, number: int) -> None:
@@ -352,5 +350,5 @@ class Workers:
 
 
 def _end_of(works: Sequence[Work]) -> int:
-    """How many keys the works have, which begin with the first of their job."""
+    """Return how many keys the works have, which begin with the first of their job."""
     return works[-1].positions.stop if works else 0

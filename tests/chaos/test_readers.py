@@ -156,7 +156,7 @@ class Hooked(np.ndarray[Any, Any]):
 
 def test_a_record_whose_slot_gets_another_key_between_two_looks_at_it(tmp_path: Path) -> None:
     """The put is finished, its record evicted, and another one written, while a read without a lease goes on."""
-    disk = DiskIndex(open_set(tmp_path / "a.kv", slots=1), policy="lru")
+    disk = DiskIndex(open_set(tmp_path / "a.kv", slots=1), policy="lru", tenants={})
     put = disk.reserve([b"key"])
     assert write_key(disk, put, b"key", payload(1))
 
@@ -172,4 +172,4 @@ def test_a_record_whose_slot_gets_another_key_between_two_looks_at_it(tmp_path: 
     member.hashes = hooked
     assert not read_key(disk, b"key", blank())
     assert disk.contains([b"key", b"other"]) == [False, True]
-    disk.close()
+    disk.files.close()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
-from kvoffload.tiers.files import FileOperations
+from kvoffload.tiers.files import SYSTEM, FileOperations
 from kvoffload.tiers.member_file import ReadResult, SlotPut
 from kvoffload.tiers.slot_files import SlotFiles
 
@@ -25,13 +25,20 @@ ROWS = 2  # arrays that a record is spread over
 SLOT_BYTES = ROWS * PAGE
 
 
-def open_set(*paths: Path, slots: int = 4, **options: Any) -> SlotFiles:
-    """A set with at least so many slots in each file."""
+def open_set(*paths: Path, slots: int = 8, **options: Any) -> SlotFiles:
+    """A set with at least so many slots in each file. Its files are closed with the last reference to it."""
     nbytes = len(paths) * (2 * PAGE + -(-slots * 192 // PAGE) * PAGE + slots * SLOT_BYTES)
     defaults: dict[str, Any] = {
-        "slot_bytes": SLOT_BYTES, "nbytes": nbytes, "layout_digest": LAYOUT, "identity": "model@1", "direct": False,
+        "slot_bytes": SLOT_BYTES, "nbytes": nbytes, "layout_digest": LAYOUT, "identity": "model@1", "key": None,
+        "reset": False, "read_only": False, "direct": False, "io_threads": None, "operations": SYSTEM,
     }  # fmt: skip
     return SlotFiles(paths, **(defaults | options))
+
+
+def kill(files: SlotFiles) -> None:
+    """End the process that has a set open: its locks are gone, and what is in the page cache stays."""
+    for member in files._members:
+        member.file.close()
 
 
 def payload(number: int) -> list[memoryview]:
@@ -70,6 +77,12 @@ def write_one(
 def read_one(files: SlotFiles, slot: int, key: bytes, views: Sequence[memoryview]) -> bool:
     """`SlotFiles.read` of one record; raises what failed."""
     return _only(files.read([slot], [key], [views]))
+
+
+def stored(files: SlotFiles, slot: int, key: bytes, number: int) -> bool:
+    """Whether a slot has the record with this payload."""
+    views = blank()
+    return read_one(files, slot, key, views) and same(views, payload(number))
 
 
 def write_key(disk: DiskIndex, put: DiskPut, key: bytes, views: Sequence[memoryview]) -> bool:

@@ -1,15 +1,14 @@
-"""Golden disk sets: files as ranges of bytes that are not zero. `golden_sets.py --write` writes them anew."""
+"""Golden disk sets: files as ranges of bytes that are not zero. Run this file to write them anew."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from disk_sets import LAYOUT, PAGE, write_one
+from disk_sets import LAYOUT, PAGE, open_set, write_one
 
 GOLDEN = Path(__file__).parent / "golden"
 KEY = b"a key of 16 byte"
@@ -64,17 +63,11 @@ def pack(name: str, folder: Path) -> None:
     (GOLDEN / f"{name}.json").write_text(json.dumps(contents, indent=1) + "\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    import tempfile
-
-    from kvoffload.tiers.slot_files import SlotFiles
-
-    parser = argparse.ArgumentParser(description="Write the golden disk sets anew, in the format of this version.")
-    parser.add_argument("--write", action="store_true", required=True, help=f"overwrite the files in {GOLDEN.name}/")
-    parser.parse_args(arguments)
+def write_golden_sets() -> None:
+    """Write all sets to `GOLDEN`, in the format of this version."""
     for name, chosen in SETS.items():
         with tempfile.TemporaryDirectory() as folder:
-            files = SlotFiles(paths_in(Path(folder), name), **options(name), direct=False)
+            files = open_set(*paths_in(Path(folder), name), **options(name))
             write_one(files, 2, b"before clear", "", [memoryview(payload_of(2))], 1, 0)
             files.clear()
             for slot, key, sequence, position in RECORDS:
@@ -84,4 +77,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_golden_sets()

@@ -66,14 +66,6 @@ class WritesToPut(DictTier):
         return outcome
 
 
-class SecondPoolForgotten(DictTier):
-    def read_record(self, key: bytes, rows: Rows) -> Outcome:
-        record = self.store.get(key)
-        if record is not None:
-            rows[0][:] = memoryview(record[0])
-        return Outcome.MISSING if record is None else Outcome.DONE
-
-
 class ShortKeys(DictTier):
     """Compares 62 bytes."""
 
@@ -289,7 +281,6 @@ class PutBlocks(DictTier):
 BROKEN: list[tuple[type[ThreadedTier], str]] = [
     (WrongByte, "never put"),
     (WritesToPut, "put has written to entry"),
-    (SecondPoolForgotten, "never put"),
     (ShortKeys, "keys of all lengths"),
     (Replaces, "a known key keeps its record"),
     (RemoveSaysDone, "remove of keys without records"),

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from disk_sets import LosingFiles, blank, open_set, payload, read_key, read_one, same, write_key, write_one
+from disk_sets import LosingFiles, blank, kill, open_set, payload, read_key, read_one, same, write_key, write_one
 from seeds import rest_long
 
 from kvoffload.tiers.disk_index import DiskIndex
@@ -35,7 +35,7 @@ class Program:
         slots = open_set(*(folder / name for name in self.names), slots=3, operations=self.files)
         for member in slots._members:
             member._writes = int(self.waiting)
-        return DiskIndex(slots, policy="lru")
+        return DiskIndex(slots, policy="lru", tenants={})
 
     def put(self) -> None:
         keys = self.rng.sample([b"key %d" % number for number in range(KEYS)], self.rng.randint(1, 3))
@@ -77,7 +77,7 @@ class Program:
         if self.rng.random() < 0.2:
             self.files.failing["pwritev"] = errno.EIO
         try:
-            self.disk.sync()
+            self.disk.files.sync()
             self.durable = not self.loses_syncs
         except OSError:
             pass
@@ -85,8 +85,7 @@ class Program:
 
     def restart(self) -> None:
         """The process is killed: what is in the page cache stays."""
-        for member in self.disk.files._members:  # its locks end with it
-            member.file.close()
+        kill(self.disk.files)
         self.disk = self.opened(self.folder)
 
     def step(self) -> None:
@@ -122,12 +121,11 @@ def test_pitfall_64_no_crash_state_has_a_wrong_or_removed_record(
         after = program.opened(tmp_path / "after")
         there = program.verify(after, "after a crash")
         found += len(there)
-        after.close()
+        after.files.close()
         program.files = files
         of_writer = program.verify(program.disk, "in the writer")
         assert there >= of_writer or not program.durable, "a sync has succeeded"
     assert found > 0
-    program.disk.close()
 
 
 def crashed(files: LosingFiles, folder: Path, choose: str) -> Path:
@@ -145,6 +143,10 @@ def crashed(files: LosingFiles, folder: Path, choose: str) -> Path:
     return after / "a.kv"
 
 
+def keys_after_a_crash(files: LosingFiles, folder: Path, choose: str, *, slots: int = 8) -> list[bytes]:
+    return sorted(open_set(crashed(files, folder, choose), slots=slots).load().keys)
+
+
 def test_a_key_evicted_before_a_restart_stays_removed(tmp_path: Path) -> None:
     """The new process cannot know which header a crash may bring back: every first removal syncs."""
     files = LosingFiles()
@@ -152,30 +154,11 @@ def test_a_key_evicted_before_a_restart_stays_removed(tmp_path: Path) -> None:
     write_one(slots, 0, b"old", "", payload(1), 0, 0)
     slots.sync()
     write_one(slots, 0, b"new", "", payload(2), 1, 0)
-    slots._members[0].file.close()  # killed
+    kill(slots)
     again = open_set(tmp_path / "a.kv", slots=1, operations=files)
     assert again.load().keys == [b"new"]
     again.remove([b"old"])
-    after = open_set(crashed(files, tmp_path, "oldest"), slots=1)
-    assert after.load().keys == [b"new"]
-    after.close()
-    again.close()
-
-
-def test_without_a_removal_an_evicted_key_may_come_back_with_its_own_bytes(tmp_path: Path) -> None:
-    """What makes the tests above more than a restart: writes are lost here."""
-    files = LosingFiles()
-    slots = open_set(tmp_path / "a.kv", slots=1, operations=files)
-    write_one(slots, 0, b"old", "", payload(1), 0, 0)
-    slots.sync()
-    write_one(slots, 0, b"new", "", payload(2), 1, 0)
-    after = open_set(crashed(files, tmp_path, "oldest"), slots=1)
-    views = blank()
-    assert after.load().keys == [b"old"]
-    assert read_one(after, 0, b"old", views)
-    assert same(views, payload(1))
-    after.close()
-    slots.close()
+    assert keys_after_a_crash(files, tmp_path, "oldest", slots=1) == [b"new"]
 
 
 def test_a_removal_of_what_was_never_there_syncs_nothing(tmp_path: Path) -> None:
@@ -189,7 +172,6 @@ def test_a_removal_of_what_was_never_there_syncs_nothing(tmp_path: Path) -> None
     assert "fdatasync" not in files.calls
     slots.remove([b"old"])
     assert files.calls.count("fdatasync") == 1
-    slots.close()
 
 
 def test_the_first_removal_of_a_process_writes_the_header_table_also_after_a_sync(tmp_path: Path) -> None:
@@ -205,12 +187,11 @@ def test_the_first_removal_of_a_process_writes_the_header_table_also_after_a_syn
         files.calls.clear()
         again.remove([b"lost"])
         assert (files.calls.count("pwritev"), files.calls.count("fdatasync")) == (writes, writes)
-    again.close()
 
 
 @pytest.mark.parametrize("call", ["remove", "clear"])
 def test_what_is_removed_while_it_is_written_is_not_in_the_file(tmp_path: Path, call: str) -> None:
-    disk = DiskIndex(open_set(tmp_path / "a.kv"))
+    disk = DiskIndex(open_set(tmp_path / "a.kv"), policy="lru", tenants={})
     put = disk.reserve([b"key", b"other"])
     if call == "remove":
         assert disk.remove([b"key"]) == [True]
@@ -220,10 +201,9 @@ def test_what_is_removed_while_it_is_written_is_not_in_the_file(tmp_path: Path, 
     assert write_key(disk, put, b"other", payload(2)) is (call == "remove")
     disk.finish(put)
     assert disk.contains([b"key", b"other"]) == [False, call == "remove"]
-    disk.close()
+    disk.files.close()
     again = open_set(tmp_path / "a.kv")
     assert again.load().keys == ([b"other"] if call == "remove" else [])
-    again.close()
 
 
 @pytest.mark.parametrize("oldest", ["oldest", "newest"])
@@ -237,16 +217,13 @@ def test_a_crash_in_the_middle_of_a_clear_leaves_the_old_or_no_records(tmp_path:
     def look(name: str) -> None:
         if name == "fdatasync":
             files.before = lambda _: None
-            after = open_set(crashed(files, tmp_path, oldest))
-            states.append(after.load().keys)
-            after.close()
+            states.append(keys_after_a_crash(files, tmp_path, oldest))
             files.before = look
 
     files.before = look
     slots.clear()
     files.before = lambda _: None
     assert states == ([[b"key"], []] if oldest == "oldest" else [[], []])
-    slots.close()
 
 
 def test_every_crash_state_of_a_creation_is_an_empty_set(tmp_path: Path, seed: int) -> None:
@@ -258,17 +235,14 @@ def test_every_crash_state_of_a_creation_is_an_empty_set(tmp_path: Path, seed: i
         if name in ("pwritev", "fdatasync") and (tmp_path / "b.kv").exists():
             files.before = lambda _: None
             files.crash(rng, tmp_path / "after")
-            after = open_set(tmp_path / "after" / "a.kv", tmp_path / "after" / "b.kv")
-            states.append(after.load().keys)
-            after.close()
+            states.append(open_set(tmp_path / "after" / "a.kv", tmp_path / "after" / "b.kv").load().keys)
             files.before = look
 
     files.before = look
-    slots = open_set(tmp_path / "a.kv", tmp_path / "b.kv", operations=files)
+    open_set(tmp_path / "a.kv", tmp_path / "b.kv", operations=files)
     assert len(states) >= 8
     assert set(map(tuple, states)) == {()}
     files.before = lambda _: None
-    slots.close()
 
 
 def test_what_was_durable_before_a_sync_failed_is_durable_again_after_the_next_one(tmp_path: Path) -> None:
@@ -294,7 +268,6 @@ def test_what_was_durable_before_a_sync_failed_is_durable_again_after_the_next_o
         assert read_one(after, 0, b"kept", views)
         assert same(views, payload(0))
         after.close()
-    slots.close()
 
 
 def test_a_header_of_another_key_with_the_same_payload_is_not_renewed(tmp_path: Path) -> None:
@@ -313,8 +286,4 @@ def test_a_header_of_another_key_with_the_same_payload_is_not_renewed(tmp_path: 
         slots.remove([b"older"])
     slots.remove([b"older"])
     for choose in ("oldest", "newest"):
-        after = open_set(crashed(files, tmp_path, choose))
-        assert after.load().keys == [b"newer"]
-        after.close()
-    slots._members[0]._writes = 0
-    slots.close()
+        assert keys_after_a_crash(files, tmp_path, choose) == [b"newer"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_sets import SLOT_BYTES, FaultyFiles, blank, open_set, payload, same, write_one
+from disk_sets import SLOT_BYTES, FaultyFiles, blank, flip, open_set, payload, same
 from tier_classes import SECONDS, attached
 
 from kvoffload.tiers import DiskTier, Limits, Outcome
@@ -45,7 +45,7 @@ class BadSlots(FileOperations):
 
 def put_all(files: SlotFiles, slots: Sequence[int]) -> list[bool | OSError]:
     puts = [SlotPut(slot, b"%d" % slot, at, payload(slot)) for at, slot in enumerate(slots)]
-    return files.write(puts, "", 1)
+    return files.write(puts, "", 1, lambda _: True)
 
 
 def get_all(files: SlotFiles, slots: Sequence[int]) -> list[ReadResult]:
@@ -75,7 +75,6 @@ def test_neighbours_are_transferred_by_one_call(tmp_path: Path) -> None:
     assert get_all(files, slots) == [True] * 6
     assert counts(operations, "preadv") == [3, 1, 1, 1]
     assert get_all(files, [2, 3, 6, 4]) == [False, True, False, True]
-    files.close()
 
 
 def test_files_of_a_set_each_get_their_neighbours(tmp_path: Path) -> None:
@@ -85,7 +84,6 @@ def test_files_of_a_set_each_get_their_neighbours(tmp_path: Path) -> None:
     assert put_all(files, range(6)) == [True] * 6
     assert counts(operations, "pwritev") == [3, 3]
     assert get_all(files, [5, 0, 3, 2, 1, 7]) == [True] * 5 + [False]
-    files.close()
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
@@ -100,50 +98,23 @@ def test_a_bad_sector_costs_its_record_alone(tmp_path: Path, verb: str) -> None:
     assert [at for at, result in enumerate(results) if result is True] == [0, 1, 3, 4, 6, 7]
     operations.bad = {}
     assert get_all(files, range(8)) == [verb == "read" or slot not in (2, 5) for slot in range(8)]
-    files.close()
 
 
-def test_a_file_that_ends_in_the_middle_of_neighbours(tmp_path: Path) -> None:
-    files = open_set(tmp_path / "a.kv", slots=6)
+def test_a_file_that_ends_in_the_middle_of_neighbours(files: SlotFiles, tmp_path: Path) -> None:
     put_all(files, range(6))
     os.truncate(tmp_path / "a.kv", offset_of(files, 3) + 100)
     assert get_all(files, range(6)) == [True] * 3 + [None] * 3
-    files.close()
 
 
-def test_wrong_bytes_in_the_middle_of_neighbours(tmp_path: Path) -> None:
-    files = open_set(tmp_path / "a.kv", slots=6)
+def test_wrong_bytes_in_the_middle_of_neighbours(files: SlotFiles, tmp_path: Path) -> None:
     put_all(files, range(6))
-    with (tmp_path / "a.kv").open("r+b") as file:
-        file.seek(offset_of(files, 3) + 7)
-        file.write(bytes([payload(3)[0][7] ^ 1]))
+    flip(tmp_path / "a.kv", offset_of(files, 3) + 7)
     assert get_all(files, range(6)) == [True, True, True, None, True, True]
-    files.close()
-
-
-def test_short_transfers_go_on_in_the_next_record(tmp_path: Path) -> None:
-    operations = FaultyFiles()
-    files = open_set(tmp_path / "a.kv", slots=6, operations=operations)
-    operations.most_bytes = 3000
-    assert put_all(files, range(6)) == [True] * 6
-    assert get_all(files, range(6)) == [True] * 6
-    files.close()
-
-
-def test_a_wrong_key_among_several_changes_nothing(tmp_path: Path) -> None:
-    files = open_set(tmp_path / "a.kv")
-    write_one(files, 0, b"0", "", payload(0), 0, 0)
-    puts = [SlotPut(0, b"new", 0, payload(9)), SlotPut(1, b"", 1, payload(8))]
-    with pytest.raises(ValueError, match="1 to 64 bytes"):
-        files.write(puts, "", 1)
-    assert get_all(files, [0]) == [True]
-    files.close()
 
 
 def test_a_disk_that_fails_for_every_record_is_one_line_of_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    operations: FaultyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    operations = FaultyFiles()
     tier = DiskTier(
         tmp_path / "a.kv", nbytes=1 << 20, identity="model@1", limits=Limits(threads=1), operations=operations
     )
@@ -159,7 +130,7 @@ def test_a_disk_that_fails_for_every_record_is_one_line_of_the_log(
 
 
 def opened(path: Path, **options: Any) -> DiskIndex:
-    return DiskIndex(open_set(path, slots=8, **options), policy="lru")
+    return DiskIndex(open_set(path, slots=8, **options), policy="lru", tenants={})
 
 
 def test_keys_that_are_there_missing_or_unfinished_are_read_together(tmp_path: Path) -> None:
@@ -174,7 +145,6 @@ def test_keys_that_are_there_missing_or_unfinished_are_read_together(tmp_path: P
     assert [same(payloads[at], payload(number)) for at, number in ((0, 4), (1, 3), (4, 1))] == [True] * 3
     disk.finish(unfinished)
     disk.index.check()
-    disk.close()
 
 
 def test_of_several_records_those_that_cannot_be_read_are_removed(tmp_path: Path) -> None:
@@ -189,4 +159,3 @@ def test_of_several_records_those_that_cannot_be_read_are_removed(tmp_path: Path
     assert isinstance(results[1], OSError)
     assert disk.contains([b"a", b"b", b"c"]) == [True, False, True]
     disk.index.check()
-    disk.close()

@@ -8,20 +8,11 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from disk_sets import LAYOUT, PAGE, flip, read_one
-from golden_sets import RECORDS, SETS, options, pack, payload_of, unpack
-from golden_sets import main as write_golden_sets
+from disk_sets import LAYOUT, PAGE, flip, open_set, read_one
+from golden_sets import RECORDS, SETS, options, payload_of, unpack, write_golden_sets
 from seeds import rest_long
 
-from kvoffload.tiers.format import (
-    Superblock,
-    identity_fields,
-    make_checksum,
-    pack_header,
-    tenant_digest,
-    unpack_superblock,
-)
-from kvoffload.tiers.slot_files import SlotFiles
+from kvoffload.tiers.format import tenant_digest, unpack_superblock
 
 NAMES = sorted(SETS)
 
@@ -76,8 +67,15 @@ def as_specified(path: Path, member: int, name: str) -> dict[int, tuple[bytes, i
     return found
 
 
+@pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_files_are_as_the_page_says(name: str, tmp_path: Path) -> None:
+def test_golden_files_are_as_the_page_says(
+    name: str, anew: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are kept here, and those that are written now."""
+    if anew:
+        monkeypatch.setattr("golden_sets.GOLDEN", tmp_path)
+        write_golden_sets()
     paths = unpack(name, tmp_path)
     count = len(paths)
     found = {
@@ -91,7 +89,7 @@ def test_golden_files_are_as_the_page_says(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_files_are_read(name: str, tmp_path: Path) -> None:
     paths = unpack(name, tmp_path)
-    files = SlotFiles(paths, **options(name), direct=False)
+    files = open_set(*paths, **options(name))
     records = files.load()
     assert records.keys == [key for _, key, _, _ in RECORDS]
     assert records.slots.tolist() == [slot for slot, *_ in RECORDS]
@@ -101,63 +99,11 @@ def test_golden_files_are_read(name: str, tmp_path: Path) -> None:
         view = memoryview(bytearray(PAGE))
         assert read_one(files, slot, key, [view])
         assert view == payload_of(slot)
-    files.close()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_golden_files_are_written_again_byte_by_byte(name: str, tmp_path: Path) -> None:
-    for member, path in enumerate(unpack(name, tmp_path)):
-        data, chosen = path.read_bytes(), SETS[name]
-        superblock = unpack_superblock(data[:512])
-        assert superblock is not None
-        checksum = make_checksum(chosen["checksum_key"])
-        text_digest, text = identity_fields(chosen["identity"])
-        made = Superblock(
-            PAGE, superblock.slots, member, chosen["files"], superblock.epoch, checksum.algorithm, checksum.key_check,
-            superblock.set_id, LAYOUT, text_digest, text,
-        )  # fmt: skip
-        assert made.pack() == data[:512]
-        for slot, key, sequence, position in RECORDS:
-            place, its_member = divmod(slot, chosen["files"])
-            if its_member == member:
-                header = pack_header(
-                    checksum,
-                    made.member_digest(),
-                    slot=place,
-                    key=key,
-                    tenant=tenant_digest(chosen["tenant"]),
-                    digest=checksum.of([memoryview(payload_of(slot))]),
-                    nbytes=PAGE,
-                    epoch=made.epoch,
-                    sequence=sequence,
-                    position=position,
-                )
-                assert header == data[8192 + 192 * place :][:192]
-
-
-def test_packing_golden_files_is_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = unpack("xxh3", tmp_path)
-    before = [path.read_bytes() for path in paths]
-    monkeypatch.setattr("golden_sets.GOLDEN", tmp_path)
-    pack("xxh3", tmp_path)
-    assert [path.read_bytes() for path in unpack("xxh3", tmp_path)] == before
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--wrong"]])
-def test_golden_files_are_written_only_when_asked(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("golden_sets.GOLDEN", tmp_path)
-    with pytest.raises(SystemExit):
-        write_golden_sets(arguments)
-    assert list(tmp_path.iterdir()) == []
-    write_golden_sets(["--write"])
-    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(SETS)
 
 
 def read_all(path: Path, *, read_only: bool = False) -> dict[bytes, bytes]:
     """What a set of one file has, by key."""
-    files = SlotFiles([path], **options("blake2b"), direct=False, read_only=read_only)
+    files = open_set(path, **options("blake2b"), read_only=read_only)
     records, found = files.load(), {}
     for key, slot in zip(records.keys, records.slots.tolist(), strict=True):
         view = memoryview(bytearray(PAGE))
@@ -200,7 +146,7 @@ def test_an_older_superblock_does_not_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_any_byte_of_a_header_may_be_wrong(tmp_path: Path, name: str) -> None:
     paths = unpack(name, tmp_path)
-    files = SlotFiles(paths, **options(name), direct=False, read_only=True)
+    files = open_set(*paths, **options(name), read_only=True)
     key, begin = RECORDS[0][1], 8192
     for offset in range(192):
         for bits in (1, 128):
@@ -210,14 +156,13 @@ def test_any_byte_of_a_header_may_be_wrong(tmp_path: Path, name: str) -> None:
             flip(paths[0], begin + offset, bits)
     assert key in files.load().keys
     assert read_one(files, 0, key, [memoryview(bytearray(PAGE))])
-    files.close()
 
 
 @pytest.mark.long
 def test_any_byte_of_a_payload_may_be_wrong(tmp_path: Path) -> None:
     (path,) = unpack("blake2b", tmp_path)
     for read_only in (False, True):
-        files = SlotFiles([path], **options("blake2b"), direct=False, read_only=read_only)
+        files = open_set(path, **options("blake2b"), read_only=read_only)
         files.load()
         view = memoryview(bytearray(PAGE))
         for offset in range(PAGE):
@@ -237,7 +182,7 @@ def test_a_truncated_file_has_right_bytes_or_none(tmp_path: Path, size: int) -> 
         found = read_all(path, read_only=read_only)
         assert found.items() <= ALL.items()
         assert len(found) == (1 if size == 4 * PAGE else 0)
-    assert path.stat().st_size == SlotFiles([path], **options("blake2b"))._members[0].superblock.file_bytes
+    assert path.stat().st_size == open_set(path, **options("blake2b"))._members[0].superblock.file_bytes
 
 
 def test_what_is_copied_from_another_slot_is_a_miss(tmp_path: Path) -> None:
@@ -257,13 +202,12 @@ def test_what_is_copied_from_another_member_or_set_is_a_miss(tmp_path: Path) -> 
     first, second = unpack("xxh3", tmp_path)
     a, b = first.read_bytes(), second.read_bytes()
     second.write_bytes(b[: 2 * PAGE] + a[2 * PAGE :])  # tables and payloads; the superblock stays
-    files = SlotFiles([first, second], **options("xxh3"), direct=False)
+    files = open_set(first, second, **options("xxh3"))
     assert files.load().keys == [RECORDS[0][1]], "of the records of the second file there is none"
     files.close()
-    other = SlotFiles([tmp_path / "c.kv", tmp_path / "d.kv"], **options("xxh3"), direct=False)
+    other = open_set(tmp_path / "c.kv", tmp_path / "d.kv", **options("xxh3"))
     other.close()
     new = (tmp_path / "c.kv").read_bytes()
     (tmp_path / "c.kv").write_bytes(new[: 2 * PAGE] + a[2 * PAGE :])
-    other = SlotFiles([tmp_path / "c.kv", tmp_path / "d.kv"], **options("xxh3"), direct=False)
+    other = open_set(tmp_path / "c.kv", tmp_path / "d.kv", **options("xxh3"))
     assert other.load().keys == []
-    other.close()

@@ -10,8 +10,8 @@ import pytest
 from kvoffload.tiers import Limits, MemoryTier, load_tier
 
 
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def _packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two packages that have tiers: `one` and `both`; `both`, `wrong` and `memory`."""
     module = "from kvoffload.tiers import MemoryTier\nclass OwnTier(MemoryTier): ...\ndef wrong(): return 7\n"
     own = {
@@ -27,11 +27,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "first", raising=False)
     monkeypatch.delitem(sys.modules, "second", raising=False)
-    return tmp_path
 
 
-def test_a_tier_of_this_package(packages: Path) -> None:
-    assert packages
+def test_a_tier_of_this_package() -> None:
     tier = load_tier("memory", 1 << 20, name="mine")
     assert type(tier) is MemoryTier
     assert tier.name == "mine"
@@ -53,8 +51,7 @@ def test_options_of_a_configuration_are_flat() -> None:
         load_tier("memory", nbytes=1 << 20, max_queued="x")
 
 
-def test_a_tier_of_another_package_is_imported_when_it_is_asked_for(packages: Path) -> None:
-    assert packages
+def test_a_tier_of_another_package_is_imported_when_it_is_asked_for() -> None:
     tier = load_tier("one", nbytes=1 << 20)
     assert type(tier).__module__ == "first"
     assert isinstance(tier, MemoryTier)
@@ -63,13 +60,11 @@ def test_a_tier_of_another_package_is_imported_when_it_is_asked_for(packages: Pa
 
 
 @pytest.mark.parametrize("kind", ["none", "both", ""])
-def test_names_that_none_or_two_packages_have_are_refused(packages: Path, kind: str) -> None:
-    assert packages
+def test_names_that_none_or_two_packages_have_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=r"kind must be one of both, disk, .*one, .*valkey, .*, got .* packages have"):
         load_tier(kind)
 
 
-def test_what_makes_no_tier_is_refused(packages: Path) -> None:
-    assert packages
+def test_what_makes_no_tier_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must make a kvoffload\.tiers\.Tier, got 7"):
         load_tier("wrong")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from dict_remote import DictRemote, Parts, Store
@@ -34,46 +35,28 @@ class Slow:
         return [key == b"b" for key in keys]
 
 
-def in_thread(call: threading.Thread) -> threading.Thread:
-    call.start()
-    return call
-
-
 def test_calls_at_the_same_time_wait_for_one_question() -> None:
     store = Slow()
-    questions, job, found = Questions(store), TierJob(KEYS), {}
-
-    def ask(key: bytes) -> None:
-        found[key] = questions.has([key], job)
-
-    threads = [in_thread(threading.Thread(target=ask, args=(key,))) for key in KEYS]
-    assert store.began.wait(20)
-    store.answer.set()
-    for thread in threads:
-        thread.join(20)
-    assert found == {b"a": [False], b"b": [True], b"c": [False]}
+    questions, job = Questions(store), TierJob(KEYS)
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(questions.has, [key], job) for key in KEYS]
+        assert store.began.wait(20)
+        store.answer.set()
+    assert [call.result() for call in calls] == [[False], [True], [False]]
     assert store.asked == [tuple(KEYS)]
 
 
 def test_an_error_is_raised_by_those_that_wait_and_the_next_call_asks_again() -> None:
     store = Slow(ConnectionError("gone"))
     questions, job = Questions(store), TierJob(KEYS)
-    raised: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            questions.has(KEYS, job)
-        except ConnectionError as error:
-            raised.append(error)
-
-    first = in_thread(threading.Thread(target=ask))
-    assert store.began.wait(20)
-    [question] = questions._of.values()
-    second = in_thread(threading.Thread(target=ask))
-    store.answer.set()
-    first.join(20)
-    second.join(20)
-    assert 1 <= len(raised) <= 2  # the second may have come late enough to ask itself
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(questions.has, KEYS, job)
+        assert store.began.wait(20)
+        [question] = questions._of.values()
+        second = threads.submit(questions.has, KEYS, job)
+        store.answer.set()
+    assert isinstance(first.exception(), ConnectionError)
+    assert isinstance(second.exception(), ConnectionError | None)  # it may have come late enough to ask itself
     assert questions.has(KEYS, job) == [False, True, False]
     questions._of[job] = question  # as one that has waited finds it
     with pytest.raises(ConnectionError, match="did not say"):
@@ -100,11 +83,11 @@ def test_an_answer_from_before_a_deletion_is_not_used_after_it() -> None:
     """The deletion is over before the store's answer arrives, which is older than it."""
     store = Slow()
     questions, job = Questions(store), TierJob(KEYS)
-    first = in_thread(threading.Thread(target=questions.has, args=([b"a"], job)))
-    assert store.began.wait(20)
-    questions.forget_all()
-    store.answer.set()
-    first.join(20)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(questions.has, [b"a"], job)
+        assert store.began.wait(20)
+        questions.forget_all()
+        store.answer.set()
     questions.has([b"b"], job)
     assert len(store.asked) == 2
 

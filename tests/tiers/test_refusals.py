@@ -47,8 +47,9 @@ def test_a_tier_of_yours_that_raises_for_want_of_room_declines(number: int, seve
 
 
 @pytest.mark.parametrize("number", [*FULL, *REFUSED], ids=lambda number: errno.errorcode[number])
-def test_a_disk_that_is_full_declines_and_one_that_is_read_only_fails(tmp_path: Path, number: int) -> None:
-    operations = FaultyFiles()
+def test_a_disk_that_is_full_declines_and_one_that_is_read_only_fails(
+    operations: FaultyFiles, tmp_path: Path, number: int
+) -> None:
     tier = DiskTier(tmp_path / "kv", nbytes=1 << 17, identity="x", operations=operations)
     with attached(tier):
         assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]

@@ -67,37 +67,15 @@ def test_a_method_that_goes_wrong_fails_its_key_alone(key: bytes) -> None:
         assert tier.statistics().failed == 3
 
 
-class FewResults(DictTier):
-    def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
-        return [True] * (len(keys) - 1)
-
-
-def test_too_few_results_fail_all_keys() -> None:
-    tier = FewResults(threads=1)
-    with attached(tier):
-        assert tier.remove([b"a", b"b", b"c"]).wait(SECONDS) == [FAILED] * 3
-        assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_a_notify_function_that_raises_ends_no_thread(error: type[BaseException]) -> None:
+def test_a_notify_function_that_raises_ends_no_thread() -> None:
     def notify() -> None:
-        raise error
+        raise SystemExit
 
     tier = DictTier(threads=1)
     with attached(tier):
         assert tier.put([b"a"], [0], notify=notify).wait(SECONDS) == [DONE]
         assert tier.get([b"a"], [0], deadline=0.0, notify=notify).wait(SECONDS) == [Outcome.EXPIRED]
         assert tier.get([b"a"], [1]).wait(SECONDS) == [DONE]
-
-
-@pytest.mark.parametrize("deadline", ["soon", float("nan"), [1]])
-def test_a_deadline_that_is_none_is_refused(deadline: Any) -> None:
-    tier = DictTier(threads=1)
-    with attached(tier):
-        with pytest.raises(LayoutError, match="deadline must be"):
-            tier.get([b"a"], [0], deadline=deadline)
-        assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]
 
 
 def test_many_failures_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,28 +105,17 @@ def begin_one(tier: GatedTier, key: bytes = b"first") -> TierJob:
     return job
 
 
-def test_steady_reads_do_not_starve_writes() -> None:
+def test_reads_come_before_writes_and_steady_ones_do_not_starve_them() -> None:
     tier = GatedTier()
     with attached(tier):
         begin_one(tier)
-        reads = [tier.get([key], [0]) for key in numbered(200, "free")]
         write = tier.put([b"w"], [1])
+        reads = [tier.get([key], [0]) for key in numbered(200, "free")]
         tier.permit()
         write.wait(SECONDS)
-        assert tier.begun.index(("write", b"w")) <= 1 + READS_PER_WRITE
+        assert tier.begun.index(("write", b"w")) == 1 + READS_PER_WRITE
         for job in reads:
             job.wait(SECONDS)
-
-
-def test_reads_come_before_writes() -> None:
-    tier = GatedTier()
-    with attached(tier):
-        begin_one(tier)
-        writes = tier.put(numbered(3, "w"), [1, 2, 3])
-        tier.get([b"r"], [0])
-        tier.permit()
-        writes.wait(SECONDS)
-        assert tier.begun[1] == ("read", b"r")
 
 
 def test_a_clear_is_not_declined_by_a_full_queue() -> None:
@@ -229,19 +196,6 @@ def test_two_writes_of_a_key_are_one_after_the_other() -> None:
         assert tier.begun == [("write", b"first"), ("write", b"free")]
         tier.permit()
         assert again.wait(SECONDS) == [DONE]
-
-
-def test_a_removal_cancels_writes_of_its_keys_alone() -> None:
-    tier = GatedTier()
-    with attached(tier):
-        begun = begin_one(tier)
-        waiting = tier.put([b"a", b"b"], [0, 1])
-        removal = tier.remove([b"a", b"first"])
-        assert waiting.outcomes == [CANCELLED, None]
-        tier.permit()
-        assert (begun.wait(SECONDS), waiting.wait(SECONDS)) == ([DONE], [CANCELLED, DONE])
-        assert removal.wait(SECONDS) == [Outcome.MISSING, DONE]
-        assert tier.contains([b"a", b"b", b"first"]) == [False, True, False]
 
 
 def test_a_write_is_found_after_many_others_were_queued() -> None:
@@ -355,18 +309,6 @@ def test_close_with_a_call_that_hangs() -> None:
     assert tier.statistics().cancelled == 5
 
 
-def test_close_ends_all_jobs_although_notify_raises() -> None:
-    def notify() -> None:
-        raise ValueError("of the caller's")
-
-    tier = GatedTier()
-    with attached(tier):
-        begin_one(tier)
-        jobs = [tier.get([key], [0], notify=notify) for key in numbered(5)]
-        tier.close(0.0)
-        assert [job.outcomes for job in jobs] == [[CANCELLED]] * 5
-
-
 def test_a_thread_of_the_tier_may_close_it() -> None:
     closed: list[bool] = []
     tier = DictTier(threads=1)
@@ -377,23 +319,18 @@ def test_a_thread_of_the_tier_may_close_it() -> None:
         assert tier.close(SECONDS) is True
 
 
-def test_after_close_no_method_is_called() -> None:
-    tier = DictTier()
-    with attached(tier):
-        tier.put([b"a"], [0]).wait(SECONDS)
-        assert tier.contains([b"a"]) == [True]
-    assert tier.contains([b"a"]) == [False]
-
-
 def test_contains_raises_nothing() -> None:
     class Raises(DictTier):
         def has_record(self, key: bytes) -> bool:
-            raise OSError(key)
+            if key == b"a":
+                raise OSError(key)
+            return super().has_record(key)
 
     tier = Raises()
     with attached(tier):
-        assert tier.contains([b"a"]) == [False]
-        assert tier.exists([b"a"]).wait(SECONDS) == [FAILED]
+        tier.put([b"a", b"b"], [0, 1]).wait(SECONDS)
+        assert tier.contains([b"a", b"b"]) == [False, True]
+        assert tier.exists([b"a", b"b"]).wait(SECONDS) == [FAILED, DONE]
 
 
 def test_a_pool_may_be_given_again_if_start_has_failed() -> None:

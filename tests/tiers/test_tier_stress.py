@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from seeds import rest_long
@@ -63,22 +63,11 @@ def call_at_random(tier: Tier, memory: TierPools, number: int, seed: int) -> Non
 )
 def test_callers_with_the_same_keys(make: Callable[[int], Tier], seed: int) -> None:
     tier = make(seed)
-    errors: list[BaseException] = []
     with attached(tier, entries=CALLERS * EACH) as memory:
-
-        def run(number: int) -> None:
-            try:
-                call_at_random(tier, memory, number, seed)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(CALLERS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * SECONDS)
-        assert errors == []
-        assert not any(thread.is_alive() for thread in threads)
+        with ThreadPoolExecutor(CALLERS) as threads:
+            callers = [threads.submit(call_at_random, tier, memory, number, seed) for number in range(CALLERS)]
+            for caller in callers:
+                caller.result(2 * SECONDS)
         assert tier.remove([b"key 1"]).wait(SECONDS)[0] in (Outcome.DONE, Outcome.MISSING, Outcome.FAILED)
         memory.check_guards()
     statistics = tier.statistics()

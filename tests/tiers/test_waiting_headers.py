@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from disk_sets import FaultyFiles, blank, open_set, payload, read_one, same, write_one
+from disk_sets import FaultyFiles, kill, open_set, payload, stored, write_one
 
 from kvoffload.testing.tier_pools import TierPools
 from kvoffload.tiers import DiskTier, Limits, Outcome
@@ -45,61 +45,43 @@ def a_payload_being_written(files: SlotFiles, operations: FaultyFiles) -> Iterat
         operations.before = lambda _: None
 
 
-def in_the_file(path: Path) -> set[bytes]:
+def in_the_file(files: SlotFiles) -> set[bytes]:
     """The keys of valid headers, as another process sees them."""
-    reader = open_set(path, read_only=True)
-    try:
-        return set(reader.load().keys)
-    finally:
-        reader.close()
+    return set(open_set(*map(Path, files.paths), read_only=True).load().keys)
 
 
-def stored(files: SlotFiles, slot: int, key: bytes, number: int) -> bool:
-    views = blank()
-    return read_one(files, slot, key, views) and same(views, payload(number))
-
-
-def test_headers_are_written_together_after_the_last_payload(tmp_path: Path) -> None:
-    path, operations = tmp_path / "a.kv", FaultyFiles()
-    files = open_set(path, slots=8, operations=operations)
+def test_headers_are_written_together_after_the_last_payload(files: SlotFiles, operations: FaultyFiles) -> None:
     with a_payload_being_written(files, operations) as release:
         for slot in (1, 2, 3, 6):
             assert write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
         assert all(stored(files, slot, b"%d" % slot, slot) for slot in (1, 2, 3, 6))
-        assert in_the_file(path) == set()
+        assert in_the_file(files) == set()
         operations.calls.clear()
         release()
         assert operations.calls == ["pwritev", "pwritev"], "slots 0 to 3, and 6"
-    assert in_the_file(path) == {b"held", b"1", b"2", b"3", b"6"}
-    files.close()
+    assert in_the_file(files) == {b"held", b"1", b"2", b"3", b"6"}
 
 
-def test_no_more_than_512_wait(tmp_path: Path) -> None:
-    path, operations = tmp_path / "a.kv", FaultyFiles()
-    files = open_set(path, slots=_MOST_WAITING + 2, operations=operations)
+def test_no_more_than_512_wait(operations: FaultyFiles, tmp_path: Path) -> None:
+    files = open_set(tmp_path / "a.kv", slots=_MOST_WAITING + 2, operations=operations)
     with a_payload_being_written(files, operations):
         for slot in range(1, _MOST_WAITING):
             write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
-        assert in_the_file(path) == set()
+        assert in_the_file(files) == set()
         write_one(files, _MOST_WAITING, b"last", "", payload(1), 0, 0)
-        assert len(in_the_file(path)) == _MOST_WAITING == 512
-    files.close()
+        assert len(in_the_file(files)) == _MOST_WAITING == 512
 
 
-def test_a_sync_writes_those_that_wait(tmp_path: Path) -> None:
-    path, operations = tmp_path / "a.kv", FaultyFiles()
-    files = open_set(path, operations=operations)
+def test_a_sync_writes_those_that_wait(files: SlotFiles, operations: FaultyFiles) -> None:
     with a_payload_being_written(files, operations):
         write_one(files, 1, b"key", "", payload(1), 1, 0)
         operations.calls.clear()
         files.sync()
         assert operations.calls == ["pwritev", "fdatasync"]
-        assert in_the_file(path) == {b"key"}
-    files.close()
+        assert in_the_file(files) == {b"key"}
 
 
-def test_a_write_that_raises_keeps_no_later_header_from_the_file(tmp_path: Path) -> None:
-    files = open_set(tmp_path / "a.kv")
+def test_a_write_that_raises_keeps_no_later_header_from_the_file(files: SlotFiles) -> None:
 
     def wanted(_: bytes) -> bool:
         raise MemoryError
@@ -107,8 +89,7 @@ def test_a_write_that_raises_keeps_no_later_header_from_the_file(tmp_path: Path)
     with pytest.raises(MemoryError):
         write_one(files, 0, b"first", "", payload(0), 0, 0, wanted=wanted)
     assert write_one(files, 1, b"key", "", payload(1), 1, 0)
-    assert in_the_file(tmp_path / "a.kv") == {b"key"}
-    files.close()
+    assert in_the_file(files) == {b"key"}
 
 
 def test_no_header_waits_when_a_tier_is_idle(tmp_path: Path) -> None:
@@ -129,9 +110,9 @@ def test_no_header_waits_when_a_tier_is_idle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["remove", "clear"])
-def test_what_is_removed_while_its_header_waits_is_never_in_the_file(tmp_path: Path, call: str) -> None:
-    path, operations = tmp_path / "a.kv", FaultyFiles()
-    files = open_set(path, operations=operations)
+def test_what_is_removed_while_its_header_waits_is_never_in_the_file(
+    files: SlotFiles, operations: FaultyFiles, call: str
+) -> None:
     write_one(files, 1, b"older", "", payload(9), 0, 0)
     with a_payload_being_written(files, operations) as release:
         write_one(files, 1, b"key", "", payload(1), 1, 0)
@@ -142,27 +123,23 @@ def test_what_is_removed_while_its_header_waits_is_never_in_the_file(tmp_path: P
             files.clear()
         assert not stored(files, 1, b"key", 1)
         release()
-        assert in_the_file(path) == ({b"held", b"other"} if call == "remove" else {b"held"})
-    files.close()
+        assert in_the_file(files) == ({b"held", b"other"} if call == "remove" else {b"held"})
 
 
-def test_a_removal_of_the_key_before_it_writes_the_header_first(tmp_path: Path) -> None:
+def test_a_removal_of_the_key_before_it_writes_the_header_first(files: SlotFiles, operations: FaultyFiles) -> None:
     """The file still has the older header, and must not keep it."""
-    path, operations = tmp_path / "a.kv", FaultyFiles()
-    files = open_set(path, operations=operations)
     write_one(files, 1, b"older", "", payload(9), 0, 0)
     files.remove([b"nothing"])  # the first removal of a process syncs
     with a_payload_being_written(files, operations):
         write_one(files, 1, b"key", "", payload(1), 1, 0)
-        assert in_the_file(path) == {b"older"}
+        assert in_the_file(files) == {b"older"}
         files.remove([b"older"])
-        assert in_the_file(path) == {b"key"}
-    files.close()
+        assert in_the_file(files) == {b"key"}
 
 
-def test_headers_that_cannot_be_written_go_on_waiting_and_a_sync_fails_until_they_are(tmp_path: Path) -> None:
-    path, operations = tmp_path / "a.kv", FaultyFiles()
-    files = open_set(path, slots=8, operations=operations)
+def test_headers_that_cannot_be_written_go_on_waiting_and_a_sync_fails_until_they_are(
+    files: SlotFiles, operations: FaultyFiles
+) -> None:
     with a_payload_being_written(files, operations):
         write_one(files, 1, b"first", "", payload(1), 1, 0)
         write_one(files, 5, b"second", "", payload(5), 1, 1)
@@ -170,21 +147,18 @@ def test_headers_that_cannot_be_written_go_on_waiting_and_a_sync_fails_until_the
         for _ in range(2):
             with pytest.raises(OSError, match="error"):
                 files.sync()
-        assert in_the_file(path) == set()
+        assert in_the_file(files) == set()
         assert stored(files, 1, b"first", 1)
         operations.failing.clear()
         files.sync()
-        assert in_the_file(path) == {b"first", b"second"}
+        assert in_the_file(files) == {b"first", b"second"}
     assert stored(files, 5, b"second", 5)
-    files.close()
 
 
 @pytest.mark.parametrize("neighbours", [True, False])
 def test_a_write_is_refused_for_its_own_header_alone_and_the_next_one_tries_the_others_again(
-    tmp_path: Path, neighbours: bool
+    files: SlotFiles, operations: FaultyFiles, neighbours: bool
 ) -> None:
-    path, operations = tmp_path / "a.kv", FaultyFiles()
-    files = open_set(path, slots=8, operations=operations)
     waiting = {slot: b"%d" % slot for slot in ((1, 2) if neighbours else (2, 5))}
     with a_payload_being_written(files, operations) as release:
         for slot, key in waiting.items():
@@ -204,8 +178,8 @@ def test_a_write_is_refused_for_its_own_header_alone_and_the_next_one_tries_the_
     assert not stored(files, 3, b"refused", 3)
     assert all(stored(files, slot, key, slot) for slot, key in waiting.items())
     assert write_one(files, 6, b"next", "", payload(6), 2, 0)
-    files._members[0].file.close()  # killed, without a sync
-    assert in_the_file(path) == {b"held", b"next", *waiting.values()}
+    kill(files)
+    assert in_the_file(files) == {b"held", b"next", *waiting.values()}
 
 
 def test_one_header_that_cannot_be_written_keeps_no_neighbour_waiting(tmp_path: Path) -> None:
@@ -220,24 +194,23 @@ def test_one_header_that_cannot_be_written_keeps_no_neighbour_waiting(tmp_path: 
                 raise OSError(errno.EIO, "bad sector")
             return super().pwritev(file, views, offset)
 
-    path, operations = tmp_path / "a.kv", BadSector()
-    files = open_set(path, slots=8, operations=operations)
+    operations = BadSector()
+    files = open_set(tmp_path / "a.kv", operations=operations)
     with a_payload_being_written(files, operations):
         for slot in (1, 2, 3):
             write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
-    assert in_the_file(path) == {b"held", b"1", b"3"}
+    assert in_the_file(files) == {b"held", b"1", b"3"}
     with pytest.raises(OSError, match="bad sector"):
         files.sync()
     operations.broken = False
     files.sync()
-    assert in_the_file(path) == {b"held", b"1", b"2", b"3"}
-    files.close()
+    assert in_the_file(files) == {b"held", b"1", b"2", b"3"}
 
 
 @pytest.mark.parametrize("call", ["remove", "clear"])
-def test_a_removal_while_a_header_cannot_be_written_is_not_undone_by_the_next_try(tmp_path: Path, call: str) -> None:
-    path, operations = tmp_path / "a.kv", FaultyFiles()
-    files = open_set(path, operations=operations)
+def test_a_removal_while_a_header_cannot_be_written_is_not_undone_by_the_next_try(
+    files: SlotFiles, operations: FaultyFiles, call: str
+) -> None:
     write_one(files, 1, b"older", "", payload(9), 0, 0)
     files.remove([b"nothing"])  # the first removal of a process syncs
     with a_payload_being_written(files, operations):
@@ -254,8 +227,7 @@ def test_a_removal_while_a_header_cannot_be_written_is_not_undone_by_the_next_tr
             files.clear()
         assert not stored(files, 1, b"key", 1)
         files.sync()
-        assert in_the_file(path) == set()
-    files.close()
+        assert in_the_file(files) == set()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
@@ -303,11 +275,9 @@ def test_a_put_that_was_done_is_drained_and_found_after_a_restart_though_another
 
 
 def test_a_record_over_one_whose_header_could_not_be_written_does_not_make_that_one_durably_gone(
-    tmp_path: Path,
+    files: SlotFiles, operations: FaultyFiles
 ) -> None:
     """The header may have reached the file all the same, and a crash may bring it back until the next sync."""
-    operations = FaultyFiles()
-    files = open_set(tmp_path / "a.kv", operations=operations)
     files.remove([b"nothing"])  # the first removal of a process syncs
     written: list[str] = []
 
@@ -326,4 +296,3 @@ def test_a_record_over_one_whose_header_could_not_be_written_does_not_make_that_
         operations.calls.clear()
         files.remove([key])
         assert operations.calls.count("fdatasync") == syncs
-    files.close()

@@ -127,7 +127,7 @@ class TierJob:
         return [outcome for outcome in self.outcomes if outcome is not None]
 
     def cancel(self) -> None:
-        """Keys that the tier has not begun are CANCELLED at once, or EXPIRED if the deadline has passed.
+        """End keys that the tier has not begun: CANCELLED at once, or EXPIRED if the deadline has passed.
 
         The others go on: until `done`, the tier may touch their entries.
 
@@ -192,7 +192,9 @@ class TierJob:
         return [at for at in positions if self.outcomes[at] is None and not self._begun[at]]
 
     def _announce(self, outcomes: Sequence[Outcome]) -> None:
-        """Exceptions of `ended` and `notify` are logged: a tier that ends many jobs gets to the last one."""
+        """Count new outcomes, and call `ended` and `notify`. What these raise is logged, so that a tier that ends many
+        jobs gets to the last one.
+        """
         if self._count is not None:
             self._count(outcomes)
         if self._ended is not None and self.done:
@@ -378,7 +380,8 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
-        """Remove records, later. DONE: the record is gone. MISSING: there was none. Neither comes back after a crash.
+        """Remove records, later. Returns at once. DONE: the record is gone. MISSING: there was none. Neither comes back
+        after a crash.
 
         Records of earlier puts are gone, too: waiting puts of these keys are CANCELLED, and the removal waits for puts
         that have begun. (But see `RemoteTier` on puts that have FAILED.) After FAILED or CANCELLED, a record may still
@@ -401,7 +404,7 @@ class Tier(ABC):
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
-        """Return what was written, read and so on since `attach`. Asked in any thread, also before `attach` and after
+        """Return the counts since `attach`, and the tier's state now. Any thread asks, also before `attach` and after
         `close`: answer without waiting for the medium.
         """
 
@@ -427,7 +430,7 @@ class Tier(ABC):
 
 
 def check_pools(pools: Sequence[UInt8Array]) -> int:
-    """The bytes of a record, over all pools; LayoutError unless the pools are as `Tier.attach` needs them."""
+    """Return the bytes of a record, over all pools. LayoutError unless the pools are as `Tier.attach` needs them."""
     if isinstance(pools, np.ndarray) or len(pools) == 0:
         raise LayoutError(f"pools must be a list of at least one array, got {type(pools).__name__} of {len(pools)}")
     for number, pool in enumerate(pools):
@@ -448,7 +451,7 @@ def check_pools(pools: Sequence[UInt8Array]) -> int:
 
 
 def check_layout(layout: bytes | None, capabilities: TierCapabilities) -> None:
-    """Raise LayoutError unless it is 16 bytes; None will do if records neither outlive the process nor are shared."""
+    """Raise LayoutError unless `layout` is 16 bytes, or None for a tier that is neither durable nor shared."""
     if layout is None and (capabilities.durable or capabilities.shared):
         raise LayoutError(
             "layout must not be None: the tier outlives this process or is shared, and it does not say what its bytes "
@@ -459,7 +462,7 @@ def check_layout(layout: bytes | None, capabilities: TierCapabilities) -> None:
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The keys as a tuple; LayoutError if one is not bytes, empty, longer than 64 bytes, or given twice."""
+    """Return the keys as a tuple. LayoutError if one is not bytes, empty, longer than 64 bytes, or given twice."""
     checked = tuple(keys)
     for position, key in enumerate(checked):
         if not isinstance(key, bytes) or not 0 < len(key) <= LONGEST_KEY:
@@ -470,7 +473,7 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_entries(entries: Sequence[int], keys: Sequence[bytes], pools: Sequence[UInt8Array]) -> tuple[int, ...]:
-    """The entries as a tuple; LayoutError unless there is one for each key, each is in the pool, and none is twice."""
+    """Return the entries as a tuple. LayoutError unless each key has one, each is in the pool, and none is twice."""
     try:
         checked = tuple(map(operator.index, entries))
     except TypeError:
