@@ -20,7 +20,7 @@ PACKAGE = ROOT / "kvoffload"
 # Commands and tools for tests, which end with the interrupt; and what holds no lock there.
 LEFT_OUT = ("calibration/", "commands/", "replay/", "testing/")
 # Functions that threads of the library run: Python calls signal handlers in the main thread alone.
-OF_THREADS = {("pool/owner.py", "_serve"), ("device/growth.py", "_run"), ("tiers/member.py", "write")}
+OF_THREADS = {("pool/owner.py", "_serve"), ("device/growth.py", "_run"), ("tiers/member_file.py", "write")}
 HOLE = """
 def passes(lock, items):
     with lock:
