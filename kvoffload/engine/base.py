@@ -51,7 +51,7 @@ _Result = TypeVar("_Result")
 
 
 class SlotGuard(Protocol):
-    """The guard of an engine's slots, such as a BlockCache."""
+    """The owner of an engine's slots, such as a BlockCache."""
 
     @property
     def busy(self) -> bool:
@@ -153,7 +153,7 @@ class Engine(Generic[_After, _Plan]):
             The job. A driver error while copies are queued, now or later, fails the job and raises nothing here.
 
         Raises:
-            LayoutError, ValueError, TypeError: bad arguments. ValueError also if a BlockCache guards the slots and no
+            LayoutError, ValueError, TypeError: bad arguments. ValueError also if a BlockCache owns the slots and no
                 open reservation of it has them.
             CapacityError: `max_in_flight` jobs are unfinished; `after` has an array, and for a second no wait stream
                 was free; or the engine has no event left.
@@ -281,9 +281,9 @@ class Engine(Generic[_After, _Plan]):
     def submit_locked(
         self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
     ) -> Job:
-        """`submit` for the guard of the slots, see `guard_slots`, which calls it with the lock held.
+        """`submit` for the owner of the slots, see `guard_slots`, which calls it with the lock held.
 
-        Nothing asks the guard whether a store may write its slots, and neither blocks nor slots are copied.
+        Nothing asks the owner whether a store may write its slots, and neither blocks nor slots are copied.
 
         Args:
             blocks, slots: ids in range, `blocks_per_slot` blocks for each slot, in arrays that nothing changes later.
@@ -456,13 +456,13 @@ class Engine(Generic[_After, _Plan]):
                 in_flight.check_room(jobs)
 
     def guard_slots(self, guard: SlotGuard) -> None:
-        """Make `guard` the guard of the slots. Each store but its own, see `submit_locked`, then calls
+        """Make `guard` the owner of the slots. Each store but the owner's, see `submit_locked`, then calls
         `guard.check_store(slots)`, which may refuse it.
 
         The engine keeps only a weak reference to it.
 
         Raises:
-            CapacityError: the slots have another guard, and it is `busy`; or that guard is garbage, and transfers are
+            CapacityError: the slots have another owner, and it is `busy`; or that owner is garbage, and transfers are
                 in flight that may be its own.
         """
         self.check_process()
