@@ -358,20 +358,22 @@ class KeyCache:
             ClosedError: the cache or its engine is closed.
             RuntimeError: called inside another call of the cache, by a policy for example.
         """
+        refuse_nested(self._state.lock, "promote")
+        return self._promote(check_keys(keys, repeats=False), check_deadline(deadline), tenant, counted)
+
+    def _promote(self, keys: list[bytes], wait: float | None, tenant: str, counted: bool) -> Promotion:
+        """`promote` for keys and a deadline that were checked. The caller is in no call of the cache."""
         from kvoffload.cache.tiering.promotion import Promotion, PromotionRecord
 
-        refuse_nested(self._state.lock, "promote")
-        checked = check_keys(keys, repeats=False)
-        flag("counted", counted)
-        wait = None if deadline is None else to_wait("deadline", deadline)
-        if wait is not None and not wait > 0:
-            raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
-        self._state.pools.of(tenant)
+        if counted is not True:
+            flag("counted", counted)
+        if tenant != "":
+            self._state.pools.of(tenant)
         self._check_open()
         until, tiers = None if wait is None else time.monotonic() + wait, self._tiers
-        record = PromotionRecord(checked, tenant, until, self._refusing(), counted=counted)
+        record = PromotionRecord(keys, tenant, until, self._refusing(), counted=counted)
         if tiers is None:
-            self._records.bring(checked, wait)
+            self._records.bring(keys, wait)
             record.end_with_what_is_here(self._records)
         else:
             tiers.promote(record)
@@ -526,3 +528,11 @@ class KeyCache:
         self._asks.check_process()
         if closed or self._asks.closed:
             raise ClosedError(f"the {'cache' if closed else 'engine of the cache'} is closed: {_AGAIN}")
+
+
+def check_deadline(deadline: float | None) -> float | None:
+    """Return the seconds of a `deadline=`; ValueError if these are not above 0."""
+    wait = None if deadline is None else to_wait("deadline", deadline)
+    if wait is not None and not wait > 0:
+        raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
+    return wait

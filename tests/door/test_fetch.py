@@ -324,16 +324,12 @@ def test_a_key_that_is_removed_meanwhile_does_not_come() -> None:
 
 
 def test_a_key_that_is_removed_between_its_promotion_and_its_load_gives_no_hits() -> None:
-    with tiered(DictTier()) as bench:
-        bench.store(range(2))
-        promote = bench.cache.promote
-
-        def promote_and_lose(*arguments: Any, **options: Any) -> Any:
-            promotion = promote(*arguments, **options)
+    def lose(event: CacheEvent) -> None:
+        if event.kind == "hit":
             bench.cache.remove(keys([1]), below=False)
-            return promotion
 
-        bench.cache.promote = promote_and_lose  # type: ignore[method-assign]
+    with tiered(DictTier(), on_event=lose) as bench:
+        bench.store(range(2))
         check(bench, fetch(bench, range(2)), [], 0)
 
 

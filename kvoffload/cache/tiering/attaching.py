@@ -11,7 +11,7 @@ from kvoffload.cache.policies import PolicyChoice, Prefix
 from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.admission import WriteAdmission
-from kvoffload.cache.tiering.promotion import ChainedLoad
+from kvoffload.cache.tiering.promotion import PromotedLoad
 from kvoffload.cache.tiering.tier import Tier, TierCapabilities, check_pools
 from kvoffload.cache.tiering.tier_manager import TierManager
 from kvoffload.cache.tiering.writer import WriteBack, WriteChoice, WriteThrough
@@ -106,7 +106,7 @@ class TierPlan:
         layout: bytes | None,
         *,
         settle: Callable[[], bool] = lambda: False,
-        submit: Callable[[ChainedLoad], None] = lambda _: None,
+        submit: Callable[[PromotedLoad[Any]], None] = lambda _: None,
     ) -> TierManager:
         """Attach the tiers to the pools, and start the thread that moves keys. If this raises, the tiers are closed."""
         attached = list[Tier]()
@@ -146,9 +146,9 @@ class TierPlan:
             records.settle_ended(None)
             return bool(records._state.storing)
 
-        def submit(chained: ChainedLoad) -> None:
+        def submit(load: PromotedLoad[Any]) -> None:
             owner = cache()
-            chained._submit(None if owner is None else owner._load_checked)
+            load._submit(None if owner is None else owner._load_promoted)
 
         slots = engine.slots if isinstance(engine.slots, tuple) else (engine.slots,)
         groups = engine.layout.num_groups

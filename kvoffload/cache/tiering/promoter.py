@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.cache.entries import Stage, Status
@@ -59,30 +58,6 @@ class Promoter:
         if not record.cancelled and not crowded:
             self._look(record, range(len(record.keys)))
 
-    def ends_at_once(self, record: PromotionRecord) -> bool:
-        """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first
-        missing one.
-
-        Any thread may call it, without the manager's lock: it uses only the index and the new record.
-        """
-        keys, table = record.keys, self._records._state.table
-        of, pending = table.of, table.pending  # without the index's lock: `acquire` verifies it
-        if not keys or (pending and not pending.keys().isdisjoint(keys)):
-            return False
-        present = [key for key in keys if key in of]
-        missing = next((position for position, key in enumerate(keys) if key not in of), len(keys))
-        if missing < len(keys) and any(below.may_be_asked(keys[missing]) for below in self._tiers):
-            return False
-        try:
-            if present:
-                record.leases.append(self._records.acquire((present, False)))
-        except KVOffloadError:  # evicted since
-            return False
-        record.ready = missing
-        self._count(record)
-        record.end()
-        return True
-
     def advance(self) -> list[PromotionRecord]:
         """Collect outcomes, act on deadlines; returns the promotions that have ended.
 
@@ -121,17 +96,12 @@ class Promoter:
                 self._stop(record, now, at_once=over, blame=late and not record.cancelled)
         ended = [record for record in self.going_on if not record.goes_on]
         for record in ended:
-            self._count(record)
+            record.count(self._records)
         if ended:
             self.going_on = [record for record in self.going_on if record.goes_on]
         if self._settled != before and any(record.awaited for record in self.going_on):
             self._notify()  # what they wait for may have come
         return ended
-
-    def _count(self, record: PromotionRecord) -> None:  # before `end`: whoever waited for it finds it counted
-        if record.counted:
-            in_tiers = [name for position, name in record.tiers.items() if position < record.ready]
-            self._records.note_promotion((record.keys, record.ready, Counter(in_tiers)))
 
     def next_look(self) -> float | None:
         """When `advance` is due next although nothing has happened, by `time.monotonic`; None: not at all."""
@@ -150,7 +120,7 @@ class Promoter:
         """End all promotions now, keeping entries whose calls have not returned."""
         for record in self.going_on:
             self._stop(record, time.monotonic(), at_once=True, blame=False)
-            self._count(record)
+            record.count(self._records)
         ended, self.going_on = self.going_on, []
         return ended
 

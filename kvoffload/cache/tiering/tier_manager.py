@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import compress, groupby
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.pools import RequestRecord
-from kvoffload.cache.record_calls import RecordCalls
+from kvoffload.cache.record_calls import RecordCalls, leading
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, ComputeTime, TierBelow, fits
 from kvoffload.cache.tiering.promoter import Promoter
-from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
+from kvoffload.cache.tiering.promotion import PromotedLoad, PromotionRecord
 from kvoffload.cache.tiering.tier import Outcome, Tier, TierJob
 from kvoffload.cache.tiering.writer import WriteChoice, Writer
 from kvoffload.device.ownership import FORKS
@@ -46,7 +46,7 @@ _MOST_ENDED = 256  # requests that wait for their stores
 
 _R = TypeVar("_R")
 
-Message: TypeAlias = "PromotionRecord | ChainedLoad | CacheEvent | Demotion | tuple[bytes, ...]"
+Message: TypeAlias = "PromotionRecord | PromotedLoad[Any] | CacheEvent | Demotion | tuple[bytes, ...]"
 """A promotion to begin, a load to chain, what happened, keys to demote, or those of a request that has ended."""
 
 
@@ -91,7 +91,7 @@ class TierManager:
         seconds_per_key: float | None,
         hung: float,
         settle: Callable[[], bool],
-        submit: Callable[[ChainedLoad], None],
+        submit: Callable[[PromotedLoad[Any]], None],
     ) -> None:
         self.tiers = [TierBelow(tier, hung) for tier in tiers]
         self.closed = False
@@ -115,7 +115,7 @@ class TierManager:
         self._messages = deque[Message]()
         self._lost_events = False
         self._demoted: list[Demotion] = []
-        self._chained: list[ChainedLoad] = []
+        self._chained: list[PromotedLoad[Any]] = []
         self._removals = removals = list[weakref.ref[Removal]]()
         self._promoter.refused = lambda keys: _removed(removals, keys) if removals else ()
         reference = weakref.ref(self, lambda _: notify())
@@ -123,7 +123,19 @@ class TierManager:
         self._thread.start()
 
     def promote(self, record: PromotionRecord) -> None:
-        if not self.calling_tiers(lambda: self._promoter.ends_at_once(record)):
+        """Begin a promotion. If no tier can lengthen it, it ends in this call: its keys are in slots, or no tier is to
+        be asked for the first missing one.
+        """
+        keys, table = record.keys, self._records._state.table
+        pending = table.pending  # without the index's lock, as all of this: the record looks again under it
+        if not keys or (pending and not pending.keys().isdisjoint(keys)):
+            self.post(record)
+            return
+        found = leading(table, keys)
+        may_come = found < len(keys) and self.calling_tiers(
+            lambda: any(below.may_be_asked(keys[found]) for below in self.tiers)
+        )
+        if may_come or not record.end_with_what_is_here(self._records, found):
             self.post(record)
 
     def demote(self, keys: tuple[bytes, ...], tenant: str, request: RequestRecord) -> None:
@@ -259,7 +271,7 @@ class TierManager:
                 self._heard(message)
             elif isinstance(message, PromotionRecord):
                 self._promoter.begin(message)
-            elif isinstance(message, ChainedLoad):
+            elif isinstance(message, PromotedLoad):
                 self._chained.append(message)
             elif isinstance(message, Demotion):
                 self._write([key for key, has in zip(message.keys, self._has(message.keys), strict=True) if not has])
@@ -360,10 +372,10 @@ class TierManager:
 
     # the end ------------------------------------------------------------------------------------------------------
 
-    def loads(self) -> list[ChainedLoad]:
+    def loads(self) -> list[PromotedLoad[Any]]:
         """Return the loads that still wait for their promotion."""
         with self._lock:
-            return [*self._chained, *(each for each in list(self._messages) if isinstance(each, ChainedLoad))]
+            return [*self._chained, *(each for each in list(self._messages) if isinstance(each, PromotedLoad))]
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until all keys chosen so far are written, and durable; False after `timeout` seconds."""
@@ -376,7 +388,7 @@ class TierManager:
             if self._settle() or self._recorder.reporting():
                 return False
             with self._lock:
-                only_promotions = all(isinstance(each, PromotionRecord | ChainedLoad) for each in list(self._messages))
+                only_promotions = all(isinstance(each, PromotionRecord | PromotedLoad) for each in list(self._messages))
                 return self._writer.idle and only_promotions and not self._ended
 
         self.wake()
@@ -441,7 +453,7 @@ class TierManager:
                 message = self._messages[0]
                 if isinstance(message, PromotionRecord):
                     message.end()
-                elif isinstance(message, ChainedLoad):
+                elif isinstance(message, PromotedLoad):
                     message._submit(None)
                 self._messages.popleft()
 
