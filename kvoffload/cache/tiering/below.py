@@ -149,7 +149,7 @@ class TierBelow:
             self.written,
             self.not_written,
             self.dropped,
-            self.speed.expected(1, time.monotonic()),
+            self.speed.expected(time.monotonic()),
             self._tier_statistics(),
             self.puts.state,
         )
@@ -316,23 +316,21 @@ class TierSpeed:
     """Seconds a record while a tier fetches, measured over whole jobs. Not for several threads at a time."""
 
     def __init__(self) -> None:
-        self.seconds_per_record: float | None = None
+        self._seconds_per_record: float | None = None
         self._measured_at = 0.0
 
     def measured(self, records: int, seconds: float, now: float) -> None:
-        """A job has fetched so many records in that time, queueing included."""
+        """Record that a job fetched this many records in this many seconds, queueing included."""
         if records == 0:
             return
         latest = seconds / records
-        known = self.expected(1, now)
-        self.seconds_per_record = latest if known is None else known + _WEIGHT * (latest - known)
+        known = self.expected(now)
+        self._seconds_per_record = latest if known is None else known + _WEIGHT * (latest - known)
         self._measured_at = now
 
-    def expected(self, records: int, now: float) -> float | None:
-        """Seconds that fetching so many takes; None if there is no recent measurement."""
-        if self.seconds_per_record is None or now - self._measured_at > _VALID:
-            return None
-        return records * self.seconds_per_record
+    def expected(self, now: float) -> float | None:
+        """Return the seconds that fetching a record takes; None without a recent measurement."""
+        return None if now - self._measured_at > _VALID else self._seconds_per_record
 
 
 _MOST_MISSED = 1 << 16  # keys

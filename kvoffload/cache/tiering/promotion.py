@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
 from kvoffload.cache.engines import CacheStreams, FollowsTransfers, follows_transfers
@@ -29,7 +29,8 @@ class Tiers(Protocol):
     wake: Callable[[], None]
 
 
-class Fetch:
+@dataclass(slots=True, eq=False)
+class TierGet:
     """A job of one tier that works for a promotion.
 
     Attributes:
@@ -37,18 +38,18 @@ class Fetch:
         others: tiers asked next for keys that this one does not bring.
         deadline: when they are asked, by `time.monotonic`; None: only once the tier has answered.
         left: places in the job of keys whose outcome was not collected yet.
+        begun: by `time.monotonic`.
         measured: whether its time was recorded.
     """
 
-    __slots__ = ("begun", "below", "deadline", "job", "left", "measured", "others", "positions")
-
-    def __init__(
-        self, below: TierBelow, job: TierJob, positions: list[int], others: Sequence[TierBelow], deadline: float | None
-    ) -> None:
-        self.below, self.job, self.positions, self.others, self.deadline = below, job, positions, others, deadline
-        self.left = list(range(len(positions)))
-        self.begun = time.monotonic()
-        self.measured = False
+    below: TierBelow
+    job: TierJob
+    positions: list[int]
+    others: Sequence[TierBelow]
+    deadline: float | None
+    left: list[int]
+    begun: float
+    measured: bool = False
 
     def late(self, now: float) -> bool:
         return self.deadline is not None and now >= self.deadline
@@ -117,7 +118,7 @@ class PromotionRecord:
         self.ready = self.brought = 0
         self.records: dict[int, ReservationRecord] = {}
         self.awaited: list[int] = []
-        self.fetches: list[Fetch] = []
+        self.gets: list[TierGet] = []
         self.leases: list[Lease] = []
         self.loads: set[weakref.ref[PromotedLoad[Any]]] = set()
         self.ended = False
@@ -172,7 +173,7 @@ class PromotionRecord:
     @property
     def broken(self) -> bool:
         """Whether no key still to come can lengthen `ready`."""
-        asked = self.awaited or any(fetch.left for fetch in self.fetches)
+        asked = self.awaited or any(get.left for get in self.gets)
         return not asked or self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 

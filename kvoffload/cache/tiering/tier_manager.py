@@ -1,5 +1,11 @@
 """TierManager: one thread that moves keys between the slots of a cache and its tiers.
 
+Down: a key is written to every tier that lacks it once it is worth a write: when it is stored (write="through"), when a
+request with it ends ("admitted"), shortly before it is evicted ("back"), or when a hint demotes it. Up: a key comes
+into a slot when a promotion, a fetch or a prefetch asks for it and its tier is expected to bring it sooner than the
+model computes it; the tier keeps its copy. Dropped: the policy evicts a key from its slot whether it was written or
+not, since no eviction waits for a write; only the tier itself, `remove` and `clear` take keys out of a tier.
+
 Callers leave messages for it; it alone calls the promoter and the writer, under its lock. Only it takes the index's
 lock under its own, and it calls the cache's hook with neither. Callers and tiers wake it; otherwise it sleeps. It
 refers to the cache weakly, and ends with it, but not before every tier's call that may touch a slot has returned.
@@ -15,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import compress, groupby
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.pools import RequestRecord
@@ -143,18 +149,15 @@ class TierManager:
 
     def locate(self, keys: list[bytes], places: list[str]) -> list[str]:
         """Put the names of tiers in the places of missing keys: see `BlockCache.locate`."""
-        missing = [position for position, place in enumerate(places) if place == "missing"]
+        nowhere = "missing" if all(below.local_index for below in self.tiers) else "unknown"
         for below in self.tiers:
+            missing = [position for position, place in enumerate(places) if place == "missing"]
             wanted = [keys[position] for position in missing]
-            found = self.calling_tiers(partial(below.has, wanted)) if missing else []
+            found = self.calling_tiers(partial(below.has, wanted)) if wanted else []
             for position, has in zip(missing, found, strict=True):
                 if has:
                     places[position] = below.tier.name
-            missing = [position for position, has in zip(missing, found, strict=True) if not has]
-        if not all(below.local_index for below in self.tiers):
-            for position in missing:
-                places[position] = "unknown"
-        return places
+        return [nowhere if place == "missing" else place for place in places]
 
     def statistics(self) -> list[CacheTierStatistics]:
         return self.calling_tiers(lambda: [below.statistics() for below in self.tiers])
@@ -396,14 +399,8 @@ class TierManager:
             wait_until(written, left(), "writing to tiers")
         except TimeoutError:
             return False
-        drained = True
-        for tier in [below.tier for below in self.tiers]:
-            try:
-                drained &= bool(self.calling_tiers(partial(tier.drain, left())))
-            except Exception as error:  # noqa: BLE001  # a tier of the user's
-                LOGGER.warning("tier %s: drain: %s", tier.name, shown(error))
-                drained = False
-        return drained
+        tiers = [below.tier for below in self.tiers]
+        return all(self.calling_tiers(lambda: [_ended(tier, "drain", left()) for tier in tiers]))
 
     def close(self, timeout: float) -> bool:
         """Drain, end the thread and close the tiers; returns whether no call of a tier goes on."""
@@ -415,7 +412,7 @@ class TierManager:
         self.closed = True
         self.wake()
         tiers = [below.tier for below in self.tiers]
-        ended = self.calling_tiers(lambda: [_closed(tier, max(0.0, end - time.monotonic())) for tier in tiers])
+        ended = self.calling_tiers(lambda: [_ended(tier, "close", max(0.0, end - time.monotonic())) for tier in tiers])
         self.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(max(_AFTER_ERROR, end - time.monotonic()))
@@ -463,11 +460,12 @@ def _removed(removals: Sequence[weakref.ref[Removal]], keys: Sequence[bytes]) ->
     return {key for key in keys for removal in going_on if (removal.keys is None or key in removal.keys)}
 
 
-def _closed(tier: Tier, timeout: float) -> bool:
+def _ended(tier: Tier, call: Literal["drain", "close"], timeout: float | None) -> bool:
+    """Call `tier.drain` or `tier.close`; returns whether all has ended in time."""
     try:
-        return bool(tier.close(timeout))
+        return bool(getattr(tier, call)(timeout))
     except Exception as error:  # noqa: BLE001  # a tier of the user's
-        LOGGER.warning("tier %s: close: %s", tier.name, shown(error))
+        LOGGER.warning("tier %s: %s: %s", tier.name, call, shown(error))
         return False
 
 
@@ -488,7 +486,7 @@ def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -
         waker.wait(longest if wait is None else min(wait, longest))
         del keeps
     for tier in tiers:
-        run_outside(_closed, tier, _LONGEST_SLEEP)
+        run_outside(_ended, tier, "close", _LONGEST_SLEEP)
 
 
 SOON = 5e-3  # seconds
