@@ -99,13 +99,6 @@ def test_only_failures_in_a_row_open_it() -> None:
     assert (breaker.state, breaker.opened) == (OPEN, 1)
 
 
-def test_asking_changes_nothing_until_a_job_is_given() -> None:
-    breaker = in_state(OPEN)
-    for _ in range(3):
-        assert breaker.usable(0.0, 0.0)
-    assert breaker.state is OPEN
-
-
 def test_pauses_double_up_to_a_minute_and_begin_anew_after_a_success() -> None:
     breaker, now, pauses = Breaker(HUNG), 0.0, []
     for _ in range(5):
