@@ -72,11 +72,11 @@ class TierPlan:
     # before there is an index ---------------------------------------------------------------------------------------
 
     def policy(self, policy: PolicyChoice) -> PolicyChoice:
-        """The policy of the index: "prefix" admits every key, since only keys with an entry can be written."""
+        """Return the policy of the index: "prefix" admits every key, since only keys with an entry can be written."""
         return (lambda capacity: Prefix(capacity, declines=False)) if policy == "prefix" else policy
 
     def hook(self, then: Callable[[CacheEvent], None] | None) -> Callable[[CacheEvent], None]:
-        """`on_event` of the index: tells the manager, which is made later, and then calls the caller's hook."""
+        """Return `on_event` for the index: it tells the manager, which is made later, then the caller's hook."""
         if then is not None and not callable(then):
             raise TypeError(f"on_event must be a function of a CacheEvent, got {then!r:.80}")
 
@@ -135,7 +135,7 @@ class TierPlan:
         return manager
 
     def attach_engine(self, records: RecordCalls, engine: Any, cache: weakref.ref[Any]) -> TierManager:
-        """`attach` for the slots of an engine, with a cache over it."""
+        """Attach the tiers to the slots of an engine, with a cache over it; as `attach`."""
 
         def settle() -> bool:
             """Bring the cache up to date; whether stores are in flight, so that this has to be done again."""
@@ -170,7 +170,7 @@ class TierPlan:
 
 
 def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | None:
-    """How long computing a key's blocks takes; None if the speed is not known."""
+    """Return how long computing a key's blocks takes; None if the speed is not known."""
     if tokens_per_second is None:
         return None
     number = isinstance(tokens_per_second, numbers.Real) and not isinstance(tokens_per_second, bool)

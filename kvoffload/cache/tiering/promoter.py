@@ -104,7 +104,7 @@ class Promoter:
         return ended
 
     def next_look(self) -> float | None:
-        """When `advance` is due next although nothing has happened, by `time.monotonic`; None: not at all."""
+        """Return when `advance` is due next although nothing happens, by `time.monotonic`; None: not at all."""
         now, times = time.monotonic(), []
         for record in self.going_on:
             if record.deadline is not None:
@@ -177,7 +177,7 @@ class Promoter:
             self._occupying.append(weakref.ref(record))
 
     def _choose(self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]) -> dict[int, TierBelow]:
-        """The leading keys that can lengthen the promotion, each with the first tier that is worth asking."""
+        """Return the leading keys that can lengthen the promotion, each with the first tier that is worth asking."""
         end = record.gone.find(1)
         wanted = wanted if end < 0 else [position for position in wanted if position < end]
         keys = [record.keys[position] for position in wanted]
@@ -266,7 +266,7 @@ class Promoter:
         return sorted(missed)
 
     def _stop_waiting(self, record: PromotionRecord, get: TierGet, now: float, *, blame: bool) -> list[int]:
-        """Wait for a tier no longer: returns the keys that it has not brought. Entries that it may write are kept."""
+        """Wait for a tier no longer; return the keys that it has not brought. Entries that it may write are kept."""
         waited = bool(get.left)
         get.job.cancel()
         missed = self._collect(record, get, now)
@@ -283,7 +283,7 @@ class Promoter:
         return missed
 
     def _drop(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...] = ()) -> None:
-        """A key will not come from where it was asked for. Another key gets its entry when `io` have ended."""
+        """Give up a key that does not come from where it was asked for; its entry is free when `io` have ended."""
         each = record.records.get(position)
         if each is not None and each.stage is Stage.OPEN:
             self._records.abort_after(each, io)

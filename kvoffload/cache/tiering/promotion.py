@@ -125,7 +125,7 @@ class PromotionRecord:
         self.cancelled = self.released = False
 
     def end_with_what_is_here(self, records: RecordCalls, least: int = 0) -> bool:
-        """Hold the keys that are in slots, and end with the leading ones of them. For the caller's thread.
+        """Hold the keys that are in slots, and end with the leading ones. For the caller's thread, without a lock.
 
         Returns False, without having ended, if fewer than `least` lead: one was evicted since the caller looked.
         """

@@ -178,7 +178,7 @@ class TierManager:
             self._end_messages()
 
     def stored(self) -> None:
-        """A store was submitted: have the thread look, within 5 ms, when it ends."""
+        """Have the thread look, within 5 ms, when a store that was submitted ends."""
         if not self._rests():
             self._waker.soon()
 
@@ -262,7 +262,7 @@ class TierManager:
         return min(waits, default=None)
 
     def _step(self) -> None:
-        """The part under the lock."""
+        """Do the part of `step` that needs the lock."""
         if self.closed:
             self._end_messages()
             for record in self._promoter.abandon():
@@ -293,8 +293,8 @@ class TierManager:
         self._writer.taken.clear()
 
     def _set_free_what_is_written(self) -> None:
-        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is. A store
-        without a local index cannot say what it has: there, the keys that it has just taken count.
+        """Free the slots of keys to demote that a tier has by now; what no tier took stays as it is. A store without a
+        local index cannot say what it has: there, the keys that it has just taken count.
         """
         # Forgotten if a policy raises: it might do so every time.
         demoted, self._demoted, taken = self._demoted, [], self._writer.taken
@@ -431,7 +431,7 @@ class TierManager:
             raise_nested(call)
 
     def calling_tiers(self, call: Callable[[], _R]) -> _R:
-        """Make a call that enters tiers, which may hold locks of their own there."""
+        """Make a call that enters tiers; these may hold locks of their own meanwhile."""
         thread = threading.get_ident()
         inside = thread in self._calling
         try:
@@ -470,7 +470,7 @@ def _ended(tier: Tier, call: Literal["drain", "close"], timeout: float | None) -
 
 
 def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -> None:
-    """The thread. Closes the tiers when the manager has become garbage."""
+    """Run the thread, and close the tiers when the manager has become garbage."""
     while (manager := reference()) is not None:
         waker.begin()
         try:
@@ -512,7 +512,7 @@ class Waker:
     # of the thread ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before looking at anything: later events wake the thread again."""
+        """Forget what has woken the thread, before it looks at anything: later events wake it again."""
         self._lingers = False
         while not self._woken.empty():
             self._woken.get()
