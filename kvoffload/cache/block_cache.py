@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
-from kvoffload.cache.key_cache import KeyCache, Membership, check_deadline
+from kvoffload.cache.key_cache import FETCH_DEADLINE, KeyCache, Membership
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
@@ -33,12 +33,12 @@ from kvoffload.planning.transfer_plan import Direction
 
 if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.attaching import WriteName
-    from kvoffload.cache.tiering.promotion import ChainedLoad, FetchJob, Promotion
+    from kvoffload.cache.tiering.promotion import ChainedLoad, FetchJob, PromotedLoad, Promotion
     from kvoffload.cache.tiering.tier import Tier
 
 BlockIds = Ids | Sequence[Ids]  # with several groups of planes a list for each
 Parts = int | Sequence[Sequence[int]] | None
-_DEADLINE = 1.0  # seconds, of a fetch
+_Load = TypeVar("_Load", bound="PromotedLoad[Any]")
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
@@ -338,7 +338,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         blocks: BlockIds,
         *,
         after: CacheAfter = None,
-        deadline: float | None = _DEADLINE,
+        deadline: float | None = FETCH_DEADLINE,
         tenant: str = "",
         counted: bool = True,
         parts: Parts = None,
@@ -359,8 +359,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Args:
             keys: bytes, no repeats, in the order of the request; may be all of its keys.
             blocks: target ids for all keys, as for `load`, without repeats.
-            after: as for `load`. If tiers are asked, the load follows the work that is on a stream when it is
-                submitted, perhaps long after this call.
+            after: as for `load`. If tiers are asked, the load follows the work on a stream when it is submitted, later.
             deadline: seconds from now for tiers; None: no limit. The load of what came follows.
             tenant: whose quota and priority keys from tiers have. With `request`, leave it out: they are the request's.
             counted: whether it counts as a lookup; False if you have called `lookup` for these keys.
@@ -382,25 +381,17 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         if request is not None:
             with self._records.lock:
                 tenant = record_of(request, self._state).tenant_of_call(tenant)
-        if deadline is not _DEADLINE:
-            deadline = check_deadline(deadline)
-        compute = None if self._tiers is None else self._tiers.compute
-        of_key = None if compute is None else compute.seconds_per_key
+        of_key = None if self._tiers is None else self._tiers.compute.seconds_per_key
         if of_key is not None and (missing := len(checked) - leading(self._state.table, checked)):
-            deadline = missing * of_key if deadline is None else min(deadline, missing * of_key)
+            wait = missing * of_key
+            deadline = wait if deadline is None else min(to_wait("deadline", deadline), wait)
         promotion = self._promote(checked, deadline, tenant, counted)
+        arguments = LoadArguments(checked, per_group, after, parts, request)
         try:
-            job = FetchJob(promotion, LoadArguments(checked, per_group, after, parts, request), compute)
-            if self._tiers is None or promotion._record.ended:  # no thread has to submit it
-                job._submit(self._load_promoted)
-                if job._refused is not None:
-                    raise job._refused
-            else:
-                self._tiers.post(job)
+            return self._chain(FetchJob(promotion, arguments), at_once=promotion._record.ended)
         except BaseException:
             promotion.release()
             raise
-        return job
 
     def keep(
         self,
@@ -471,9 +462,16 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             self._check_parts(parts)
         after = self.engine.resolve(after)
         self._check_open()
-        load = ChainedLoad(promotion, LoadArguments(keys, per_group, after, parts, None))
-        if self._tiers is None:
+        return self._chain(ChainedLoad(promotion, LoadArguments(keys, per_group, after, parts, None)), at_once=False)
+
+    def _chain(self, load: _Load, *, at_once: bool) -> _Load:
+        """Have a load submitted when its promotion has ended, and return it. `at_once`: that has ended, so submit the
+        load here, and raise what refuses it.
+        """
+        if at_once or self._tiers is None:
             load._submit(self._load_promoted)
+            if at_once and load._refused is not None:
+                raise load._refused
         else:
             self._tiers.post(load)
         return load

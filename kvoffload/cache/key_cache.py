@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what is imported where there are tiers
 
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
 _AGAIN = "make an engine and a cache, or call open_cache again"
+FETCH_DEADLINE = 1.0  # seconds
 _HOST, _WAITS, _MISSING = "host", "pending", "missing"
 
 
@@ -359,12 +360,17 @@ class KeyCache:
             RuntimeError: called inside another call of the cache, by a policy for example.
         """
         refuse_nested(self._state.lock, "promote")
-        return self._promote(check_keys(keys, repeats=False), check_deadline(deadline), tenant, counted)
+        return self._promote(check_keys(keys, repeats=False), deadline, tenant, counted)
 
-    def _promote(self, keys: list[bytes], wait: float | None, tenant: str, counted: bool) -> Promotion:
-        """`promote` for keys and a deadline that were checked. The caller is in no call of the cache."""
+    def _promote(self, keys: list[bytes], deadline: float | None, tenant: str, counted: bool) -> Promotion:
+        """`promote` for keys that were checked. The caller is in no call of the cache."""
         from kvoffload.cache.tiering.promotion import Promotion, PromotionRecord
 
+        wait = deadline  # the default of `fetch`, and those of the other arguments, need no check
+        if deadline is not None and deadline is not FETCH_DEADLINE:
+            wait = to_wait("deadline", deadline)
+            if not wait > 0:
+                raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
         if counted is not True:
             flag("counted", counted)
         if tenant != "":
@@ -528,11 +534,3 @@ class KeyCache:
         self._asks.check_process()
         if closed or self._asks.closed:
             raise ClosedError(f"the {'cache' if closed else 'engine of the cache'} is closed: {_AGAIN}")
-
-
-def check_deadline(deadline: float | None) -> float | None:
-    """Return the seconds of a `deadline=`; ValueError if these are not above 0."""
-    wait = None if deadline is None else to_wait("deadline", deadline)
-    if wait is not None and not wait > 0:
-        raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
-    return wait

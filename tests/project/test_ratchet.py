@@ -50,9 +50,9 @@ CALLS = {
     "cache.store, evicting": Limit(130, "half of it is the default policy's search for what is worth least"),
     "cache.load": Limit(59, "a load, and the lease of what it reads; `prefix` notes what recency would have found"),
     "cache.fetch": Limit(
-        108, "a load, the lease that holds its keys before it is submitted, and the look-up it counts as"
+        109, "a load, the lease that holds its keys before it is submitted, and the look-up it counts as"
     ),
-    "cache.fetch, above a tier": Limit(114, "no tier is asked; its thread hears of the hits"),
+    "cache.fetch, above a tier": Limit(115, "no tier is asked; its thread hears of the hits"),
     "cache.promote, in the tiers' thread": Limit(
         268, "8 keys, which a tier has done at once; its share of the entries"
     ),
@@ -73,8 +73,8 @@ CHANGES = {
     "cache.store": Limit(30, "those of a store; the index, its state, its entries and its policy"),
     "cache.store, evicting": Limit(48, "the policy's search goes through its model, and asks which keys have to stay"),
     "cache.load": Limit(32, "those of a load; the index, its state, its entries and its policy"),
-    "cache.fetch": Limit(65, "four calls of the index: hold, count, load, release"),
-    "cache.fetch, above a tier": Limit(67, "the same four calls"),
+    "cache.fetch": Limit(67, "four calls of the index: hold, count, load, release"),
+    "cache.fetch, above a tier": Limit(69, "the same four calls"),
     "cache.promote, in the tiers' thread": Limit(157, "one reservation for each of 8 keys, settled one by one"),
 }
 

@@ -27,6 +27,7 @@ class Tiers(Protocol):
 
     when_done: WhenDone
     wake: Callable[[], None]
+    compute: ComputeTime
 
 
 @dataclass(slots=True, eq=False)
@@ -273,6 +274,7 @@ class Promotion(Waitable[int]):
 
 
 def _call_at_once(ended: Waitable[Any], callback: Callable[[Any], object]) -> None:
+    """Call what follows a promotion without tiers, which has ended when it is made."""
     Callbacks().add(ended, callback)
 
 
@@ -285,11 +287,10 @@ class PromotedLoad(Waitable[_R]):
 
     _owns_promotion = False  # nothing else refers to it: the load is cancelled with it, and releases it
 
-    def __init__(self, promotion: Promotion, arguments: LoadArguments, compute: ComputeTime | None = None) -> None:
-        """`compute` is told which keys did not come."""
+    def __init__(self, promotion: Promotion, arguments: LoadArguments) -> None:
         self._record: PromotionRecord | None = promotion._record
         self._arguments: LoadArguments | None = arguments
-        self._compute, self._when_done = compute, promotion._when_done
+        self._tiers, self._when_done = promotion._tiers, promotion._when_done
         self._job: CacheJob | None = None
         self._refused: BaseException | None = None  # why it could not be submitted
         self.submitted = False
@@ -338,14 +339,14 @@ class PromotedLoad(Waitable[_R]):
         if record is None or arguments is None or not (record.ended or load is None):
             return
         try:
-            if self._compute is not None and record.ready < len(record.keys):
-                self._compute.missed(record.keys[record.ready :])
+            if owns and self._tiers is not None and record.ready < len(record.keys):
+                self._tiers.compute.missed(record.keys[record.ready :])
             if record.ready and load is not None and not (owns and record.cancelled):
                 self._job = load(arguments.leading(record.ready))
         except BaseException as error:  # noqa: BLE001  # `wait` raises it
             if not (owns and isinstance(error, MissingKeyError)):  # removed since: a fetch then has no hits
                 self._refused = error
-        self._record = self._arguments = None
+        self._record = self._arguments = self._tiers = None
         self.submitted = True
         record.loads.discard(weakref.ref(self))
         record.released |= owns
@@ -402,8 +403,8 @@ class FetchJob(PromotedLoad[int]):
 
     _owns_promotion = True
 
-    def __init__(self, promotion: Promotion, arguments: LoadArguments, compute: ComputeTime | None) -> None:
-        super().__init__(promotion, arguments, compute)
+    def __init__(self, promotion: Promotion, arguments: LoadArguments) -> None:
+        super().__init__(promotion, arguments)
         self.keys, self._promotion = promotion.keys, promotion
 
     @property
