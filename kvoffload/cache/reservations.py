@@ -453,8 +453,7 @@ class LoadArguments(NamedTuple):
         """Return the arguments for the first `count` keys."""
         if count == len(self.keys):
             return self
-        blocks = [ids[:count] for ids in self.blocks]
-        return LoadArguments(self.keys[:count], blocks, self.after, self.parts, self.request, self.pending)
+        return self._replace(keys=self.keys[:count], blocks=[ids[:count] for ids in self.blocks])
 
 
 def record_of(request: CacheRequest, owner: object) -> RequestRecord:
